@@ -1,0 +1,306 @@
+"""The seam between faces and engines: pure functions over plain data, no autograd, no framework module, no state.
+
+    forward(x, routing, weights, settings, save)      -> out, Saved
+    backward_dx(dout, saved, weights)                  -> dx, dprobs, PendingWgrad
+    backward_dw(pending, accumulators)                 -> None (adds into the fp32 native accumulators)
+
+`dx` and `dw` are separate calls so that a schedule may put a combine, or a whole pipeline bubble, between them.
+
+Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I, R padded rows in expert order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..config import ResolvedConfig
+from ..enums import ActivationType, ZCode
+from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
+from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..quant.format import BlockScaledTensor, Code, Orientation
+from ..quant.recipes import RECIPES, BlockShape, Fp8Recipe
+from ..routing.metadata import RoutingMetadata
+from .activations import pre_activation_width
+
+Tensor = torch.Tensor
+TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a call computes; static over a training run.
+
+    `recipe` is None for unquantised operands in the dtype of the tokens.
+    """
+
+    activation: ActivationType = ActivationType.SWIGLU
+    recipe: Fp8Recipe | None = None
+    fp8_wgrad: bool = True
+    save_z: ZCode = ZCode.INT8
+    recompute_z: bool = False
+    frees_stagewise: bool = False
+    iso_weight: bool = False
+
+    @classmethod
+    def from_config(cls, config: ResolvedConfig, activation: ActivationType) -> EngineSettings:
+        """Settings of a resolved configuration.
+
+        Raises:
+            ConfigError: `iso_weight` with a recipe whose weight blocks are not isotropic.
+        """
+        recipe = RECIPES[config.recipe] if config.fp8 else None
+        if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
+            raise ConfigError(f"iso_weight needs a recipe with isotropic weight blocks; recipe {recipe.name!r} has {recipe.w1} and {recipe.w1_dgrad}")
+        return cls(
+            activation=activation,
+            recipe=recipe,
+            fp8_wgrad=config.fp8_wgrad,
+            save_z=config.save_z,
+            recompute_z=config.recompute_z,
+            frees_stagewise=config.frees_stagewise,
+            iso_weight=config.iso_weight,
+        )
+
+    @property
+    def row_alignment(self) -> int:
+        """Rows the routing metadata must pad every expert to."""
+        return 128 if self.recipe is None else self.recipe.row_alignment
+
+
+@dataclass(frozen=True, eq=False)
+class EngineWeights:
+    """Weights as one engine reads them, made by `Engine.prepare_weights`, valid until the user's weights change.
+
+    w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The `_dgrad` pair is the same
+    logical matrices as backward reads them (the same objects when the recipe shares buffers). b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
+    """
+
+    w1: Tensor | BlockScaledTensor
+    w2: Tensor | BlockScaledTensor
+    w1_dgrad: Tensor | BlockScaledTensor
+    w2_dgrad: Tensor | BlockScaledTensor
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.w1.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.w1.shape[2])
+
+    @property
+    def intermediate_size(self) -> int:
+        """I."""
+        return int(self.w2.shape[2])
+
+
+@dataclass(frozen=True, eq=False)
+class GradAccumulators:
+    """Native fp32 weight-gradient accumulators; engines add, never overwrite. An expert without tokens is left untouched.
+
+    dw1 `[E, N1, H]`, dw2 `[E, H, I]`, db1 `[E, N1]`, db2 `[E, H]` (the biases' are None when the weights have none).
+    """
+
+    dw1: Tensor
+    dw2: Tensor
+    db1: Tensor | None = None
+    db2: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, num_experts: int, n1: int, hidden: int, intermediate: int, bias: bool, device: Any) -> GradAccumulators:
+        """Zeroed accumulators."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        return cls(
+            dw1=zeros(num_experts, n1, hidden),
+            dw2=zeros(num_experts, hidden, intermediate),
+            db1=zeros(num_experts, n1) if bias else None,
+            db2=zeros(num_experts, hidden) if bias else None,
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that exist."""
+        return tuple(t for t in (self.dw1, self.dw2, self.db1, self.db2) if t is not None)
+
+
+@dataclass(eq=False)
+class Saved:
+    """What backward needs of one forward. Fields are released (set to None) stage by stage when the settings ask for it.
+
+    x `[T, H]` as given; z `[R, N1]`: 8-bit codes, a plain tensor, or None when it is recomputed.
+    """
+
+    settings: EngineSettings
+    routing: RoutingMetadata
+    x: Tensor | None
+    z: BlockScaledTensor | Tensor | None
+
+    def pack(self) -> tuple[list[Tensor], SavedSpec]:
+        """Flatten into tensors (for `save_for_backward`) and everything else."""
+        expect(self.x is not None, RuntimeError, "this Saved was already consumed by a backward")  # type: ignore[arg-type]
+        assert self.x is not None
+        tensors = [self.x, *self.routing.tensors()]
+        z_spec: ZSpec | None = None
+        if isinstance(self.z, BlockScaledTensor):
+            tensors += [self.z.codes, self.z.scale_inv]
+            z_spec = ZSpec(self.z.block, self.z.code)
+        elif self.z is not None:
+            tensors.append(self.z)
+        return tensors, SavedSpec(self.settings, self.routing, z_spec)
+
+
+@dataclass(frozen=True)
+class ZSpec:
+    """Static half of a block-scaled `z`."""
+
+    block: BlockShape
+    code: Code
+
+
+@dataclass(frozen=True, eq=False)
+class SavedSpec:
+    """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees every byte."""
+
+    settings: EngineSettings
+    sizes: dict[str, Any]
+    z: ZSpec | None
+
+    def __init__(self, settings: EngineSettings, routing: RoutingMetadata, z: ZSpec | None) -> None:
+        """Keep the routing's numbers, drop its tensors."""
+        numbers = ("num_tokens", "topk", "num_experts", "alignment", "num_rows", "host_counts")
+        object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "sizes", {name: getattr(routing, name) for name in numbers})
+        object.__setattr__(self, "z", z)
+
+    def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
+        """Inverse of `Saved.pack`."""
+        n_routing = len(RoutingMetadata.TENSOR_FIELDS)
+        x, routing_tensors, rest = tensors[0], tensors[1 : 1 + n_routing], tensors[1 + n_routing :]
+        routing = RoutingMetadata(**self.sizes, **dict(zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)))
+        z: BlockScaledTensor | Tensor | None = None
+        if self.z is not None:
+            z = BlockScaledTensor(rest[0], rest[1], self.z.block, self.z.code, Orientation.ROWS)
+        elif rest:
+            z = rest[0]
+        return Saved(self.settings, routing, x, z)
+
+
+@dataclass(eq=False)
+class PendingWgrad:
+    """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
+
+    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]` (probability times y1).
+    x, dout `[T, H]` are gathered inside. Block-scaled when the recipe already quantised them for dgrad.
+    """
+
+    settings: EngineSettings
+    routing: RoutingMetadata
+    x: Tensor | None
+    dout: Tensor | None
+    dz: Tensor | BlockScaledTensor | None
+    y1s: Tensor | None
+
+
+class Engine(ABC):
+    """One implementation of the gated expert MLP, forward and backward. Stateless: every call may be repeated with equal results."""
+
+    name: str
+
+    @abstractmethod
+    def prepare_weights(self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings) -> EngineWeights:
+        """Native weights `w1 [E, N1, H]`, `w2 [E, H, I]` (and fp32 biases) -> what `forward` and `backward_dx` read. Done once per optimizer step."""
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings, *, save: bool = True
+    ) -> tuple[Tensor, Saved | None]:
+        """`out[t] = sum_k p[t,k] * (act(x_t W1_e) W2_e + b2_e)`, `[T, H]` in the dtype of `x`; `save=False` keeps nothing (inference)."""
+
+    @abstractmethod
+    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """`(dx [T, H] in x's dtype, dprobs fp32 [T, K], operands of the weight gradients)`; dprobs is exactly 0 in invalid slots."""
+
+    @abstractmethod
+    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+        """Add dw1, dw2 (and bias gradients) into the accumulators and release `pending`."""
+
+    def backward(
+        self, dout: Tensor, saved: Saved, weights: EngineWeights, accumulators: GradAccumulators | None
+    ) -> tuple[Tensor, Tensor]:
+        """`backward_dx`, then `backward_dw` unless `accumulators` is None (frozen weights)."""
+        dx, dprobs, pending = self.backward_dx(dout, saved, weights)
+        if accumulators is not None:
+            self.backward_dw(pending, accumulators)
+        return dx, dprobs
+
+
+def check_weights(w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType) -> None:
+    """Check native weights and biases against each other.
+
+    Raises:
+        ShapeError: naming the tensor, its shape and the shape needed; or one bias without the other.
+    """
+    expect(len(w1.shape) == 3, ShapeError, f"w1 has shape {tuple(w1.shape)}; needed: [E, N1, H]")
+    expect(len(w2.shape) == 3, ShapeError, f"w2 has shape {tuple(w2.shape)}; needed: [E, H, I]")
+    experts, n1, hidden = (int(size) for size in w1.shape)
+    wanted = (experts, hidden, int(w2.shape[2]))
+    expect(tuple(w2.shape) == wanted, ShapeError, f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}")
+    width = pre_activation_width(wanted[2], activation)
+    expect(n1 == width, ShapeError, f"w1 has {n1} rows per expert; {activation.value} with I={wanted[2]} needs {width}")
+    expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
+    if b1 is not None and b2 is not None:
+        expect(tuple(b1.shape) == (experts, n1), ShapeError, f"b1 has shape {tuple(b1.shape)}; needed: {(experts, n1)}")
+        expect(tuple(b2.shape) == (experts, hidden), ShapeError, f"b2 has shape {tuple(b2.shape)}; needed: {(experts, hidden)}")
+
+
+def check_forward(x: Any, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings) -> None:
+    """Check tokens and routing at the engine's border.
+
+    Raises:
+        DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here).
+        ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
+    """
+    require_framework_tensor(x, "x")
+    expect(x.dtype in TOKEN_DTYPES, DTypeError, f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
+    wanted = (routing.num_tokens, weights.hidden_size)
+    expect(tuple(x.shape) == wanted, ShapeError, f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}")
+    expect(
+        routing.num_experts == weights.num_experts,
+        RoutingError,
+        f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}",
+    )
+    expect(
+        routing.alignment % settings.row_alignment == 0,
+        RoutingError,
+        f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}",
+    )
+    w1 = weights.w1.codes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
+    require_same_device([("x", x), ("routing", routing.row_token), ("weights", w1)])
+
+
+def check_dout(dout: Any, saved: Saved) -> Tensor:
+    """Check the incoming gradient and return it contiguous.
+
+    Raises:
+        DTypeError, ShapeError: it is FP8 without scales, or its shape is not that of `out`.
+    """
+    require_framework_tensor(dout, "dout")
+    expect(dout.dtype in TOKEN_DTYPES, DTypeError, f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32")
+    assert saved.x is not None
+    expect(tuple(dout.shape) == tuple(saved.x.shape), ShapeError, f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}")
+    return dout.detach().contiguous()
+
+
+def without_recompute(settings: EngineSettings) -> EngineSettings:
+    """The same settings with `z` stored; how a recomputing backward rebuilds it."""
+    return replace(settings, recompute_z=False)

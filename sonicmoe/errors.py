@@ -1,0 +1,45 @@
+"""Exceptions of the package. Each message names the argument, what came and what is needed."""
+
+from __future__ import annotations
+
+
+class SonicMoEError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(SonicMoEError, ValueError):
+    """A flag or a configuration field has a value the package does not know."""
+
+
+class ShapeError(SonicMoEError, ValueError):
+    """A tensor has the wrong shape, stride or size."""
+
+
+class DTypeError(SonicMoEError, TypeError):
+    """A tensor has the wrong dtype."""
+
+
+class DeviceError(SonicMoEError, ValueError):
+    """Tensors live on different devices, or on one the engine cannot use."""
+
+
+class RoutingError(SonicMoEError, ValueError):
+    """Routing indices, probabilities or counts break the routing contract."""
+
+
+class LayoutError(SonicMoEError, ValueError):
+    """A weight, or the object that holds it, does not have the layout the node reads."""
+
+
+class FrameworkError(SonicMoEError, ImportError):
+    """Paddle or PyTorch is missing, too old, or reached the package through the wrong door."""
+
+
+class EngineUnavailableError(SonicMoEError, RuntimeError):
+    """The requested engine cannot run here; the message says why and what can."""
+
+
+def expect(condition: bool, error: type[SonicMoEError], message: str) -> None:
+    """Raise ``error(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise error(message)

@@ -1,0 +1,170 @@
+"""Which framework, which device, which stream: the only file that asks.
+
+Every other module writes `import torch` at its top. Under PyTorch that is PyTorch; under Paddle it is Paddle's torch
+proxy, switched on by `paddle.enable_compat(scope={"sonicmoe"})` before the first import of this package.
+The torch API used in the package stays inside what the proxy supports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from .errors import DeviceError, FrameworkError
+
+MINIMUM_PADDLE = (3, 3)
+HOW_TO_ENABLE = 'call paddle.enable_compat(scope={"sonicmoe"}, silent=True) before the first `import sonicmoe`'
+
+
+def paddle_version() -> tuple[int, ...] | None:
+    """The installed Paddle's (major, minor), or None; reads metadata, imports nothing."""
+    for distribution in ("paddlepaddle", "paddlepaddle-gpu"):
+        try:
+            return parse_version(version(distribution))
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The leading (major, minor) integers of a version string; ("3.3.1+cpu" -> (3, 3))."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+
+def check_paddle_version(text: str) -> None:
+    """Raise FrameworkError for a Paddle older than 3.3, which has no torch proxy. A development build ("0.0.0") passes."""
+    found = parse_version(text)
+    if (0, 0) < found < MINIMUM_PADDLE:
+        raise FrameworkError(
+            f"paddle {text} has no torch proxy; sonicmoe needs paddle >= 3.3.0 (pip install 'paddlepaddle>=3.3.0')"
+        )
+
+
+def _import_framework() -> Any:
+    paddle = sys.modules.get("paddle")
+    if paddle is not None and hasattr(paddle, "__version__"):
+        proxied = hasattr(paddle, "enable_compat")
+        if not proxied and "torch" not in sys.modules:
+            check_paddle_version(paddle.__version__)
+    try:
+        import torch
+    except ImportError as error:
+        if paddle is not None:
+            check_paddle_version(paddle.__version__)
+            raise FrameworkError(f"paddle is loaded but its torch proxy is not enabled for sonicmoe: {HOW_TO_ENABLE}") from error
+        raise FrameworkError(
+            "sonicmoe needs PyTorch (pip install 'sonicmoe[torch]'), or Paddle >= 3.3 (pip install 'sonicmoe[paddle]'); "
+            f"with Paddle, {HOW_TO_ENABLE}"
+        ) from error
+    return torch
+
+
+torch = _import_framework()
+
+
+def _is_paddle() -> bool:
+    paddle = sys.modules.get("paddle")
+    return paddle is not None and torch.Tensor is getattr(paddle, "Tensor", None)
+
+
+FRAMEWORK: str = "paddle" if _is_paddle() else "torch"
+IS_PADDLE: bool = FRAMEWORK == "paddle"
+
+
+def require_framework_tensor(value: Any, argument: str) -> None:
+    """Raise unless `value` is a tensor of the framework this package was imported under.
+
+    Raises:
+        FrameworkError: the tensor belongs to the other framework.
+        TypeError: it is no tensor at all.
+    """
+    if isinstance(value, torch.Tensor):
+        return
+    module = type(value).__module__
+    if module.startswith("paddle") and not IS_PADDLE:
+        raise FrameworkError(f"{argument} is a paddle tensor but sonicmoe was imported with PyTorch: {HOW_TO_ENABLE}")
+    if module.startswith("torch") and IS_PADDLE:
+        raise FrameworkError(f"{argument} is a torch tensor but sonicmoe runs through Paddle's torch proxy in this process")
+    raise TypeError(f"{argument} must be a {FRAMEWORK} tensor, got {type(value).__name__}")
+
+
+def requires_grad(tensor: Any) -> bool:
+    """Whether autograd wants a gradient for `tensor`."""
+    return not tensor.stop_gradient if IS_PADDLE else bool(tensor.requires_grad)
+
+
+def grad_enabled() -> bool:
+    """Whether autograd records at this moment (False inside `no_grad` and in Paddle's reentrant recompute forward)."""
+    if IS_PADDLE:
+        tracer = sys.modules["paddle"].base.framework._dygraph_tracer()
+        return bool(tracer is None or tracer._has_grad)
+    return bool(torch.is_grad_enabled())
+
+
+@contextmanager
+def plain_ops() -> Iterator[None]:
+    """No autograd and no automatic mixed precision: for index casts, flushes and cache builds outside the graph."""
+    if IS_PADDLE:
+        with torch.no_grad(), sys.modules["paddle"].amp.auto_cast(False):
+            yield
+    else:
+        with torch.no_grad():
+            yield
+
+
+def is_cuda(tensor: Any) -> bool:
+    """Whether `tensor` lives on an NVIDIA GPU."""
+    return bool(tensor.place.is_gpu_place()) if IS_PADDLE else bool(tensor.is_cuda)
+
+
+def device_name(tensor: Any) -> str:
+    """A comparable, printable device: "cpu", "cuda:0"."""
+    if IS_PADDLE:
+        place = tensor.place
+        return f"cuda:{place.gpu_device_id()}" if place.is_gpu_place() else "cpu"
+    return str(tensor.device)
+
+
+def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Raise DeviceError naming the first tensor that lives elsewhere than the first of `(name, tensor)` pairs."""
+    reference: tuple[str, str] | None = None
+    for name, tensor in tensors:
+        device = device_name(tensor)
+        if reference is None:
+            reference = (name, device)
+        elif device != reference[1]:
+            raise DeviceError(f"{name} is on {device} but {reference[0]} is on {reference[1]}; all must be on one device")
+
+
+def current_stream(tensor: Any) -> int:
+    """The raw CUDA stream handle of the caller's compute stream on the tensor's device; 0 on CPU."""
+    if not is_cuda(tensor):
+        return 0
+    if IS_PADDLE:
+        paddle = sys.modules["paddle"]
+        return int(paddle.base.libpaddle._get_current_raw_stream(tensor.place.gpu_device_id()))
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+def data_ptr(tensor: Any) -> int:
+    """Address of the first element."""
+    return int(tensor.data_ptr())
+
+
+def numel(tensor: Any) -> int:
+    """Element count from the shape; the proxy's `numel()` would be a tensor and a sync."""
+    count = 1
+    for size in tensor.shape:
+        count *= int(size)
+    return count
+
+
+def dtype_name(dtype: Any) -> str:
+    """A framework-neutral dtype name: "bfloat16", "float32", "float8_e4m3fn", "int64"."""
+    text = str(dtype)
+    for prefix in ("torch.", "paddle."):
+        text = text.removeprefix(prefix)
+    return text

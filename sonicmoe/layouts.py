@@ -1,0 +1,72 @@
+"""Index maps between weight layouts: pure, differentiable-free, exact (they move bytes, they do no arithmetic).
+
+Native layouts (what every engine reads and accumulates into):
+    w1 [E, N1, H]   up-projection, K-major; N1 = 2I for gated activations with rows interleaved (row 2i = gate_i, row 2i+1 = up_i), else I
+    w2 [E, H, I]    down-projection, K-major
+User layouts:
+    split-half, per expert  `up_gate_proj.weight [H, 2I]` (columns [0, I) gate, [I, 2I) up) and `down_proj.weight [I, H]`
+    fused                   `weight1 [E, H, 2I]` split-half and `weight2 [E, I, H]`
+
+Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so the gated activation needs no exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import LayoutError, expect
+
+Tensor = torch.Tensor
+
+
+def interleave_gate_up(split: Tensor) -> Tensor:
+    """Rows [gate_0..gate_I-1, up_0..up_I-1] -> [gate_0, up_0, gate_1, up_1, ...] along the second-to-last axis ([..., 2I, H])."""
+    *lead, n, h = split.shape
+    expect(n % 2 == 0, LayoutError, f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}")
+    pairs = split.reshape([*lead, 2, n // 2, h])
+    return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
+
+
+def deinterleave_gate_up(interleaved: Tensor) -> Tensor:
+    """Inverse of `interleave_gate_up` ([..., 2I, H] -> [..., 2I, H])."""
+    *lead, n, h = interleaved.shape
+    expect(n % 2 == 0, LayoutError, f"deinterleave_gate_up needs an even number of rows (2I), got shape {tuple(interleaved.shape)}")
+    pairs = interleaved.reshape([*lead, n // 2, 2, h])
+    return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
+
+
+def native_w1_from_split_half(weight: Tensor, gated: bool) -> Tensor:
+    """`[..., H, 2I]` split-half (or `[..., H, I]` ungated) -> native `[..., N1, H]`."""
+    rows = weight.transpose(-2, -1).contiguous()
+    return interleave_gate_up(rows) if gated else rows
+
+
+def split_half_from_native_w1(native: Tensor, gated: bool) -> Tensor:
+    """Inverse of `native_w1_from_split_half`; serves gradients as well as weights."""
+    rows = deinterleave_gate_up(native) if gated else native
+    return rows.transpose(-2, -1).contiguous()
+
+
+def native_w2_from_user(weight: Tensor) -> Tensor:
+    """`[..., I, H]` -> native `[..., H, I]`."""
+    return weight.transpose(-2, -1).contiguous()
+
+
+def user_w2_from_native(native: Tensor) -> Tensor:
+    """Inverse of `native_w2_from_user`."""
+    return native.transpose(-2, -1).contiguous()
+
+
+def interleave_bias(bias: Tensor) -> Tensor:
+    """Split-half bias `[..., 2I]` -> interleaved `[..., 2I]`."""
+    return interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1)
+
+
+def deinterleave_bias(bias: Tensor) -> Tensor:
+    """Inverse of `interleave_bias`."""
+    return deinterleave_gate_up(bias.unsqueeze(-1)).squeeze(-1)
+
+
+def stack(tensors: list[Tensor]) -> Tensor:
+    """Per-expert tensors -> one `[E, ...]` tensor (a copy)."""
+    return torch.stack([tensor.detach() for tensor in tensors])

@@ -1,0 +1,122 @@
+"""`BlockScaledTensor`: 8-bit codes and their scales as one type that no operator takes for a plain tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..errors import DTypeError, ShapeError, expect
+from ..interop import dtype_name
+from .recipes import BlockShape
+
+Tensor = torch.Tensor
+
+E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+INT8_MAX = 127.0
+
+
+class Code(Enum):
+    """Element format: `E4M3` (OCP FP8, finite range +-448, NaN = 0x7F/0xFF) or symmetric `INT8` (+-127)."""
+
+    E4M3 = "e4m3"
+    INT8 = "int8"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage dtype."""
+        return torch.float8_e4m3fn if self is Code.E4M3 else torch.int8
+
+    @property
+    def max(self) -> float:
+        """Largest finite magnitude of a code."""
+        return E4M3_MAX if self is Code.E4M3 else INT8_MAX
+
+
+class Orientation(Enum):
+    """How the codes of a logical `[R, C]` matrix lie in memory: `ROWS` as `[R, C]`, `COLUMNS` as its transpose `[C, R]`."""
+
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+@dataclass(frozen=True, eq=False)
+class BlockScaledTensor:
+    """A logical `[..., R, C]` matrix as 8-bit codes with one fp32 scale per block: `value = code * scale_inv`.
+
+    Attributes:
+        codes: `[..., R, C]` (`Orientation.ROWS`) or `[..., C, R]` (`Orientation.COLUMNS`), contiguous, e4m3 or int8.
+        scale_inv: fp32 dequantisation multipliers, `[..., ceil(R/block.rows), ceil(C/block.cols)]`, transposed with the codes.
+        block: block shape on the logical matrix.
+        code: element format.
+        orientation: memory order of codes and scales.
+
+    NaN: an E4M3 code NaN dequantises to NaN. INT8 has no NaN code; a non-finite element makes its block's scale NaN.
+    The type is no tensor: arithmetic on it raises TypeError, so FP8 bytes can never be read as bf16.
+
+    Raises:
+        DTypeError, ShapeError: codes, scales and block do not belong together.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    block: BlockShape
+    code: Code
+    orientation: Orientation = Orientation.ROWS
+
+    def __post_init__(self) -> None:
+        """Check dtypes and the scale grid."""
+        name = dtype_name(self.codes.dtype)
+        expect(
+            self.codes.dtype == self.code.dtype,
+            DTypeError,
+            f"codes are {name}, the {self.code.value} code needs {dtype_name(self.code.dtype)}",
+        )
+        expect(
+            self.scale_inv.dtype == torch.float32,
+            DTypeError,
+            f"scale_inv is {dtype_name(self.scale_inv.dtype)}, needed: float32",
+        )
+        wanted = scale_shape(tuple(self.codes.shape), self._stored_block())
+        expect(
+            tuple(self.scale_inv.shape) == wanted,
+            ShapeError,
+            f"scale_inv has shape {tuple(self.scale_inv.shape)}; codes {tuple(self.codes.shape)} in "
+            f"{self._stored_block()} blocks need {wanted}",
+        )
+
+    def _stored_block(self) -> BlockShape:
+        return self.block if self.orientation is Orientation.ROWS else self.block.transposed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+        stored = tuple(int(size) for size in self.codes.shape)
+        if self.orientation is Orientation.ROWS:
+            return stored
+        return (*stored[:-2], stored[-1], stored[-2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        count = 1
+        for size in self.codes.shape:
+            count *= int(size)
+        scales = 1
+        for size in self.scale_inv.shape:
+            scales *= int(size)
+        return count + 4 * scales
+
+    def __getitem__(self, index: int) -> BlockScaledTensor:
+        """One matrix of a batch: `[E, R, C][e]` -> `[R, C]` (a view)."""
+        expect(len(self.codes.shape) > 2, ShapeError, "only a batch of matrices can be indexed; slicing rows could cut a block")
+        return BlockScaledTensor(self.codes[index], self.scale_inv[index], self.block, self.code, self.orientation)
+
+
+def scale_shape(shape: tuple[int, ...], block: BlockShape) -> tuple[int, ...]:
+    """Shape of the scales of a stored `[..., R, C]` matrix: partial blocks at the right and bottom edge count."""
+    expect(len(shape) >= 2, ShapeError, f"a block-scaled tensor has at least two axes, got shape {shape}")
+    *lead, n_rows, n_cols = shape
+    return (*(int(n) for n in lead), -(-int(n_rows) // block.rows), -(-int(n_cols) // block.cols))

@@ -1,0 +1,145 @@
+"""The exact quantiser every GPU kernel is tested against, bit for bit. Plain tensor operations, fp32.
+
+For each block:  amax = max |x| over the non-NaN elements, at least AMAX_FLOOR
+    FP32 scales: scale_inv = amax / M,  multiplier = M / amax            (two IEEE divisions; M = 448 or 127)
+    POW2 scales: scale_inv = 2^ceil(log2(fl(amax / M))), multiplier = its exact inverse
+    code = round-to-nearest-even(clamp(fl(x * multiplier), -M, M))
+
+Infinity makes amax, and with it scale_inv, infinite: every value of the block dequantises to NaN, so a non-finite input is
+never laundered into a finite one. AMAX_FLOOR keeps both divisions finite; an all-zero block gets codes 0 and a finite scale.
+The block scaling is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3), the format OCP FP8 (E4M3).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import DTypeError, expect
+from ..interop import dtype_name, numel
+from .format import E4M3_NAN, BlockScaledTensor, Code, Orientation, scale_shape
+from .recipes import BlockShape, ScaleFormat
+
+Tensor = torch.Tensor
+
+AMAX_FLOOR = 2.0**-100
+_MANTISSA_MASK = 0x007FFFFF
+
+
+def quantize(
+    x: Tensor, block: BlockShape, code: Code = Code.E4M3, scale_format: ScaleFormat = ScaleFormat.FP32
+) -> BlockScaledTensor:
+    """Quantise a floating `[..., R, C]` tensor block by block; edge blocks may be partial.
+
+    NaN elements keep their place in E4M3 (code 0x7F) and do not disturb their block's scale; in INT8 they, and in both
+    codes an infinity, make the whole block NaN.
+    """
+    expect(
+        dtype_name(x.dtype) in {"float32", "bfloat16", "float16", "float64"},
+        DTypeError,
+        f"x is {dtype_name(x.dtype)}, needed: float32, bfloat16 or float16",
+    )
+    x = x.detach().to(torch.float32)
+    shape = tuple(int(size) for size in x.shape)
+    if numel(x) == 0:
+        return _empty(x, shape, block, code)
+    tiles = _to_tiles(x, block)  # [..., nR, bR, nC, bC]
+    is_nan = torch.isnan(tiles)
+    magnitude = torch.where(is_nan, torch.zeros_like(tiles), tiles.abs())
+    amax = magnitude.amax((-3, -1))
+    amax = torch.maximum(amax, torch.full_like(amax, AMAX_FLOOR))  # Paddle's clamp(min=) would make infinity finite
+    scale_inv, multiplier = block_scales(amax, code, scale_format)
+    scaled = (tiles * multiplier.unsqueeze(-1).unsqueeze(-3)).clamp(-code.max, code.max)
+    if code is Code.INT8:
+        has_nan = is_nan.any(-1).any(-2)
+        scale_inv = torch.where(has_nan, torch.full_like(scale_inv, float("nan")), scale_inv)
+        codes = torch.round(torch.where(torch.isnan(scaled), torch.zeros_like(scaled), scaled)).to(torch.int8)
+    else:
+        codes = encode_e4m3(scaled)
+    return BlockScaledTensor(_from_tiles(codes, shape), scale_inv, block, code)
+
+
+def block_scales(amax: Tensor, code: Code, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """`(scale_inv, multiplier)` of blocks with maximum magnitude `amax` (fp32, >= AMAX_FLOOR)."""
+    largest = torch.full_like(amax, code.max)
+    if scale_format is ScaleFormat.FP32:
+        return amax / largest, largest / amax
+    scale_inv = round_up_to_pow2(amax / largest)
+    return scale_inv, torch.ones_like(scale_inv) / scale_inv
+
+
+def round_up_to_pow2(x: Tensor) -> Tensor:
+    """The smallest power of two >= x for positive normal fp32 x, by exponent arithmetic (exact); infinity stays."""
+    bits = x.view(torch.int32)
+    return (((bits + _MANTISSA_MASK) >> 23) << 23).view(torch.float32)
+
+
+def encode_e4m3(x: Tensor) -> Tensor:
+    """fp32 within +-448 -> E4M3, round to nearest even, NaN -> 0x7F.
+
+    The NaN is written explicitly: Paddle's CPU cast turns it into 448.
+    """
+    codes = x.to(torch.float8_e4m3fn)
+    is_nan = torch.isnan(x)
+    if not bool(is_nan.any()):
+        return codes
+    bits = codes.view(torch.uint8).to(torch.int32)  # Paddle's CPU `where` knows no uint8
+    return torch.where(is_nan, torch.full_like(bits, E4M3_NAN), bits).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def decode_e4m3(codes: Tensor) -> Tensor:
+    """E4M3 -> fp32, exact; 0x7F and 0xFF -> NaN whatever the framework's cast does."""
+    values = codes.to(torch.float32)
+    bits = codes.view(torch.uint8)
+    is_nan = (bits == E4M3_NAN) | (bits == E4M3_NAN + 0x80)
+    return torch.where(is_nan, torch.full_like(values, float("nan")), values)
+
+
+def dequantize(q: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The logical `[..., R, C]` values `fl32(code * scale_inv)`, cast to `dtype`."""
+    if q.orientation is Orientation.COLUMNS:
+        q = transpose_storage(q)
+    shape = q.shape
+    if any(size == 0 for size in shape):
+        return torch.zeros(shape, dtype=dtype, device=q.codes.device)
+    values = decode_e4m3(q.codes) if q.code is Code.E4M3 else q.codes.to(torch.float32)
+    tiles = _to_tiles(values, q.block) * q.scale_inv.unsqueeze(-1).unsqueeze(-3)
+    return _from_tiles(tiles, shape).to(dtype)
+
+
+def transpose_storage(q: BlockScaledTensor) -> BlockScaledTensor:
+    """The same logical matrix in the other memory order: moves bytes and scales, rounds nothing."""
+    flipped = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
+    view = torch.uint8 if q.code is Code.E4M3 else torch.int8
+    codes = q.codes.view(view).transpose(-2, -1).contiguous().view(q.code.dtype)
+    return BlockScaledTensor(codes, q.scale_inv.transpose(-2, -1).contiguous(), q.block, q.code, flipped)
+
+
+def _to_tiles(x: Tensor, block: BlockShape) -> Tensor:
+    """`[..., R, C]` -> `[..., nR, bR, nC, bC]`, zero-padded to whole blocks."""
+    *lead, n_rows, n_cols = (int(size) for size in x.shape)
+    *_, row_blocks, col_blocks = scale_shape(tuple(x.shape), block)
+    pad_rows, pad_cols = row_blocks * block.rows - n_rows, col_blocks * block.cols - n_cols
+    if pad_cols:
+        x = torch.cat([x, torch.zeros([*lead, n_rows, pad_cols], dtype=x.dtype, device=x.device)], -1)
+    if pad_rows:
+        x = torch.cat([x, torch.zeros([*lead, pad_rows, n_cols + pad_cols], dtype=x.dtype, device=x.device)], -2)
+    return x.reshape([*lead, row_blocks, block.rows, col_blocks, block.cols])
+
+
+def _from_tiles(tiles: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of `_to_tiles`: drops the padding."""
+    *lead, row_blocks, block_rows, col_blocks, block_cols = (int(size) for size in tiles.shape)
+    n_rows, n_cols = shape[-2:]
+    whole = tiles.reshape([*lead, row_blocks * block_rows, col_blocks * block_cols])
+    if tuple(whole.shape[-2:]) == (n_rows, n_cols):
+        return whole
+    if whole.dtype == torch.float8_e4m3fn:
+        return whole.view(torch.uint8)[..., :n_rows, :n_cols].contiguous().view(torch.float8_e4m3fn)
+    return whole[..., :n_rows, :n_cols].contiguous()
+
+
+def _empty(x: Tensor, shape: tuple[int, ...], block: BlockShape, code: Code) -> BlockScaledTensor:
+    byte = torch.uint8 if code is Code.E4M3 else torch.int8
+    codes = torch.zeros(shape, dtype=byte, device=x.device).view(code.dtype)
+    scales = torch.zeros(scale_shape(shape, block), dtype=torch.float32, device=x.device)
+    return BlockScaledTensor(codes, scales, block, code)

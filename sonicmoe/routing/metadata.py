@@ -1,0 +1,93 @@
+"""`RoutingMetadata`: who computes what, in which row. Built once per forward, read by every stage of both passes.
+
+Legend: T tokens, K slots per token, E local experts, S = T*K flat slots (slot = token * K + k), R rows of the padded,
+expert-sorted layout. An expert's rows are its tokens in ascending order (stable), padded to `alignment` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import RoutingError, expect
+
+Tensor = torch.Tensor
+
+NO_ROW = -1
+ROW_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingMetadata:
+    """Named, documented routing tensors; every one is fully written, none is ever read past what is described here.
+
+    Attributes:
+        num_tokens, topk, num_experts: T, K, E.
+        alignment: rows every expert is padded to (a multiple of 128).
+        num_rows: R, the size of every `row_*` tensor. At least `padded_offsets[E]`; rows beyond it are padding too, so a
+            builder that does not know the counts on the host may size R for the worst case.
+        expert_counts:   int32 `[E]`, true number of rows per expert.
+        expert_offsets:  int64 `[E+1]`, exclusive prefix sum of `expert_counts`; `[E]` is the number of valid slots (TK).
+        padded_counts:   int32 `[E]`, counts rounded up to `alignment` (0 stays 0).
+        padded_offsets:  int64 `[E+1]`, exclusive prefix sum of `padded_counts`; expert e owns rows
+            `padded_offsets[e] .. padded_offsets[e] + expert_counts[e]`, then its padding.
+        row_token: int32 `[R]`, token gathered into each row; -1 in padding rows.
+        row_slot:  int64 `[R]`, flat slot (token * K + k) each row serves; -1 in padding rows.
+        slot_row:  int64 `[T, K]`, row that computes each slot; -1 where the slot is not routed here.
+        row_prob:  fp32 `[R]`, routing probability of each row; exactly 0 in padding rows.
+        host_counts: `expert_counts` as Python ints where the builder knows them without waiting for a device, else None.
+    """
+
+    num_tokens: int
+    topk: int
+    num_experts: int
+    alignment: int
+    num_rows: int
+    expert_counts: Tensor
+    expert_offsets: Tensor
+    padded_counts: Tensor
+    padded_offsets: Tensor
+    row_token: Tensor
+    row_slot: Tensor
+    slot_row: Tensor
+    row_prob: Tensor
+    host_counts: tuple[int, ...] | None = None
+
+    TENSOR_FIELDS = (
+        "expert_counts", "expert_offsets", "padded_counts", "padded_offsets",
+        "row_token", "row_slot", "slot_row", "row_prob",
+    )  # fmt: skip
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors in `TENSOR_FIELDS` order."""
+        return tuple(getattr(self, name) for name in self.TENSOR_FIELDS)
+
+    def counts_on_host(self) -> tuple[int, ...]:
+        """`expert_counts` as Python ints; waits for the device only when the builder did not know them."""
+        if self.host_counts is not None:
+            return self.host_counts
+        return tuple(int(count) for count in self.expert_counts.tolist())
+
+    def expert_slices(self) -> list[tuple[int, int, int]]:
+        """`(first_row, count, padded_count)` of each expert, on the host."""
+        slices, first = [], 0
+        for count in self.counts_on_host():
+            padded = round_up(count, self.alignment)
+            slices.append((first, count, padded))
+            first += padded
+        return slices
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= `value`."""
+    return -(-value // multiple) * multiple
+
+
+def check_alignment(alignment: int) -> None:
+    """Raise RoutingError unless `alignment` is a positive multiple of the 128-row GEMM tile."""
+    expect(
+        alignment > 0 and alignment % ROW_ALIGNMENT == 0,
+        RoutingError,
+        f"alignment is {alignment}; needed: a positive multiple of {ROW_ALIGNMENT}, the rows of a GEMM tile",
+    )

@@ -1,0 +1,144 @@
+"""Border checks of routing inputs: shapes and dtypes always, contents on the host or when `SONIC_MOE_VALIDATE_DISPATCH=1`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DTypeError, RoutingError, ShapeError, expect
+from ..interop import dtype_name, require_framework_tensor, require_same_device
+from .metadata import round_up
+
+Tensor = torch.Tensor
+
+HYBRID_EP_HINT = (
+    "; already permuted expert-major rows with one probability each (HybridEP, or ElasticBuffer with do_expand=True) "
+    "are a different contract: dispatch with per-token top-k indices"
+)
+
+
+def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
+    """Check types, ranks, dtypes, shapes and devices; reads no element.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and what is needed.
+    """
+    require_framework_tensor(indices, "dispatched_indices")
+    require_framework_tensor(probs, "dispatched_probs")
+    expect(num_experts > 0, RoutingError, f"num_experts is {num_experts}; needed: at least 1")
+    for name, tensor in (("dispatched_indices", indices), ("dispatched_probs", probs)):
+        expect(
+            len(tensor.shape) == 2,
+            ShapeError,
+            f"{name} has shape {tuple(tensor.shape)}; needed: [tokens, topk]" + (HYBRID_EP_HINT if len(tensor.shape) == 1 else ""),
+        )
+    expect(
+        indices.dtype in (torch.int32, torch.int64),
+        DTypeError,
+        f"dispatched_indices is {dtype_name(indices.dtype)}; needed: int32 or int64",
+    )
+    expect(probs.dtype == torch.float32, DTypeError, f"dispatched_probs is {dtype_name(probs.dtype)}; needed: float32")
+    expect(
+        tuple(indices.shape) == tuple(probs.shape),
+        ShapeError,
+        f"dispatched_indices {tuple(indices.shape)} and dispatched_probs {tuple(probs.shape)} must have one shape",
+    )
+    require_same_device([("dispatched_indices", indices), ("dispatched_probs", probs)])
+
+
+def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
+    """Check every routing precondition; waits for the device.
+
+    Raises:
+        RoutingError: an id is below -1, a token names an expert twice, or a valid slot's probability is not finite;
+            the message names the row and slot.
+    """
+    ids = indices.to(torch.int64)
+    _raise_at(ids < -1, lambda t, k: f"dispatched_indices[{t}, {k}] is {int(ids[t, k])}; ids below -1 mean nothing")
+    valid = (ids >= 0) & (ids < num_experts)
+    _raise_at(
+        valid & ~torch.isfinite(probs),
+        lambda t, k: f"dispatched_probs[{t}, {k}] is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})",
+    )
+    topk = int(ids.shape[1])
+    for k in range(1, topk):
+        for earlier in range(k):
+            repeated = valid[:, k] & (ids[:, k] == ids[:, earlier])
+            _raise_at(
+                repeated.unsqueeze(-1),
+                lambda t, _, k=k, earlier=earlier: (
+                    f"dispatched_indices row {t} names expert {int(ids[t, k])} twice (slots {earlier} and {k}); ids in a row must be distinct"
+                ),
+            )
+
+
+def _raise_at(bad: Tensor, message: Any) -> None:
+    if 0 in tuple(bad.shape) or not bool(bad.any()):
+        return
+    token, slot = (int(position) for position in torch.nonzero(bad)[0].tolist())
+    raise RoutingError(message(token, slot))
+
+
+def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] | None:
+    """`tokens_per_expert` as Python ints, or None when the caller gave none (None or an empty list).
+
+    A tensor is read only when it lives on the host, so a device is never waited for.
+
+    Raises:
+        ShapeError: the number of counts is not `num_experts`.
+        RoutingError: a count is negative or no integer.
+    """
+    if tokens_per_expert is None:
+        return None
+    if hasattr(tokens_per_expert, "tolist") and hasattr(tokens_per_expert, "shape"):
+        if _on_gpu(tokens_per_expert):
+            return None
+        tokens_per_expert = tokens_per_expert.tolist()
+    expect(
+        isinstance(tokens_per_expert, Sequence) and not isinstance(tokens_per_expert, str),
+        RoutingError,
+        f"tokens_per_expert is {type(tokens_per_expert).__name__}; needed: a list of ints, a 1-D tensor, or None",
+    )
+    if len(tokens_per_expert) == 0:
+        return None
+    expect(
+        len(tokens_per_expert) == num_experts,
+        ShapeError,
+        f"tokens_per_expert has {len(tokens_per_expert)} entries; needed: {num_experts}, one per local expert",
+    )
+    counts = []
+    for expert, count in enumerate(tokens_per_expert):
+        integral = not isinstance(count, bool) and int(count) == count
+        expect(integral and count >= 0, RoutingError, f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0")
+        counts.append(int(count))
+    return tuple(counts)
+
+
+def _on_gpu(tensor: Any) -> bool:
+    from ..interop import is_cuda
+
+    return isinstance(tensor, torch.Tensor) and is_cuda(tensor)
+
+
+def check_counts(given: Sequence[int], counted: Sequence[int]) -> None:
+    """Accept counts that equal the indices' own, or those rounded up to one common alignment (DeepEP's `expert_alignment`).
+
+    Raises:
+        RoutingError: naming the first expert whose count disagrees, and both counts.
+    """
+    if tuple(given) == tuple(counted) or _is_aligned_version(given, counted):
+        return
+    expert = next(e for e, (a, b) in enumerate(zip(given, counted, strict=True)) if a != b)
+    raise RoutingError(
+        f"tokens_per_expert[{expert}] is {given[expert]} but dispatched_indices hold {counted[expert]} tokens for expert {expert} "
+        f"(given {list(given)}, counted {list(counted)}); pass None to have them counted"
+    )
+
+
+def _is_aligned_version(given: Sequence[int], counted: Sequence[int]) -> bool:
+    # An alignment divides every padded count, and some expert is padded by less than it: the largest gcd candidates suffice.
+    largest = max(given, default=0)
+    candidates = (1 << shift for shift in range(1, max(largest, 1).bit_length() + 1))
+    return any(all(g == round_up(c, a) for g, c in zip(given, counted, strict=True)) for a in candidates)
