@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,6 +37,16 @@ def _parse_bool(text: str) -> bool:
     if lowered in {"0", "false", "off", "no", ""}:
         return False
     raise ValueError("0 or 1")
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError("a positive number of seconds")
+    return seconds
 
 
 def _parse_fp8_mode(text: str) -> str | None:
@@ -81,6 +93,11 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("sonicmoe"))
 
 
+def default_local_cache_dir() -> Path:
+    """A per-user directory of this node, for artefacts that `cache_dir` cannot take."""
+    return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"
+
+
 FLAGS: tuple[Flag, ...] = (
     Flag("SONIC_MOE_FP8_MODE", "fp8_mode", _parse_fp8_mode, None, "perf, mem, unset",
          "`perf`: full FP8; `mem`: FP8 with stage-wise memory reuse; unset: the dtype of the tokens (BF16)"),
@@ -102,6 +119,13 @@ FLAGS: tuple[Flag, ...] = (
          "the engine to run; `auto` chooses and logs the reason"),
     Flag("SONIC_MOE_CACHE_DIR", "cache_dir", Path, None, "a directory",
          "compile cache, may lie on a shared file system; default: the platform's user cache directory /sonicmoe"),
+    Flag("SONIC_MOE_LOCAL_CACHE_DIR", "local_cache_dir", Path, None, "a directory",
+         "node-local copy of the compile cache: read after it, written when it is read-only or full; default: "
+         "sonicmoe-<uid> in the temporary directory"),
+    Flag("SONIC_MOE_LOCK_TIMEOUT", "lock_timeout_s", _parse_seconds, 600.0, "seconds > 0",
+         "longest wait for another process that builds the same kernel; the error names that process"),
+    Flag("SONIC_MOE_FORBID_COMPILE", "forbid_compile", _parse_bool, False, "0, 1",
+         "every compile raises and names the kernel and its key: proves that `sonicmoe warmup` covered the run"),
     Flag("SONIC_MOE_VALIDATE_DISPATCH", "validate_dispatch", _parse_bool, False, "0, 1",
          "check every routing precondition (distinct ids, finite probabilities, counts) and raise on the first violation"),
     Flag("USE_QUACK_GEMM", "use_quack_gemm", _parse_bool, False, "0, 1",
@@ -129,6 +153,9 @@ class SonicMoEConfig:
     stagewise_memory: bool | None = None
     engine: EngineName | str | None = None
     cache_dir: Path | str | None = None
+    local_cache_dir: Path | str | None = None
+    lock_timeout_s: float | str | None = None
+    forbid_compile: bool | None = None
     validate_dispatch: bool | None = None
     use_quack_gemm: bool | None = None
 
@@ -156,7 +183,6 @@ class SonicMoEConfig:
         Raises:
             ConfigError: an environment variable has a value its parser refuses, or two settings contradict each other.
         """
-        warn_unknown_flags()
         values: dict[str, Any] = {}
         for flag in FLAGS:
             given = getattr(self, flag.field)
@@ -165,6 +191,8 @@ class SonicMoEConfig:
             values[flag.field] = flag.default if given is None else given
         if values["cache_dir"] is None:
             values["cache_dir"] = default_cache_dir()
+        if values["local_cache_dir"] is None:
+            values["local_cache_dir"] = default_local_cache_dir()
         return ResolvedConfig(**values)
 
 
@@ -182,6 +210,9 @@ class ResolvedConfig:
     stagewise_memory: bool
     engine: EngineName
     cache_dir: Path
+    local_cache_dir: Path
+    lock_timeout_s: float
+    forbid_compile: bool
     validate_dispatch: bool
     use_quack_gemm: bool
 
@@ -234,7 +265,14 @@ def _parse(flag: Flag, text: str, source: str) -> Any:
         raise ConfigError(f"{source}={text!r} is not understood; needed: {error}") from None
 
 
+_FIELD_TYPES: Mapping[str, type] = {
+    "cache_dir": Path, "local_cache_dir": Path, "lock_timeout_s": float, "save_z": ZCode, "engine": EngineName,
+}  # fmt: skip
+
+
 def _check_type(flag: Flag, value: Any) -> None:
-    wanted: type = {"cache_dir": Path, "save_z": ZCode, "engine": EngineName}.get(flag.field, bool)
-    if not isinstance(value, wanted):
+    wanted: type = _FIELD_TYPES.get(flag.field, bool)
+    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return
+    if wanted is float or not isinstance(value, wanted):
         raise ConfigError(f"SonicMoEConfig.{flag.field} got {value!r} ({type(value).__name__}); needed: {flag.values}")

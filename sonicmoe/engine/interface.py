@@ -20,7 +20,7 @@ import torch
 from ..config import ResolvedConfig
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
-from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..interop import dtype_name, is_cuda, require_framework_tensor, require_same_device
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import RECIPES, BlockShape, Fp8Recipe
 from ..routing.metadata import RoutingMetadata
@@ -145,9 +145,13 @@ class Saved:
     x: Tensor | None
     z: BlockScaledTensor | Tensor | None
 
+    def take_z(self) -> BlockScaledTensor | Tensor | None:
+        """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a backward."""
+        z, self.z = self.z, None
+        return z
+
     def pack(self) -> tuple[list[Tensor], SavedSpec]:
         """Flatten into tensors (for `save_for_backward`) and everything else."""
-        expect(self.x is not None, RuntimeError, "this Saved was already consumed by a backward")  # type: ignore[arg-type]
         assert self.x is not None
         tensors = [self.x, *self.routing.tensors()]
         z_spec: ZSpec | None = None
@@ -187,6 +191,7 @@ class SavedSpec:
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
         x, routing_tensors, rest = tensors[0], tensors[1 : 1 + n_routing], tensors[1 + n_routing :]
         routing = RoutingMetadata(**self.sizes, **dict(zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)))
+        _check_same_routing(routing)
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
             z = BlockScaledTensor(rest[0], rest[1], self.z.block, self.z.code, Orientation.ROWS)
@@ -195,19 +200,32 @@ class SavedSpec:
         return Saved(self.settings, routing, x, z)
 
 
+def _check_same_routing(routing: RoutingMetadata) -> None:
+    """Activation recompute rebuilds the tensors but not the host counts: where they disagree, routing was not reproduced."""
+    if routing.host_counts is None or is_cuda(routing.expert_counts):
+        return
+    rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
+    expect(
+        rebuilt == routing.host_counts,
+        RoutingError,
+        f"routing differs between forward and recompute: tokens per expert were {list(routing.host_counts)}, are now {list(rebuilt)}; "
+        "make the router deterministic, or recompute without it",
+    )
+
+
 @dataclass(eq=False)
 class PendingWgrad:
     """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
 
     Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]` (probability times y1).
-    x, dout `[T, H]` are gathered inside. Block-scaled when the recipe already quantised them for dgrad.
+    x, dout `[T, H]` are gathered inside.
     """
 
     settings: EngineSettings
     routing: RoutingMetadata
     x: Tensor | None
     dout: Tensor | None
-    dz: Tensor | BlockScaledTensor | None
+    dz: Tensor | None
     y1s: Tensor | None
 
 
@@ -219,6 +237,10 @@ class Engine(ABC):
     @abstractmethod
     def prepare_weights(self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings) -> EngineWeights:
         """Native weights `w1 [E, N1, H]`, `w2 [E, H, I]` (and fp32 biases) -> what `forward` and `backward_dx` read. Done once per optimizer step."""
+
+    def warmup(self, weights: tuple[int, int, int], settings: EngineSettings) -> tuple[str, ...]:
+        """Compile every kernel a run with native w1 shape `weights` needs; the names compiled. Nothing to do without compiled kernels."""
+        return ()
 
     @abstractmethod
     def forward(

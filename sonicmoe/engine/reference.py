@@ -1,0 +1,250 @@
+"""The reference engine: plain tensor operations on any device, fp32 compute, exact emulation of the FP8 recipe.
+
+It is the executable specification of every GPU engine (same quantisation points, same scales, same codes; results differ by the
+order of fp32 additions only), the golden of their tests, and the engine that runs where no GPU kernel does.
+
+Where a GPU engine stores a row tensor in the dtype of the tokens (y2, dx rows; y1, z, dz without FP8) this one rounds to it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ..enums import ZCode
+from ..interop import plain_ops
+from ..quant.format import BlockScaledTensor, Code
+from ..quant.recipes import BlockShape, Fp8Recipe
+from ..quant.reference import dequantize, quantize
+from ..routing.metadata import RoutingMetadata
+from .activations import activate, activate_backward
+from .interface import (
+    Engine,
+    EngineSettings,
+    EngineWeights,
+    GradAccumulators,
+    PendingWgrad,
+    Saved,
+    check_dout,
+    check_forward,
+    check_weights,
+)
+
+Tensor = torch.Tensor
+Operand = Tensor | BlockScaledTensor
+
+
+class ReferenceEngine(Engine):
+    """See the module docstring. Bit-exact run to run on one machine; waits for the device, so not for production on GPUs."""
+
+    name = "reference"
+
+    def prepare_weights(
+        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
+    ) -> EngineWeights:
+        """Quantise native weights once; without a recipe, keep them."""
+        check_weights(w1, w2, b1, b2, settings.activation)
+        with plain_ops():
+            recipe = settings.recipe
+            if recipe is None:
+                return EngineWeights(w1.detach(), w2.detach(), w1.detach(), w2.detach(), _fp32(b1), _fp32(b2))
+            w1_forward, w2_forward = _quantize(w1, recipe.w1, recipe), _quantize(w2, recipe.w2, recipe)
+            w1_dgrad = w1_forward if recipe.w1_dgrad == recipe.w1 else _quantize(w1, recipe.w1_dgrad, recipe)
+            w2_dgrad = w2_forward if recipe.w2_dgrad == recipe.w2 else _quantize(w2, recipe.w2_dgrad, recipe)
+            return EngineWeights(w1_forward, w2_forward, w1_dgrad, w2_dgrad, _fp32(b1), _fp32(b2))
+
+    def forward(
+        self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings, *, save: bool = True
+    ) -> tuple[Tensor, Saved | None]:
+        """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per token."""
+        check_forward(x, routing, weights, settings)
+        with plain_ops():
+            x = x.detach()
+            z = _up_projection(x, routing, weights, settings)
+            y1 = _operand(activate(z, settings.activation), "y1", settings, x.dtype)
+            y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
+            out = _combine(_round(y2, x.dtype), routing, weighted=True).to(x.dtype)
+            if not save:
+                return out, None
+            kept = None if settings.recompute_z else _save_z(z, settings, x.dtype)
+            return out, Saved(settings, routing, x, kept)
+
+    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """dgated (dout x W2, activation backward, dprobs), then dgrad (dz x W1), then an unweighted gather-and-sum per token."""
+        dout = check_dout(dout, saved)
+        with plain_ops():
+            settings, routing, x = saved.settings, saved.routing, saved.x
+            assert x is not None
+            z = self._restore_z(saved, weights)
+            y1, dz, row_dprob = _dgated(dout, z, routing, weights, settings)
+            y1s = y1 * routing.row_prob.unsqueeze(-1)
+            dx_rows = _grouped(_operand(dz, "dz", settings, x.dtype), weights.w1_dgrad, routing, transpose_weight=False)
+            dx = _combine(_round(dx_rows, x.dtype), routing, weighted=False).to(x.dtype)
+            dprobs = _scatter_to_slots(row_dprob, routing)
+            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
+            if settings.frees_stagewise:
+                saved.x = saved.z = None
+            return dx, dprobs, pending
+
+    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+        """dw2 += dout^T y1s, then dw1 += dz^T x, per expert, fp32."""
+        settings, routing = pending.settings, pending.routing
+        x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
+        assert x is not None and dout is not None and dz is not None and y1s is not None
+        with plain_ops():
+            dout_rows = _gather_rows(dout, routing)
+            if accumulators.db1 is not None and accumulators.db2 is not None:
+                _accumulate_bias(accumulators.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing)
+                _accumulate_bias(accumulators.db1, dz, routing)
+            left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
+            _accumulate(accumulators.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing)
+            del dout_rows, left, dout, y1s
+            if settings.frees_stagewise:
+                pending.dout = pending.y1s = None
+            right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
+            _accumulate(accumulators.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing)
+            pending.x = pending.dout = pending.dz = pending.y1s = None
+
+    def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
+        """fp32 z as backward reads it: decoded from what forward stored, or recomputed and passed through the same code."""
+        assert saved.x is not None
+        kept = saved.z
+        if kept is None:
+            z = _up_projection(saved.x, saved.routing, weights, saved.settings)
+            kept = _save_z(z, saved.settings, saved.x.dtype)
+        return _values(kept)
+
+
+def _up_projection(x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings) -> Tensor:
+    """fp32 `z [R, N1]`; padding rows are zero."""
+    x_values = _operand(x, "x", settings, x.dtype)  # quantised once per token, gathered after
+    return _grouped(_gather_rows(x_values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1)
+
+
+def _dgated(
+    dout: Tensor, z: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before weighting by the probability."""
+    dout_rows = _gather_rows(_operand(dout, "dout", settings, dout.dtype), routing)
+    dy1 = _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False)
+    y1, dz = activate_backward(z, dy1 * routing.row_prob.unsqueeze(-1), settings.activation)
+    row_dprob = (dy1 * y1).sum(-1)
+    if weights.b2 is not None:
+        exact = _gather_rows(dout, routing)
+        for expert, first, count, _ in _experts(routing):
+            row_dprob[first : first + count] = row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
+    # A bias makes z, and with it y1, non-zero in padding rows: those rows must stay finite zeros.
+    real = (routing.row_slot >= 0).to(torch.float32).unsqueeze(-1)
+    return y1 * real, dz * real, row_dprob
+
+
+def _operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
+    """fp32 values of a GEMM's A operand after the recipe's quantisation (`name` is a field of the recipe), or rounded to `dtype`."""
+    if settings.recipe is None:
+        return _round(values, dtype)
+    return dequantize(_quantize(values, getattr(settings.recipe, name), settings.recipe))
+
+
+def _wgrad_operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
+    """Like `_operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe (`fp8_wgrad=False`)."""
+    return _operand(values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype)
+
+
+def _save_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:
+    """z as kept for backward: 8-bit codes under a recipe, else the dtype of the tokens."""
+    if settings.recipe is None:
+        return z.to(dtype)
+    if settings.save_z is ZCode.BF16:
+        return z.to(torch.bfloat16)
+    code = Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
+    return quantize(z, settings.recipe.z, code, settings.recipe.scale_format)
+
+
+def _quantize(values: Tensor, block: BlockShape, recipe: Fp8Recipe) -> BlockScaledTensor:
+    return quantize(values, block, Code.E4M3, recipe.scale_format)
+
+
+def _values(operand: Operand) -> Tensor:
+    return dequantize(operand) if isinstance(operand, BlockScaledTensor) else operand.to(torch.float32)
+
+
+def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).to(torch.float32)
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().to(torch.float32)
+
+
+def _experts(routing: RoutingMetadata) -> Iterator[tuple[int, int, int, int]]:
+    """`(expert, first_row, count, padded_count)` of the experts that have tokens."""
+    for expert, (first, count, padded) in enumerate(routing.expert_slices()):
+        if count:
+            yield expert, first, count, padded
+
+
+def _gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
+    """`[T, C]` -> fp32 `[R, C]` in expert order; padding rows are zero."""
+    rows = torch.zeros((routing.num_rows, int(tokens.shape[1])), dtype=torch.float32, device=tokens.device)
+    for _, first, count, _ in _experts(routing):
+        index = routing.row_token[first : first + count].to(torch.int64)
+        rows[first : first + count] = tokens.index_select(0, index).to(torch.float32)
+    return rows
+
+
+def _grouped(
+    rows: Tensor, weight: Operand, routing: RoutingMetadata, *, transpose_weight: bool, bias: Tensor | None = None
+) -> Tensor:
+    """Per expert `rows @ W` or `rows @ W^T` (+ bias), fp32 `[R, N]`; padding rows are zero.
+
+    weight: native `[E, N, K]`; forward contracts over its columns (`transpose_weight`), dgrad over its rows.
+    """
+    width = int(weight.shape[1] if transpose_weight else weight.shape[2])
+    result = torch.zeros((routing.num_rows, width), dtype=torch.float32, device=rows.device)
+    for expert, first, count, _ in _experts(routing):
+        matrix = _values(weight[expert])
+        product = rows[first : first + count] @ (matrix.transpose(0, 1) if transpose_weight else matrix)
+        result[first : first + count] = product if bias is None else product + bias[expert]
+    return result
+
+
+def _accumulate(accumulator: Tensor, left: Tensor, right: Tensor, routing: RoutingMetadata) -> None:
+    """`accumulator[e] += left_e^T right_e` over the expert's true rows."""
+    for expert, first, count, _ in _experts(routing):
+        product = left[first : first + count].transpose(0, 1) @ right[first : first + count]
+        accumulator[expert].add_(product)
+
+
+def _accumulate_bias(accumulator: Tensor, rows: Tensor, routing: RoutingMetadata) -> None:
+    for expert, first, count, _ in _experts(routing):
+        accumulator[expert].add_(rows[first : first + count].sum(0))
+
+
+def _combine(rows: Tensor, routing: RoutingMetadata, *, weighted: bool) -> Tensor:
+    """fp32 `[T, C]`: per token the sum of its rows in slot order, each times its probability when `weighted`; no slot, exact zero."""
+    total = torch.zeros((routing.num_tokens, int(rows.shape[1])), dtype=torch.float32, device=rows.device)
+    if routing.num_tokens == 0 or routing.num_rows == 0:
+        return total
+    for slot in range(routing.topk):
+        row = routing.slot_row[:, slot]
+        tokens = torch.nonzero(row >= 0).reshape([-1])
+        if int(tokens.shape[0]) == 0:
+            continue
+        source = row.index_select(0, tokens)
+        term = rows.index_select(0, source)
+        if weighted:
+            term = term * routing.row_prob.index_select(0, source).unsqueeze(-1)
+        total[tokens] = total.index_select(0, tokens) + term
+    return total
+
+
+def _scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
+    """fp32 `[R]` -> `[T, K]`; exactly 0 in invalid slots."""
+    slots = torch.zeros((routing.num_tokens * routing.topk,), dtype=torch.float32, device=row_values.device)
+    for _, first, count, _ in _experts(routing):
+        slots[routing.row_slot[first : first + count]] = row_values[first : first + count]
+    return slots.reshape([routing.num_tokens, routing.topk])
+
+

@@ -1,0 +1,10 @@
+"""The ERNIE / PaddleFleet face: the node on per-expert modules, DeepEP metadata, `main_grad`.
+
+Under Paddle, call `paddle.enable_compat(scope={"sonicmoe"}, silent=True)` before the first import. The same classes work on
+PyTorch modules when the package was imported with PyTorch.
+"""
+
+from .deepep_metadata import deepep_topk_to_sonic_metadata
+from .mlp_node import SonicMoEMlpNode
+
+__all__ = ["SonicMoEMlpNode", "deepep_topk_to_sonic_metadata"]

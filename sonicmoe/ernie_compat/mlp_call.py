@@ -1,0 +1,55 @@
+"""One forward of the node and what its backward will need: everything the two autograd bridges share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved
+from ..enums import FlushMode
+from ..experts import ExpertWeights
+from ..routing.reference import build_routing
+
+Tensor = torch.Tensor
+
+
+@dataclass(eq=False)
+class MlpCall:
+    """Arguments of one call. Holds no activation: those live in the autograd context, so any number of calls may be outstanding.
+
+    engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference.
+    """
+
+    engine: Engine
+    settings: EngineSettings
+    experts: ExpertWeights
+    engine_weights: EngineWeights
+    flush: FlushMode
+    indices: Tensor
+    tokens_per_expert: Any
+    num_experts: int
+    validate: bool
+
+    def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
+        """Routing, then the engine."""
+        routing = build_routing(
+            self.indices,
+            probs,
+            self.num_experts,
+            self.tokens_per_expert,
+            alignment=self.settings.row_alignment,
+            validate=self.validate,
+        )
+        return self.engine.forward(x, routing, self.engine_weights, self.settings, save=save)
+
+    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and flushed where the mode says so."""
+        trainable = self.experts.trainable
+        accumulators = self.experts.accumulators() if trainable else None
+        dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
+        self.experts.unflushed = self.experts.unflushed or trainable
+        if trainable and self.flush is FlushMode.BACKWARD:
+            return dx, dprobs, self.experts.flush_through_autograd()
+        return dx, dprobs, [None] * len(self.experts.source.parameters())

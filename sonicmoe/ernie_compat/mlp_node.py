@@ -1,0 +1,204 @@
+"""`SonicMoEMlpNode`: the expert MLP of one MoE layer, between DeepEP's dispatch and combine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import ResolvedConfig, SonicMoEConfig, current_config, warn_unknown_flags
+from ..engine.interface import EngineSettings
+from ..engine.select import EngineChoice, announce, choose_engine
+from ..enums import ActivationType, FlushMode
+from ..errors import ShapeError, expect
+from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
+from ..interop import IS_PADDLE, device_name, grad_enabled, require_framework_tensor, requires_grad
+from ..routing.validation import check_indices_and_probs
+from .deepep_metadata import check_dispatched_tokens
+from .mlp_call import MlpCall
+
+if IS_PADDLE:
+    from . import bridge_paddle as bridge
+else:
+    from . import bridge_torch as bridge  # type: ignore[no-redef]
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+
+
+class SonicMoEMlpNode:
+    """`out[t] = sum_k p[t,k] * (act(x_t Wg_e) * (x_t Wu_e)) Wd_e` over the slots with a local expert `e = indices[t,k]`.
+
+    One node per MoE layer, reused for every micro-batch:
+
+        node = SonicMoEMlpNode(experts, n_experts=E, hidden_size=H, intermediate_size=I)
+        out = node(x, tokens_per_expert, dispatched_indices, dispatched_probs)
+        ...                      # any number of forwards and backwards, in any order
+        node.step()              # after the last backward, before gradients are reduced
+
+    Per-call state lives in the autograd graph; the node holds the fp32 gradient accumulators and the weight caches only.
+
+    Args:
+        experts: modules with `up_gate_proj.weight [H, 2I]` (split-half, gate first; `[H, I]` for ungated activations) and
+            `down_proj.weight [I, H]`, in local-id order; `None` entries (other ranks' experts) are skipped.
+        n_experts: local experts E.
+        hidden_size, intermediate_size: H, I.
+        activation_type: one of `ActivationType`.
+        config: settings of this node; None follows the activated configuration and the environment at every call.
+        flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every backward does (needed when
+            communication overlaps backward), and the framework's gradient hooks then see complete gradients, once per weight.
+
+    Raises:
+        LayoutError, ShapeError, DTypeError: an expert does not have the weights named above.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[Any],
+        n_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation_type: ActivationType = ActivationType.SWIGLU,
+        *,
+        config: SonicMoEConfig | None = None,
+        flush: str = "step",
+    ) -> None:
+        """See the class."""
+        source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation_type)
+        self._init(source, config, flush)
+
+    @classmethod
+    def from_fused(
+        cls,
+        weight1: Tensor,
+        weight2: Tensor,
+        activation_type: ActivationType = ActivationType.SWIGLU,
+        *,
+        config: SonicMoEConfig | None = None,
+        flush: str = "step",
+    ) -> SonicMoEMlpNode:
+        """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`."""
+        node = cls.__new__(cls)
+        node._init(FusedParameters(weight1, weight2, activation_type), config, flush)
+        return node
+
+    def _init(self, source: ExpertParameters, config: SonicMoEConfig | None, flush: str) -> None:
+        warn_unknown_flags()
+        self.flush_mode = FlushMode(flush)
+        self._explicit_config = config
+        self._experts = ExpertWeights(source)
+        (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = source.native_shapes()
+        self.activation_type = source.activation
+        self._current()  # a configuration that cannot work is refused here, not in the first step
+
+    def __call__(
+        self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
+    ) -> Tensor:
+        """`forward`."""
+        return self.forward(x, tokens_per_expert, dispatched_indices, dispatched_probs)
+
+    def forward(
+        self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
+    ) -> Tensor:
+        """Run the local experts on dispatched tokens.
+
+        Args:
+            x: bf16 `[T, H]` (fp16 and fp32 where the engine has them), one row per received token; T may be 0.
+            tokens_per_expert: E counts as DeepEP lists them, or a tensor, or None / [] to count from the indices.
+            dispatched_indices: int32 or int64 `[T, K]`, local expert id per slot; -1 and ids >= E mean "not here".
+            dispatched_probs: fp32 `[T, K]`; only values at valid slots count. Its gradient is exactly 0 elsewhere.
+
+        Returns:
+            `[T, H]` in x's dtype and row order; a token without a local expert gets exact zeros.
+
+        Raises:
+            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument, what came and what is needed.
+
+        NaN in a token makes that token's rows NaN and no other token's.
+        """
+        check_dispatched_tokens(x, dispatched_indices, dispatched_probs)
+        require_framework_tensor(x, "x")
+        check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
+        self._check_tokens(x, dispatched_indices)
+        config, settings = self._current()
+        choice = self._choose(x, config)
+        call = MlpCall(
+            engine=choice.engine,
+            settings=settings,
+            experts=self._experts,
+            engine_weights=self._experts.prepared(choice.engine, settings),
+            flush=self.flush_mode,
+            indices=dispatched_indices,
+            tokens_per_expert=tokens_per_expert,
+            num_experts=self.n_experts,
+            validate=config.validate_dispatch,
+        )
+        x = x.contiguous()
+        if self._wants_gradient(x, dispatched_probs):
+            return bridge.apply(call, x, dispatched_probs)
+        return call.forward(x, dispatched_probs, save=False)[0]
+
+    def step(self) -> None:
+        """Add the accumulated weight gradients into `main_grad` in place, zero the accumulators, mark weight caches stale.
+
+        Call it once per optimizer step: after the last backward and before gradients are reduced, clipped or applied.
+        A parameter whose `main_grad` is None gets a new fp32 tensor; one without the attribute gets `.grad`. Idempotent.
+        """
+        self._experts.flush()
+        self._experts.invalidate()
+
+    def flush_grads(self) -> None:
+        """The gradient half of `step()`: flush, keep the weight caches. May run between micro-batches."""
+        self._experts.flush()
+
+    def invalidate_caches(self) -> None:
+        """Forget everything derived from the weights; call it after loading or swapping weights outside an optimizer step."""
+        self._experts.invalidate()
+
+    def release_grads(self) -> None:
+        """Free the accumulators until the next backward.
+
+        Raises:
+            RuntimeError: they hold gradients that were not flushed.
+        """
+        self._experts.release()
+
+    def prequantize_weights(self) -> None:
+        """Build the weight caches now, ahead of the first forward of a step."""
+        config, settings = self._current()
+        choice = self._choose(self._experts.source.parameters()[0], config)
+        self._experts.prepared(choice.engine, settings)
+
+    def warmup(self) -> tuple[str, ...]:
+        """Compile every kernel this node needs; returns their names (none for engines without compiled kernels). Allocates no gradients."""
+        config, settings = self._current()
+        choice = self._choose(self._experts.source.parameters()[0], config)
+        return choice.engine.warmup(self._experts.source.native_shapes()[0], settings)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of fp32 accumulators the node holds now; 0 until the first backward."""
+        return self._experts.allocated_gradient_bytes
+
+    def _current(self) -> tuple[ResolvedConfig, EngineSettings]:
+        config = current_config(self._explicit_config)
+        return config, EngineSettings.from_config(config, self.activation_type)
+
+    def _choose(self, tensor: Tensor, config: ResolvedConfig) -> EngineChoice:
+        device = device_name(tensor)
+        choice = choose_engine(device, config.engine)
+        announce(choice, device)
+        return choice
+
+    def _check_tokens(self, x: Tensor, indices: Tensor) -> None:
+        wanted = (int(indices.shape[0]), self.hidden_size)
+        expect(
+            tuple(x.shape) == wanted,
+            ShapeError,
+            f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}",
+        )
+
+    def _wants_gradient(self, x: Tensor, probs: Tensor) -> bool:
+        return grad_enabled() and (requires_grad(x) or requires_grad(probs) or self._experts.trainable)

@@ -1,0 +1,307 @@
+"""`ExpertWeights`: the user's parameters, what engines read of them, and the fp32 accumulators their gradients wait in.
+
+One object lives as long as its layer. Parameters are never rebound, copied over or written; gradients are added in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import layouts
+from .engine.activations import pre_activation_width
+from .engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
+from .enums import ActivationType, is_glu
+from .errors import DTypeError, LayoutError, ShapeError, expect
+from .interop import IS_PADDLE, data_ptr, dtype_name, numel, plain_ops, require_framework_tensor, requires_grad
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+
+PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ExpertParameters(ABC):
+    """The user's weights of E local experts in one of the supported arrangements."""
+
+    activation: ActivationType
+
+    @abstractmethod
+    def parameters(self) -> list[Tensor]:
+        """Every parameter, in a fixed order."""
+
+    @abstractmethod
+    def native(self) -> tuple[Tensor, Tensor]:
+        """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype."""
+
+    @abstractmethod
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of `native()` without making it."""
+
+    @abstractmethod
+    def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
+        """`(parameter, fp32 gradient in the parameter's own layout)` pairs; the gradients are fresh tensors."""
+
+
+class PerExpertParameters(ExpertParameters):
+    """ERNIE / Fleet modules: `expert.up_gate_proj.weight [H, 2I]` (split-half, gate first) and `expert.down_proj.weight [I, H]`.
+
+    Args:
+        experts: modules in local-id order; `None` entries (experts of other ranks) are skipped.
+        num_experts, hidden_size, intermediate_size: what the weights must match.
+
+    Raises:
+        LayoutError: a module lacks a projection, or the number of local experts is not `num_experts`.
+        ShapeError, DTypeError: naming the weight.
+    """
+
+    def __init__(
+        self, experts: Sequence[Any], num_experts: int, hidden_size: int, intermediate_size: int, activation: ActivationType
+    ) -> None:
+        """Collect and check the weights; keeps references to the modules' parameters."""
+        local = [expert for expert in experts if expert is not None]
+        expect(
+            len(local) == num_experts,
+            LayoutError,
+            f"experts holds {len(local)} local modules ({len(experts)} entries, None = another rank's); n_experts is {num_experts}",
+        )
+        self.activation = activation
+        self._owners = [(_projection(e, i, "up_gate_proj"), _projection(e, i, "down_proj")) for i, e in enumerate(local)]
+        width = pre_activation_width(intermediate_size, activation)
+        for index, (up_gate, down) in enumerate(self._owners):
+            _check_parameter(up_gate.weight, f"experts[{index}].up_gate_proj.weight", (hidden_size, width), "[H, 2I]")
+            _check_parameter(down.weight, f"experts[{index}].down_proj.weight", (intermediate_size, hidden_size), "[I, H]")
+
+    def parameters(self) -> list[Tensor]:
+        """up_gate of every expert, then down of every expert; read from the modules, which may replace them."""
+        return [up_gate.weight for up_gate, _ in self._owners] + [down.weight for _, down in self._owners]
+
+    def native(self) -> tuple[Tensor, Tensor]:
+        """Stack and convert."""
+        gated = is_glu(self.activation)
+        w1 = layouts.stack([layouts.native_w1_from_split_half(up_gate.weight.detach(), gated) for up_gate, _ in self._owners])
+        w2 = layouts.stack([layouts.native_w2_from_user(down.weight.detach()) for _, down in self._owners])
+        return w1, w2
+
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """From the first expert."""
+        hidden, n1 = (int(size) for size in self._owners[0][0].weight.shape)
+        intermediate = int(self._owners[0][1].weight.shape[0])
+        return (len(self._owners), n1, hidden), (len(self._owners), hidden, intermediate)
+
+    def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pair per expert and projection."""
+        gated = is_glu(self.activation)
+        for expert, (up_gate, down) in enumerate(self._owners):
+            yield up_gate.weight, layouts.split_half_from_native_w1(accumulators.dw1[expert], gated)
+            yield down.weight, layouts.user_w2_from_native(accumulators.dw2[expert])
+
+
+class FusedParameters(ExpertParameters):
+    """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`."""
+
+    def __init__(self, weight1: Tensor, weight2: Tensor, activation: ActivationType) -> None:
+        """Check the pair against each other."""
+        require_framework_tensor(weight1, "weight1")
+        require_framework_tensor(weight2, "weight2")
+        expect(len(weight1.shape) == 3, ShapeError, f"weight1 has shape {tuple(weight1.shape)}; needed: [E, H, 2I]")
+        expect(len(weight2.shape) == 3, ShapeError, f"weight2 has shape {tuple(weight2.shape)}; needed: [E, I, H]")
+        experts, hidden, _ = (int(size) for size in weight1.shape)
+        intermediate = int(weight2.shape[1])
+        width = pre_activation_width(intermediate, activation)
+        _check_parameter(weight1, "weight1", (experts, hidden, width), "[E, H, 2I]")
+        _check_parameter(weight2, "weight2", (experts, intermediate, hidden), "[E, I, H]")
+        self.activation = activation
+        self._weights = (weight1, weight2)
+
+    def parameters(self) -> list[Tensor]:
+        """`[weight1, weight2]`."""
+        return list(self._weights)
+
+    def native(self) -> tuple[Tensor, Tensor]:
+        """Convert."""
+        weight1, weight2 = (weight.detach() for weight in self._weights)
+        return layouts.native_w1_from_split_half(weight1, is_glu(self.activation)), layouts.native_w2_from_user(weight2)
+
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """The fused shapes, transposed."""
+        experts, hidden, n1 = (int(size) for size in self._weights[0].shape)
+        return (experts, n1, hidden), (experts, hidden, int(self._weights[1].shape[1]))
+
+    def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
+        """The two stacked gradients."""
+        weight1, weight2 = self._weights
+        yield weight1, layouts.split_half_from_native_w1(accumulators.dw1, is_glu(self.activation))
+        yield weight2, layouts.user_w2_from_native(accumulators.dw2)
+
+
+class ExpertWeights:
+    """Engine weights cached per optimizer step, fp32 accumulators allocated at the first backward, and the flush between them."""
+
+    def __init__(self, source: ExpertParameters) -> None:
+        """Wrap the user's parameters; allocates nothing."""
+        self.source = source
+        self._prepared: EngineWeights | None = None
+        self._prepared_for: tuple[str, EngineSettings] | None = None
+        self._pointers: tuple[int, ...] = ()
+        self._fingerprint: tuple[int, ...] = ()
+        self._accumulators: GradAccumulators | None = None
+        self.unflushed = False
+        self._warned_forgotten_step = False
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(requires_grad(parameter) for parameter in self.source.parameters())
+
+    def prepared(self, engine: Engine, settings: EngineSettings) -> EngineWeights:
+        """What `engine` reads: cached until `invalidate`, a new pointer, other settings, or changed bytes."""
+        with plain_ops():
+            parameters = self.source.parameters()
+            pointers = tuple(data_ptr(parameter) for parameter in parameters)
+            key = (engine.name, settings)
+            fingerprint = weight_fingerprint(parameters)
+            if self._prepared is not None and self._prepared_for == key and pointers == self._pointers:
+                if fingerprint == self._fingerprint:
+                    return self._prepared
+                self._report_changed_weights()
+            w1, w2 = self.source.native()
+            self._prepared = engine.prepare_weights(w1, w2, None, None, settings)
+            self._prepared_for, self._pointers, self._fingerprint = key, pointers, fingerprint
+            return self._prepared
+
+    def invalidate(self) -> None:
+        """Forget everything derived from the weights; the next forward builds it anew."""
+        self._prepared = None
+
+    def accumulators(self) -> GradAccumulators:
+        """The native fp32 accumulators, allocated and zeroed on first use."""
+        if self._accumulators is None:
+            device = self.source.parameters()[0].device
+            (experts, n1, hidden), (_, _, intermediate) = self.source.native_shapes()
+            self._accumulators = GradAccumulators.zeros(experts, n1, hidden, intermediate, False, device)
+        return self._accumulators
+
+    @property
+    def allocated_gradient_bytes(self) -> int:
+        """Bytes of native accumulators held now; 0 before the first backward and after `release`."""
+        return 0 if self._accumulators is None else sum(4 * numel(t) for t in self._accumulators.tensors())
+
+    def release(self) -> None:
+        """Free the accumulators.
+
+        Raises:
+            RuntimeError: they hold gradients that were not flushed.
+        """
+        if self.unflushed:
+            raise RuntimeError("accumulators hold gradients that were never flushed; call step() first")
+        self._accumulators = None
+
+    def flush(self) -> None:
+        """Add the accumulated gradients into `main_grad` (or `.grad`) of every trainable parameter, then zero the accumulators.
+
+        Does nothing when no backward ran since the last flush.
+        """
+        for parameter, gradient in self._drain():
+            if not add_to_main_grad(parameter, gradient):
+                _add_to_grad(parameter, gradient)
+
+    def flush_through_autograd(self) -> list[Tensor | None]:
+        """Like `flush`, from inside a backward: a gradient without a `main_grad` to go to is returned, in `parameters()` order.
+
+        Autograd then accumulates it into `.grad`; either way the framework fires each parameter's hooks exactly once.
+        """
+        returned: dict[int, Tensor] = {}
+        for parameter, gradient in self._drain():
+            if not add_to_main_grad(parameter, gradient):
+                returned[id(parameter)] = gradient.to(parameter.dtype)
+        return [returned.get(id(parameter)) for parameter in self.source.parameters()]
+
+    def _drain(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """`(trainable parameter, gradient)` pairs; zeroes the accumulators when all were taken."""
+        if not self.unflushed or self._accumulators is None:
+            return
+        with plain_ops():
+            for parameter, gradient in self.source.user_gradients(self._accumulators):
+                if requires_grad(parameter):
+                    yield parameter, gradient
+            for tensor in self._accumulators.tensors():
+                tensor.zero_()
+        self.unflushed = False
+
+    def _report_changed_weights(self) -> None:
+        if self.unflushed and not self._warned_forgotten_step:
+            self._warned_forgotten_step = True
+            logger.warning(
+                "expert weights changed while gradients wait in the node: an optimizer step ran before node.step(), so it did not see "
+                "them; call node.step() after the last backward and before the gradient reduction"
+            )
+        elif not self.unflushed:
+            logger.info("expert weights changed without step() or invalidate_caches(); caches rebuilt")
+
+
+def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """A checksum of every parameter's bits (their sum as integers): any change of a value changes it, up to cancellation.
+
+    It guards the caches where an event was missed; optimizers move no version counter that could be asked instead.
+    """
+    sums = []
+    for parameter in parameters:
+        bits = parameter.detach().view(torch.int32 if parameter.dtype == torch.float32 else torch.int16)
+        sums.append(bits.to(torch.int64).sum())
+    return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
+
+
+def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
+    """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False where there is no such attribute.
+
+    `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while it is not None.
+
+    Raises:
+        DTypeError, ShapeError: `main_grad` is not fp32, or not of the parameter's shape.
+    """
+    if not hasattr(parameter, "main_grad"):
+        return False
+    main_grad = parameter.main_grad
+    if main_grad is None:
+        parameter.main_grad = gradient
+        return True
+    expect(main_grad.dtype == torch.float32, DTypeError, f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32")
+    expect(
+        tuple(main_grad.shape) == tuple(gradient.shape),
+        ShapeError,
+        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(gradient.shape)}",
+    )
+    main_grad.add_(gradient)
+    return True
+
+
+def _add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif IS_PADDLE:
+        parameter.grad = parameter.grad + gradient  # bf16 has no in-place add kernel on Paddle's CPU
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _projection(expert: Any, index: int, name: str) -> Any:
+    module = getattr(expert, name, None)
+    if module is not None and getattr(module, "weight", None) is not None:
+        return module
+    found = [candidate for candidate in ("gate_proj", "up_proj", "gate_up_fused_proj") if hasattr(expert, candidate)]
+    hint = f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first" if found else ""
+    raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
+
+
+def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
+    require_framework_tensor(weight, name)
+    expect(weight.dtype in PARAMETER_DTYPES, DTypeError, f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32")
+    expect(tuple(weight.shape) == shape, ShapeError, f"{name} has shape {tuple(weight.shape)}; needed: {legend} = {shape}")
+    expect(weight.is_leaf, LayoutError, f"{name} is the result of an operation; needed: a leaf parameter, whose gradient can be kept")
+    expect(weight.is_contiguous(), LayoutError, f"{name} is not contiguous; needed: a contiguous {legend} parameter")
