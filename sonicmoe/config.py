@@ -27,7 +27,7 @@ from .errors import ConfigError
 logger = logging.getLogger("sonicmoe")
 
 PREFIX = "SONIC_MOE_"
-FP8_MODES = ("perf", "mem")
+FP8_MODES = ("off", "perf", "mem")
 
 
 def _parse_bool(text: str) -> bool:
@@ -49,13 +49,13 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
-def _parse_fp8_mode(text: str) -> str | None:
+def _parse_fp8_mode(text: str) -> str:
     lowered = text.strip().lower()
-    if lowered in {"", "0", "off", "none"}:
-        return None
+    if lowered in {"", "0", "none"}:
+        return "off"
     if lowered in FP8_MODES:
         return lowered
-    raise ValueError("'perf', 'mem' or unset")
+    raise ValueError("'perf', 'mem', 'off' or unset")
 
 
 def _parse_recipe(text: str) -> str:
@@ -99,8 +99,8 @@ def default_local_cache_dir() -> Path:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("SONIC_MOE_FP8_MODE", "fp8_mode", _parse_fp8_mode, None, "perf, mem, unset",
-         "`perf`: full FP8; `mem`: FP8 with stage-wise memory reuse; unset: the dtype of the tokens (BF16)"),
+    Flag("SONIC_MOE_FP8_MODE", "fp8_mode", _parse_fp8_mode, "off", "perf, mem, off",
+         "`perf`: full FP8; `mem`: FP8 with stage-wise memory reuse; `off`: the dtype of the tokens (BF16)"),
     Flag("SONIC_MOE_FP8_WGRAD", "fp8_wgrad", _parse_bool, True, "0, 1",
          "FP8 weight gradients in the FP8 modes; `0`: wgrad on unquantised operands"),
     Flag("SONIC_MOE_FP8_ASSUME_ALIGNED", "fp8_assume_aligned", _parse_bool, False, "0, 1",
@@ -189,6 +189,8 @@ class SonicMoEConfig:
             if given is None and flag.env in os.environ:
                 given = _parse(flag, os.environ[flag.env], flag.env)
             values[flag.field] = flag.default if given is None else given
+        if values["fp8_mode"] == "off":
+            values["fp8_mode"] = None
         if values["cache_dir"] is None:
             values["cache_dir"] = default_cache_dir()
         if values["local_cache_dir"] is None:
@@ -234,9 +236,14 @@ class ResolvedConfig:
 _ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", default=None)
 
 
+def active_config() -> SonicMoEConfig:
+    """The configuration activated here, or one that leaves everything to the environment."""
+    return _ACTIVE.get() or SonicMoEConfig()
+
+
 def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:
     """Resolve `explicit`, else the activated configuration, else the environment and the defaults."""
-    return (explicit or _ACTIVE.get() or SonicMoEConfig()).resolve()
+    return (explicit or active_config()).resolve()
 
 
 def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:

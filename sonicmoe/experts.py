@@ -60,7 +60,12 @@ class PerExpertParameters(ExpertParameters):
     """
 
     def __init__(
-        self, experts: Sequence[Any], num_experts: int, hidden_size: int, intermediate_size: int, activation: ActivationType
+        self,
+        experts: Sequence[Any],
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: ActivationType,
     ) -> None:
         """Collect and check the weights; keeps references to the modules' parameters."""
         local = [expert for expert in experts if expert is not None]
@@ -70,11 +75,15 @@ class PerExpertParameters(ExpertParameters):
             f"experts holds {len(local)} local modules ({len(experts)} entries, None = another rank's); n_experts is {num_experts}",
         )
         self.activation = activation
-        self._owners = [(_projection(e, i, "up_gate_proj"), _projection(e, i, "down_proj")) for i, e in enumerate(local)]
+        self._owners = [
+            (_projection(e, i, "up_gate_proj"), _projection(e, i, "down_proj")) for i, e in enumerate(local)
+        ]
         width = pre_activation_width(intermediate_size, activation)
         for index, (up_gate, down) in enumerate(self._owners):
             _check_parameter(up_gate.weight, f"experts[{index}].up_gate_proj.weight", (hidden_size, width), "[H, 2I]")
-            _check_parameter(down.weight, f"experts[{index}].down_proj.weight", (intermediate_size, hidden_size), "[I, H]")
+            _check_parameter(
+                down.weight, f"experts[{index}].down_proj.weight", (intermediate_size, hidden_size), "[I, H]"
+            )
 
     def parameters(self) -> list[Tensor]:
         """up_gate of every expert, then down of every expert; read from the modules, which may replace them."""
@@ -83,7 +92,9 @@ class PerExpertParameters(ExpertParameters):
     def native(self) -> tuple[Tensor, Tensor]:
         """Stack and convert."""
         gated = is_glu(self.activation)
-        w1 = layouts.stack([layouts.native_w1_from_split_half(up_gate.weight.detach(), gated) for up_gate, _ in self._owners])
+        w1 = layouts.stack(
+            [layouts.native_w1_from_split_half(up_gate.weight.detach(), gated) for up_gate, _ in self._owners]
+        )
         w2 = layouts.stack([layouts.native_w2_from_user(down.weight.detach()) for _, down in self._owners])
         return w1, w2
 
@@ -301,7 +312,17 @@ def _projection(expert: Any, index: int, name: str) -> Any:
 
 def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
     require_framework_tensor(weight, name)
-    expect(weight.dtype in PARAMETER_DTYPES, DTypeError, f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32")
-    expect(tuple(weight.shape) == shape, ShapeError, f"{name} has shape {tuple(weight.shape)}; needed: {legend} = {shape}")
-    expect(weight.is_leaf, LayoutError, f"{name} is the result of an operation; needed: a leaf parameter, whose gradient can be kept")
+    expect(
+        weight.dtype in PARAMETER_DTYPES,
+        DTypeError,
+        f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32",
+    )
+    expect(
+        tuple(weight.shape) == shape, ShapeError, f"{name} has shape {tuple(weight.shape)}; needed: {legend} = {shape}"
+    )
+    expect(
+        weight.is_leaf,
+        LayoutError,
+        f"{name} is the result of an operation; needed: a leaf parameter, whose gradient can be kept",
+    )
     expect(weight.is_contiguous(), LayoutError, f"{name} is not contiguous; needed: a contiguous {legend} parameter")

@@ -31,7 +31,7 @@ def paddle_version() -> tuple[int, ...] | None:
 
 def parse_version(text: str) -> tuple[int, ...]:
     """The leading (major, minor) integers of a version string; ("3.3.1+cpu" -> (3, 3))."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+    return tuple(int(part) for part in text.split("+", maxsplit=1)[0].split(".")[:2])
 
 
 def check_paddle_version(text: str) -> None:
@@ -54,7 +54,9 @@ def _import_framework() -> Any:
     except ImportError as error:
         if paddle is not None:
             check_paddle_version(paddle.__version__)
-            raise FrameworkError(f"paddle is loaded but its torch proxy is not enabled for sonicmoe: {HOW_TO_ENABLE}") from error
+            raise FrameworkError(
+                f"paddle is loaded but its torch proxy is not enabled for sonicmoe: {HOW_TO_ENABLE}"
+            ) from error
         raise FrameworkError(
             "sonicmoe needs PyTorch (pip install 'sonicmoe[torch]'), or Paddle >= 3.3 (pip install 'sonicmoe[paddle]'); "
             f"with Paddle, {HOW_TO_ENABLE}"
@@ -87,7 +89,9 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     if module.startswith("paddle") and not IS_PADDLE:
         raise FrameworkError(f"{argument} is a paddle tensor but sonicmoe was imported with PyTorch: {HOW_TO_ENABLE}")
     if module.startswith("torch") and IS_PADDLE:
-        raise FrameworkError(f"{argument} is a torch tensor but sonicmoe runs through Paddle's torch proxy in this process")
+        raise FrameworkError(
+            f"{argument} is a torch tensor but sonicmoe runs through Paddle's torch proxy in this process"
+        )
     raise TypeError(f"{argument} must be a {FRAMEWORK} tensor, got {type(value).__name__}")
 
 
@@ -136,7 +140,9 @@ def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
         if reference is None:
             reference = (name, device)
         elif device != reference[1]:
-            raise DeviceError(f"{name} is on {device} but {reference[0]} is on {reference[1]}; all must be on one device")
+            raise DeviceError(
+                f"{name} is on {device} but {reference[0]} is on {reference[1]}; all must be on one device"
+            )
 
 
 def current_stream(tensor: Any) -> int:

@@ -22,7 +22,9 @@ Tensor = torch.Tensor
 def interleave_gate_up(split: Tensor) -> Tensor:
     """Rows [gate_0..gate_I-1, up_0..up_I-1] -> [gate_0, up_0, gate_1, up_1, ...] along the second-to-last axis ([..., 2I, H])."""
     *lead, n, h = split.shape
-    expect(n % 2 == 0, LayoutError, f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}")
+    expect(
+        n % 2 == 0, LayoutError, f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}"
+    )
     pairs = split.reshape([*lead, 2, n // 2, h])
     return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
 
@@ -30,7 +32,11 @@ def interleave_gate_up(split: Tensor) -> Tensor:
 def deinterleave_gate_up(interleaved: Tensor) -> Tensor:
     """Inverse of `interleave_gate_up` ([..., 2I, H] -> [..., 2I, H])."""
     *lead, n, h = interleaved.shape
-    expect(n % 2 == 0, LayoutError, f"deinterleave_gate_up needs an even number of rows (2I), got shape {tuple(interleaved.shape)}")
+    expect(
+        n % 2 == 0,
+        LayoutError,
+        f"deinterleave_gate_up needs an even number of rows (2I), got shape {tuple(interleaved.shape)}",
+    )
     pairs = interleaved.reshape([*lead, n // 2, 2, h])
     return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
 

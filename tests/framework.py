@@ -47,9 +47,10 @@ def numpy(value):
     value = value.detach()
     text = str(value.dtype)
     if "float" in text:
-        return np.asarray(value.to(torch.float32).tolist() if 0 in tuple(value.shape) else value.to(torch.float32).numpy(), dtype=np.float64).reshape(
-            tuple(value.shape)
-        )
+        return np.asarray(
+            value.to(torch.float32).tolist() if 0 in tuple(value.shape) else value.to(torch.float32).numpy(),
+            dtype=np.float64,
+        ).reshape(tuple(value.shape))
     if "bool" in text:
         return np.asarray(value.numpy(), dtype=bool)
     return np.asarray(value.to(torch.int64).numpy(), dtype=np.int64)

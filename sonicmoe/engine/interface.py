@@ -54,7 +54,9 @@ class EngineSettings:
         """
         recipe = RECIPES[config.recipe] if config.fp8 else None
         if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
-            raise ConfigError(f"iso_weight needs a recipe with isotropic weight blocks; recipe {recipe.name!r} has {recipe.w1} and {recipe.w1_dgrad}")
+            raise ConfigError(
+                f"iso_weight needs isotropic weight blocks; recipe {recipe.name!r} has {recipe.w1} and {recipe.w1_dgrad}"
+            )
         return cls(
             activation=activation,
             recipe=recipe,
@@ -115,7 +117,9 @@ class GradAccumulators:
     db2: Tensor | None = None
 
     @classmethod
-    def zeros(cls, num_experts: int, n1: int, hidden: int, intermediate: int, bias: bool, device: Any) -> GradAccumulators:
+    def zeros(
+        cls, num_experts: int, n1: int, hidden: int, intermediate: int, bias: bool, device: Any
+    ) -> GradAccumulators:
         """Zeroed accumulators."""
 
         def zeros(*shape: int) -> Tensor:
@@ -190,7 +194,8 @@ class SavedSpec:
         """Inverse of `Saved.pack`."""
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
         x, routing_tensors, rest = tensors[0], tensors[1 : 1 + n_routing], tensors[1 + n_routing :]
-        routing = RoutingMetadata(**self.sizes, **dict(zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)))
+        fields: dict[str, Any] = dict(zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True))
+        routing = RoutingMetadata(**self.sizes, **fields)
         _check_same_routing(routing)
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
@@ -235,8 +240,10 @@ class Engine(ABC):
     name: str
 
     @abstractmethod
-    def prepare_weights(self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings) -> EngineWeights:
-        """Native weights `w1 [E, N1, H]`, `w2 [E, H, I]` (and fp32 biases) -> what `forward` and `backward_dx` read. Done once per optimizer step."""
+    def prepare_weights(
+        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
+    ) -> EngineWeights:
+        """Native `w1 [E, N1, H]`, `w2 [E, H, I]` (and biases) -> what `forward` and `backward_dx` read; once per optimizer step."""
 
     def warmup(self, weights: tuple[int, int, int], settings: EngineSettings) -> tuple[str, ...]:
         """Compile every kernel a run with native w1 shape `weights` needs; the names compiled. Nothing to do without compiled kernels."""
@@ -244,7 +251,13 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(
-        self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings, *, save: bool = True
+        self,
+        x: Tensor,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        settings: EngineSettings,
+        *,
+        save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
         """`out[t] = sum_k p[t,k] * (act(x_t W1_e) W2_e + b2_e)`, `[T, H]` in the dtype of `x`; `save=False` keeps nothing (inference)."""
 
@@ -276,13 +289,21 @@ def check_weights(w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, 
     expect(len(w2.shape) == 3, ShapeError, f"w2 has shape {tuple(w2.shape)}; needed: [E, H, I]")
     experts, n1, hidden = (int(size) for size in w1.shape)
     wanted = (experts, hidden, int(w2.shape[2]))
-    expect(tuple(w2.shape) == wanted, ShapeError, f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}")
+    expect(
+        tuple(w2.shape) == wanted,
+        ShapeError,
+        f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}",
+    )
     width = pre_activation_width(wanted[2], activation)
     expect(n1 == width, ShapeError, f"w1 has {n1} rows per expert; {activation.value} with I={wanted[2]} needs {width}")
     expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
     if b1 is not None and b2 is not None:
         expect(tuple(b1.shape) == (experts, n1), ShapeError, f"b1 has shape {tuple(b1.shape)}; needed: {(experts, n1)}")
-        expect(tuple(b2.shape) == (experts, hidden), ShapeError, f"b2 has shape {tuple(b2.shape)}; needed: {(experts, hidden)}")
+        expect(
+            tuple(b2.shape) == (experts, hidden),
+            ShapeError,
+            f"b2 has shape {tuple(b2.shape)}; needed: {(experts, hidden)}",
+        )
 
 
 def check_forward(x: Any, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings) -> None:
@@ -295,7 +316,11 @@ def check_forward(x: Any, routing: RoutingMetadata, weights: EngineWeights, sett
     require_framework_tensor(x, "x")
     expect(x.dtype in TOKEN_DTYPES, DTypeError, f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
     wanted = (routing.num_tokens, weights.hidden_size)
-    expect(tuple(x.shape) == wanted, ShapeError, f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}")
+    expect(
+        tuple(x.shape) == wanted,
+        ShapeError,
+        f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}",
+    )
     expect(
         routing.num_experts == weights.num_experts,
         RoutingError,
@@ -317,9 +342,17 @@ def check_dout(dout: Any, saved: Saved) -> Tensor:
         DTypeError, ShapeError: it is FP8 without scales, or its shape is not that of `out`.
     """
     require_framework_tensor(dout, "dout")
-    expect(dout.dtype in TOKEN_DTYPES, DTypeError, f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32")
+    expect(
+        dout.dtype in TOKEN_DTYPES,
+        DTypeError,
+        f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32",
+    )
     assert saved.x is not None
-    expect(tuple(dout.shape) == tuple(saved.x.shape), ShapeError, f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}")
+    expect(
+        tuple(dout.shape) == tuple(saved.x.shape),
+        ShapeError,
+        f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}",
+    )
     return dout.detach().contiguous()
 
 

@@ -56,7 +56,13 @@ class ReferenceEngine(Engine):
             return EngineWeights(w1_forward, w2_forward, w1_dgrad, w2_dgrad, _fp32(b1), _fp32(b2))
 
     def forward(
-        self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings, *, save: bool = True
+        self,
+        x: Tensor,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        settings: EngineSettings,
+        *,
+        save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
         """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per token."""
         check_forward(x, routing, weights, settings)
@@ -134,7 +140,9 @@ def _dgated(
     if weights.b2 is not None:
         exact = _gather_rows(dout, routing)
         for expert, first, count, _ in _experts(routing):
-            row_dprob[first : first + count] = row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
+            row_dprob[first : first + count] = (
+                row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
+            )
     # A bias makes z, and with it y1, non-zero in padding rows: those rows must stay finite zeros.
     real = (routing.row_slot >= 0).to(torch.float32).unsqueeze(-1)
     return y1 * real, dz * real, row_dprob
@@ -246,5 +254,3 @@ def _scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
     for _, first, count, _ in _experts(routing):
         slots[routing.row_slot[first : first + count]] = row_values[first : first + count]
     return slots.reshape([routing.num_tokens, routing.topk])
-
-

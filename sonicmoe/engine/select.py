@@ -36,7 +36,9 @@ def choose_engine(device: str, requested: EngineName = EngineName.AUTO) -> Engin
         return EngineChoice(ReferenceEngine(), f"{place}: plain tensor operations in fp32, FP8 emulated exactly")
     if requested not in ENGINES:
         available = sorted(name.value for name in ENGINES)
-        raise EngineUnavailableError(f"engine {requested.value!r} is not part of this build; available: {available}, or 'auto'")
+        raise EngineUnavailableError(
+            f"engine {requested.value!r} is not part of this build; available: {available}, or 'auto'"
+        )
     return EngineChoice(ENGINES[requested](), "asked for by the configuration")
 
 

@@ -33,7 +33,9 @@ class _MlpFunction(torch.autograd.Function):
         saved = ctx.spec.unpack(ctx.saved_tensors)
         if ctx.has_own_z:
             if ctx.own_z is None:
-                raise RuntimeError("stagewise memory dropped z in the first backward; a second one needs stagewise_memory off")
+                raise RuntimeError(
+                    "stagewise memory dropped z in the first backward; a second one needs stagewise_memory off"
+                )
             saved.z, ctx.own_z = ctx.own_z, None
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
         _, x_wanted, probs_wanted, *_ = ctx.needs_input_grad

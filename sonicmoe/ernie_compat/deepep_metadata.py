@@ -29,7 +29,7 @@ def deepep_topk_to_sonic_metadata(
 
     Args:
         dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids; -1 or >= `num_experts` is "not on this rank".
-        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; its values at "not here" slots are never used (ElasticBuffer leaves them non-zero).
+        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read at "not here" slots (ElasticBuffer leaves them non-zero).
         num_experts: local experts E.
         tokens_per_expert: DeepEP's count list, true or aligned; None, or the empty list of worst-case dispatch: counted from the indices.
         alignment: rows every expert is padded to in the metadata.
@@ -58,6 +58,10 @@ def check_dispatched_tokens(x: Any, dispatched_indices: Any, dispatched_probs: A
             f"x is a {type(x).__name__}, as an FP8 dispatch delivers (data and scales); the node quantises by itself: dispatch in bfloat16"
         )
     if hasattr(x, "dtype") and "float8" in dtype_name(x.dtype):
-        raise DTypeError(f"x is {dtype_name(x.dtype)} without its scales, from an FP8 dispatch; needed: bfloat16 tokens")
-    missing = [n for n, v in (("dispatched_indices", dispatched_indices), ("dispatched_probs", dispatched_probs)) if v is None]
+        raise DTypeError(
+            f"x is {dtype_name(x.dtype)} without its scales, from an FP8 dispatch; needed: bfloat16 tokens"
+        )
+    missing = [
+        n for n, v in (("dispatched_indices", dispatched_indices), ("dispatched_probs", dispatched_probs)) if v is None
+    ]
     expect(not missing, RoutingError, f"{' and '.join(missing)} missing{HYBRID_EP_HINT}")

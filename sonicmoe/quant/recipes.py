@@ -92,7 +92,10 @@ class Fp8Recipe:
     @property
     def shares_weight_buffers(self) -> bool:
         """Whether forward and dgrad can read one FP8 buffer per weight (`iso_weight`)."""
-        return all(block.isotropic for block in (self.w1, self.w2)) and (self.w1, self.w2) == (self.w1_dgrad, self.w2_dgrad)
+        return all(block.isotropic for block in (self.w1, self.w2)) and (self.w1, self.w2) == (
+            self.w1_dgrad,
+            self.w2_dgrad,
+        )
 
     @property
     def shares_dz(self) -> bool:
@@ -146,7 +149,13 @@ def mixed_recipe() -> Fp8Recipe:
     )  # fmt: skip
 
 
-BASE_RECIPES: tuple[Fp8Recipe, ...] = (row_recipe(128), iso_recipe(128), iso_recipe(256), iso_recipe(512), mixed_recipe())
+BASE_RECIPES: tuple[Fp8Recipe, ...] = (
+    row_recipe(128),
+    iso_recipe(128),
+    iso_recipe(256),
+    iso_recipe(512),
+    mixed_recipe(),
+)
 RECIPES: dict[str, Fp8Recipe] = {
     recipe.name: recipe
     for base in BASE_RECIPES

@@ -29,7 +29,7 @@ def build_routing(
             position, both mean "not here".
         probs: fp32 `[T, K]`; read at valid slots only.
         num_experts: E, local experts.
-        tokens_per_expert: E counts (list or host tensor), true or rounded up to a common power-of-two alignment; None or an empty list: count.
+        tokens_per_expert: E counts (list or host tensor), true or rounded up to one power of two; None or an empty list: count.
         alignment: rows every expert is padded to.
         validate: also check distinct ids, finite probabilities and ids >= -1.
 
@@ -46,7 +46,9 @@ def build_routing(
         return _build(indices.detach(), probs.detach(), num_experts, given, alignment)
 
 
-def _build(indices: Tensor, probs: Tensor, num_experts: int, given: tuple[int, ...] | None, alignment: int) -> RoutingMetadata:
+def _build(
+    indices: Tensor, probs: Tensor, num_experts: int, given: tuple[int, ...] | None, alignment: int
+) -> RoutingMetadata:
     num_tokens, topk = (int(size) for size in indices.shape)
     device = indices.device
     ids = indices.reshape([num_tokens * topk]).to(torch.int64)

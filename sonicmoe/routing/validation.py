@@ -32,7 +32,8 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
         expect(
             len(tensor.shape) == 2,
             ShapeError,
-            f"{name} has shape {tuple(tensor.shape)}; needed: [tokens, topk]" + (HYBRID_EP_HINT if len(tensor.shape) == 1 else ""),
+            f"{name} has shape {tuple(tensor.shape)}; needed: [tokens, topk]"
+            + (HYBRID_EP_HINT if len(tensor.shape) == 1 else ""),
         )
     expect(
         indices.dtype in (torch.int32, torch.int64),
@@ -69,7 +70,7 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
             _raise_at(
                 repeated.unsqueeze(-1),
                 lambda t, _, k=k, earlier=earlier: (
-                    f"dispatched_indices row {t} names expert {int(ids[t, k])} twice (slots {earlier} and {k}); ids in a row must be distinct"
+                    f"dispatched_indices row {t} names expert {int(ids[t, k])} twice (slots {earlier} and {k}); ids must be distinct"
                 ),
             )
 

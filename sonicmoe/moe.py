@@ -1,0 +1,183 @@
+"""`MoE`: a token-choice Mixture-of-Experts layer for PyTorch, source compatible with upstream SonicMoE."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from .config import SonicMoEConfig, active_config
+from .engine.activations import activate, pre_activation_width
+from .enums import ActivationType, KernelBackendMoE
+from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
+from .functional import moe_TC_softmax_topk_layer
+from .functional.autograd import WeightCache
+
+Tensor = torch.Tensor
+
+
+class Experts(nn.Module):
+    """E stacked linear maps: `weight [E, out_features, in_features]`, `bias [E, out_features]` or None."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, add_bias: bool = True, std: float | None = None
+    ) -> None:
+        """Normal weights with standard deviation `std` (default 0.02), zero biases."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if add_bias else None
+        self.std = 0.02 if std is None else std
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw fresh weights."""
+        nn.init.normal_(self.weight, mean=0.0, std=self.std)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        """Sizes for `print(module)`."""
+        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class MoE(nn.Module):
+    """Router, top-k, softmax over the chosen, gated expert MLPs, weighted sum; with the Switch load-balancing loss.
+
+    Args:
+        num_experts: E.
+        num_experts_per_tok: K.
+        hidden_size, intermediate_size: H, I.
+        activation_function: `ActivationType` or its value.
+        add_bias: biases on both projections.
+        std: standard deviation of the expert weights.
+
+    `state_dict` names: `router.weight [E, H]`, `c_fc.weight [E, N1, H]` (gate and up rows interleaved), `c_fc.bias`,
+    `c_proj.weight [E, H, I]`, `c_proj.bias`.
+
+    Raises:
+        ShapeError: K > E, or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation_function: ActivationType | str = ActivationType.SWIGLU,
+        add_bias: bool = False,
+        std: float = 0.02,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+        sizes |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for name, size in sizes.items():
+            expect(size > 0, ShapeError, f"{name} is {size}; needed: at least 1")
+        expect(
+            num_experts_per_tok <= num_experts,
+            ShapeError,
+            f"num_experts_per_tok is {num_experts_per_tok}; only {num_experts} experts",
+        )
+        self.num_experts, self.top_k = num_experts, num_experts_per_tok
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.activation_function = ActivationType(activation_function)
+        width = pre_activation_width(intermediate_size, self.activation_function)
+        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.c_fc = Experts(num_experts, hidden_size, width, add_bias, std)
+        self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
+        self._weight_cache = WeightCache()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        kernel_backend_moe: KernelBackendMoE = KernelBackendMoE.sonicmoe,
+        is_inference_mode: bool = False,
+        use_fp8: bool | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer.
+
+        Args:
+            hidden_states: `[..., H]`.
+            kernel_backend_moe: `sonicmoe` (the engine) or `torch` (plain differentiable PyTorch, for comparison).
+            is_inference_mode: keep nothing for a backward.
+            use_fp8: True or False overrides the configuration's FP8 mode; None follows it.
+
+        Returns:
+            `(output [..., H], aux_loss scalar)`.
+
+        Raises:
+            EngineUnavailableError: a backend this package does not have.
+            ConfigError: `use_fp8=True` with the plain PyTorch backend.
+        """
+        shape = hidden_states.shape
+        expect(
+            int(shape[-1]) == self.hidden_size,
+            ShapeError,
+            f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
+        )
+        tokens = hidden_states.reshape(-1, self.hidden_size)
+        if kernel_backend_moe is KernelBackendMoE.sonicmoe:
+            inference = is_inference_mode or not self.training
+            with self._with_fp8(use_fp8).activate():
+                out, logits, counts = self._run_engine(tokens, inference)
+        elif kernel_backend_moe is KernelBackendMoE.torch:
+            expect(not use_fp8, ConfigError, "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe")
+            out, logits, counts = self._run_plain(tokens)
+        else:
+            raise EngineUnavailableError(f"kernel_backend_moe={kernel_backend_moe}; available: sonicmoe, torch")
+        return out.reshape(shape), switch_loss(logits, counts)
+
+    def invalidate_caches(self) -> None:
+        """Forget prepared weights; needed only after writing through `.data`."""
+        self._weight_cache.clear()
+
+    @staticmethod
+    def _with_fp8(use_fp8: bool | None) -> SonicMoEConfig:
+        config = active_config()
+        if use_fp8 is None:
+            return config
+        mode = (config.resolve().fp8_mode or "perf") if use_fp8 else "off"
+        return dataclasses.replace(config, fp8_mode=mode)
+
+    def _run_engine(self, tokens: Tensor, inference: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return moe_TC_softmax_topk_layer(
+            tokens,
+            self.router.weight,
+            self.c_fc.weight.permute(1, 2, 0),
+            self.c_fc.bias,
+            self.c_proj.weight.permute(1, 2, 0),
+            self.c_proj.bias,
+            self.top_k,
+            None,
+            self.activation_function,
+            inference,
+            weight_cache=self._weight_cache,
+        )
+
+    def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.router(tokens)
+        chosen, indices = torch.topk(logits.float(), self.top_k, dim=-1)
+        probs = torch.softmax(chosen, dim=-1)
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, slot = torch.nonzero(indices == expert, as_tuple=True)
+            y1 = activate(_linear(tokens[token], self.c_fc, expert), self.activation_function)
+            weighted = _linear(y1, self.c_proj, expert) * probs[token, slot].unsqueeze(-1)
+            out = out.index_add(0, token, weighted.to(out.dtype))
+        return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)
+
+
+def _linear(x: Tensor, experts: Experts, expert: int) -> Tensor:
+    bias = None if experts.bias is None else experts.bias[expert]
+    return nn.functional.linear(x, experts.weight[expert], bias)
+
+
+def switch_loss(logits: Tensor, expert_frequency: Tensor) -> Tensor:
+    """Load balancing `E * sum_e f_e P_e` (Switch, arXiv:2101.03961, eq. 4); f: share of slots, P: share of probability."""
+    probs = torch.softmax(logits.float(), dim=-1).sum(0)
+    share = expert_frequency.float() / expert_frequency.sum().clamp(min=1)
+    return logits.shape[-1] * (probs / probs.sum().clamp(min=1e-12) * share).sum()
