@@ -273,7 +273,8 @@ def _parse(flag: Flag, text: str, source: str) -> Any:
 
 
 _FIELD_TYPES: Mapping[str, type] = {
-    "cache_dir": Path, "local_cache_dir": Path, "lock_timeout_s": float, "save_z": ZCode, "engine": EngineName,
+    "fp8_mode": str, "recipe": str, "save_z": ZCode, "engine": EngineName,
+    "cache_dir": Path, "local_cache_dir": Path, "lock_timeout_s": float,
 }  # fmt: skip
 
 

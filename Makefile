@@ -1,0 +1,51 @@
+# `make help` lists the targets. Everything runs from .venv, which tools/ci/setup_env.sh makes; PYTHON=... picks the interpreter.
+VENV := .venv
+PY := $(VENV)/bin/python
+OUT ?= runs/demo
+DEMO_ARGS ?=
+PYTEST_ARGS ?= -n 2
+# Suites that run a second time through Paddle's torch proxy: everything below the PyTorch face.
+PADDLE_TESTS := $(wildcard tests/paddle tests/routing tests/quant tests/engine tests/experts tests/node)
+FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
+
+.PHONY: help demo test lint docs docs-check pytest quick clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(VENV)/.installed-demo ## train a small ERNIE-style MoE in FP8 beside full precision (OUT=runs/demo, DEMO_ARGS=...)
+	$(PY) -m sonicmoe train --framework $$(cat $(VENV)/.framework) --precision fp8 --compare --out $(OUT) $(DEMO_ARGS)
+
+test: lint docs-check pytest ## everything that gates a change: lint, types, generated docs, tests
+
+lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+docs: $(VENV)/.installed-dev ## regenerate docs/env.md from the flag registry
+	$(PY) tools/ci/generate_env_docs.py
+
+docs-check: $(VENV)/.installed-dev ## fail when docs/env.md is out of date
+	$(PY) tools/ci/generate_env_docs.py --check
+
+pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again through Paddle's torch proxy (PYTEST_ARGS="-n 2")
+	$(PY) -m pytest $(PYTEST_ARGS)
+	@if $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("paddle") is None)'; then \
+	    set -x; SONICMOE_TEST_FRAMEWORK=paddle $(PY) -m pytest $(PYTEST_ARGS) $(PADDLE_TESTS); \
+	else echo "NOT RUN on this machine: the tests through Paddle's torch proxy, paddle is not installed"; fi
+
+quick: $(VENV)/.installed-dev ## what the pre-commit hook runs: ruff, generated docs, the fastest tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) tools/ci/generate_env_docs.py --check
+	$(PY) -m pytest $(FAST_TESTS)
+
+clean: ## remove .venv, caches and build products (runs/ stays)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per set of extras: demo, tests, dev.
+$(VENV)/.installed-%: pyproject.toml setup.py tools/ci/setup_env.sh
+	tools/ci/setup_env.sh $*

@@ -1,0 +1,131 @@
+"""`sonicmoe doctor`: one screen, or one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from enum import Enum
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ..diagnostics.doctor import PRECISIONS, CacheState, Report, Severity, examine
+
+
+@click.command()
+@click.option(
+    "--framework", type=click.Choice(["auto", "torch", "paddle"]), default="auto", show_default=True,
+    help="auto: Paddle where its GPU build is installed, else PyTorch, else Paddle.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
+@click.pass_context
+def doctor(ctx: click.Context, framework: str, as_json: bool) -> None:
+    """Check this machine: versions, GPU, engine, caches, flags, self-test. Exit code 1 when a check fails."""
+    report = examine(framework)
+    if as_json:
+        click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
+    else:
+        show(report, Console(markup=False, highlight=False, emoji=False))
+    ctx.exit(0 if report.healthy else 1)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as plain data; a number that is not finite becomes null."""
+    return {"healthy": report.healthy, **plain(dataclasses.asdict(report))}
+
+
+def plain(value: Any) -> Any:
+    """Nested data with enums as their values and non-finite floats as None."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the screen."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, text in fact_lines(report):
+        facts.add_row(name, text)
+    console.print(facts)
+    console.print(flag_table(report))
+    if report.self_test:
+        console.print(self_test_table(report))
+    for problem in report.problems:
+        style = "red" if problem.severity is Severity.ERROR else "yellow"
+        console.print(f"{problem.severity.value}: {problem.what}", style=style)
+        console.print(f"  -> {problem.remedy}")
+    console.print(verdict(report), style="bold green" if report.healthy else "bold red")
+
+
+def fact_lines(report: Report) -> list[tuple[str, str]]:
+    """`(heading, text)` of everything that is one line."""
+    versions = ", ".join(f"{name} {found}" for name, found in report.versions.items() if found)
+    absent = ", ".join(name for name, found in report.versions.items() if not found)
+    return [
+        ("versions", versions),
+        ("not installed", absent or "-"),
+        ("framework", f"{report.framework} ({report.framework_reason})" if report.framework else "none"),
+        ("device", device_line(report)),
+        ("engine", f"{report.engine}: {report.engine_reason}" if report.engine else "none"),
+        *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
+        *((name, value) for name, value in report.honoured.items() if value),
+    ]
+
+
+def device_line(report: Report) -> str:
+    """GPU name and compute capability, or what there is instead."""
+    if report.device is None:
+        return "unknown: no framework"
+    if report.device.gpu is None:
+        return f"{report.device.name} (no GPU visible to {report.framework})"
+    return f"{report.device.name}: {report.device.gpu}, compute capability {report.device.capability}"
+
+
+def cache_line(state: CacheState) -> str:
+    """Path and state of one cache directory."""
+    exists = f"{mebibytes(state.size_bytes)} used" if state.exists else "not created yet"
+    access = "writable" if state.writable else "not writable"
+    return f"{state.path} ({exists}, {access}, {mebibytes(state.free_bytes)} free)"
+
+
+def mebibytes(size: int) -> str:
+    """`12.5 MiB`."""
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def flag_table(report: Report) -> Table:
+    """Flags in force; those set in the environment stand out."""
+    table = Table("flag", "value", "source", box=None, padding=(0, 2, 0, 0))
+    for flag in report.flags:
+        table.add_row(flag.name, flag.value, flag.source, style="bold" if flag.source == "environment" else None)
+    return table
+
+
+def self_test_table(report: Report) -> Table:
+    """One row per tensor; cosine, relative RMSE and verdict per precision."""
+    headings = [text for name in PRECISIONS for text in (f"{name} cosine", "rel. RMSE", "")]
+    table = Table(f"self-test {report.self_test_seconds or 0:.1f} s", *headings, box=None, padding=(0, 2, 0, 0))
+    tensors = dict.fromkeys(check.tensor for check in report.self_test)
+    for tensor in tensors:
+        cells = []
+        for check in (check for check in report.self_test if check.tensor == tensor):
+            cells += [f"{check.cosine:.6f}", f"{check.relative_rmse:.2%}", "pass" if check.passed else "FAIL"]
+        table.add_row(tensor, *cells)
+    return table
+
+
+def verdict(report: Report) -> str:
+    """The last line."""
+    warnings = sum(problem.severity is Severity.WARNING for problem in report.problems)
+    errors = len(report.problems) - warnings
+    counts = f"{errors} failed checks, {warnings} warnings"
+    return ("healthy" if report.healthy else "not healthy") + (f": {counts}" if report.problems else "")

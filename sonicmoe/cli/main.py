@@ -1,0 +1,58 @@
+"""The command group. Subcommands load when they run, so `sonicmoe --help` is instant and imports no framework."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..errors import SonicMoEError
+
+# One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same name.
+COMMANDS: dict[str, str] = {
+    "train": "Train a small ERNIE-style MoE language model on the node.",
+    "doctor": "Check this machine: versions, GPU, engine, caches, flags, self-test.",
+    "numerics": "Print the error of every FP8 recipe on every kind of data.",
+}
+
+
+class Refusal(click.ClickException):
+    """Bad input, said in one line."""
+
+    exit_code = 2
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported on first use, and whose refusals are one line with exit code 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import `sonicmoe.cli.<cmd_name>` and return its command; None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"{__package__}.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands from `COMMANDS`, importing none."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; an error this package raises on purpose becomes one line and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except SonicMoEError as error:
+            raise Refusal(str(error)) from error
+
+
+@click.group(cls=LazyGroup)
+@click.version_option(__version__, prog_name="sonicmoe")
+def main() -> None:
+    """Expert-MLP engine for Mixture-of-Experts training: FP8 on NVIDIA Hopper, one engine for Paddle and PyTorch."""

@@ -1,0 +1,141 @@
+"""The half of the doctor that needs a loaded framework: the device it sees, and one engine against a plain fp64 computation.
+
+Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]` (gate, up interleaved), `w2 [E, H, I]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..config import ResolvedConfig
+from ..engine.interface import EngineSettings, GradAccumulators
+from ..engine.select import choose_engine
+from ..enums import ActivationType
+from ..routing.reference import build_routing
+
+Array = np.ndarray
+Tensor = torch.Tensor
+
+T, K, E, H, I = 64, 3, 4, 256, 128
+
+# Least cosine, most relative RMSE. The worst of all recipes and z codes is 9.0 % (dprobs, e4m3 z); BF16 rounding leaves 0.4 %.
+LIMITS = {"fp8": (0.995, 0.10), "bf16": (0.9999, 0.01)}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where tensors go by default: `name` is "cpu" or "cuda:0"; `gpu` and `capability` ("9.0") describe it, None on a CPU."""
+
+    name: str
+    gpu: str | None
+    capability: str | None
+
+
+@dataclass(frozen=True)
+class TensorCheck:
+    """One tensor against the golden. `cosine` and `relative_rmse` (a fraction) are over all elements; NaN never passes."""
+
+    precision: str
+    engine: str
+    tensor: str
+    cosine: float
+    relative_rmse: float
+    passed: bool
+
+
+def find_device() -> Device:
+    """The first GPU the loaded framework sees, else the CPU."""
+    if not torch.cuda.is_available():
+        return Device("cpu", None, None)
+    major, minor = torch.cuda.get_device_capability(0)
+    return Device("cuda:0", str(torch.cuda.get_device_name(0)), f"{major}.{minor}")
+
+
+def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:
+    """Forward and backward of a small MoE on the engine `config` chooses, checked against `golden`.
+
+    Args:
+        config: settings in force; `precision` overrides its `fp8_mode`.
+        precision: "bf16" (unquantised operands) or "fp8" (the configuration's recipe).
+        device: "cpu" or "cuda:0".
+
+    Raises:
+        EngineUnavailableError, ConfigError: the configuration asks for what this machine or build cannot do.
+    """
+    config = config.replace(fp8_mode=(config.fp8_mode or "perf") if precision == "fp8" else None)
+    settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
+    engine = choose_engine(device, config.engine).engine
+    indices, probs, values = problem()
+    x, w1, w2, dout = (torch.tensor(value, device=device).to(torch.bfloat16) for value in values)
+    routing = build_routing(
+        torch.tensor(indices, device=device), torch.tensor(probs, device=device), E, alignment=settings.row_alignment
+    )
+    weights = engine.prepare_weights(w1, w2, None, None, settings)
+    out, saved = engine.forward(x, routing, weights, settings)
+    assert saved is not None
+    sums = GradAccumulators.zeros(E, 2 * I, H, I, bias=False, device=device)
+    dx, dprobs = engine.backward(dout, saved, weights, sums)
+
+    computed = {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
+    wanted = golden(to_numpy(x), to_numpy(w1), to_numpy(w2), indices, probs, to_numpy(dout))
+    return [compare(precision, engine.name, name, to_numpy(computed[name]), wanted[name]) for name in wanted]
+
+
+def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
+    """Seeded Gaussian `(indices, probs, (x, w1, w2, dout))`: distinct ids, both spellings of "not here", the last expert idle."""
+    rng = np.random.default_rng(0)
+    indices = np.stack([rng.permutation(E - 1)[:K] for _ in range(T)])
+    indices[::5, 1] = -1
+    indices[::7, 0] = E
+    probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
+    shapes = {"x": (T, H), "w1": (E, 2 * I, H), "w2": (E, H, I), "dout": (T, H)}
+    spread = {"w1": 1 / math.sqrt(H), "w2": 1 / math.sqrt(I)}
+    x, w1, w2, dout = (
+        (rng.standard_normal(shape) * spread.get(name, 1.0)).astype(np.float32) for name, shape in shapes.items()
+    )
+    return indices.astype(np.int64), probs, (x, w1, w2, dout)
+
+
+def golden(x: Array, w1: Array, w2: Array, indices: Array, probs: Array, dout: Array) -> dict[str, Array]:
+    """Forward and backward in fp64, one (token, slot) pair at a time, straight from the definition."""
+    result = {
+        "out": np.zeros_like(x), "dx": np.zeros_like(x), "dprobs": np.zeros(probs.shape),
+        "dw1": np.zeros_like(w1), "dw2": np.zeros_like(w2),
+    }  # fmt: skip
+    for t, k in np.ndindex(*indices.shape):
+        e, p = int(indices[t, k]), float(probs[t, k])
+        if not 0 <= e < len(w1):
+            continue
+        z = w1[e] @ x[t]
+        gate, up = z[0::2], z[1::2]
+        sigma = 1 / (1 + np.exp(-gate))
+        y1 = gate * sigma * up
+        y2 = w2[e] @ y1
+        dy1 = p * (dout[t] @ w2[e])
+        dz = np.empty_like(z)
+        dz[0::2] = dy1 * up * sigma * (1 + gate * (1 - sigma))
+        dz[1::2] = dy1 * gate * sigma
+        result["out"][t] += p * y2
+        result["dprobs"][t, k] = dout[t] @ y2
+        result["dx"][t] += dz @ w1[e]
+        result["dw1"][e] += np.outer(dz, x[t])
+        result["dw2"][e] += np.outer(p * dout[t], y1)
+    return result
+
+
+def compare(precision: str, engine: str, name: str, computed: Array, wanted: Array) -> TensorCheck:
+    """Cosine and relative RMSE of two arrays against the limits of the precision."""
+    norm = float(np.linalg.norm(wanted))
+    cosine = float((computed * wanted).sum() / (float(np.linalg.norm(computed)) * norm or math.nan))
+    error = float(np.linalg.norm(computed - wanted)) / norm
+    least_cosine, most_error = LIMITS[precision]
+    return TensorCheck(precision, engine, name, cosine, error, cosine >= least_cosine and error <= most_error)
+
+
+def to_numpy(tensor: Tensor) -> Array:
+    """fp64 copy on the host."""
+    return np.asarray(tensor.detach().to(torch.float32).cpu().numpy(), dtype=np.float64)

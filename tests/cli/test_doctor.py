@@ -1,0 +1,277 @@
+"""The doctor: what it finds, what it exits with, and that its self-test can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from sonicmoe.cli.doctor import doctor
+from sonicmoe.config import FLAGS, FLAGS_BY_ENV
+from sonicmoe.diagnostics import doctor as doctor_module
+from sonicmoe.diagnostics import selftest
+from sonicmoe.diagnostics.doctor import Report, examine, examine_cache, examine_caches, examine_flags, examine_variables
+from sonicmoe.engine.reference import ReferenceEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
+
+
+def run_doctor(*arguments: str, without: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    """`sonicmoe doctor` in a process of its own, with some modules made unimportable."""
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in without)
+    program = f"import sys; {blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environ})
+
+
+def messages(report: Report) -> list[tuple[str, str]]:
+    return [(problem.severity.value, problem.what) for problem in report.problems]
+
+
+@pytest.fixture
+def in_empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_healthy_machine_as_json() -> None:
+    result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0, found["problems"]
+    assert found["healthy"] is True
+    assert found["framework"] == "torch"
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["engine"] and found["engine_reason"]
+    assert [flag["name"] for flag in found["flags"]] == [flag.env for flag in FLAGS]
+    assert [(check["precision"], check["tensor"]) for check in found["self_test"]] == [
+        (precision, tensor) for precision in ("bf16", "fp8") for tensor in TENSORS
+    ]
+    # FP8 was really emulated: its error is E4M3's, far above BF16's.
+    errors = {(check["precision"], check["tensor"]): check["relative_rmse"] for check in found["self_test"]}
+    assert all(errors["fp8", tensor] > 0.03 > errors["bf16", tensor] for tensor in TENSORS)
+
+
+def test_screen_shows_every_section(in_empty_cache: Path) -> None:
+    result = CliRunner().invoke(doctor, ["--framework", "torch"], env={"SONIC_MOE_FP8_MODE": "perf"})
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    for heading in (
+        "versions python",
+        "framework torch (asked for)",
+        "device",
+        "engine",
+        "cache",
+        "self-test",
+        "healthy",
+    ):
+        assert heading in words
+    assert str(in_empty_cache) in "".join(result.output.split())
+    assert "SONIC_MOE_FP8_MODE perf environment" in words
+    assert "SONIC_MOE_FP8_WGRAD 1 default" in words
+    assert words.count("pass") == 2 * len(TENSORS)
+    assert len(result.output.splitlines()) < 50
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_wrong_engine_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose dx is 1 % off in one expert's direction must not pass as healthy."""
+    right = ReferenceEngine.backward_dx
+
+    def wrong(self, dout, saved, weights):
+        dx, dprobs, pending = right(self, dout, saved, weights)
+        return dx * 1.02, dprobs, pending
+
+    monkeypatch.setattr(ReferenceEngine, "backward_dx", wrong)
+    report = examine("torch")
+    assert not report.healthy
+    assert [(check.precision, check.tensor) for check in report.self_test if not check.passed] == [("bf16", "dx")]
+    assert ("error", "self-test: wrong dx (bf16) on engine reference") in messages(report)
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_nan_fails_and_json_stays_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ReferenceEngine.forward
+
+    def wrong(self, *arguments, **options):
+        out, saved = right(self, *arguments, **options)
+        return out * float("nan"), saved
+
+    monkeypatch.setattr(ReferenceEngine, "forward", wrong)
+    result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert [check["relative_rmse"] for check in found["self_test"] if check["tensor"] == "out"] == [None, None]
+    assert not found["healthy"]
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_crashing_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_, **__):
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(ReferenceEngine, "forward", crash)
+    report = examine("torch")
+    assert ("error", "self-test crashed: RuntimeError: CUDA error: misaligned address") in messages(report)
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_engine_this_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sonicmoe.engine.select.ENGINES", {})
+    monkeypatch.setenv("SONIC_MOE_ENGINE", "hopper")
+    report = examine("torch")
+    assert not report.healthy and report.engine is None and report.self_test == []
+    assert "'hopper'" in report.problems[0].what
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_contradictory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SONIC_MOE_FP8_RECIPE", "1x128")
+    monkeypatch.setenv("SONIC_MOE_FP8_ISO32_WEIGHT", "1")
+    report = examine("torch")
+    assert not report.healthy
+    assert "isotropic" in report.problems[0].what
+
+
+@pytest.mark.parametrize("env", [flag.env for flag in FLAGS if flag.field not in {"cache_dir", "local_cache_dir"}])
+def test_value_that_is_not_understood(env: str) -> None:
+    report = Report()
+    config = examine_flags(report, {env: "no-such-value"})
+    assert messages(report) == [("error", f"{env}='no-such-value' is not understood")]
+    assert next(state for state in report.flags if state.name == env).value == "no-such-value"
+    assert config == examine_flags(Report(), {})
+
+
+def test_misspelt_flag_is_a_warning_with_the_right_name() -> None:
+    report = Report()
+    examine_variables(report, {"SONIC_MOE_FP8_MOD": "perf", "SONIC_MOE_FP8_MODE": "perf"})
+    assert report.healthy
+    assert report.unknown_flags == {"SONIC_MOE_FP8_MOD": "SONIC_MOE_FP8_MODE"}
+    assert report.problems[0].remedy == "did you mean SONIC_MOE_FP8_MODE?"
+
+
+def test_variable_that_points_nowhere(tmp_path: Path) -> None:
+    report = Report()
+    there = {"TRITON_PTXAS_PATH": sys.executable, "TRITON_CACHE_DIR": str(tmp_path / "made on demand")}
+    examine_variables(report, {**there, "CUDA_HOME": str(tmp_path / "none")})
+    assert messages(report) == [("warning", f"CUDA_HOME={tmp_path / 'none'} does not exist")]
+    assert report.honoured["TRITON_PTXAS_PATH"] == sys.executable
+
+
+def test_cache_size_is_counted_and_nothing_is_created(tmp_path: Path) -> None:
+    kernels = tmp_path / "cache" / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "a.bin").write_bytes(b"x" * 1000)
+    (kernels.parent / "b.bin").write_bytes(b"x" * 24)
+    report = Report()
+    environ = {"SONIC_MOE_CACHE_DIR": str(kernels.parent), "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "new" / "local")}
+    examine_caches(report, examine_flags(report, environ))
+    cache, local = report.caches
+    assert (cache.exists, cache.writable, cache.size_bytes) == (True, True, 1024)
+    assert (local.exists, local.writable, local.size_bytes) == (False, True, 0)
+    assert cache.free_bytes > 0 and not (tmp_path / "new").exists()
+
+
+def test_cache_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    report = Report()
+    state = examine_cache(report, FLAGS_BY_ENV["SONIC_MOE_CACHE_DIR"], tmp_path / "file" / "cache")
+    assert not state.writable
+    assert messages(report) == [("error", f"cache {state.path}: {tmp_path / 'file'} is not a directory")]
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(doctor_module.tempfile, "TemporaryFile", read_only)
+    report = Report()
+    assert not examine_cache(report, FLAGS_BY_ENV["SONIC_MOE_CACHE_DIR"], tmp_path).writable
+    assert messages(report) == [("warning", f"cache {tmp_path} is not writable")]
+
+
+def test_golden_gradients_are_the_derivatives_of_its_output() -> None:
+    """Central differences of <dout, out> in fp64, along a random direction of each input."""
+    rng = np.random.default_rng(1)
+    indices = np.array([[0, 2], [-1, 1], [3, 0], [2, 1]])
+    inputs = {
+        "x": rng.standard_normal((4, 6)), "w1": rng.standard_normal((3, 8, 6)),
+        "w2": rng.standard_normal((3, 6, 4)), "probs": rng.uniform(0.1, 1, (4, 2)),
+    }  # fmt: skip
+    dout = rng.standard_normal((4, 6))
+    gradients = selftest.golden(**inputs, indices=indices, dout=dout)
+
+    def loss(**changed: np.ndarray) -> float:
+        return float((selftest.golden(**{**inputs, **changed}, indices=indices, dout=dout)["out"] * dout).sum())
+
+    for name, gradient in (("x", "dx"), ("w1", "dw1"), ("w2", "dw2"), ("probs", "dprobs")):
+        direction = rng.standard_normal(inputs[name].shape)
+        step = 1e-5 * direction
+        slope = (loss(**{name: inputs[name] + step}) - loss(**{name: inputs[name] - step})) / 2e-5
+        assert slope == pytest.approx(float((gradients[gradient] * direction).sum()), rel=1e-7)
+
+
+def test_self_test_problem_has_an_idle_expert_and_both_spellings_of_invalid() -> None:
+    indices, probs, _ = selftest.problem()
+    assert {-1, selftest.E} <= set(indices.ravel())
+    assert selftest.E - 1 not in indices
+    assert (probs > 0).all()
+
+
+def test_without_any_framework() -> None:
+    result = run_doctor("--json", without=("torch", "paddle"))
+    found = json.loads(result.stdout)
+    assert result.returncode == 1
+    assert [problem["what"] for problem in found["problems"]] == ["neither PyTorch nor Paddle is installed"]
+    assert "sonicmoe[torch]" in found["problems"][0]["remedy"] and "sonicmoe[paddle]" in found["problems"][0]["remedy"]
+    assert found["framework"] is None and found["device"] is None and found["self_test"] == []
+
+
+def test_directory_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/paddle` on the module path must not look like an installed Paddle."""
+    (tmp_path / "no_such_framework").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not doctor_module.is_importable("no_such_framework")
+    assert doctor_module.is_importable("json") and not doctor_module.is_importable("no_such_module")
+
+
+def test_framework_that_is_not_installed() -> None:
+    result = run_doctor("--framework", "paddle", without=("paddle",))
+    assert result.returncode == 1
+    assert "paddle is not installed in this Python" in " ".join(result.stdout.split())
+    assert "pip install 'sonicmoe[paddle]'" in result.stdout
+
+
+def test_other_framework_than_the_loaded_one() -> None:
+    """This process runs on PyTorch; Paddle cannot be examined in it."""
+    report = Report()
+    assert doctor_module.load_framework(report, "paddle") is False
+    assert "already runs on torch" in report.problems[0].what
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize("without", [(), ("torch",)], ids=["beside torch", "without torch"])
+def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
+    result = run_doctor("--json", "--framework", "auto" if without else "paddle", without=without)
+    found = json.loads(result.stdout)
+    assert result.returncode == 0, found["problems"]
+    assert found["framework"] == "paddle"
+    assert [check["tensor"] for check in found["self_test"]] == 2 * TENSORS
+    assert all(check["passed"] for check in found["self_test"])
+
+
+@pytest.mark.paddle
+def test_paddle_without_the_torch_proxy() -> None:
+    program = "import paddle, sys; del paddle.enable_compat; from sonicmoe.cli.main import main; main(['doctor', '--framework', 'paddle'])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 1
+    assert "has no torch proxy; sonicmoe needs paddle >= 3.3.0" in " ".join(result.stdout.split())

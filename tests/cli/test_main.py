@@ -1,0 +1,71 @@
+"""The console command: help, lazy loading, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import sonicmoe
+from sonicmoe.cli import main as main_module
+from sonicmoe.cli.main import COMMANDS, main
+from sonicmoe.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sonicmoe", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_help_lists_every_command_and_loads_none() -> None:
+    program = (
+        "import sys; from sonicmoe.cli.main import COMMANDS, main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print('LOADED', *(n for n in COMMANDS if f'sonicmoe.cli.{n}' in sys.modules), *({'torch','paddle'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    *screen, loaded = result.stdout.splitlines()
+    assert loaded == "LOADED"
+    for name, summary in COMMANDS.items():
+        line = next(line for line in screen if line.split()[:1] == [name])
+        assert line.split()[1] == summary.split()[0]
+
+
+def test_python_m_and_version() -> None:
+    result = run_module("--version")
+    assert result.returncode == 0
+    assert result.stdout.strip() == f"sonicmoe, version {sonicmoe.__version__}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_listed_command_loads_and_has_help(name: str) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert command.name == name
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"Usage: main {name}" in result.output
+
+
+def test_unknown_command_is_a_usage_error() -> None:
+    result = CliRunner().invoke(main, ["trian"])
+    assert result.exit_code == 2
+    assert "No such command 'trian'" in result.output
+
+
+def test_refusal_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def doctor() -> None:
+        raise ConfigError("batch is 0; needed: at least 1")
+
+    monkeypatch.setattr(main_module.importlib, "import_module", lambda _: type("module", (), {"doctor": doctor}))
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 2
+    assert result.output == "Error: batch is 0; needed: at least 1\n"

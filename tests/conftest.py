@@ -1,0 +1,45 @@
+"""What every test needs: machine-dependent tests are skipped out loud, and no test inherits the developer's flags."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from sonicmoe.config import FLAGS_BY_ENV, PREFIX
+from sonicmoe.diagnostics.doctor import is_importable
+
+# Every test starts from the defaults, whatever the shell exported.
+for name in [name for name in os.environ if name.startswith(PREFIX) or name in FLAGS_BY_ENV]:
+    del os.environ[name]
+
+NEEDS = {"gpu": "needs an NVIDIA Hopper GPU", "paddle": "needs paddlepaddle"}
+
+
+@cache
+def hopper_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] == 9
+
+
+AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, reason in NEEDS.items():
+            if item.get_closest_marker(marker) and not AVAILABLE[marker]():
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason in NEEDS.values():
+        count = reasons[f"Skipped: {reason}"]
+        if count:
+            terminalreporter.write_line(f"NOT RUN on this machine: {count} tests, {reason}", yellow=True, bold=True)

@@ -1,0 +1,69 @@
+"""Write docs/env.md from the registry of environment flags; `--check` only compares, exit code 1 when it is out of date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sonicmoe.config import FLAGS, HONOURED_VARIABLES, PREFIX, Flag
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "env.md"
+
+HEADER = f"""\
+# Environment variables
+
+<!-- Generated from sonicmoe/config.py by `make docs`; edit the registry there. -->
+
+Each flag is also a field of `SonicMoEConfig`. An explicit field beats the environment, which beats the default;
+`with cfg.activate():` puts a configuration in force for everything that was given none of its own.
+A value that is not understood is refused when a configuration is resolved. A set `{PREFIX}*` name that is not listed
+here is ignored with a warning that suggests the nearest one. `sonicmoe doctor` prints the values in force.
+
+| variable | field | values | default | meaning |
+|---|---|---|---|---|
+"""
+
+HONOURED_TEXT = """
+## Variables of other tools
+
+Honoured where the tool behind them runs; this package never sets or overwrites them.
+
+"""
+
+
+def shown_default(flag: Flag) -> str:
+    """The default as one would type it into the environment."""
+    if flag.default is None:
+        return "unset"
+    if isinstance(flag.default, bool):
+        return f"`{int(flag.default)}`"
+    return f"`{getattr(flag.default, 'value', flag.default)}`"
+
+
+def table_row(flag: Flag) -> str:
+    """One row of the flag table."""
+    cells = (f"`{flag.env}`", f"`{flag.field}`", flag.values, shown_default(flag), flag.meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def render() -> str:
+    """The whole page."""
+    honoured = "".join(f"* `{name}`\n" for name in HONOURED_VARIABLES)
+    return HEADER + "".join(table_row(flag) for flag in FLAGS) + HONOURED_TEXT + honoured
+
+
+@click.command(help=__doc__)
+@click.option("--check", is_flag=True, help="Compare instead of writing.")
+def main(check: bool) -> None:
+    """Write or compare the page."""
+    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else None
+    page = render()
+    if check and current != page:
+        raise click.ClickException("docs/env.md is out of date: run `make docs`")
+    if not check:
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
