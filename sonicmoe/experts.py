@@ -67,7 +67,7 @@ class PerExpertParameters(ExpertParameters):
         intermediate_size: int,
         activation: ActivationType,
     ) -> None:
-        """Collect and check the weights; keeps references to the modules' parameters."""
+        """Collect and check the weights; keeps references to the modules."""
         local = [expert for expert in experts if expert is not None]
         expect(
             len(local) == num_experts,
@@ -75,11 +75,10 @@ class PerExpertParameters(ExpertParameters):
             f"experts holds {len(local)} local modules ({len(experts)} entries, None = another rank's); n_experts is {num_experts}",
         )
         self.activation = activation
-        self._owners = [
-            (_projection(e, i, "up_gate_proj"), _projection(e, i, "down_proj")) for i, e in enumerate(local)
-        ]
+        self._experts = local
         width = pre_activation_width(intermediate_size, activation)
-        for index, (up_gate, down) in enumerate(self._owners):
+        for index, expert in enumerate(local):
+            up_gate, down = _projection(expert, index, "up_gate_proj"), _projection(expert, index, "down_proj")
             _check_parameter(up_gate.weight, f"experts[{index}].up_gate_proj.weight", (hidden_size, width), "[H, 2I]")
             _check_parameter(
                 down.weight, f"experts[{index}].down_proj.weight", (intermediate_size, hidden_size), "[I, H]"
@@ -87,29 +86,28 @@ class PerExpertParameters(ExpertParameters):
 
     def parameters(self) -> list[Tensor]:
         """up_gate of every expert, then down of every expert; read from the modules, which may replace them."""
-        return [up_gate.weight for up_gate, _ in self._owners] + [down.weight for _, down in self._owners]
+        return [e.up_gate_proj.weight for e in self._experts] + [e.down_proj.weight for e in self._experts]
 
     def native(self) -> tuple[Tensor, Tensor]:
         """Stack and convert."""
         gated = is_glu(self.activation)
-        w1 = layouts.stack(
-            [layouts.native_w1_from_split_half(up_gate.weight.detach(), gated) for up_gate, _ in self._owners]
-        )
-        w2 = layouts.stack([layouts.native_w2_from_user(down.weight.detach()) for _, down in self._owners])
+        up_gates, downs = ([e.up_gate_proj.weight for e in self._experts], [e.down_proj.weight for e in self._experts])
+        w1 = layouts.stack([layouts.native_w1_from_split_half(weight.detach(), gated) for weight in up_gates])
+        w2 = layouts.stack([layouts.native_w2_from_user(weight.detach()) for weight in downs])
         return w1, w2
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """From the first expert."""
-        hidden, n1 = (int(size) for size in self._owners[0][0].weight.shape)
-        intermediate = int(self._owners[0][1].weight.shape[0])
-        return (len(self._owners), n1, hidden), (len(self._owners), hidden, intermediate)
+        first, count = self._experts[0], len(self._experts)
+        hidden, n1 = (int(size) for size in first.up_gate_proj.weight.shape)
+        return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
 
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
         """One pair per expert and projection."""
         gated = is_glu(self.activation)
-        for expert, (up_gate, down) in enumerate(self._owners):
-            yield up_gate.weight, layouts.split_half_from_native_w1(accumulators.dw1[expert], gated)
-            yield down.weight, layouts.user_w2_from_native(accumulators.dw2[expert])
+        for index, expert in enumerate(self._experts):
+            yield expert.up_gate_proj.weight, layouts.split_half_from_native_w1(accumulators.dw1[index], gated)
+            yield expert.down_proj.weight, layouts.user_w2_from_native(accumulators.dw2[index])
 
 
 class FusedParameters(ExpertParameters):
@@ -153,6 +151,8 @@ class FusedParameters(ExpertParameters):
 class ExpertWeights:
     """Engine weights cached per optimizer step, fp32 accumulators allocated at the first backward, and the flush between them."""
 
+    FORGOTTEN_STEP_BACKWARDS = 1024  # more micro-batches than anybody accumulates
+
     def __init__(self, source: ExpertParameters) -> None:
         """Wrap the user's parameters; allocates nothing."""
         self.source = source
@@ -161,7 +161,7 @@ class ExpertWeights:
         self._pointers: tuple[int, ...] = ()
         self._fingerprint: tuple[int, ...] = ()
         self._accumulators: GradAccumulators | None = None
-        self.unflushed = False
+        self._backwards = 0
         self._warned_forgotten_step = False
 
     @property
@@ -169,12 +169,32 @@ class ExpertWeights:
         """Whether any parameter wants a gradient."""
         return any(requires_grad(parameter) for parameter in self.source.parameters())
 
+    @property
+    def unflushed(self) -> bool:
+        """Whether the accumulators hold gradients of a backward that no flush has taken."""
+        return self._backwards > 0
+
+    def note_backward(self) -> None:
+        """A backward has added to the accumulators."""
+        self._backwards += 1
+        # Weights that never get gradients never move: a step() that is never called shows in no other way.
+        if self._backwards == self.FORGOTTEN_STEP_BACKWARDS:
+            self._warn_forgotten_step(f"{self._backwards} backward passes have run since node.step()")
+
     def prepared(self, engine: Engine, settings: EngineSettings) -> EngineWeights:
-        """What `engine` reads: cached until `invalidate`, a new pointer, other settings, or changed bytes."""
+        """What `engine` reads: cached until `invalidate`, a new pointer, other settings, or changed bytes.
+
+        Raises:
+            LayoutError: the framework has freed the memory of a weight.
+        """
         with plain_ops():
             parameters = self.source.parameters()
-            pointers = tuple(data_ptr(parameter) for parameter in parameters)
             key = (engine.name, settings)
+            freed = [index for index, parameter in enumerate(parameters) if not _holds_memory(parameter)]
+            expect(
+                not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them"
+            )
+            pointers = tuple(data_ptr(parameter) for parameter in parameters)
             fingerprint = weight_fingerprint(parameters)
             if self._prepared is not None and self._prepared_for == key and pointers == self._pointers:
                 if fingerprint == self._fingerprint:
@@ -189,10 +209,9 @@ class ExpertWeights:
         """Forget everything derived from the weights; the next forward builds it anew."""
         self._prepared = None
 
-    def accumulators(self) -> GradAccumulators:
-        """The native fp32 accumulators, allocated and zeroed on first use."""
+    def accumulators(self, device: Any) -> GradAccumulators:
+        """The native fp32 accumulators, allocated and zeroed on `device` at first use."""
         if self._accumulators is None:
-            device = self.source.parameters()[0].device
             (experts, n1, hidden), (_, _, intermediate) = self.source.native_shapes()
             self._accumulators = GradAccumulators.zeros(experts, n1, hidden, intermediate, False, device)
         return self._accumulators
@@ -229,42 +248,81 @@ class ExpertWeights:
         returned: dict[int, Tensor] = {}
         for parameter, gradient in self._drain():
             if not add_to_main_grad(parameter, gradient):
-                returned[id(parameter)] = gradient.to(parameter.dtype)
-        return [returned.get(id(parameter)) for parameter in self.source.parameters()]
+                earlier = returned.get(id(parameter))  # of another expert that shares the parameter
+                returned[id(parameter)] = gradient if earlier is None else earlier + gradient
+        gradients = [returned.pop(id(parameter), None) for parameter in self.source.parameters()]
+        return [
+            gradient if gradient is None else gradient.to(p.dtype)
+            for gradient, p in zip(gradients, self.source.parameters(), strict=True)
+        ]
 
     def _drain(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`(trainable parameter, gradient)` pairs; zeroes the accumulators when all were taken."""
         if not self.unflushed or self._accumulators is None:
             return
+        for parameter in self.source.parameters():  # before the first addition: a repeated flush may add nothing twice
+            if requires_grad(parameter):
+                check_main_grad(parameter)
         with plain_ops():
             for parameter, gradient in self.source.user_gradients(self._accumulators):
                 if requires_grad(parameter):
                     yield parameter, gradient
             for tensor in self._accumulators.tensors():
                 tensor.zero_()
-        self.unflushed = False
+        self._backwards = 0
 
     def _report_changed_weights(self) -> None:
-        if self.unflushed and not self._warned_forgotten_step:
-            self._warned_forgotten_step = True
-            logger.warning(
-                "expert weights changed while gradients wait in the node: an optimizer step ran before node.step(), so it did not see "
-                "them; call node.step() after the last backward and before the gradient reduction"
+        if self.unflushed:
+            self._warn_forgotten_step(
+                "expert weights changed while gradients wait in the node: an optimizer step ran without them"
             )
-        elif not self.unflushed:
+        else:
             logger.info("expert weights changed without step() or invalidate_caches(); caches rebuilt")
+
+    def _warn_forgotten_step(self, symptom: str) -> None:
+        if not self._warned_forgotten_step:
+            self._warned_forgotten_step = True
+            logger.warning("%s; call node.step() after the last backward and before the gradient reduction", symptom)
+
+
+def _holds_memory(parameter: Tensor) -> bool:
+    return not IS_PADDLE or bool(parameter._is_initialized())  # type: ignore[attr-defined]
 
 
 def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """A checksum of every parameter's bits (their sum as integers): any change of a value changes it, up to cancellation.
+    """Two checksums of every parameter's bits as integers, weighted by column and by row.
 
-    It guards the caches where an event was missed; optimizers move no version counter that could be asked instead.
+    Any change of one value and any exchange of two shows. It guards the caches where an event was missed; optimizers move no
+    version counter that could be asked instead.
     """
     sums = []
     for parameter in parameters:
         bits = parameter.detach().view(torch.int32 if parameter.dtype == torch.float32 else torch.int16)
-        sums.append(bits.to(torch.int64).sum())
+        matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
+        sums += [_weighted_sum(matrix.sum(0)), _weighted_sum(matrix.sum(1))]
     return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
+
+
+def _weighted_sum(values: Tensor) -> Tensor:
+    positions = torch.arange(1, int(values.shape[0]) + 1, dtype=torch.int64, device=values.device)
+    return (values * positions).sum()
+
+
+def check_main_grad(parameter: Tensor) -> None:
+    """Check that a gradient can be added into `parameter.main_grad`, where there is one.
+
+    Raises:
+        DTypeError, ShapeError: `main_grad` is not fp32, or not of the parameter's shape.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return
+    expect(main_grad.dtype == torch.float32, DTypeError, f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32")
+    expect(
+        tuple(main_grad.shape) == tuple(parameter.shape),
+        ShapeError,
+        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(parameter.shape)}",
+    )
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
@@ -273,32 +331,25 @@ def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
     `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while it is not None.
 
     Raises:
-        DTypeError, ShapeError: `main_grad` is not fp32, or not of the parameter's shape.
+        DTypeError, ShapeError: see `check_main_grad`.
     """
     if not hasattr(parameter, "main_grad"):
         return False
-    main_grad = parameter.main_grad
-    if main_grad is None:
+    check_main_grad(parameter)
+    if parameter.main_grad is None:
         parameter.main_grad = gradient
-        return True
-    expect(main_grad.dtype == torch.float32, DTypeError, f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32")
-    expect(
-        tuple(main_grad.shape) == tuple(gradient.shape),
-        ShapeError,
-        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(gradient.shape)}",
-    )
-    main_grad.add_(gradient)
+    else:
+        parameter.main_grad.add_(gradient)
     return True
 
 
 def _add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
-        parameter.grad = gradient
-    elif IS_PADDLE:
-        parameter.grad = parameter.grad + gradient  # bf16 has no in-place add kernel on Paddle's CPU
+        parameter.grad = gradient.to(parameter.dtype)
+    elif IS_PADDLE:  # whose CPU build adds no bf16
+        parameter.grad = (parameter.grad.to(torch.float32) + gradient).to(parameter.dtype)
     else:
-        parameter.grad.add_(gradient)
+        parameter.grad.add_(gradient.to(parameter.dtype))
 
 
 def _projection(expert: Any, index: int, name: str) -> Any:

@@ -115,7 +115,7 @@ def plain_ops() -> Iterator[None]:
         with torch.no_grad(), sys.modules["paddle"].amp.auto_cast(False):
             yield
     else:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
 
 

@@ -43,24 +43,23 @@ def deinterleave_gate_up(interleaved: Tensor) -> Tensor:
 
 def native_w1_from_split_half(weight: Tensor, gated: bool) -> Tensor:
     """`[..., H, 2I]` split-half (or `[..., H, I]` ungated) -> native `[..., N1, H]`."""
-    rows = weight.transpose(-2, -1).contiguous()
+    rows = _transposed(weight)
     return interleave_gate_up(rows) if gated else rows
 
 
 def split_half_from_native_w1(native: Tensor, gated: bool) -> Tensor:
     """Inverse of `native_w1_from_split_half`; serves gradients as well as weights."""
-    rows = deinterleave_gate_up(native) if gated else native
-    return rows.transpose(-2, -1).contiguous()
+    return _transposed(deinterleave_gate_up(native) if gated else native)
 
 
 def native_w2_from_user(weight: Tensor) -> Tensor:
     """`[..., I, H]` -> native `[..., H, I]`."""
-    return weight.transpose(-2, -1).contiguous()
+    return _transposed(weight)
 
 
 def user_w2_from_native(native: Tensor) -> Tensor:
     """Inverse of `native_w2_from_user`."""
-    return native.transpose(-2, -1).contiguous()
+    return _transposed(native)
 
 
 def interleave_bias(bias: Tensor) -> Tensor:
@@ -76,3 +75,9 @@ def deinterleave_bias(bias: Tensor) -> Tensor:
 def stack(tensors: list[Tensor]) -> Tensor:
     """Per-expert tensors -> one `[E, ...]` tensor (a copy)."""
     return torch.stack([tensor.detach() for tensor in tensors])
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """The last two axes swapped, in fresh memory: an axis of one element leaves the swapped view contiguous as it is."""
+    swapped = matrix.transpose(-2, -1)
+    return swapped.clone() if swapped.is_contiguous() else swapped.contiguous()

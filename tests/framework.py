@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
+# Many small operations, several test processes: threads would only wait for each other.
+for pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(pool, "1")
+
+import numpy as np  # noqa: E402
 
 NAME = os.environ.get("SONICMOE_TEST_FRAMEWORK", "torch")
 IS_PADDLE = NAME == "paddle"
@@ -18,6 +22,9 @@ if IS_PADDLE:
     paddle.enable_compat(scope={"sonicmoe"}, silent=True)
 
 from sonicmoe.interop import torch  # noqa: E402
+
+if not IS_PADDLE:
+    torch.set_num_threads(1)
 
 
 def tensor(array, dtype=None, grad=False):
@@ -37,7 +44,8 @@ def parameter(array, dtype=None):
     if not IS_PADDLE:
         return torch.nn.Parameter(tensor(array, dtype))
     value = tensor(array, dtype)
-    made = paddle.create_parameter(list(value.shape), dtype=str(value.dtype).removeprefix("paddle."))
+    dtype = str(value.dtype).removeprefix("paddle.")
+    made = paddle.create_parameter(list(value.shape), dtype, default_initializer=paddle.nn.initializer.Constant(0.0))
     made.set_value(value)
     return made
 

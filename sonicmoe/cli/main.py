@@ -13,6 +13,7 @@ from ..errors import SonicMoEError
 # One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same name.
 COMMANDS: dict[str, str] = {
     "train": "Train a small ERNIE-style MoE language model on the node.",
+    "warmup": "Compile every kernel a training run needs, once per cluster.",
     "doctor": "Check this machine: versions, GPU, engine, caches, flags, self-test.",
     "numerics": "Print the error of every FP8 recipe on every kind of data.",
 }

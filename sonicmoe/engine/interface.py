@@ -55,7 +55,7 @@ class EngineSettings:
         recipe = RECIPES[config.recipe] if config.fp8 else None
         if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
             raise ConfigError(
-                f"iso_weight needs isotropic weight blocks; recipe {recipe.name!r} has {recipe.w1} and {recipe.w1_dgrad}"
+                f"iso_weight needs isotropic weight blocks; {recipe.name!r} has {recipe.w1} and {recipe.w1_dgrad}"
             )
         return cls(
             activation=activation,
@@ -182,6 +182,7 @@ class SavedSpec:
     settings: EngineSettings
     sizes: dict[str, Any]
     z: ZSpec | None
+    routing_checksum: int | None
 
     def __init__(self, settings: EngineSettings, routing: RoutingMetadata, z: ZSpec | None) -> None:
         """Keep the routing's numbers, drop its tensors."""
@@ -189,6 +190,7 @@ class SavedSpec:
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "sizes", {name: getattr(routing, name) for name in numbers})
         object.__setattr__(self, "z", z)
+        object.__setattr__(self, "routing_checksum", routing_checksum(routing))
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         """Inverse of `Saved.pack`."""
@@ -196,7 +198,7 @@ class SavedSpec:
         x, routing_tensors, rest = tensors[0], tensors[1 : 1 + n_routing], tensors[1 + n_routing :]
         fields: dict[str, Any] = dict(zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True))
         routing = RoutingMetadata(**self.sizes, **fields)
-        _check_same_routing(routing)
+        _check_same_routing(routing, self.routing_checksum)
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
             z = BlockScaledTensor(rest[0], rest[1], self.z.block, self.z.code, Orientation.ROWS)
@@ -205,16 +207,25 @@ class SavedSpec:
         return Saved(self.settings, routing, x, z)
 
 
-def _check_same_routing(routing: RoutingMetadata) -> None:
-    """Activation recompute rebuilds the tensors but not the host counts: where they disagree, routing was not reproduced."""
-    if routing.host_counts is None or is_cuda(routing.expert_counts):
+def routing_checksum(routing: RoutingMetadata) -> int | None:
+    """A checksum of which row serves which slot; None on a GPU, where reading it would wait for the device."""
+    if is_cuda(routing.slot_row):
+        return None
+    size = routing.num_tokens * routing.topk
+    position = torch.arange(1, size + 1, dtype=torch.int64)
+    return int((routing.slot_row.reshape([size]) * position).sum())
+
+
+def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
+    """Activation recompute rebuilds the tensors but not the host counts and the checksum: where they disagree, routing changed."""
+    if checksum is None or routing.host_counts is None or is_cuda(routing.expert_counts):
         return
     rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
     expect(
-        rebuilt == routing.host_counts,
+        rebuilt == routing.host_counts and routing_checksum(routing) == checksum,
         RoutingError,
-        f"routing differs between forward and recompute: tokens per expert were {list(routing.host_counts)}, are now {list(rebuilt)}; "
-        "make the router deterministic, or recompute without it",
+        f"routing differs between forward and recompute: tokens per expert were {list(routing.host_counts)}, are now {list(rebuilt)}"
+        f"{' (other tokens)' if rebuilt == routing.host_counts else ''}; make the router deterministic, or recompute without it",
     )
 
 
@@ -331,6 +342,13 @@ def check_forward(x: Any, routing: RoutingMetadata, weights: EngineWeights, sett
         RoutingError,
         f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}",
     )
+    quantised = isinstance(weights.w1, BlockScaledTensor)
+    expect(
+        quantised == (settings.recipe is not None),
+        DTypeError,
+        f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe {settings.recipe and settings.recipe.name!r}; "
+        "needed: weights from prepare_weights with these settings",
+    )
     w1 = weights.w1.codes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
     require_same_device([("x", x), ("routing", routing.row_token), ("weights", w1)])
 
@@ -340,6 +358,7 @@ def check_dout(dout: Any, saved: Saved) -> Tensor:
 
     Raises:
         DTypeError, ShapeError: it is FP8 without scales, or its shape is not that of `out`.
+        RuntimeError: an earlier backward released the activations.
     """
     require_framework_tensor(dout, "dout")
     expect(
@@ -347,7 +366,8 @@ def check_dout(dout: Any, saved: Saved) -> Tensor:
         DTypeError,
         f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32",
     )
-    assert saved.x is not None
+    if saved.x is None:
+        raise RuntimeError("activations of this forward were released by an earlier backward (stage-wise memory)")
     expect(
         tuple(dout.shape) == tuple(saved.x.shape),
         ShapeError,

@@ -84,21 +84,25 @@ class ReferenceEngine(Engine):
             settings, routing, x = saved.settings, saved.routing, saved.x
             assert x is not None
             z = self._restore_z(saved, weights)
+            if settings.frees_stagewise:
+                saved.z = None
             y1, dz, row_dprob = _dgated(dout, z, routing, weights, settings)
             y1s = y1 * routing.row_prob.unsqueeze(-1)
+            del z, y1
             dx_rows = _grouped(_operand(dz, "dz", settings, x.dtype), weights.w1_dgrad, routing, transpose_weight=False)
             dx = _combine(_round(dx_rows, x.dtype), routing, weighted=False).to(x.dtype)
             dprobs = _scatter_to_slots(row_dprob, routing)
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if settings.frees_stagewise:
-                saved.x = saved.z = None
+                saved.x = None
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
         """dw2 += dout^T y1s, then dw1 += dz^T x, per expert, fp32."""
         settings, routing = pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
-        assert x is not None and dout is not None and dz is not None and y1s is not None
+        if x is None or dout is None or dz is None or y1s is None:
+            raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
         with plain_ops():
             dout_rows = _gather_rows(dout, routing)
             if accumulators.db1 is not None and accumulators.db2 is not None:
@@ -196,9 +200,10 @@ def _experts(routing: RoutingMetadata) -> Iterator[tuple[int, int, int, int]]:
 def _gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
     """`[T, C]` -> fp32 `[R, C]` in expert order; padding rows are zero."""
     rows = torch.zeros((routing.num_rows, int(tokens.shape[1])), dtype=torch.float32, device=tokens.device)
+    tokens = tokens.to(torch.float32)  # before the gather: Paddle's CPU build gathers no fp16
     for _, first, count, _ in _experts(routing):
         index = routing.row_token[first : first + count].to(torch.int64)
-        rows[first : first + count] = tokens.index_select(0, index).to(torch.float32)
+        rows[first : first + count] = tokens.index_select(0, index)
     return rows
 
 

@@ -7,6 +7,7 @@ hooks, once per backward; `saved_tensor` is a method, and only what went through
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -20,25 +21,32 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, call: MlpCall, x: Any, probs: Any, *parameters: Any) -> Any:
-        """Run the call; keep tensors through `save_for_backward` only, but for a z that must be droppable mid-backward."""
+        """Run the call; keep tensors through `save_for_backward` only."""
         out, saved = call.forward(x, probs, save=True)
         assert saved is not None
         ctx.call = call
         ctx.wanted = (not x.stop_gradient, not probs.stop_gradient)
-        ctx.own_z = saved.take_z() if call.settings.frees_stagewise else None
         tensors, ctx.spec = saved.pack()
-        ctx.save_for_backward(*tensors)
+        # Non-reentrant recompute restores tensors by sharing buffers; an empty one has none and would come back unusable.
+        ctx.empty = {position: tensor for position, tensor in enumerate(tensors) if 0 in tensor.shape}
+        ctx.save_for_backward(*(tensor for position, tensor in enumerate(tensors) if position not in ctx.empty))
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> tuple[Any, ...]:
         """dx, dprobs, and the parameter gradients autograd is to accumulate (None where the node does)."""
-        saved = ctx.spec.unpack(ctx.saved_tensor())
-        if ctx.own_z is not None:
-            saved.z, ctx.own_z = ctx.own_z, None
+        saved = ctx.spec.unpack(_with_empty(ctx.saved_tensor(), ctx.empty))
+        if ctx.call.settings.frees_stagewise:
+            ctx.container = ()  # its references would keep alive, to the end of backward, what the engine drops in the middle
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
         x_wanted, probs_wanted = ctx.wanted
         return (dx if x_wanted else None, dprobs if probs_wanted else None, *gradients)
+
+
+def _with_empty(tensors: Sequence[Any], empty: Mapping[int, Any]) -> list[Any]:
+    """The saved tensors with the empty ones back at their positions."""
+    saved = iter(tensors)
+    return [empty[i] if i in empty else next(saved) for i in range(len(tensors) + len(empty))]
 
 
 def apply(call: MlpCall, x: Any, probs: Any) -> paddle.Tensor:

@@ -47,9 +47,10 @@ class MlpCall:
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and flushed where the mode says so."""
         trainable = self.experts.trainable
-        accumulators = self.experts.accumulators() if trainable else None
+        accumulators = self.experts.accumulators(dout.device) if trainable else None
         dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
-        self.experts.unflushed = self.experts.unflushed or trainable
-        if trainable and self.flush is FlushMode.BACKWARD:
-            return dx, dprobs, self.experts.flush_through_autograd()
+        if trainable:
+            self.experts.note_backward()
+            if self.flush is FlushMode.BACKWARD:
+                return dx, dprobs, self.experts.flush_through_autograd()
         return dx, dprobs, [None] * len(self.experts.source.parameters())

@@ -1,8 +1,8 @@
 """Which operand is quantised with which block: the FP8 recipe. Pure data, no framework.
 
 Shapes are logical: activations `[tokens, features]`, weights in their native layout `w1 [N1, H]`, `w2 [H, I]`.
-A GEMM contracts over one axis of each operand; a row scale `rows(B)` runs along the contraction axis, an isotropic block
-`iso(B)` is the same in both orientations, so one quantisation serves two GEMMs and transposing moves bytes only.
+A GEMM contracts over one axis of each operand; a row scale `rows(B)` runs along the contraction axis. A block of several
+rows and columns serves two GEMMs that contract over different axes: transposing codes and scales moves bytes only.
 docs/numerics.md has the measurements behind the default.
 """
 
@@ -91,16 +91,13 @@ class Fp8Recipe:
 
     @property
     def shares_weight_buffers(self) -> bool:
-        """Whether forward and dgrad can read one FP8 buffer per weight (`iso_weight`)."""
-        return all(block.isotropic for block in (self.w1, self.w2)) and (self.w1, self.w2) == (
-            self.w1_dgrad,
-            self.w2_dgrad,
-        )
+        """Whether forward and dgrad can read one FP8 buffer per weight (`iso_weight`): equal blocks, so transposing rounds nothing."""
+        return (self.w1, self.w2) == (self.w1_dgrad, self.w2_dgrad)
 
     @property
     def shares_dz(self) -> bool:
         """Whether dgrad and wgrad read the same quantisation of dz."""
-        return self.dz == self.wgrad_dz and self.dz.isotropic
+        return self.dz == self.wgrad_dz
 
     @property
     def row_alignment(self) -> int:
@@ -118,47 +115,87 @@ class Fp8Recipe:
 
 
 def row_recipe(size: int) -> Fp8Recipe:
-    """1xB along the contraction everywhere: the DeepSeek-V3 activation recipe, applied to the weights as well."""
+    """1xB along the contraction everywhere, weights included."""
     along_k, along_tokens = rows(size), columns(size)
     return Fp8Recipe(
         name=f"1x{size}",
         x=along_k, y1=along_k, dout=along_k, dz=along_k,
         w1=along_k, w2=along_k, w1_dgrad=along_tokens, w2_dgrad=along_tokens,
         wgrad_x=along_tokens, wgrad_dz=along_tokens, wgrad_dout=along_tokens, wgrad_y1s=along_tokens,
-        note="one scale per row and 128 of the contraction, for every operand",
+        note=f"one scale per row and {size} of the contraction, for every operand and both weights",
+    )  # fmt: skip
+
+
+def deepseek_v3_recipe() -> Fp8Recipe:
+    """The recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): 1x128 for activations and gradients, 128x128 for weights."""
+    block = iso(128)
+    return dataclasses.replace(
+        row_recipe(128), name="deepseek-v3", w1=block, w2=block, w1_dgrad=block, w2_dgrad=block,
+        note="one scale per row and 128 of the contraction for activations and gradients; weights in 128x128 blocks",
     )  # fmt: skip
 
 
 def iso_recipe(size: int) -> Fp8Recipe:
-    """BxB blocks wherever a tensor is used in both orientations; gathered A operands keep row scales."""
-    block = iso(size)
+    """BxB blocks wherever a tensor is used in both orientations; x, dout and y1, read in one only, keep row scales."""
+    block, along_k = iso(size), rows(size)
     return Fp8Recipe(
         name=f"iso{size}",
-        x=rows(size), y1=block, dout=rows(size), dz=block,
+        x=along_k, y1=along_k, dout=along_k, dz=block,
         w1=block, w2=block, w1_dgrad=block, w2_dgrad=block,
         wgrad_x=block, wgrad_dz=block, wgrad_dout=block, wgrad_y1s=block,
-        note="gathered operands (x, dout) per row; weights, y1, dz and all wgrad operands in square blocks",
+        note="x, dout and y1 per row; weights, dz and all wgrad operands in square blocks",
+    )  # fmt: skip
+
+
+def y1block_recipe() -> Fp8Recipe:
+    """`iso128` with y1 in square blocks as well."""
+    return dataclasses.replace(
+        iso_recipe(128), name="iso128-y1block", y1=iso(128),
+        note="iso128, but y1 in 128x128 blocks: small tokens lose their forward result to large neighbours",
+    )  # fmt: skip
+
+
+def dx256_recipe() -> Fp8Recipe:
+    """`iso128` with one promotion every 256 of the contraction in the dx GEMM."""
+    wide = BlockShape(128, 256)
+    return dataclasses.replace(
+        iso_recipe(128), name="dx256", dz=wide, wgrad_dz=wide, w1=wide.transposed, w1_dgrad=wide.transposed,
+        note="iso128, but dz in 128x256 and w1 in 256x128 blocks: the dx GEMM promotes every 256",
+    )  # fmt: skip
+
+
+def wide_recipe(size: int) -> Fp8Recipe:
+    """`dx256` with one promotion every `size` of the contraction in both GEMMs that gather, too."""
+    w1, w2 = BlockShape(256, size), BlockShape(size, 128)
+    return dataclasses.replace(
+        dx256_recipe(), name=f"wide{size}", x=rows(size), dout=rows(size), w1=w1, w1_dgrad=w1, w2=w2, w2_dgrad=w2,
+        note=f"dx256, but the up-projection and dgated promote every {size}: x and dout per row and {size} of K, weights to match",
     )  # fmt: skip
 
 
 def mixed_recipe() -> Fp8Recipe:
-    """Row scales over 512 of K for the gathered operands, 128x128 blocks elsewhere."""
+    """`iso128` with row scales over 512 of K for the gathered operands."""
     return dataclasses.replace(
-        iso_recipe(128), name="mixed", x=rows(512), dout=rows(512), y1=rows(128),
-        note="gathered operands per row and 512 of K, y1 per row and 128, everything else 128x128",
+        iso_recipe(128), name="mixed", x=rows(512), dout=rows(512),
+        note="iso128, but the gathered operands (x, dout) per row and 512 of K",
     )  # fmt: skip
 
 
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
+    deepseek_v3_recipe(),
     row_recipe(128),
     iso_recipe(128),
     iso_recipe(256),
     iso_recipe(512),
     mixed_recipe(),
+    y1block_recipe(),
+    dx256_recipe(),
+    wide_recipe(256),
+    wide_recipe(512),
 )
 RECIPES: dict[str, Fp8Recipe] = {
     recipe.name: recipe
     for base in BASE_RECIPES
     for recipe in (base, base.with_scales(ScaleFormat.POW2))
 }  # fmt: skip
-DEEPSEEK_V3 = RECIPES["1x128"]
+DEEPSEEK_V3 = RECIPES["deepseek-v3"]

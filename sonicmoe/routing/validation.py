@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -111,10 +113,17 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
     )
     counts = []
     for expert, count in enumerate(tokens_per_expert):
-        integral = not isinstance(count, bool) and int(count) == count
-        expect(integral and count >= 0, RoutingError, f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0")
+        expect(_is_count(count), RoutingError, f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0")
         counts.append(int(count))
     return tuple(counts)
+
+
+def _is_count(value: Any) -> bool:
+    """A non-negative integer of any numeric type: an integral float is one, True is none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number = float(value)
+    return math.isfinite(number) and number >= 0 and number.is_integer()
 
 
 def _on_gpu(tensor: Any) -> bool:
@@ -139,7 +148,7 @@ def check_counts(given: Sequence[int], counted: Sequence[int]) -> None:
 
 
 def _is_aligned_version(given: Sequence[int], counted: Sequence[int]) -> bool:
-    # An alignment divides every padded count, and some expert is padded by less than it: the largest gcd candidates suffice.
+    # No alignment above the next power of two of the largest count can have produced it.
     largest = max(given, default=0)
     candidates = (1 << shift for shift in range(1, max(largest, 1).bit_length() + 1))
     return any(all(g == round_up(c, a) for g, c in zip(given, counted, strict=True)) for a in candidates)

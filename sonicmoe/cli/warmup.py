@@ -1,0 +1,117 @@
+"""`sonicmoe warmup`: compile what a training run needs, before it starts and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..config import current_config
+from ..enums import ActivationType
+from ..errors import SonicMoEError
+from ..jit.cache import CompileCache, default_cache
+from ..jit.plan import DTYPES, CompileJob, ModelSpec, plan
+from ..jit.warmup import BUILT, CACHED, FAILED, KernelOutcome, WarmUpReport, check, default_jobs, warm_up
+
+
+@click.command()
+@click.option("--E", "experts", type=click.IntRange(1), required=True, help="Local experts of a rank.")
+@click.option("--H", "hidden", type=click.IntRange(1), required=True, help="Hidden size.")
+@click.option("--I", "intermediate", type=click.IntRange(1), required=True, help="Expert intermediate size.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the tokens.")
+@click.option(
+    "--activation", type=click.Choice([member.value for member in ActivationType]),
+    default=ActivationType.SWIGLU.value, show_default=True, help="The expert's activation.",
+)  # fmt: skip
+@click.option("--arch", default="sm_90a", show_default=True, help="GPU architecture to compile for.")
+@click.option("--jobs", type=click.IntRange(1), help="Worker processes; default: the CPUs this process may use.")
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Default: SONIC_MOE_CACHE_DIR.")
+@click.option("--check", "check_only", is_flag=True, help="Compile nothing; exit code 1 if anything is missing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.pass_context
+def warmup(
+    ctx: click.Context,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    dtype: str,
+    activation: str,
+    arch: str,
+    jobs: int | None,
+    cache_dir: Path | None,
+    check_only: bool,
+    as_json: bool,
+) -> None:
+    """Compile every kernel that training this expert MLP needs. Exit code 1 when one failed or is missing."""
+    spec = ModelSpec(experts, hidden, intermediate, dtype, activation, arch)
+    settings = current_config()
+    cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
+    console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
+    planned = plan(spec)
+    report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
+    if as_json:
+        click.echo(json.dumps(to_json(report), indent=2))
+    else:
+        show(report, console)
+    ctx.exit(0 if report.complete else 1)
+
+
+def _compile(
+    spec: ModelSpec, cache: CompileCache, planned: tuple[CompileJob, ...], jobs: int | None, console: Console
+) -> WarmUpReport:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        workers = min(jobs or default_jobs(), max(len(planned), 1))
+        task = bar.add_task(f"compiling for {spec.arch} in {workers} processes", total=len(planned))
+
+        def advance(outcome: KernelOutcome) -> None:
+            bar.update(task, advance=1, description=f"{outcome.kernel}: {outcome.state}")
+
+        return warm_up(spec, cache, jobs=jobs, progress=advance, compile_jobs=planned)
+
+
+def to_json(report: WarmUpReport) -> dict[str, Any]:
+    """The report as plain data."""
+    return {
+        "complete": report.complete,
+        "model": asdict(report.spec),
+        "cache_dir": str(report.cache_dir),
+        "seconds": round(report.seconds, 3),
+        "record": str(report.record) if report.record else None,
+        "kernels": [asdict(outcome) for outcome in report.kernels],
+    }
+
+
+def show(report: WarmUpReport, console: Console) -> None:
+    """Print one row per kernel, the failures in full, and the summary."""
+    table = Table("kernel", "state", "seconds", "key")
+    for outcome in report.kernels:
+        table.add_row(outcome.kernel, outcome.state, f"{outcome.seconds:.1f}", outcome.key.rpartition(" ")[2])
+    console.print(table)
+    for outcome in report.kernels:
+        if outcome.state == FAILED:
+            console.print(outcome.message)
+    ready = sum(outcome.state in {BUILT, CACHED} for outcome in report.kernels)
+    record = f"; recorded in {report.record}" if report.record else ""
+    summary = f"{ready} of {len(report.kernels)} kernels in {report.cache_dir}, {report.seconds:.1f} s{record}"
+    console.print(summary, soft_wrap=True)
+
+
+def run() -> None:
+    """`python -m sonicmoe.cli.warmup`: as under the command group, a refusal is one line and exit code 2."""
+    try:
+        warmup()
+    except SonicMoEError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,180 @@
+"""`CompileCache`: the one door to compiled kernels.
+
+Promises:
+* `try_load` never raises: whatever is wrong with the cache is a miss.
+* `build` is idempotent, and of many processes that start at once one builds each key; the others use its artefact.
+* A published artefact is complete: it appears by one rename, and size and checksum of each file are verified on load.
+* A killed builder blocks nobody; a hanging one blocks for `lock_timeout_s` at most, and the error names it.
+* A damaged artefact is moved to quarantine and rebuilt. A different architecture or version is a miss.
+* A cache directory that cannot be written is explained once, still read, and complemented by a node-local directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config import ResolvedConfig, current_config
+from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenError, ToolchainError
+from .files import StoreFiles
+from .guard import check_compile_allowed
+from .key import CompileKey
+from .manifest import Artefact
+from .store import ArtefactStore, Builder, StoreProblemError
+
+logger = logging.getLogger("sonicmoe")
+
+Loaded = TypeVar("Loaded")
+HOW_TO_HELP = (
+    "Point SONIC_MOE_CACHE_DIR to a writable directory with free space, or run `sonicmoe warmup` where it is writable "
+    "and mount the result read-only, or set SONIC_MOE_LOCAL_CACHE_DIR to a directory of this node."
+)
+
+
+class CompileCache:
+    """Artefacts of `root`, complemented by those of the node-local `local_root`."""
+
+    def __init__(
+        self,
+        root: Path,
+        local_root: Path,
+        *,
+        lock_timeout_s: float = 600.0,
+        visibility_timeout_s: float = 10.0,
+        files: StoreFiles | None = None,
+        host: str = "",
+    ) -> None:
+        """A cache; creates no directory yet. Arguments as for `ArtefactStore`."""
+        host = host or socket.gethostname()
+
+        def store(path: Path, private: bool) -> ArtefactStore:
+            return ArtefactStore(
+                path,
+                lock_timeout_s=lock_timeout_s,
+                visibility_timeout_s=visibility_timeout_s,
+                files=files,
+                host=host,
+                private=private,
+            )
+
+        self.root, self.local_root = Path(root), Path(local_root)
+        self.lock_timeout_s = lock_timeout_s
+        self._shared, self._local = store(self.root, private=False), store(self.local_root, private=True)
+        self._rebuilt = store(self.local_root / f"rebuilt-{host}", private=True)
+        self._loaded: dict[tuple[Any, ...], Any] = {}
+        self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
+        self._mutex = threading.Lock()
+        self._explained: set[str] = set()
+
+    def try_load(self, key: CompileKey) -> Artefact | None:
+        """The verified artefact of `key`, or None. Takes no lock, writes nothing, never raises."""
+        return self._shared.lookup(key).artefact or self._local.lookup(key).artefact
+
+    def build(self, key: CompileKey, builder: Builder) -> Artefact:
+        """The artefact of `key`; `builder(folder)` is called to fill an empty private folder only if there is none.
+
+        Raises:
+            CompileForbiddenError: a compile is needed and forbidden.
+            ToolchainError: a compile is needed and `key.toolchain` is None.
+            CompileLockTimeout: another process has been building it for too long.
+            CacheUnwritableError: neither directory can take it.
+            Exception: whatever `builder` raises.
+        """
+        found = self.try_load(key)
+        if found is not None:
+            return found
+        self.require_compiler(key, self._shared.lookup(key).reason)
+        try:
+            return self._shared.build(key, builder)
+        except StoreProblemError as problem:
+            self._explain(problem)
+            shared_problem = problem
+        return self._build_local(key, builder, shared_problem)
+
+    def get(self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]) -> Loaded:
+        """`load(artefact)`, remembered for the life of this process; builds the artefact if there is none.
+
+        An intact artefact that does not load here (another C library, a missing shared object) is built again for
+        this host alone: others may be using it.
+
+        Raises:
+            ArtefactLoadError: the fresh build does not load either.
+            Exception: as `build`.
+        """
+        memo = (key.family, key.toolchain)
+        with self._mutex:
+            key_lock = self._key_locks.setdefault(memo, threading.Lock())
+        with key_lock:
+            if memo not in self._loaded:
+                self._loaded[memo] = self._load(key, builder, load)
+        return self._loaded[memo]  # type: ignore[no-any-return]
+
+    def require_compiler(self, key: CompileKey, why: str) -> None:
+        """Raise CompileForbiddenError or ToolchainError unless this process may and can compile `key`."""
+        check_compile_allowed(key, why)
+        if key.toolchain is None:
+            raise ToolchainError(
+                f"{key} has to be compiled ({why}) and its compiler is not on this machine. Run `sonicmoe warmup` where it "
+                "is, with the same SONIC_MOE_CACHE_DIR, or install it (for CUDA sources: set CUDA_HOME)."
+            )
+
+    def _load(self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]) -> Loaded:
+        artefact = self.build(key, builder)
+        try:
+            return load(artefact)
+        except CompileForbiddenError:
+            raise
+        except Exception as error:
+            logger.warning(
+                "%s in %s does not load on this host (%s): building it for this host", key, artefact.path, error
+            )
+            first = error
+        rebuilt = self._rebuilt.lookup(key).artefact
+        if rebuilt is None:
+            self.require_compiler(key, f"the artefact {artefact.path} does not load on this host: {first}")
+            rebuilt = self._build_in(self._rebuilt, key, builder)
+        try:
+            return load(rebuilt)
+        except Exception as error:
+            raise ArtefactLoadError(
+                f"{key}: the cached artefact does not load here ({first}), nor does one built on this host ({error})"
+            ) from error
+
+    def _build_local(self, key: CompileKey, builder: Builder, shared_problem: StoreProblemError) -> Artefact:
+        try:
+            return self._local.build(key, builder)
+        except StoreProblemError as problem:
+            raise CacheUnwritableError(
+                f"{key} is not in the cache and cannot be stored. Cache directory {shared_problem}. Node-local directory "
+                f"{problem}. {HOW_TO_HELP}"
+            ) from problem
+
+    def _build_in(self, store: ArtefactStore, key: CompileKey, builder: Builder) -> Artefact:
+        try:
+            return store.build(key, builder)
+        except StoreProblemError as problem:
+            raise CacheUnwritableError(f"{key} cannot be stored. Directory {problem}. {HOW_TO_HELP}") from problem
+
+    def _explain(self, problem: StoreProblemError) -> None:
+        if problem.reason not in self._explained:
+            self._explained.add(problem.reason)
+            logger.warning(
+                "compile cache %s; what it holds is still used, new artefacts go to %s on this node. %s",
+                problem, self.local_root, HOW_TO_HELP,
+            )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _shared_instance(root: Path, local_root: Path, lock_timeout_s: float) -> CompileCache:
+    return CompileCache(root, local_root, lock_timeout_s=lock_timeout_s)
+
+
+def default_cache(config: ResolvedConfig | None = None) -> CompileCache:
+    """The process's cache for the configuration in force (`SONIC_MOE_CACHE_DIR`); loaded kernels stay loaded."""
+    settings = config or current_config()
+    return _shared_instance(settings.cache_dir, settings.local_cache_dir, settings.lock_timeout_s)

@@ -1,0 +1,39 @@
+"""Running a build script in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .errors import CompileError
+
+_TIMEOUT_S = 1800
+_LOG_TAIL = 6000
+
+
+def run_build_script(name: str, script: Path, request: dict[str, Any], environment: dict[str, str]) -> str:
+    """Run `script` on `request`, whose "build_directory" it works in; returns what it printed.
+
+    The script sees this process's module search path, and `environment` on top of this process's.
+
+    Raises:
+        CompileError: it failed or took longer than half an hour; ends with the last lines it printed.
+    """
+    path = Path(request["build_directory"]) / "request.json"
+    path.write_text(json.dumps(request), encoding="utf-8")
+    search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", str(script), str(path)], env={**os.environ, "PYTHONPATH": search, **environment},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"{name}: the build did not end within {_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        raise CompileError(f"{name} did not compile (exit status {done.returncode}):\n{done.stdout[-_LOG_TAIL:]}")
+    return done.stdout

@@ -1,0 +1,124 @@
+"""CUDA sources: compiled by nvcc through apache-tvm-ffi, cached, and loaded as tvm-ffi modules.
+
+Cross-compiles: neither a GPU nor a framework is needed to build, and the result loads without a GPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cache import CompileCache, default_cache
+from .child import run_build_script
+from .errors import CompileError
+from .key import CompileKey, host_abi, package_versions, source_fingerprint
+from .manifest import Artefact
+from .resources import KernelResources, parse_ptxas
+from .store import SCRATCH
+from .toolchain import find_toolkit
+
+BUILD_LOG = "build.log"
+_BUILD_SCRIPT = Path(__file__).with_name("tvm_ffi_build.py")
+
+
+@dataclass(frozen=True)
+class CudaSource:
+    """One shared object made of CUDA sources that export functions with `TVM_FFI_DLL_EXPORT_TYPED_FUNC`.
+
+    Attributes:
+        name: kernel name of the key, and stem of the shared object.
+        files: the `.cu` files; headers they include in quotes count into the fingerprint by themselves.
+        defines: preprocessor macros of static model dimensions: ("E", 8) becomes `-DE=8`. Never a token count.
+        arch: "sm_90a" compiles for exactly that (`-gencode=arch=compute_90a,code=sm_90a`).
+        flags: further nvcc flags; `-O2` (host), `-lineinfo` and the resource report are always on.
+        include_dirs: searched for quoted headers.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    defines: tuple[tuple[str, int | str], ...] = ()
+    arch: str = "sm_90a"
+    flags: tuple[str, ...] = ()
+    include_dirs: tuple[Path, ...] = field(default=())
+
+    @classmethod
+    def make(
+        cls, name: str, *files: Path | str, defines: Mapping[str, int | str] | None = None, **rest: Any
+    ) -> CudaSource:
+        """The same with plain paths and a mapping of macros."""
+        return cls(name, tuple(Path(file) for file in files), tuple(sorted((defines or {}).items())), **rest)
+
+    def key(self) -> CompileKey:
+        """The compile key; its toolchain is None where there is no nvcc.
+
+        Raises:
+            KeyFieldError: a macro is named like a token count.
+        """
+        toolkit = find_toolkit()
+        runtime = dict(package_versions("apache-tvm-ffi"))
+        return CompileKey.make(
+            self.name,
+            arch=self.arch,
+            statics={**dict(self.defines), "flags": self.flags},
+            fingerprint={"sources": source_fingerprint(self.files, self.include_dirs), "abi": host_abi(), **runtime},
+            toolchain={"nvcc": toolkit.version} if toolkit else None,
+        )
+
+    def compile(self, cache: CompileCache | None = None) -> Artefact:
+        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError of nvcc."""
+        return (cache or default_cache()).build(self.key(), self.build_into)
+
+    def load(self, cache: CompileCache | None = None) -> Any:
+        """The loaded `tvm_ffi.Module`, built if needed and remembered by the cache; errors as `CompileCache.get`."""
+        return (cache or default_cache()).get(self.key(), self.build_into, self.load_artefact)
+
+    def load_artefact(self, artefact: Artefact) -> Any:
+        """Load the shared object of a verified artefact."""
+        import tvm_ffi
+
+        return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so")))
+
+    def build_into(self, folder: Path) -> None:
+        """Run nvcc and leave `<name>.so` and the build log in `folder`.
+
+        Raises:
+            CompileError: nvcc or the linker refused, or there is no nvcc; ends with their output.
+        """
+        toolkit = find_toolkit()
+        if toolkit is None:
+            raise CompileError(f"{self.name}: no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda")
+        scratch = folder / SCRATCH
+        scratch.mkdir()
+        request = self._request(scratch, toolkit.home)
+        log = run_build_script(self.name, _BUILD_SCRIPT, request, self._environment(toolkit.home))
+        shutil.copyfile(scratch / f"{self.name}.so", folder / f"{self.name}.so")
+        (folder / BUILD_LOG).write_text(log, encoding="utf-8")
+
+    def _request(self, scratch: Path, cuda_home: Path) -> dict[str, Any]:
+        defines = [f"-D{name}={value}" for name, value in self.defines]
+        return {
+            "name": self.name,
+            "cuda_files": [str(file.resolve()) for file in self.files],
+            "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *defines, *self.flags],
+            # The toolkit's own runtime is the last resort: a framework has usually loaded one of that name already.
+            "extra_ldflags": [f"-Wl,-rpath,{cuda_home / 'lib64'}"],
+            "extra_include_paths": [str(path) for path in self.include_dirs],
+            "build_directory": str(scratch),
+        }
+
+    def _environment(self, cuda_home: Path) -> dict[str, str]:
+        major_minor = self.arch.removeprefix("sm_")
+        digits, suffix = major_minor.rstrip("af"), major_minor[len(major_minor.rstrip("af")) :]
+        return {
+            "CUDA_HOME": str(cuda_home),
+            "TVM_FFI_CUDA_ARCH_LIST": f"{digits[:-1]}.{digits[-1]}{suffix}",
+            "TVM_FFI_CPP_EXTENSION_LOG_BUILD": "stdout",
+        }
+
+
+def resource_usage(artefact: Artefact) -> tuple[KernelResources, ...]:
+    """Registers, spills and shared memory of each kernel of a CUDA artefact, from its build log."""
+    return parse_ptxas(artefact.file(BUILD_LOG).read_text(encoding="utf-8"))

@@ -1,0 +1,69 @@
+"""Compile one CuTe DSL kernel ahead of time, in a process of its own: `python -P cute_build.py REQUEST.json`.
+
+A script and not part of the package's import graph: CuTe DSL takes the architecture from the environment when it is
+imported, compiles on one thread, and is far too heavy for a process that only wants to launch cached kernels.
+Prints a ptxas report and the linker's output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(request_path: str) -> int:
+    """Build what the request file says; returns the exit status."""
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    folder = Path(request["build_directory"])
+    os.environ["CUTE_DSL_ARCH"] = request["arch"]
+    os.environ["QUACK_ARCH"] = request["arch"].removeprefix("sm_").rstrip("af")
+    os.environ["CUTE_DSL_KEEP"] = "ptx"
+    os.environ["CUTE_DSL_DUMP_DIR"] = str(folder)
+    module, _, function = request["entry"].partition(":")
+    compiled = getattr(importlib.import_module(module), function)(**request["statics"])
+    exported = folder / "kernel.o"
+    compiled.export_to_c(object_file_path=str(exported), function_name=request["name"])
+    report_resources(compiled, folder, request)
+    return link(exported, folder, request)
+
+
+def report_resources(compiled: Any, folder: Path, request: dict[str, Any]) -> None:
+    """Print what ptxas says about the kernel; the compiler's own report is not accessible."""
+    ptx = folder / "kernel.ptx"
+    text = compiled.__ptx__
+    ptx.write_text(text if isinstance(text, str) else text.decode(), encoding="utf-8")
+    command = [request["ptxas"], f"-arch={request['arch']}", "-v", str(ptx), "-o", os.devnull]
+    print(subprocess.run(command, capture_output=True, text=True, check=False).stderr, flush=True)
+
+
+def link(exported: Path, folder: Path, request: dict[str, Any]) -> int:
+    """Link the object with the static runtimes, so that loading it needs tvm_ffi and the driver only."""
+    import cutlass.runtime
+    import tvm_ffi.cpp
+
+    runtime = Path(cutlass.runtime.find_runtime_libraries(enable_tvm_ffi=False)[0]).parent
+    try:
+        library = tvm_ffi.cpp.build(
+            request["name"],
+            sources=[str(exported), request["error_reporters"]],
+            extra_ldflags=[
+                str(runtime / "libcuda_dialect_runtime_static.a"),
+                f"-L{request['cuda_lib']}",
+                "-lcudart_static -ldl -lrt -lpthread",
+            ],
+            build_directory=str(folder),
+        )
+    except RuntimeError as error:
+        print(error)
+        return 1
+    print(library)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

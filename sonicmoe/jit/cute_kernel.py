@@ -1,0 +1,110 @@
+"""CuTe DSL kernels: compiled ahead of time to a shared object, cached, and loaded without CuTe DSL.
+
+Cross-compiles without a GPU. Loading needs apache-tvm-ffi and the driver, neither CuTe DSL nor a CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cache import CompileCache, default_cache
+from .child import run_build_script
+from .cuda_source import BUILD_LOG
+from .errors import CompileError
+from .key import CompileKey, host_abi, package_versions, source_fingerprint
+from .manifest import Artefact
+from .store import SCRATCH
+from .toolchain import find_toolkit
+
+_BUILD_SCRIPT = Path(__file__).with_name("cute_build.py")
+_ERROR_REPORTERS = Path(__file__).with_name("cute_runtime_errors.c")
+
+
+@dataclass(frozen=True)
+class CuteKernel:
+    """One exported function `name`.
+
+    Attributes:
+        name: kernel name of the key, name of the exported function and stem of the shared object.
+        entry: "package.module:function"; called with `statics` in a build process, it returns what
+            `cute.compile(..., options="--enable-tvm-ffi")` returns. Compile for fake tensors with symbolic token counts.
+        statics: static model dimensions, dtype names, tile. Never a token count.
+        sources: Python files, or directories of them, that the generated code depends on.
+        arch: for example "sm_90a".
+        packages: whose versions decide the generated code.
+    """
+
+    name: str
+    entry: str
+    statics: tuple[tuple[str, Any], ...]
+    sources: tuple[Path, ...]
+    arch: str = "sm_90a"
+    packages: tuple[str, ...] = ("nvidia-cutlass-dsl", "quack-kernels")
+
+    @classmethod
+    def make(cls, name: str, entry: str, statics: Mapping[str, Any], *sources: Path | str, **rest: Any) -> CuteKernel:
+        """The same with a mapping of statics and plain paths."""
+        return cls(name, entry, tuple(sorted(statics.items())), tuple(Path(path) for path in sources), **rest)
+
+    def key(self) -> CompileKey:
+        """The compile key; its toolchain is None where CuTe DSL or the CUDA toolkit is missing.
+
+        Raises:
+            KeyFieldError: a static is named like a token count.
+        """
+        files = [file for path in self.sources for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        return CompileKey.make(
+            self.name,
+            arch=self.arch,
+            statics={**dict(self.statics), "entry": self.entry},
+            fingerprint={
+                "sources": source_fingerprint([*files, _ERROR_REPORTERS]),
+                "abi": host_abi(),
+                **dict(package_versions("apache-tvm-ffi")),
+            },
+            toolchain=self._toolchain(),
+        )
+
+    def compile(self, cache: CompileCache | None = None) -> Artefact:
+        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError of the compiler."""
+        return (cache or default_cache()).build(self.key(), self.build_into)
+
+    def load(self, cache: CompileCache | None = None) -> Any:
+        """The loaded `tvm_ffi.Function`, built if needed and remembered; errors as `CompileCache.get`."""
+        return (cache or default_cache()).get(self.key(), self.build_into, self.load_artefact)
+
+    def load_artefact(self, artefact: Artefact) -> Any:
+        """Load the function from the shared object of a verified artefact."""
+        import tvm_ffi
+
+        return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so"))).get_function(self.name)
+
+    def build_into(self, folder: Path) -> None:
+        """Compile, export and link in a build process; leaves `<name>.so` and the build log in `folder`.
+
+        Raises:
+            CompileError: the compiler or the linker refused, or one is missing; ends with their output.
+        """
+        toolkit = find_toolkit()
+        if toolkit is None:
+            raise CompileError(f"{self.name}: linking a CuTe kernel needs a CUDA toolkit; set CUDA_HOME")
+        scratch = folder / SCRATCH
+        scratch.mkdir()
+        request = {
+            "name": self.name, "entry": self.entry, "statics": dict(self.statics), "arch": self.arch,
+            "build_directory": str(scratch), "error_reporters": str(_ERROR_REPORTERS),
+            "ptxas": str(toolkit.home / "bin" / "ptxas"), "cuda_lib": str(toolkit.home / "lib64"),
+        }  # fmt: skip
+        log = run_build_script(self.name, _BUILD_SCRIPT, request, {})
+        shutil.copyfile(scratch / f"{self.name}.so", folder / f"{self.name}.so")
+        (folder / BUILD_LOG).write_text(log, encoding="utf-8")
+
+    def _toolchain(self) -> dict[str, str] | None:
+        versions, toolkit = dict(package_versions(*self.packages)), find_toolkit()
+        if toolkit is None or versions.get("nvidia-cutlass-dsl", "absent") == "absent":
+            return None
+        return {**versions, "cuda": toolkit.version}

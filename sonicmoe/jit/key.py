@@ -1,0 +1,207 @@
+"""Compile keys: what an artefact depends on, with a digest that is the same in every process and on every machine.
+
+A key holds static model dimensions, never a token count: a new batch size or routing distribution compiles nothing.
+This is a leaf module: standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .errors import KeyFieldError
+
+LAYOUT = 1  # of artefact directories; part of every digest, so that another layout is a miss
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_ARCH = re.compile(r"[a-z]+_?[0-9]+[a-z]?")
+_STEP_NAMES = frozenset({"t", "tk", "m", "total_m", "counts", "offsets", "grid", "ntok"})
+_STEP_WORDS = frozenset({"token", "tokens", "batch", "seq", "seqlen", "sequence", "rows", "counts", "slots"})
+_TILE_WORDS = frozenset({"cta", "block", "tile", "thread", "warp"})
+
+Pairs = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """The identity of one artefact. Build it with `CompileKey.make`, which sorts and checks.
+
+    Attributes:
+        kernel: a lower-case identifier; the directory of all its artefacts.
+        arch: the architecture compiled for ("sm_90a"), not the one of this machine.
+        statics: dimensions, dtype, tile, flags: everything the generated code depends on. Sorted pairs.
+        fingerprint: what is known wherever an artefact can be loaded: digest of the source bytes, ABI. Sorted pairs.
+        toolchain: compiler and package versions; None on a machine without the compiler, which can then load an
+            artefact of any toolchain but build none.
+    """
+
+    kernel: str
+    arch: str
+    statics: Pairs
+    fingerprint: Pairs
+    toolchain: Pairs | None
+
+    @classmethod
+    def make(
+        cls,
+        kernel: str,
+        *,
+        arch: str,
+        statics: Mapping[str, Any],
+        fingerprint: Mapping[str, str],
+        toolchain: Mapping[str, str] | None,
+    ) -> CompileKey:
+        """A checked, sorted key.
+
+        Args:
+            kernel: see the attributes, as for the other arguments.
+            arch: for example "sm_90a".
+            statics: values are str, int, bool, None, an Enum of those, or a sequence of those.
+            fingerprint: name -> text.
+            toolchain: name -> version, or None where the compiler is absent.
+
+        Raises:
+            KeyFieldError: a bad name, a token-count-like field, or a value that is not one of the above.
+        """
+        if not _NAME.fullmatch(kernel):
+            raise KeyFieldError(f"kernel={kernel!r}; needed: a lower-case identifier of at most 64 characters")
+        if not _ARCH.fullmatch(arch):
+            raise KeyFieldError(f"arch={arch!r} of kernel {kernel}; needed: a name like 'sm_90a'")
+        for name in statics:
+            refuse_step_field(kernel, name)
+        normalised = {name: _plain(value, f"{kernel}.{name}") for name, value in statics.items()}
+        return cls(
+            kernel, arch, _pairs(normalised), _pairs(fingerprint), None if toolchain is None else _pairs(toolchain)
+        )
+
+    @functools.cached_property
+    def family(self) -> str:
+        """20 hex digits over everything but the toolchain: the artefacts that can stand in for each other."""
+        return _digest({**self._identity(), "toolchain": None})[:20]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """`<family>-<12 hex digits of the toolchain>`: the directory name. Only for a key with a toolchain.
+
+        Raises:
+            KeyFieldError: the toolchain is not known here.
+        """
+        if self.toolchain is None:
+            raise KeyFieldError(f"{self} has no toolchain on this machine, so no digest of its own")
+        return f"{self.family}-{_digest(self.toolchain)[:12]}"
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest stores: JSON types only; compare with `accepts`."""
+        return {**self._identity(), "toolchain": None if self.toolchain is None else dict(self.toolchain)}
+
+    def accepts(self, record: Any) -> bool:
+        """Whether a manifest's record is this key's; a key without a toolchain accepts any toolchain."""
+        wanted = json.loads(json.dumps(self.record()))
+        if not isinstance(record, dict):
+            return False
+        compared = [name for name in wanted if name != "toolchain" or self.toolchain is not None]
+        return all(record.get(name) == wanted[name] for name in compared)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "layout": LAYOUT,
+            "kernel": self.kernel,
+            "arch": self.arch,
+            "statics": dict(self.statics),
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    def __str__(self) -> str:
+        """`kernel[fields, arch] key digest`, as messages name it."""
+        fields = ", ".join(f"{name}={value}" for name, value in self.statics)
+        name = self.family if self.toolchain is None else self.digest
+        return f"{self.kernel}[{fields}{', ' if fields else ''}arch={self.arch}] key {name}"
+
+
+def refuse_step_field(kernel: str, name: str) -> None:
+    """Raise KeyFieldError for a field name that means a token count or anything else that changes between steps.
+
+    `rows_per_cta`, `tokens_per_block` and the like are tile constants and pass.
+    """
+    lowered = name.lower()
+    words = lowered.split("_")
+    if "per" in words and _TILE_WORDS.intersection(words[words.index("per") :]):
+        return
+    if lowered in _STEP_NAMES or _STEP_WORDS.intersection(words):
+        raise KeyFieldError(
+            f"{name!r} in the compile key of {kernel} looks like a token count: a key holds static model dimensions "
+            "only, or every new batch would compile; pass it to the kernel at run time"
+        )
+
+
+def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ()) -> str:
+    """SHA-256 over the bytes of `files` and, recursively, of every header they include in quotes.
+
+    Independent of where the files lie; a quoted header found neither beside its includer nor in `include_dirs`
+    belongs to the toolchain and does not count.
+
+    Raises:
+        FileNotFoundError: one of `files` does not exist.
+    """
+    pending, seen, search = [Path(file) for file in files], {}, [Path(path) for path in include_dirs]
+    while pending:
+        file = pending.pop().resolve()
+        if file in seen:
+            continue
+        seen[file] = content = file.read_bytes()
+        for quoted in re.findall(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', content, re.MULTILINE):
+            found = (folder / quoted.decode() for folder in [file.parent, *search])
+            pending.extend([path for path in found if path.is_file()][:1])
+    entries = sorted((file.name, hashlib.sha256(content).hexdigest()) for file, content in seen.items())
+    return _digest(entries)[:32]
+
+
+@functools.cache
+def package_versions(*packages: str) -> tuple[tuple[str, str], ...]:
+    """(name, installed version or "absent") of each package, from metadata: imports nothing."""
+    return tuple((package, _version(package)) for package in packages)
+
+
+@functools.cache
+def host_abi() -> str:
+    """What a host shared object depends on besides its sources, for example "x86_64-glibc"; the C library's version
+    is left out on purpose: a newer one loads older objects, and a failed load is rebuilt.
+    """
+    return f"{platform.machine()}-{platform.libc_ver()[0] or platform.system().lower()}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value, where)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item, where) for item in value)
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    raise KeyFieldError(
+        f"{where}={value!r} ({type(value).__name__}); needed: str, int, bool, None or a sequence of them"
+    )
+
+
+def _pairs(mapping: Mapping[str, Any]) -> Pairs:
+    return tuple(sorted(mapping.items()))
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

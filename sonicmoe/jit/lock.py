@@ -1,0 +1,143 @@
+"""One builder at a time per key: a lock the kernel releases when its holder dies, and a note of who holds it."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+
+from .errors import CompileLockTimeout
+from .files import StoreFiles
+from .key import CompileKey
+from .manifest import utc_now
+
+logger = logging.getLogger("sonicmoe")
+
+Found = TypeVar("Found")
+
+BUILDING, PUBLISHED, FAILED = "building", "published", "failed"
+_POLL_S = 0.1
+_SLICE_S = 2.0
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
+# A lock file without a kernel lock survives SIGKILL; where the kernel has none, atomic publication alone must do.
+_NATIVE_ONLY: dict[str, Any] = (
+    {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters else {}
+)
+
+
+class KeyLock:
+    """The lock of one key, on a path outside the directory that is built.
+
+    `<name>.lock` is never deleted or replaced, or two processes would lock two inodes. `<name>.json` beside it says
+    who holds it, since when and what became of the last build; only messages and the re-check after a publication
+    elsewhere read it, so its clock does not matter.
+    """
+
+    def __init__(self, folder: Path, key: CompileKey, timeout_s: float, files: StoreFiles, host: str) -> None:
+        """A lock in `folder` (created on acquire) that waits `timeout_s` seconds at most."""
+        self._key, self._timeout_s, self._files = key, timeout_s, files
+        self._path = folder / f"{key.kernel}-{key.digest}.lock"
+        self._note = self._path.with_suffix(".json")
+        self._host = host
+        self._lock: Any = None
+        self.native = True
+        self.previous: dict[str, Any] = {}
+
+    def acquire(self, published: Callable[[], Found | None]) -> Found | None:
+        """Wait for the lock. Returns None once it is held, or early what `published()` returned: then it is not held.
+
+        Raises:
+            CompileLockTimeout: the bounded wait is over; names the holder.
+            OSError: the lock file cannot be created.
+        """
+        self._files.make_dir(self._path.parent)
+        lock: Any = FileLock(str(self._path), **_NATIVE_ONLY)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                lock.acquire(timeout=min(_SLICE_S, max(remaining, 0)), poll_interval=_POLL_S)
+            except Timeout:
+                found = published()
+                if found is not None:
+                    return found
+                if time.monotonic() >= deadline:
+                    raise CompileLockTimeout(self._timeout_message()) from None
+                continue
+            except (OSError, NotImplementedError) as error:
+                self._without_native_lock(error)
+                lock = None
+            self._lock = lock
+            self.previous = self._read_note()
+            try:
+                self.note(BUILDING)
+            except OSError:
+                self.release()
+                raise
+            return None
+
+    def note(self, state: str) -> None:
+        """Record the holder and its state, for messages; where it cannot be written, the build itself will say so."""
+        holder = {
+            "pid": os.getpid(),
+            "host": self._host,
+            "since": utc_now(),
+            "kernel": self._key.kernel,
+            "state": state,
+        }
+        self._files.write_text(self._note, json.dumps(holder))
+
+    def release(self) -> None:
+        """Let the next waiter in."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def published_elsewhere(self) -> bool:
+        """Whether the last holder ran on another host and reported a publication that may not be visible here yet."""
+        return self.previous.get("state") == PUBLISHED and self.previous.get("host") != self._host
+
+    def _without_native_lock(self, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise error
+        self.native = False
+        logger.warning(
+            "%s: the file system has no file locks (%s); processes that start together may each build a kernel, and "
+            "the first to publish wins", self._path.parent, error,
+        )  # fmt: skip
+
+    def _read_note(self) -> dict[str, Any]:
+        note = self._files.read_json(self._note)
+        return note if isinstance(note, dict) else {}
+
+    def _timeout_message(self) -> str:
+        note = self._read_note()
+        pid, host, since = (note.get(name, "unknown") for name in ("pid", "host", "since"))
+        gone = host == self._host and isinstance(pid, int) and not _alive(pid)
+        hint = (
+            "that process is gone, so one of its forked children keeps the lock: end it"
+            if gone
+            else "if it hangs, end that process: the kernel then releases the lock"
+        )
+        return (
+            f"waited {self._timeout_s:g} s for {self._key}, which is being built by pid {pid} on host {host} since {since} "
+            f"(lock {self._path}); {hint}, or raise SONIC_MOE_LOCK_TIMEOUT"
+        )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,77 @@
+"""What ptxas says about a kernel: registers, shared memory, spills, serialised WGMMA. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .errors import SpillError
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
+_FUNCTION = re.compile(r"Function properties for (\S+)")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized.*?function '([^']+)'")
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """One kernel as ptxas compiled it; sizes in bytes, registers per thread."""
+
+    kernel: str
+    arch: str
+    registers: int = 0
+    stack_bytes: int = 0
+    spill_store_bytes: int = 0
+    spill_load_bytes: int = 0
+    static_shared_bytes: int = 0
+    wgmma_serialised: bool = False
+
+    @property
+    def spills(self) -> bool:
+        """Whether any register was spilled to local memory."""
+        return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
+
+
+def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
+    """The kernels of a `ptxas -v` report (for example the build log of a CUDA artefact), in its order.
+
+    Properties of device functions that are not inlined are not attributed to a kernel.
+    """
+    found: dict[str, KernelResources] = {}
+    entry = function = ""
+    for line in report.splitlines():
+        if match := _ENTRY.search(line):
+            entry = function = match[1]
+            found[entry] = KernelResources(entry, match[2])
+        elif match := _FUNCTION.search(line):
+            function = match[1]
+        elif entry and function == entry and (match := _STACK.search(line)):
+            stack, stores, loads = (int(text) for text in match.groups())
+            found[entry] = replace(found[entry], stack_bytes=stack, spill_store_bytes=stores, spill_load_bytes=loads)
+        elif entry and (match := _USED.search(line)):
+            shared = _SHARED.search(line)
+            found[entry] = replace(
+                found[entry], registers=int(match[1]), static_shared_bytes=int(shared[1]) if shared else 0
+            )
+    for name in _SERIALISED.findall(report):
+        found[name] = replace(found.get(name, KernelResources(name, "")), wgmma_serialised=True)
+    return tuple(found.values())
+
+
+def require_no_spills(resources: Iterable[KernelResources], allowed_bytes: int = 0) -> None:
+    """Raise SpillError naming each kernel that spills more than `allowed_bytes` or whose WGMMA ptxas serialised."""
+    problems = []
+    for item in resources:
+        spilled = item.spill_store_bytes + item.spill_load_bytes
+        if spilled > allowed_bytes:
+            problems.append(
+                f"{item.kernel} spills {item.spill_store_bytes} bytes of stores and {item.spill_load_bytes} of loads at "
+                f"{item.registers} registers"
+            )
+        if item.wgmma_serialised:
+            problems.append(f"{item.kernel}: ptxas serialised its WGMMA instructions")
+    if problems:
+        raise SpillError("; ".join(problems))

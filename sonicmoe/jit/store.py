@@ -1,0 +1,269 @@
+"""One directory of published artefacts, shared by many processes and hosts.
+
+<root>/artefacts/<kernel>/<digest>/     a published artefact: its files and manifest.json; never changed in place
+<root>/staging/<kernel>-<digest>.*/     the private directory of one running build
+<root>/locks/<kernel>-<digest>.*        the lock of a key and the note of its holder
+<root>/quarantine/<kernel>-<digest>.*/  damaged artefacts, kept for inspection
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .files import StoreFiles, check_private, describe_problem, is_storage_problem
+from .key import CompileKey
+from .lock import FAILED, PUBLISHED, KeyLock
+from .manifest import MANIFEST, Artefact, describe, verify
+
+logger = logging.getLogger("sonicmoe")
+
+Builder = Callable[[Path], None]
+SCRATCH = ".scratch"  # of a builder, below its private directory; not published
+_KEPT_IN_QUARANTINE = 3
+_RACE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE}
+_FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
+
+
+class StoreProblemError(Exception):
+    """The directory, and not the compiler, failed. Internal: `CompileCache` turns it into a fallback or a message."""
+
+    def __init__(self, root: Path, reason: str) -> None:
+        """A problem of `root`; `reason` is one clause for people."""
+        super().__init__(f"{root}: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The outcome of a lock-free look at the store: an artefact, or why there is none."""
+
+    artefact: Artefact | None
+    reason: str
+    damaged: bool = False
+
+
+class ArtefactStore:
+    """Publishes complete directories by one rename and reads them back verified."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        lock_timeout_s: float,
+        visibility_timeout_s: float,
+        files: StoreFiles | None = None,
+        host: str = "",
+        private: bool = False,
+    ) -> None:
+        """A store below `root`, which need not exist.
+
+        Args:
+            root: the directory.
+            lock_timeout_s: longest wait for another builder of the same key, seconds.
+            visibility_timeout_s: longest wait for a publication reported by another host to become visible, seconds.
+            files: file operations; for fault injection.
+            host: this host's name; for fault injection.
+            private: refuse to load from a directory that other users can write.
+        """
+        self.root = root
+        self.files = files or StoreFiles()
+        self._lock_timeout_s, self._visibility_timeout_s = lock_timeout_s, visibility_timeout_s
+        self._host = host or socket.gethostname()
+        self._private = private
+
+    def path_of(self, key: CompileKey) -> Path:
+        """Where the artefact of a key lies once published."""
+        return self.root / "artefacts" / key.kernel / key.digest
+
+    def lookup(self, key: CompileKey) -> Lookup:
+        """Look without a lock and without writing. Never raises."""
+        try:
+            return self._lookup(key)
+        except Exception as error:  # whatever is wrong with a cache, it is a miss
+            return Lookup(None, f"{self.root} cannot be read: {error}")
+
+    def build(self, key: CompileKey, builder: Builder) -> Artefact:
+        """The published artefact of `key`, built by `builder(private directory)` if there is none. Idempotent.
+
+        Raises:
+            CompileLockTimeout: another process builds it for too long.
+            StoreProblemError: the directory cannot take it.
+            Exception: whatever `builder` raises; nothing is published then.
+        """
+        with self.claim(key) as claim:
+            if claim.artefact is not None:
+                return claim.artefact
+            started = time.monotonic()
+            builder(claim.staging)
+            return claim.publish(time.monotonic() - started)
+
+    @contextmanager
+    def claim(self, key: CompileKey) -> Iterator[Claim]:
+        """Hold the key's lock with a private directory to build in, unless an artefact is (or becomes) published."""
+        lock = self.lock(key)
+        with self._as_store_problem():
+            found = lock.acquire(lambda: self.lookup(key).artefact)
+        if found is not None:
+            yield Claim(self, key, lock, Path(), found)
+            return
+        try:
+            with self._as_store_problem():
+                claim = self._open_claim(key, lock)
+            yield from self._supervise(claim)
+        finally:
+            lock.release()
+
+    def lock(self, key: CompileKey) -> KeyLock:
+        """The lock of a key."""
+        return KeyLock(self.root / "locks", key, self._lock_timeout_s, self.files, self._host)
+
+    def await_visible(self, key: CompileKey) -> Lookup:
+        """Look again until the artefact is visible, at most `visibility_timeout_s` seconds."""
+        deadline, delay = time.monotonic() + self._visibility_timeout_s, _FIRST_RECHECK_S
+        while True:
+            found = self.lookup(key)
+            if found.artefact is not None or found.damaged or time.monotonic() >= deadline:
+                return found
+            time.sleep(delay)
+            delay = min(2 * delay, _LONGEST_RECHECK_S)
+
+    def quarantine(self, key: CompileKey, reason: str) -> None:
+        """Move a damaged artefact out of the way; call with the key's lock held."""
+        source, folder = self.path_of(key), self.root / "quarantine"
+        self.files.make_dir(folder)
+        name = f"{key.kernel}-{key.digest}"
+        target = folder / f"{name}.{secrets.token_hex(4)}"
+        self.files.publish(source, target)
+        logger.warning("damaged artefact of %s: %s; moved to %s and rebuilt", key, reason, target)
+        kept = [entry for entry in self.files.names(folder) if entry.startswith(name)]
+        if len(kept) > _KEPT_IN_QUARANTINE:
+            self.files.remove_tree(target)
+
+    def _lookup(self, key: CompileKey) -> Lookup:
+        if self._private and self.root.exists():
+            check_private(self.root)
+        folder = self.root / "artefacts" / key.kernel
+        names = self.files.names(folder)
+        if key.toolchain is None:
+            candidates = [name for name in reversed(names) if name.startswith(f"{key.family}-")]
+        else:
+            candidates = [name for name in names if name == key.digest]
+        reason = f"no artefact in {folder}"
+        for name in candidates:
+            verdict = verify(key, folder / name, self.files)
+            if isinstance(verdict, Artefact):
+                return Lookup(verdict, "")
+            reason = f"the artefact {folder / name} is damaged: {verdict}"
+        return Lookup(None, reason, damaged=bool(candidates))
+
+    def _open_claim(self, key: CompileKey, lock: KeyLock) -> Claim:
+        found = self.lookup(key)
+        if found.artefact is None and not found.damaged and lock.published_elsewhere():
+            found = self.await_visible(key)
+        if found.artefact is not None:
+            return Claim(self, key, lock, Path(), found.artefact)
+        if found.damaged:
+            self.quarantine(key, found.reason)
+        if lock.native:
+            self._sweep(key, lock)
+        staging = self.root / "staging" / f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
+        self.files.make_dir(staging)
+        return Claim(self, key, lock, staging)
+
+    def _sweep(self, key: CompileKey, lock: KeyLock) -> None:
+        """Remove the private directories of killed builders of this key: whoever holds the lock is the only one."""
+        folder = self.root / "staging"
+        for name in self.files.names(folder):
+            if name.startswith(f"{key.kernel}-{key.digest}."):
+                pid, host = lock.previous.get("pid", "?"), lock.previous.get("host", "?")
+                logger.warning("an earlier build of %s (pid %s on %s) ended before it was complete", key, pid, host)
+                self.files.remove_tree(folder / name)
+
+    def _supervise(self, claim: Claim) -> Iterator[Claim]:
+        """Yield the claim, tell the directory's faults from the builder's, and leave nothing behind."""
+        try:
+            yield claim
+        except Exception as error:
+            problem = self._storage_cause(error, claim)
+            if problem:
+                raise StoreProblemError(self.root, problem) from error
+            raise
+        finally:
+            if claim.artefact is None:
+                self.files.remove_tree(claim.staging)
+                with suppress(OSError):
+                    claim.lock.note(FAILED)
+
+    def _storage_cause(self, error: Exception, claim: Claim) -> str | None:
+        if isinstance(error, OSError) and is_storage_problem(error):
+            return describe_problem(error)
+        if isinstance(error, StoreProblemError) or claim.artefact is not None:
+            return None
+        try:  # a compiler that meets a full disk only says so in its own words
+            self.files.probe(claim.staging)
+        except OSError as cause:
+            return describe_problem(cause)
+        return None
+
+    @contextmanager
+    def _as_store_problem(self) -> Iterator[None]:
+        try:
+            if self._private:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_private(self.root)
+            yield
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise StoreProblemError(self.root, describe_problem(error)) from error
+
+
+@dataclass
+class Claim:
+    """The right to build one key: either an artefact that is there already, or a private directory to fill."""
+
+    store: ArtefactStore
+    key: CompileKey
+    lock: KeyLock
+    staging: Path
+    artefact: Artefact | None = None
+
+    def publish(self, seconds: float) -> Artefact:
+        """Write the manifest and publish `staging`; if another process was faster, its artefact is used.
+
+        Raises:
+            StoreProblemError: the directory cannot take it, or does not show it within the bounded wait.
+        """
+        try:
+            self._write(seconds)
+            found = self.store.await_visible(self.key)
+        except OSError as error:
+            # Without working locks, or with a repeated network request, the rename fails or its source is gone because
+            # the target is there already: what counts is whether an intact artefact is visible.
+            found = self.store.await_visible(self.key) if error.errno in _RACE_ERRNOS else self.store.lookup(self.key)
+            if found.artefact is None:
+                raise StoreProblemError(self.store.root, describe_problem(error)) from error
+            self.store.files.remove_tree(self.staging)
+        if found.artefact is None:
+            raise StoreProblemError(self.store.root, "it does not show the artefact that was published")
+        self.artefact = found.artefact
+        with suppress(OSError):  # the note only shortens other hosts' waits
+            self.lock.note(PUBLISHED)
+        return self.artefact
+
+    def _write(self, seconds: float) -> None:
+        files, target = self.store.files, self.store.path_of(self.key)
+        files.remove_tree(self.staging / SCRATCH)
+        files.write_text(self.staging / MANIFEST, json.dumps(describe(self.key, self.staging, seconds), indent=1))
+        files.sync_tree(self.staging)
+        files.make_dir(target.parent)
+        files.publish(self.staging, target)

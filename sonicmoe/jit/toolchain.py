@@ -1,0 +1,63 @@
+"""Finding nvcc and naming its version. Standard library only; runs nvcc once a process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIXES = (Path("/usr/local/cuda"),)
+
+
+@dataclass(frozen=True)
+class CudaToolkit:
+    """An installed CUDA toolkit: its home, its nvcc and the version of nvcc ("13.0.88")."""
+
+    home: Path
+    nvcc: Path
+    version: str
+
+
+def find_toolkit() -> CudaToolkit | None:
+    """The toolkit of CUDA_HOME, else of CUDA_PATH, else of the `nvcc` on PATH, else in the customary place, or None."""
+    return _find_toolkit(os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), os.environ.get("PATH", ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _find_toolkit(cuda_home: str | None, cuda_path: str | None, path: str) -> CudaToolkit | None:
+    on_path = shutil.which("nvcc", path=path)
+    homes = [Path(text) for text in (cuda_home, cuda_path) if text]
+    if on_path:
+        homes += [home for home in [_home_of(Path(on_path))] if home]
+    for home in [*homes, *_PREFIXES]:
+        nvcc = home / "bin" / "nvcc"
+        version = _version_of(nvcc) if os.access(nvcc, os.X_OK) else None
+        if version:
+            return CudaToolkit(home, nvcc, version)
+    return None
+
+
+def _home_of(nvcc: Path) -> Path | None:
+    """Where an nvcc belongs; it is asked, because the one on PATH may be a wrapper script far from its toolkit."""
+    match = re.search(r"^#\$ TOP=(.+)$", _run(nvcc, "--dryrun", "-x", "cu", os.devnull), re.MULTILINE)
+    return Path(match[1].strip()).resolve() if match else None
+
+
+def _version_of(nvcc: Path) -> str | None:
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", _run(nvcc, "--version"))
+    return match[1] if match else None
+
+
+def _run(*command: str | Path) -> str:
+    try:
+        done = subprocess.run(
+            [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -1,0 +1,178 @@
+"""Triton kernels in the package's own cache: one build per key among many processes, and subject to `no_compile()`.
+
+`@stored_jit` replaces `@triton.jit` on kernels (device functions keep `triton.jit`). Other Triton users in the process
+keep Triton's cache. Needs Triton, and at run time whatever framework Triton finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import (
+    ASTSource,
+    CompiledKernel,
+    get_cache_invalidating_env_vars,
+    get_cache_key,
+    make_backend,
+)  # fmt: skip
+from triton.runtime.cache import CacheManager, FileCacheManager
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from .cache import CompileCache, default_cache
+from .key import CompileKey, refuse_step_field
+from .manifest import Artefact
+
+_SCOPE = threading.Lock()  # Triton's knobs are process-wide
+_INTEGERS = frozenset({"i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "constexpr"})
+_WARP_SIZE = 32
+
+
+class StoredJITFunction(JITFunction[Any]):
+    """A Triton kernel whose compiles go through `CompileCache`."""
+
+    def create_binder(self) -> Any:
+        """Triton's binder for the active device, with the compile step replaced."""
+        binder = super().create_binder()
+        self.compile = compile_stored
+        return binder
+
+    def ahead(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> TritonCompile:
+        """What a launch with such arguments will look for, to be compiled for `arch` without a GPU.
+
+        Args:
+            *args: as for a launch; `triton.runtime.jit.MockTensor(dtype)` stands for a pointer aligned to 16 bytes.
+            arch: for example "sm_90a".
+            **kwargs: keyword arguments, constants and options (`num_warps=`) of the launch.
+
+        Raises:
+            KeyFieldError: an integer named like a token count would be specialised.
+        """
+        target = GPUTarget("cuda", int(re.sub(r"\D", "", arch)), _WARP_SIZE)
+        backend = make_backend(target)
+        kwargs["debug"] = kwargs.get("debug", self.debug) or knobs.runtime.debug
+        kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+        binder = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, options = binder(*args, **kwargs)
+        options, signature, constants, attributes = self._pack_args(backend, kwargs, bound, specialization, options)
+        return TritonCompile(ASTSource(self, signature, constants, attributes), target, options.__dict__)
+
+
+def stored_jit(
+    fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str | int] = (), **options: Any
+) -> Any:
+    """`triton.jit` for a kernel whose artefacts belong to the package's cache.
+
+    Name every integer argument that counts tokens in `do_not_specialize`: Triton would compile again when its value
+    becomes 1 or a multiple of 16. Under TRITON_INTERPRET=1 this is `triton.jit`.
+
+    Raises:
+        KeyFieldError: a `tl.constexpr` parameter is named like a token count.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if knobs.runtime.interpret:
+            return triton.jit(function, do_not_specialize=list(do_not_specialize), **options)
+        kernel = StoredJITFunction(function, do_not_specialize=list(do_not_specialize), **options)
+        for parameter in kernel.params:
+            if parameter.is_constexpr:
+                refuse_step_field(kernel.__name__, parameter.name)
+        return kernel
+
+    return decorate if fn is None else decorate(fn)
+
+
+class TritonCompile:
+    """One specialisation of a kernel for one target."""
+
+    def __init__(self, source: Any, target: Any, options: Any, environment: Any = None) -> None:
+        """Arguments as of `triton.compile`; raises KeyFieldError as `StoredJITFunction.ahead`."""
+        _refuse_specialised_counts(source)
+        self._source, self._target, self._options = source, target, dict(options or {})
+        self._environment = get_cache_invalidating_env_vars() if environment is None else environment
+        backend = make_backend(target)
+        parsed = backend.parse_options({**self._options, **source.parse_options()})
+        triton_key = get_cache_key(source, backend, parsed, env_vars=self._environment)
+        self._hash = hashlib.sha256(triton_key.encode()).hexdigest()
+
+    def key(self) -> CompileKey:
+        """The compile key. Triton's own hash covers sources, constants, signature, options and environment."""
+        return CompileKey.make(
+            re.sub(r"\W", "_", f"triton_{self._source.name}".lower())[:64],
+            arch=f"sm_{self._target.arch}",
+            statics={"triton": self._hash},
+            fingerprint={},
+            toolchain={"triton": triton.__version__},
+        )
+
+    def compile(self, cache: CompileCache | None = None) -> Artefact:
+        """The published artefact, built if needed; errors as `CompileCache.build`."""
+        return (cache or default_cache()).build(self.key(), self.build_into)
+
+    def build_into(self, folder: Path) -> None:
+        """Run Triton's compiler and leave all its outputs in `folder`."""
+        with _cache_in(folder):
+            triton.compile(self._source, target=self._target, options=self._options, _env_vars=self._environment)
+
+    def open(self, artefact: Artefact) -> CompiledKernel:
+        """Triton's handle of a verified artefact."""
+        files = {name: str(artefact.file(name)) for name in artefact.manifest["files"]}
+        return CompiledKernel(self._source, files, self._hash)
+
+
+def compile_stored(source: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> CompiledKernel:
+    """`triton.compile` through the cache of the configuration in force. Errors as `CompileCache.build`."""
+    target = target or triton.runtime.driver.active.get_current_target()
+    request = TritonCompile(source, target, options, _env_vars)
+    return request.open(request.compile())
+
+
+def _refuse_specialised_counts(source: Any) -> None:
+    for parameter in source.fn.params:
+        kind = source.signature.get(parameter.name)
+        if kind in _INTEGERS and not parameter.is_constexpr and not parameter.do_not_specialize:
+            refuse_step_field(f"{source.name} (name it in do_not_specialize)", parameter.name)
+
+
+@contextmanager
+def _cache_in(folder: Path) -> Iterator[None]:
+    """Let Triton write what this thread compiles into `folder`; other threads keep Triton's own cache."""
+    owner = threading.get_ident()
+
+    class FolderManager(CacheManager):
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            self.key = key
+
+        def get_file(self, filename: str) -> str | None:
+            path = folder / filename
+            return str(path) if path.exists() else None
+
+        def put(self, data: Any, filename: str, binary: bool = True) -> str:
+            (folder / filename).write_bytes(data if isinstance(data, bytes) else str(data).encode())
+            return str(folder / filename)
+
+        def get_group(self, filename: str) -> dict[str, str] | None:
+            return None
+
+        def put_group(self, filename: str, group: dict[str, str]) -> None:
+            return None
+
+    def manager(key: str, *args: Any, **kwargs: Any) -> CacheManager:
+        kind = FolderManager if threading.get_ident() == owner else FileCacheManager
+        return kind(key, *args, **kwargs)
+
+    with _SCOPE:
+        saved = knobs.cache.manager_class
+        knobs.cache.manager_class = manager
+        try:
+            yield
+        finally:
+            knobs.cache.manager_class = saved

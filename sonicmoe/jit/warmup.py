@@ -1,0 +1,195 @@
+"""Compiling a whole plan in parallel worker processes, and the record of what was warmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .cache import CompileCache
+from .errors import CompileError
+from .key import package_versions
+from .manifest import utc_now
+from .plan import CompileJob, ModelSpec, plan
+from .worker import CacheSettings, Worker
+
+BUILT, CACHED, FAILED, MISSING = "built", "cached", "failed", "missing"
+_VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton")
+
+
+@dataclass(frozen=True)
+class KernelOutcome:
+    """What became of one job: `state` is built, cached, failed or missing; `seconds` is compile time."""
+
+    kernel: str
+    key: str
+    state: str
+    seconds: float
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class WarmUpReport:
+    """The outcome of a warm-up, or of a check of one; `record` is the file that says what was warmed."""
+
+    spec: ModelSpec
+    cache_dir: Path
+    kernels: tuple[KernelOutcome, ...]
+    seconds: float
+    record: Path | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every kernel of the plan is in the cache."""
+        return all(outcome.state in {BUILT, CACHED} for outcome in self.kernels)
+
+
+Progress = Callable[[KernelOutcome], None]
+
+
+def default_jobs() -> int:
+    """Worker processes: as many as this process may use CPUs."""
+    return len(os.sched_getaffinity(0))
+
+
+def warm_up(
+    spec: ModelSpec,
+    cache: CompileCache,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    compile_jobs: Sequence[CompileJob] | None = None,
+) -> WarmUpReport:
+    """Compile what `spec` needs and record it; does not raise for a kernel that fails: see the report.
+
+    Args:
+        spec: the model.
+        cache: where to.
+        jobs: worker processes at most; default: the CPUs this process may use.
+        progress: called once per kernel, from one thread at a time.
+        compile_jobs: instead of the plan of `spec`.
+
+    Raises:
+        CompileForbiddenError: something has to be compiled and that is forbidden.
+        ToolchainError: something has to be compiled and its compiler is missing.
+    """
+    started = time.monotonic()
+    planned = plan(spec) if compile_jobs is None else tuple(compile_jobs)
+    collected = _Outcomes(progress)
+    pending: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
+    for job in planned:
+        key = job.key()
+        if cache.try_load(key) is not None:
+            collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
+        else:
+            cache.require_compiler(key, "not warmed")
+            pending.put(job)
+    _run_workers(pending, cache, jobs or default_jobs(), collected)
+    kernels = tuple(sorted(collected.outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
+    report = WarmUpReport(spec, cache.root, kernels, time.monotonic() - started, None)
+    return replace(report, record=_record(report, cache)) if kernels and report.complete else report
+
+
+def check(spec: ModelSpec, cache: CompileCache, compile_jobs: Sequence[CompileJob] | None = None) -> WarmUpReport:
+    """Which kernels of `spec` are in the cache, intact; compiles and writes nothing."""
+    started = time.monotonic()
+    outcomes = []
+    for job in plan(spec) if compile_jobs is None else compile_jobs:
+        key = job.key()
+        state = MISSING if cache.try_load(key) is None else CACHED
+        outcomes.append(KernelOutcome(job.name, str(key), state, 0.0))
+    return WarmUpReport(spec, cache.root, tuple(outcomes), time.monotonic() - started, find_record(spec, cache))
+
+
+def find_record(spec: ModelSpec, cache: CompileCache) -> Path | None:
+    """The record of a complete warm-up of `spec`, if there is one."""
+    candidates = (_record_path(root, spec) for root in (cache.root, cache.local_root))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_records(root: Path) -> list[dict[str, Any]]:
+    """Every readable warm-up record of a cache directory: model, versions, kernels, time."""
+    records = []
+    for path in sorted((root / "warmed").glob("*.json")):
+        try:
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue
+    return records
+
+
+class _Outcomes:
+    """Outcomes of several threads."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.outcomes: list[KernelOutcome] = []
+        self._progress = progress
+        self._mutex = threading.Lock()
+
+    def add(self, outcome: KernelOutcome) -> None:
+        with self._mutex:
+            self.outcomes.append(outcome)
+            if self._progress:
+                self._progress(outcome)
+
+
+def _run_workers(pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jobs: int, collected: _Outcomes) -> None:
+    settings = CacheSettings(cache.root, cache.local_root, cache.lock_timeout_s)
+    threads = [
+        threading.Thread(target=_work, args=(pending, settings, collected)) for _ in range(min(jobs, pending.qsize()))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _work(pending: queue.SimpleQueue[CompileJob], settings: CacheSettings, collected: _Outcomes) -> None:
+    worker = Worker(settings)
+    try:
+        while True:
+            job = pending.get_nowait()
+            collected.add(_compile_one(worker, job))
+    except queue.Empty:
+        return
+    finally:
+        worker.close()
+
+
+def _compile_one(worker: Worker, job: CompileJob) -> KernelOutcome:
+    try:
+        return KernelOutcome(job.name, str(job.key()), BUILT, worker.compile(job))
+    except CompileError as error:
+        return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, str(error))
+
+
+def _record_path(root: Path, spec: ModelSpec) -> Path:
+    return root / "warmed" / f"{spec.digest}.json"
+
+
+def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
+    """Write the record beside the artefacts, or on this node where the cache directory is read-only or full."""
+    content = {
+        "model": asdict(report.spec),
+        "versions": {"sonicmoe": __version__, **dict(package_versions(*_VERSIONS_OF))},
+        "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
+        "at": utc_now(),
+    }
+    for root in (cache.root, cache.local_root):
+        path = _record_path(root, report.spec)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            os.replace(partial, path)
+            return path
+        except OSError:
+            continue
+    return None

@@ -1,0 +1,98 @@
+"""A compile worker process: `python -m sonicmoe.jit.worker`, driven over its standard streams by `warmup`.
+
+Not `multiprocessing`: its spawned children import the main module again, which is a training script here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cache import CompileCache
+from .errors import CompileError
+from .plan import CompileJob
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What a worker needs to open the same cache."""
+
+    root: Path
+    local_root: Path
+    lock_timeout_s: float
+
+
+class Worker:
+    """The parent's end of one worker process; used by one thread."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        """A worker for `settings`; its process starts with the first job."""
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, job: CompileJob) -> float:
+        """Have the job's artefact published; returns seconds.
+
+        Raises:
+            CompileError: it failed, or the process died; the next job then gets a fresh process.
+        """
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            pickle.dump((self._settings, job), process.stdin)
+            process.stdin.flush()
+            outcome = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self._process = None
+            raise CompileError(f"the worker compiling {job.name} ended with status {process.wait()}") from None
+        if isinstance(outcome, str):
+            raise CompileError(outcome)
+        seconds: float = outcome
+        return seconds
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.stdin is not None and self._process.stdout is not None:
+            self._process.stdin.close()
+            self._process.wait()
+            self._process.stdout.close()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", "-m", __name__]
+        environment = {**os.environ, "PYTHONPATH": search}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def serve() -> None:
+    """Answer (settings, job) requests with seconds or an error message until the parent closes the stream."""
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a compiler prints must not end up between the answers
+    while True:
+        try:
+            settings, job = pickle.load(requests)
+        except EOFError:
+            return
+        pickle.dump(_answer(settings, job), answers)
+        answers.flush()
+
+
+def _answer(settings: CacheSettings, job: Any) -> float | str:
+    started = time.monotonic()
+    try:
+        job.compile(CompileCache(settings.root, settings.local_root, lock_timeout_s=settings.lock_timeout_s))
+    except Exception as error:
+        return f"{job.name}: {type(error).__name__}: {error}"
+    return time.monotonic() - started
+
+
+if __name__ == "__main__":
+    serve()

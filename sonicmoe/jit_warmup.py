@@ -1,0 +1,69 @@
+"""Warm-up from inside a program: compile everything a training run of a model needs, once per cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .config import SonicMoEConfig, current_config
+from .enums import ActivationType
+from .errors import DeviceError, expect
+from .jit.cache import default_cache
+from .jit.errors import CompileError
+from .jit.plan import ModelSpec
+from .jit.warmup import FAILED, Progress, WarmUpReport, warm_up
+
+# The device decides nothing but whether there is anything to compile: the CPU runs the reference engine.
+_DEVICE_TYPES = ("cuda", "gpu", "cpu")
+
+
+def warmup_jit(
+    E: int,
+    H: int,
+    I: int,
+    device: str = "cuda",
+    *,
+    dtype: str = "bfloat16",
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    arch: str = "sm_90a",
+    jobs: int | None = None,
+    cache_dir: Path | str | None = None,
+    config: SonicMoEConfig | None = None,
+    progress: Progress | None = None,
+) -> WarmUpReport:
+    """Compile every kernel of an expert MLP into the cache; what is there already is not compiled again.
+
+    Needs no GPU. Call it on one rank, or on all: of ranks that start together one compiles each kernel.
+
+    Args:
+        E: local experts.
+        H: hidden size.
+        I: expert intermediate size.
+        device: where the model will run ("cuda", "cuda:3", Paddle's "gpu:3"); "cpu" needs nothing.
+        dtype: dtype of tokens and parameters.
+        activation: the expert's activation.
+        arch: the GPU architecture to compile for.
+        jobs: worker processes at most; default: the CPUs this process may use.
+        cache_dir: instead of the configured one.
+        config: instead of the configuration in force.
+        progress: called once per kernel with its outcome.
+
+    Raises:
+        ConfigError: a dimension, dtype or activation is not understood.
+        DeviceError: the device is neither a CUDA device nor "cpu".
+        CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError and ToolchainError
+            are kinds of it.
+    """
+    kind = device.split(":", maxsplit=1)[0]
+    expect(
+        kind in _DEVICE_TYPES, DeviceError, f"device={device!r}; needed: one of {list(_DEVICE_TYPES)}, with an index"
+    )
+    settings = current_config(config)
+    if cache_dir is not None:
+        settings = settings.replace(cache_dir=Path(cache_dir))
+    spec = ModelSpec(E, H, I, dtype, ActivationType(activation).value, arch)
+    nothing = () if kind == "cpu" else None
+    report = warm_up(spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=nothing)
+    failed = [outcome.message for outcome in report.kernels if outcome.state == FAILED]
+    if failed:
+        raise CompileError(f"{len(failed)} of {len(report.kernels)} kernels did not compile:\n" + "\n".join(failed))
+    return report

@@ -1,0 +1,99 @@
+"""One process of a test: `python racer.py REQUEST.json` builds one key with a fake compiler and prints what happened.
+
+The fake compiler appends a line to a log, so that builds can be counted whatever becomes of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from late_files import LateFiles
+
+from sonicmoe.jit import Artefact, CompileCache, CompileKey
+
+ARTEFACT_BYTES = 4096
+
+
+def make_key(size: int = 1, arch: str = "sm_90a", compiler: str | None = "1") -> CompileKey:
+    return CompileKey.make(
+        "fake", arch=arch, statics={"H": size}, fingerprint={"sources": "0"},
+        toolchain=None if compiler is None else {"cc": compiler},
+    )  # fmt: skip
+
+
+def content_of(key: CompileKey, count: int = ARTEFACT_BYTES) -> bytes:
+    return (key.family.encode() * (count // len(key.family) + 1))[:count]
+
+
+class FakeCompiler:
+    """Writes an artefact in two halves, `seconds` apart, and counts itself in `log`."""
+
+    def __init__(
+        self, key: CompileKey, log: Path, seconds: float = 0.0, count: int = ARTEFACT_BYTES, own_words: bool = False
+    ):
+        self.key, self.log, self.seconds, self.count, self.own_words = key, log, seconds, count, own_words
+
+    def __call__(self, folder: Path) -> None:
+        with open(self.log, "a") as handle:
+            handle.write(f"{self.key.statics[0][1]} {os.getpid()}\n")
+        content, half = content_of(self.key, self.count), self.count // 2
+        try:
+            with open(folder / "kernel.so", "wb", buffering=0) as handle:
+                written = handle.write(content[:half])
+                time.sleep(self.seconds)
+                written += handle.write(content[half:])
+            if written != self.count:
+                raise RuntimeError("short write")
+        except (OSError, RuntimeError):
+            if self.own_words:
+                raise RuntimeError("fatal error: error writing to kernel.so") from None
+            raise
+
+
+def load(artefact: Artefact) -> int:
+    content = artefact.file("kernel.so").read_bytes()
+    assert content == content_of(artefact.key, len(content)), "the artefact is not what its key says"
+    return len(content)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.002)
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    files = LateFiles(Path(request["late"]), request["host"], request["late_s"]) if "late" in request else None
+    cache = CompileCache(
+        Path(request["root"]), Path(request["local"]), lock_timeout_s=request.get("timeout", 60.0),
+        visibility_timeout_s=request.get("visibility", 10.0), files=files, host=request.get("host", ""),
+    )  # fmt: skip
+    key = make_key(request.get("size", 1))
+    compiler = FakeCompiler(
+        key,
+        Path(request["log"]),
+        request.get("seconds", 0.0),
+        request.get("bytes", ARTEFACT_BYTES),
+        request.get("own_words", False),
+    )
+    if "ready" in request:
+        Path(request["ready"], str(os.getpid())).touch()
+    if "go" in request:
+        wait_for(Path(request["go"]))
+    started = time.monotonic()
+    try:
+        loaded = cache.get(key, compiler, load)
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    artefact = cache.try_load(key)
+    return {"bytes": loaded, "path": str(artefact.path) if artefact else None, "seconds": time.monotonic() - started}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))

@@ -1,0 +1,152 @@
+"""CUDA sources with the real nvcc, cross-compiled for sm_90a, on a machine that need not have a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NOT_RUN
+from processes import environment
+
+from sonicmoe.jit import CompileCache, no_compile
+from sonicmoe.jit import toolchain as toolchain_module
+from sonicmoe.jit.cuda_source import CudaSource, resource_usage
+from sonicmoe.jit.errors import CompileError, KeyFieldError, SpillError, ToolchainError
+from sonicmoe.jit.probe import toolchain_probe
+from sonicmoe.jit.resources import require_no_spills
+from sonicmoe.jit.toolchain import CudaToolkit, find_toolkit
+
+pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs nvcc")
+DIMENSIONS = ["--E", "8", "--H", "256", "--I", "128"]
+# Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to keep them in.
+SPILLING = """\
+__global__ void __launch_bounds__(1024) hungry(float* x) {
+  float v[96];
+#pragma unroll
+  for (int i = 0; i < 96; ++i) v[i] = x[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 96; ++i) x[(95 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 1) % 96];
+}
+"""
+
+
+def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "sonicmoe.cli.warmup", *DIMENSIONS, "--json", *arguments]
+    return subprocess.run(line, env=environment(**env), capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory filled by the command."""
+    root = tmp_path_factory.mktemp("warmed")
+    done = command("--cache-dir", str(root))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["complete"] and {kernel["state"] for kernel in report["kernels"]} == {"built"}
+    assert json.loads(Path(report["record"]).read_text())["model"]["E"] == 8
+    return root
+
+
+@pytest.fixture
+def warm_cache(warmed: Path, tmp_path: Path) -> CompileCache:
+    return CompileCache(warmed, tmp_path / "local")
+
+
+@pytest.fixture
+def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(toolchain_module, "_PREFIXES", ())
+
+
+def test_warmed_directory_needs_no_compile_afterwards(warmed: Path) -> None:
+    done = command("--cache-dir", str(warmed), SONIC_MOE_FORBID_COMPILE="1")
+    assert done.returncode == 0 and {kernel["state"] for kernel in json.loads(done.stdout)["kernels"]} == {"cached"}
+
+
+def test_cold_directory_under_forbid_compile_is_one_line(tmp_path: Path) -> None:
+    done = command("--cache-dir", str(tmp_path), SONIC_MOE_FORBID_COMPILE="1")
+    assert done.returncode == 2 and done.stderr.startswith("Error: SONIC_MOE_FORBID_COMPILE=1 is in force")
+    assert "toolchain_probe[THREADS=256" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_module_loads_without_a_gpu_and_checks_its_arguments(warm_cache: CompileCache) -> None:
+    torch = pytest.importorskip("torch")
+    with no_compile():
+        module = toolchain_probe().load(warm_cache)
+    assert module.threads() == 256
+    assert toolchain_probe().load(warm_cache) is module
+    with pytest.raises(RuntimeError, match="x must be on a CUDA device"):
+        module.scale_add(torch.zeros(3), torch.zeros(3), 1.0)
+
+
+def test_report_shows_the_architecture_and_no_spill(warm_cache: CompileCache) -> None:
+    (kernel,) = resource_usage(toolchain_probe().compile(warm_cache))
+    assert kernel.arch == "sm_90a" and "scale_add" in kernel.kernel and 0 < kernel.registers <= 32
+    require_no_spills([kernel])
+
+
+def test_spilling_kernel_is_found_out(tmp_path: Path) -> None:
+    source = tmp_path / "hungry.cu"
+    source.write_text(SPILLING)
+    cache = CompileCache(tmp_path / "cache", tmp_path / "local")
+    usage = resource_usage(CudaSource.make("hungry", source).compile(cache))
+    assert usage[0].spills and usage[0].registers <= 64
+    with pytest.raises(SpillError, match=r"hungry.*spills"):
+        require_no_spills(usage)
+
+
+def test_compile_error_ends_with_the_compilers_words(tmp_path: Path) -> None:
+    source = tmp_path / "broken.cu"
+    source.write_text("int f() { return undefined; }\n")
+    cache = CompileCache(tmp_path / "cache", tmp_path / "local")
+    with pytest.raises(CompileError, match=r"broken did not compile[\s\S]*broken\.cu\(1\)"):
+        CudaSource.make("broken", source).compile(cache)
+    assert list((tmp_path / "cache" / "staging").iterdir()) == []
+
+
+def test_key_follows_macros_flags_sources_and_nothing_else(tmp_path: Path) -> None:
+    header, source = tmp_path / "tile.cuh", tmp_path / "k.cu"
+    header.write_text("#define TILE 128\n")
+    source.write_text('#include "tile.cuh"\n')
+
+    def digest(**changes: Any) -> str:
+        return CudaSource.make("k", source, **{"defines": {"E": 8}, **changes}).key().digest
+
+    base = digest()
+    assert digest() == base
+    variants = [digest(defines={"E": 16}), digest(flags=("-G",)), digest(arch="sm_100a")]
+    header.write_text("#define TILE 256\n")
+    assert len({base, digest(), *variants}) == 5
+    with pytest.raises(KeyFieldError, match="NUM_TOKENS"):
+        digest(defines={"NUM_TOKENS": 4096})
+
+
+def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(
+    no_toolkit: None, warm_cache: CompileCache
+) -> None:
+    assert find_toolkit() is None and toolchain_probe().key().toolchain is None
+    assert toolchain_probe().load(warm_cache).threads() == 256
+    with pytest.raises(ToolchainError, match="CUDA_HOME"):
+        toolchain_probe(threads=128).load(warm_cache)
+
+
+def test_toolkit_is_found_through_a_wrapper_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = find_toolkit()
+    assert real is not None
+    wrapper = tmp_path / "nvcc"
+    wrapper.write_text(f'#!/bin/sh\nexec {real.nvcc} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    found = find_toolkit()
+    assert isinstance(found, CudaToolkit) and found.version == real.version
+    assert (found.home / "bin" / "nvcc").samefile(real.nvcc)

@@ -1,0 +1,87 @@
+"""CuTe DSL kernels compiled ahead of time for sm_90a, loaded without CuTe DSL."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import NOT_RUN
+from processes import environment
+
+from sonicmoe.jit import CompileCache
+from sonicmoe.jit.cuda_source import resource_usage
+from sonicmoe.jit.cute_kernel import CuteKernel
+from sonicmoe.jit.errors import CompileError, KeyFieldError, ToolchainError
+from sonicmoe.jit.resources import require_no_spills
+from sonicmoe.jit.toolchain import find_toolkit
+
+SAMPLE = Path(__file__).with_name("cute_sample.py")
+HAS_CUTE = importlib.util.find_spec("cutlass") is not None and find_toolkit() is not None
+needs_cute = pytest.mark.skipif(not HAS_CUTE, reason=f"{NOT_RUN}needs nvidia-cutlass-dsl and nvcc")
+
+
+def sample(threads: int = 128, name: str = "scale_add") -> CuteKernel:
+    return CuteKernel.make(name, "cute_sample:compile_scale_add", {"threads": threads}, SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
+    root = tmp_path_factory.mktemp("cute")
+    cache = CompileCache(root / "cache", root / "local")
+    sample().compile(cache)
+    return cache
+
+
+@needs_cute
+def test_artefact_loads_without_cute(warmed: CompileCache) -> None:
+    program = (
+        "import sys; sys.modules['cutlass'] = None\n"
+        "from pathlib import Path; from sonicmoe.jit import CompileCache, no_compile\n"
+        "from test_jit_cute_kernel import sample\n"
+        "import json, torch\n"
+        f"cache = CompileCache(Path({str(warmed.root)!r}), Path({str(warmed.local_root)!r}))\n"
+        "with no_compile(): function = sample().load(cache)\n"
+        "try: function(torch.zeros(3), torch.zeros(3), 1.0)\n"
+        "except ValueError as error: print(json.dumps(str(error)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "expected device_type=cuda" in json.loads(done.stdout)
+
+
+@needs_cute
+def test_report_shows_the_architecture_and_no_spill(warmed: CompileCache) -> None:
+    (kernel,) = resource_usage(sample().compile(warmed))
+    assert kernel.arch == "sm_90a" and kernel.registers > 0
+    require_no_spills([kernel])
+
+
+@needs_cute
+def test_compile_error_ends_with_the_compilers_words(tmp_path: Path) -> None:
+    broken = CuteKernel.make("broken", "cute_sample:no_such_function", {}, SAMPLE)
+    with pytest.raises(CompileError, match=r"broken did not compile[\s\S]*no_such_function"):
+        broken.compile(CompileCache(tmp_path / "cache", tmp_path / "local"))
+
+
+@pytest.mark.skipif(HAS_CUTE, reason="CuTe DSL is installed")
+def test_without_cute_a_miss_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ToolchainError, match=r"scale_add\[.*threads=128.*sonicmoe warmup"):
+        sample().load(CompileCache(tmp_path / "cache", tmp_path / "local"))
+
+
+def test_key_follows_statics_and_source(tmp_path: Path) -> None:
+    copy = tmp_path / "cute_sample.py"
+    copy.write_text(SAMPLE.read_text())
+    keys = {sample().key().family, sample(256).key().family}
+    moved = CuteKernel.make("scale_add", "cute_sample:compile_scale_add", {"threads": 128}, copy)
+    assert moved.key().family in keys
+    copy.write_text(SAMPLE.read_text() + "# changed\n")
+    assert moved.key().family not in keys
+    with pytest.raises(KeyFieldError, match="num_tokens"):
+        CuteKernel.make("scale_add", "cute_sample:compile_scale_add", {"num_tokens": 1}, SAMPLE).key()

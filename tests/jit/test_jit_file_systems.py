@@ -1,0 +1,264 @@
+"""Read-only, full and network-like file systems: real mounts where permitted, and injected faults everywhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+from late_files import LateFiles
+from processes import Field
+from racer import FakeCompiler, load, make_key
+
+from sonicmoe.jit import CompileCache, CompileKey
+from sonicmoe.jit.errors import CacheUnwritableError
+from sonicmoe.jit.files import StoreFiles
+
+Compilers = Callable[..., FakeCompiler]
+PROCESSES = 8
+
+
+def shell(prefix: tuple[str, ...], setup: str) -> tuple[str, ...]:
+    """Run `setup`, then the rest of the command, in a mount namespace of its own."""
+    return (*prefix, f'{setup} && exec "$@"', "sh")
+
+
+def read_only(folder: Path) -> str:
+    return f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}"
+
+
+def small(folder: Path, kib: int) -> str:
+    folder.mkdir(exist_ok=True)
+    return f"mount -t tmpfs -o size={kib}k none {folder}"
+
+
+# Real mounts
+
+
+def test_read_only_prewarmed_works_in_silence(field: Field, mounts: tuple[str, ...]) -> None:
+    field.run()
+    result = field.run(prefix=shell(mounts, read_only(field.root)))
+    assert result["bytes"] == 4096 and result["log"] == ""
+    assert result["path"].startswith(str(field.root)) and not field.local.exists()
+
+
+def test_read_only_miss_is_explained_and_goes_to_the_node(field: Field, mounts: tuple[str, ...]) -> None:
+    field.run(size=1)
+    prefix = shell(mounts, read_only(field.root))
+    results = field.race([{"size": 2, "seconds": 0.2, "prefix": prefix} for _ in range(PROCESSES)])
+    assert all(result["path"].startswith(str(field.local)) for result in results)
+    assert field.builds() == {1: 1, 2: 1}, "the processes of a node share its fallback"
+    assert "read-only file system (EROFS)" in results[0]["log"] and "SONIC_MOE_CACHE_DIR" in results[0]["log"]
+    again = field.run(size=2, prefix=prefix)
+    assert again["bytes"] == 4096 and again["log"] == ""
+
+
+def test_nowhere_to_write_is_one_clear_error(field: Field, mounts: tuple[str, ...]) -> None:
+    field.root.mkdir()
+    field.local.mkdir(mode=0o700)
+    setup = f"{read_only(field.root)} && {read_only(field.local)}"
+    result = field.run(prefix=shell(mounts, setup))
+    assert result["error"] == "CacheUnwritableError"
+    for part in (
+        str(make_key()),
+        str(field.root),
+        str(field.local),
+        "EROFS",
+        "sonicmoe warmup",
+        "SONIC_MOE_LOCAL_CACHE_DIR",
+    ):
+        assert part in result["message"]
+
+
+@pytest.mark.parametrize("own_words", [False, True])
+def test_full_disk_goes_to_the_node(field: Field, mounts: tuple[str, ...], own_words: bool) -> None:
+    """`own_words`: the compiler meets the full disk and reports an error that says nothing of it."""
+    prefix = shell(mounts, small(field.root, 128))
+    result = field.run(prefix=prefix, bytes=1 << 20, own_words=own_words)
+    assert result["bytes"] == 1 << 20 and result["path"].startswith(str(field.local))
+    assert "the file system is full (ENOSPC)" in result["log"]
+
+
+def test_full_disk_without_a_fallback_is_one_clear_error(field: Field, mounts: tuple[str, ...]) -> None:
+    setup = f"{small(field.root, 128)} && {small(field.local, 128)} && chmod 700 {field.local}"
+    result = field.run(prefix=shell(mounts, setup), bytes=1 << 20)
+    assert result["error"] == "CacheUnwritableError" and result["message"].count("ENOSPC") == 2
+
+
+def test_disk_without_room_for_a_lock(field: Field, mounts: tuple[str, ...]) -> None:
+    setup = f"{small(field.root, 64)} && dd if=/dev/zero of={field.root}/filler bs=1k count=64 2>/dev/null; true"
+    result = field.run(prefix=shell(mounts, setup))
+    assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
+
+
+# Injected faults
+
+
+class FailingFiles(StoreFiles):
+    """Raises `error` from one operation on paths below `root`."""
+
+    def __init__(self, root: Path, operation: str, number: int) -> None:
+        self.root, self.operation, self.number = root, operation, number
+
+    def _check(self, operation: str, path: Path) -> None:
+        if operation == self.operation and path.is_relative_to(self.root):
+            raise OSError(self.number, os.strerror(self.number), str(path))
+
+    def make_dir(self, path: Path) -> None:
+        self._check("make_dir", path)
+        super().make_dir(path)
+
+    def write_text(self, path: Path, text: str) -> None:
+        self._check("write_text", path)
+        super().write_text(path, text)
+
+    def sync_tree(self, folder: Path) -> None:
+        self._check("sync_tree", folder)
+        super().sync_tree(folder)
+
+    def publish(self, source: Path, target: Path) -> None:
+        self._check("publish", source)
+        super().publish(source, target)
+
+
+@pytest.mark.parametrize("operation", ["make_dir", "write_text", "sync_tree", "publish"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
+def test_any_storage_fault_at_any_step_goes_to_the_node(
+    field: Field, key: CompileKey, compiler: Compilers, operation: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FailingFiles(field.root, operation, number)
+    cache = CompileCache(field.root, field.local, visibility_timeout_s=0.02, files=files)
+    artefact = cache.build(key, compiler(key))
+    assert load(artefact) == 4096 and artefact.path.is_relative_to(field.local)
+    assert errno.errorcode[number] in caplog.text and str(field.root) in caplog.text
+    assert cache.try_load(key) is not None
+    cache.build(make_key(2), compiler(make_key(2)))
+    assert caplog.text.count("compile cache") == 1, "explained once"
+    leftovers = field.root / "staging"
+    assert not leftovers.exists() or list(leftovers.iterdir()) == []
+
+
+def test_both_directories_failing_is_one_clear_error(field: Field, key: CompileKey, compiler: Compilers) -> None:
+    cache = CompileCache(field.root, field.local, files=FailingFiles(field.folder, "make_dir", errno.ENOSPC))
+    with pytest.raises(CacheUnwritableError) as raised:
+        cache.build(key, compiler(key))
+    for part in (str(key), str(field.root), str(field.local), "ENOSPC", "SONIC_MOE_CACHE_DIR"):
+        assert part in str(raised.value)
+
+
+def test_rename_visible_late_is_waited_for(field: Field) -> None:
+    """Eight hosts; what one publishes the others see a second later, although they already hold the lock."""
+    ledger = field.folder / "ledger"
+    ledger.mkdir()
+    results = field.race(
+        [{"late": str(ledger), "late_s": 1.0, "host": f"node{index}", "seconds": 0.1} for index in range(PROCESSES)]
+    )
+    assert [result.get("bytes") for result in results] == [4096] * PROCESSES
+    assert field.builds() == {1: 1}
+    assert max(result["seconds"] for result in results) >= 1.0, "somebody had to wait for the rename to show"
+
+
+def test_rename_that_never_shows_is_not_waited_for_without_bound(field: Field) -> None:
+    ledger = field.folder / "ledger"
+    ledger.mkdir()
+    late = {"late": str(ledger), "late_s": 1000.0, "visibility": 0.3}
+    field.run(host="node0", **late)
+    result = field.run(host="node1", **late)
+    assert result["bytes"] == 4096 and result["seconds"] < 5
+    assert field.builds() == {1: 2} or field.builds() == {1: 3}
+
+
+def test_removed_artefact_costs_no_wait_on_the_same_host(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
+    slow_to_give_up = CompileCache(cache.root, cache.local_root, visibility_timeout_s=60)
+    artefact = slow_to_give_up.build(key, compiler(key))
+    for path in artefact.path.iterdir():
+        path.unlink()
+    artefact.path.rmdir()
+    done = threading.Event()
+    worker = threading.Thread(target=lambda: (slow_to_give_up.build(key, compiler(key)), done.set()), daemon=True)
+    worker.start()
+    assert done.wait(5)
+
+
+def publish_first(field: Field, key: CompileKey, compiler: Compilers) -> Callable[[Path], None]:
+    """A compiler during whose work another process, whose lock was lost, publishes the same key."""
+
+    def build(folder: Path) -> None:
+        compiler(key)(folder)
+        rival = CompileCache(field.folder / "rival", field.local).build(key, compiler(key))
+        target = field.root / "artefacts" / "fake" / key.digest
+        target.parent.mkdir(parents=True, exist_ok=True)
+        manifest = json.loads((rival.path / "manifest.json").read_text())
+        manifest["built"]["host"] = "winner"
+        (rival.path / "manifest.json").write_text(json.dumps(manifest))
+        rival.path.rename(target)
+
+    return build
+
+
+def test_loser_of_a_race_uses_the_winners_artefact(
+    cache: CompileCache, field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    artefact = cache.build(key, publish_first(field, key, compiler))
+    assert artefact.manifest["built"]["host"] == "winner" and load(artefact) == 4096
+    assert list((field.root / "staging").iterdir()) == []
+
+
+def test_rename_that_worked_and_reports_an_error(field: Field, key: CompileKey, compiler: Compilers) -> None:
+    """A repeated network request: the first one did it, the answer to the second says that the source is gone."""
+
+    class Repeating(StoreFiles):
+        def publish(self, source: Path, target: Path) -> None:
+            super().publish(source, target)
+            if target.name == key.digest:
+                raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
+
+    artefact = CompileCache(field.root, field.local, files=Repeating()).build(key, compiler(key))
+    assert artefact.path.is_relative_to(field.root) and load(artefact) == 4096
+
+
+def test_staging_swept_by_a_new_holder_ends_well(
+    cache: CompileCache, field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    """This process's lock was lost (a network lease ran out): the next holder removed our directory and published."""
+
+    def build(folder: Path) -> None:
+        publish_first(field, key, compiler)(folder)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    artefact = cache.build(key, build)
+    assert load(artefact) == 4096
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(errno.ENOLCK, "No locks available"), OSError(errno.ENOSYS, "flock"), NotImplementedError("flock")]
+)
+def test_file_system_without_locks_still_publishes(
+    field: Field, key: CompileKey, compiler: Compilers, fault: Exception, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    cache = CompileCache(field.root, field.local)
+    assert load(cache.build(key, compiler(key))) == 4096
+    assert "no file locks" in caplog.text
+
+
+def test_late_files_really_hides(tmp_path: Path) -> None:
+    writer, reader = (LateFiles(tmp_path / "ledger", host, 1000.0) for host in ("a", "b"))
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "staged").mkdir()
+    (tmp_path / "store").mkdir()
+    writer.publish(tmp_path / "staged", tmp_path / "store" / "x")
+    assert (writer.names(tmp_path / "store"), reader.names(tmp_path / "store")) == (["x"], [])

@@ -1,0 +1,63 @@
+"""On the GPU: what was compiled ahead is what a launch finds, at every length, under `no_compile()`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NOT_RUN
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.jit import CompileCache, default_cache, no_compile
+from sonicmoe.jit.cute_kernel import CuteKernel
+from sonicmoe.jit.probe import toolchain_probe
+from sonicmoe.jit.triton_variant import TritonVariant
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+LENGTHS = (0, 1, 15, 16, 1000, 65536)
+
+
+def check_launches(scale_add: Any) -> None:
+    for length in LENGTHS:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.arange(length, dtype=torch.float32, device="cuda")
+            y = torch.ones_like(x)
+            scale_add(x, y)
+        torch.cuda.synchronize()
+        assert torch.equal(y, 2 * x + 1)
+
+
+def test_cuda_source(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache", tmp_path / "local")
+    toolchain_probe().compile(cache)
+    with no_compile():
+        module = toolchain_probe().load(cache)
+        check_launches(lambda x, y: module.scale_add(x, y, 2.0))
+
+
+def test_triton_kernel(tmp_path: Path) -> None:
+    import triton_sample
+
+    with SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local").activate():
+        TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}).compile(default_cache())
+
+        def scale_add(x: Any, y: Any) -> None:
+            if len(x):
+                triton_sample.scale_add[(-(-len(x) // 256),)](x, y, 2.0, len(x), BLOCK=256)
+
+        with no_compile():
+            check_launches(scale_add)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason=f"{NOT_RUN}needs nvidia-cutlass-dsl")
+def test_cute_kernel(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache", tmp_path / "local")
+    source = Path(__file__).with_name("cute_sample.py")
+    kernel = CuteKernel.make("scale_add", "cute_sample:compile_scale_add", {"threads": 128}, source)
+    kernel.compile(cache)
+    with no_compile():
+        function = kernel.load(cache)
+        check_launches(lambda x, y: function(x, y, 2.0) if len(x) else None)

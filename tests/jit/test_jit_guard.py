@@ -1,0 +1,92 @@
+"""`no_compile()` and SONIC_MOE_FORBID_COMPILE."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from processes import Field
+from racer import FakeCompiler, load, make_key
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.jit import CompileCache, CompileKey, no_compile
+from sonicmoe.jit.errors import CompileForbiddenError
+
+Compilers = Callable[..., FakeCompiler]
+
+
+def test_compile_raises_and_names_kernel_and_key(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
+) -> None:
+    with no_compile(), pytest.raises(CompileForbiddenError) as raised:
+        cache.get(key, compiler(key), load)
+    assert (
+        str(key) in str(raised.value) and "no_compile()" in str(raised.value) and "sonicmoe warmup" in str(raised.value)
+    )
+    assert not field.log.exists()
+
+
+def test_cached_kernels_load(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+    cache.build(key, compiler(key))
+    with no_compile():
+        assert cache.get(key, compiler(key), load) == 4096
+
+
+def test_other_threads_are_covered(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+    errors: list[Exception] = []
+
+    def compile_elsewhere() -> None:
+        try:
+            cache.build(key, compiler(key))
+        except Exception as error:
+            errors.append(error)
+
+    with no_compile():
+        thread = threading.Thread(target=compile_elsewhere)
+        thread.start()
+        thread.join()
+    assert [type(error) for error in errors] == [CompileForbiddenError]
+
+
+def test_nesting_and_leaving(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+    with pytest.raises(RuntimeError, match="body"), no_compile():
+        with no_compile():
+            pass
+        with pytest.raises(CompileForbiddenError):
+            cache.build(key, compiler(key))
+        raise RuntimeError("body")
+    cache.build(key, compiler(key))
+
+
+def test_damaged_artefact_counts_as_a_compile(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+    path = cache.build(key, compiler(key)).path
+    (path / "kernel.so").write_bytes(b"")
+    with no_compile(), pytest.raises(CompileForbiddenError, match=r"damaged: kernel\.so has 0 bytes instead of 4096"):
+        cache.build(key, compiler(key))
+
+
+def test_rebuild_after_failed_load_counts_as_a_compile(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
+    cache.build(key, compiler(key))
+
+    def refuse(artefact: object) -> None:
+        raise OSError("bad ELF")
+
+    with no_compile(), pytest.raises(CompileForbiddenError, match="does not load on this host: bad ELF"):
+        cache.get(key, compiler(key), refuse)
+
+
+def test_environment_variable_covers_a_process(field: Field) -> None:
+    forbidden = field.run(env={"SONIC_MOE_FORBID_COMPILE": "1"})
+    assert forbidden["error"] == "CompileForbiddenError"
+    assert "SONIC_MOE_FORBID_COMPILE=1" in forbidden["message"] and str(make_key()) in forbidden["message"]
+    assert field.builds() == {}
+    field.run()
+    assert field.run(env={"SONIC_MOE_FORBID_COMPILE": "1"})["bytes"] == 4096
+
+
+def test_configuration_field_forbids(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+    with SonicMoEConfig(forbid_compile=True).activate(), pytest.raises(CompileForbiddenError):
+        cache.build(key, compiler(key))

@@ -1,0 +1,115 @@
+"""Compile keys: stable, static, and complete."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import environment
+from racer import make_key
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.jit import CompileKey
+from sonicmoe.jit.errors import KeyFieldError
+from sonicmoe.jit.key import source_fingerprint
+
+BASE: dict[str, Any] = {
+    "arch": "sm_90a",
+    "statics": {"H": 3072, "E": 8, "activation": ActivationType.SWIGLU, "tile": [128, 192], "fast": True},
+    "fingerprint": {"sources": "abc", "abi": "x86_64-glibc"},
+    "toolchain": {"nvcc": "13.0.88"},
+}
+
+
+def test_digest_is_the_same_in_every_process_and_order() -> None:
+    key = CompileKey.make("gemm", **BASE)
+    reordered = dict(reversed(BASE["statics"].items()))
+    assert CompileKey.make("gemm", **{**BASE, "statics": reordered}).digest == key.digest
+    program = (
+        "from sonicmoe.jit import CompileKey; from sonicmoe.enums import ActivationType\n"
+        "print(CompileKey.make('gemm', arch='sm_90a', statics={'tile': (128, 192), 'fast': True, 'E': 8, 'H': 3072,"
+        "'activation': 'swiglu'}, fingerprint={'abi': 'x86_64-glibc', 'sources': 'abc'}, toolchain={'nvcc': '13.0.88'}).digest)"
+    )
+    for seed in ("1", "2"):
+        env = environment(PYTHONHASHSEED=seed)
+        printed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        assert printed.stdout.strip() == key.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arch": "sm_100a"},
+        {"statics": {**BASE["statics"], "H": 3073}},
+        {"statics": {**BASE["statics"], "fast": False}},
+        {"statics": {**BASE["statics"], "fast": 1}},
+        {"fingerprint": {"sources": "abd", "abi": "x86_64-glibc"}},
+        {"toolchain": {"nvcc": "13.1.0"}},
+    ],
+)
+def test_every_part_counts(change: dict[str, Any]) -> None:
+    assert CompileKey.make("gemm", **{**BASE, **change}).digest != CompileKey.make("gemm", **BASE).digest
+
+
+def test_toolchain_does_not_change_the_family() -> None:
+    other = CompileKey.make("gemm", **{**BASE, "toolchain": {"nvcc": "13.1.0"}})
+    unknown = CompileKey.make("gemm", **{**BASE, "toolchain": None})
+    key = CompileKey.make("gemm", **BASE)
+    assert key.family == other.family == unknown.family
+    record = json.loads(json.dumps(key.record()))
+    assert key.accepts(record) and unknown.accepts(record) and not other.accepts(record)
+    with pytest.raises(KeyFieldError, match="toolchain"):
+        _ = unknown.digest
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["T", "TK", "M", "tokens", "num_tokens", "tokens_per_expert", "batch_size", "seq_len", "seqlen", "rows", "num_rows",
+     "expert_counts", "total_m", "offsets", "valid_slots"],
+)  # fmt: skip
+def test_token_counts_are_refused(name: str) -> None:
+    with pytest.raises(KeyFieldError, match=f"{name}.*token count"):
+        CompileKey.make("gemm", **{**BASE, "statics": {name: 4096}})
+
+
+@pytest.mark.parametrize(
+    "name", ["E", "H", "I", "K", "topk", "tile_m", "rows_per_cta", "tokens_per_block", "dtype", "stages"]
+)
+def test_static_dimensions_pass(name: str) -> None:
+    assert dict(CompileKey.make("gemm", **{**BASE, "statics": {name: 4}}).statics) == {name: 4}
+
+
+@pytest.mark.parametrize("value", [1.5, object(), {"a": 1}, [1, 2.0], b"x"])
+def test_values_without_a_stable_spelling_are_refused(value: Any) -> None:
+    with pytest.raises(KeyFieldError, match=r"gemm\.alpha"):
+        CompileKey.make("gemm", **{**BASE, "statics": {"alpha": value}})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch"), [("../evil", "sm_90a"), ("Gemm", "sm_90a"), ("", "sm_90a"), ("gemm", "../x")]
+)
+def test_names_cannot_leave_the_cache(kernel: str, arch: str) -> None:
+    with pytest.raises(KeyFieldError):
+        CompileKey.make(kernel, **{**BASE, "arch": arch})
+
+
+def test_fingerprint_follows_quoted_headers(tmp_path: Path) -> None:
+    include = tmp_path / "include"
+    include.mkdir()
+    source, near, far = tmp_path / "k.cu", tmp_path / "near.cuh", include / "far.cuh"
+    source.write_text('#include "near.cuh"\n#include <cuda_runtime.h>\n')
+    near.write_text('  # include "far.cuh"\n#include "not_there.h"\n')
+    far.write_text('#include "../near.cuh"\n')  # a cycle
+    before = source_fingerprint([source], [include])
+    assert source_fingerprint([source], [include]) == before
+    far.write_text("// changed\n")
+    assert source_fingerprint([source], [include]) != before
+
+
+def test_message_names_kernel_fields_and_key() -> None:
+    key = make_key(7)
+    assert str(key) == f"fake[H=7, arch=sm_90a] key {key.digest}"

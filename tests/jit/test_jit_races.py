@@ -1,0 +1,159 @@
+"""Real processes on one cache directory: races, kills, stale holders, clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import Field, environment
+from racer import make_key
+
+PROCESSES = 8
+FUTURE, PAST = 4102444800, 1
+
+
+def published(field: Field) -> list[str]:
+    return sorted(path.name for path in (field.root / "artefacts" / "fake").iterdir())
+
+
+def hold(lock: Path) -> subprocess.Popen[str]:
+    """A process that holds a lock file, knows nothing of the cache, and never ends by itself."""
+    program = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "1\n"
+    return holder
+
+
+def test_same_key_is_built_once(field: Field) -> None:
+    results = field.race([{"seconds": 0.3}] * PROCESSES)
+    assert [result.get("bytes") for result in results] == [4096] * PROCESSES
+    assert len({result["path"] for result in results}) == 1
+    assert field.builds() == {1: 1}
+    assert list((field.root / "staging").iterdir()) == []
+
+
+def test_different_keys_are_each_built_once(field: Field) -> None:
+    results = field.race([{"seconds": 0.2, "size": 1 + index % 4} for index in range(PROCESSES)])
+    assert all(result.get("bytes") == 4096 for result in results)
+    assert field.builds() == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert published(field) == sorted(make_key(size).digest for size in range(1, 5))
+
+
+def test_different_keys_do_not_wait_for_each_other(field: Field) -> None:
+    slow = field.start(size=1, seconds=20.0)
+    field.until(lambda: field.builds() == {1: 1})
+    assert field.run(size=2)["seconds"] < 5
+    slow.process.kill()
+    slow.process.communicate()
+
+
+def test_kill_in_the_middle_of_a_build_then_restart(field: Field) -> None:
+    victim = field.start(seconds=60.0)
+    field.until(lambda: any((field.root / "staging").glob("*/kernel.so")))
+    victim.process.send_signal(signal.SIGKILL)
+    victim.process.communicate()
+    assert len(list((field.root / "staging").iterdir())) == 1, "the victim left its half behind"
+    result = field.run()
+    assert result["bytes"] == 4096 and result["seconds"] < 5
+    assert f"pid {victim.process.pid}" in result["log"] and "ended before it was complete" in result["log"]
+    assert list((field.root / "staging").iterdir()) == []
+    assert field.builds() == {1: 2}
+
+
+def test_waiters_take_over_from_a_killed_builder(field: Field) -> None:
+    victim = field.start(seconds=60.0)
+    field.until(lambda: field.builds() == {1: 1})
+    waiters = [field.start(seconds=0.1) for _ in range(3)]
+    time.sleep(0.5)
+    victim.process.kill()
+    victim.process.communicate()
+    assert [waiter.result()["bytes"] for waiter in waiters] == [4096] * 3
+    assert field.builds() == {1: 2}
+
+
+def test_bounded_wait_names_the_holder(field: Field) -> None:
+    holder = field.start(seconds=60.0)
+    field.until(lambda: field.builds() == {1: 1})
+    result = field.run(timeout=1.0)
+    assert result["error"] == "CompileLockTimeout"
+    for part in (str(make_key()), f"pid {holder.process.pid}", f"host {os.uname().nodename}", "since 20", "waited 1 s",
+                 "SONIC_MOE_LOCK_TIMEOUT"):  # fmt: skip
+        assert part in result["message"]
+    holder.process.kill()
+    holder.process.communicate()
+    assert field.run()["bytes"] == 4096
+
+
+def test_waiter_goes_on_when_the_artefact_appears_under_a_held_lock(field: Field) -> None:
+    """A holder that published and then hangs, for example on its way out of a network file system call."""
+    field.run()
+    artefact, key = field.root / "artefacts" / "fake" / make_key().digest, make_key()
+    hidden = artefact.with_name("hidden")
+    artefact.rename(hidden)
+    lock = field.root / "locks" / f"fake-{key.digest}.lock"
+    holder = hold(lock)
+    waiter = field.start(timeout=30.0)
+    time.sleep(0.5)
+    hidden.rename(artefact)
+    assert waiter.result()["bytes"] == 4096
+    assert holder.poll() is None
+    holder.kill()
+    holder.communicate()
+    assert field.builds() == {1: 1}
+
+
+def test_forked_child_of_a_dead_holder_does_not_keep_the_lock(field: Field) -> None:
+    """A data loader forked in the middle of a build inherits the descriptor, and must not inherit the lock."""
+    program = (
+        "import os, time; from pathlib import Path; from racer import *\n"
+        "def build(folder):\n"
+        "    child = os.fork()\n"
+        "    if child == 0: time.sleep(60)\n"
+        "    print(child, flush=True); os.kill(os.getpid(), 9)\n"
+        f"CompileCache(Path({str(field.root)!r}), Path({str(field.local)!r})).build(make_key(), build)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment())
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert parent.wait() == -signal.SIGKILL
+    try:
+        assert field.run(timeout=5.0)["bytes"] == 4096
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_lock_held_for_a_dead_process_is_explained(field: Field) -> None:
+    key, locks = make_key(), field.root / "locks"
+    locks.mkdir(parents=True)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    note = {"pid": gone.pid, "host": os.uname().nodename, "since": "2026-01-01T00:00:00Z"}
+    (locks / f"fake-{key.digest}.json").write_text(json.dumps(note))
+    holder = hold(locks / f"fake-{key.digest}.lock")
+    result = field.run(timeout=0.3)
+    assert result["error"] == "CompileLockTimeout" and f"pid {gone.pid}" in result["message"]
+    assert "that process is gone, so one of its forked children keeps the lock" in result["message"]
+    holder.kill()
+    holder.communicate()
+
+
+@pytest.mark.parametrize("moment", [FUTURE, PAST])
+def test_clocks_do_not_matter(field: Field, moment: int) -> None:
+    """Modification times of another host's wrong clock, on every file the cache has."""
+    victim = field.start(size=2, seconds=60.0)
+    field.until(lambda: field.builds() == {2: 1})
+    victim.process.kill()
+    victim.process.communicate()
+    field.run(size=1)
+    for path in [field.root, *field.root.rglob("*")]:
+        os.utime(path, (moment, moment))
+    results = field.race([{"size": 1 + index % 2} for index in range(PROCESSES)])
+    assert [result.get("bytes") for result in results] == [4096] * PROCESSES
+    assert field.builds() == {1: 1, 2: 2}, "the killed build was redone once, the good artefact not at all"

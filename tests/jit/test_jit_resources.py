@@ -1,0 +1,52 @@
+"""Reading ptxas' report."""
+
+from __future__ import annotations
+
+import pytest
+
+from sonicmoe.jit.errors import SpillError
+from sonicmoe.jit.resources import KernelResources, parse_ptxas, require_no_spills
+
+REPORT = """\
+[1/2] nvcc -Xptxas -v -c gemm.cu
+ptxas info    : 12 bytes gmem, 8 bytes cmem[4]
+ptxas info    : Compiling entry function '_Z4gemmPKf' for 'sm_90a'
+ptxas info    : Function properties for _Z4gemmPKf
+    552 bytes stack frame, 504 bytes spill stores, 620 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 552 bytes cumulative stack size, 1024 bytes smem
+ptxas info    : Compile time = 100.000 ms
+ptxas info    : Compiling entry function 'clean' for 'sm_90a'
+ptxas info    : Function properties for clean
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, used 0 barriers
+ptxas info    : Function properties for helper
+    16 bytes stack frame, 16 bytes spill stores, 16 bytes spill loads
+"""
+SERIALISED = (
+    "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ill formed "
+    "pipeline stage in the function 'clean'\n"
+)
+
+
+def test_every_figure_is_read() -> None:
+    assert parse_ptxas(REPORT) == (
+        KernelResources("_Z4gemmPKf", "sm_90a", 168, 552, 504, 620, 1024),
+        KernelResources("clean", "sm_90a", 10),
+    )
+
+
+def test_spills_raise_and_name_the_kernel() -> None:
+    gemm, clean = parse_ptxas(REPORT)
+    require_no_spills([clean])
+    require_no_spills([gemm], allowed_bytes=2000)
+    with pytest.raises(SpillError, match="_Z4gemmPKf spills 504 bytes of stores and 620 of loads at 168 registers"):
+        require_no_spills([gemm, clean])
+
+
+def test_serialised_wgmma_raises() -> None:
+    with pytest.raises(SpillError, match="clean: ptxas serialised"):
+        require_no_spills(parse_ptxas(REPORT + SERIALISED)[1:])
+
+
+def test_nothing_to_read() -> None:
+    assert parse_ptxas("ninja: no work to do.") == ()

@@ -1,0 +1,128 @@
+"""Triton kernels in the package's cache, compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NOT_RUN
+from processes import environment
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.jit import default_cache, no_compile
+from sonicmoe.jit.errors import CompileForbiddenError, KeyFieldError
+from sonicmoe.jit.plan import ModelSpec
+from sonicmoe.jit.triton_variant import TritonVariant
+from sonicmoe.jit.warmup import warm_up
+
+triton = pytest.importorskip("triton", reason=f"{NOT_RUN}needs triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip(f"{NOT_RUN}TRITON_INTERPRET=1 compiles nothing", allow_module_level=True)
+
+import triton_sample  # noqa: E402
+from triton import language as tl  # noqa: E402
+
+from sonicmoe.jit.triton_kernel import stored_jit  # noqa: E402
+
+VARIANT = TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256})
+
+
+class AbsentGPU:
+    """Stands in for the driver up to the point of the launch."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory filled by worker processes."""
+    root = tmp_path_factory.mktemp("triton")
+    with SonicMoEConfig(cache_dir=root / "cache", local_cache_dir=root / "local").activate():
+        report = warm_up(ModelSpec(8, 64, 64), default_cache(), compile_jobs=[VARIANT])
+    assert report.complete, report.kernels[0].message
+    return root
+
+
+@pytest.fixture
+def launches(warmed: Path) -> Iterator[None]:
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(AbsentGPU())
+    triton_sample.scale_add.device_caches.clear()
+    with SonicMoEConfig(cache_dir=warmed / "cache", local_cache_dir=warmed / "local").activate():
+        yield
+    driver._active = before
+
+
+def launch(num_tokens: int, block: int = 256, kernel: Any = triton_sample.scale_add) -> Any:
+    pointer = triton.runtime.jit.MockTensor(tl.float32)
+    return kernel.run(pointer, pointer, 3.0, num_tokens, BLOCK=block, grid=(1,), warmup=True)
+
+
+def test_warmed_kernel_is_what_a_launch_looks_for_at_any_token_count(launches: None) -> None:
+    with no_compile():
+        kernels = {id(launch(count)) for count in (0, 1, 15, 16, 1000, 65536)}
+    assert len(kernels) == 1
+
+
+def test_cold_variant_raises_under_no_compile(launches: None) -> None:
+    with no_compile(), pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90\]"):
+        launch(1000, block=512)
+
+
+def test_artefact_is_complete_and_for_the_architecture(warmed: Path) -> None:
+    (artefact,) = (warmed / "cache" / "artefacts" / "triton_scale_add").iterdir()
+    assert {"scale_add.cubin", "scale_add.json", "scale_add.ptx", "manifest.json"} <= {
+        path.name for path in artefact.iterdir()
+    }
+    assert ".target sm_90a" in (artefact / "scale_add.ptx").read_text()
+
+
+def test_other_triton_users_keep_their_cache(
+    launches: None, warmed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    before = sorted(path.name for path in (warmed / "cache" / "artefacts").iterdir())
+    launch(1000, kernel=triton.jit(triton_sample.scale_add.fn, do_not_specialize=["num_tokens"]))
+    assert sorted(path.name for path in (warmed / "cache" / "artefacts").iterdir()) == before
+    assert list(tmp_path.rglob("*.cubin")) != []
+
+
+def test_specialised_token_count_is_refused(launches: None) -> None:
+    forgetful = stored_jit(triton_sample.scale_add.fn)
+    for count in (1, 15, 16):
+        with pytest.raises(KeyFieldError, match=r"num_tokens.*do_not_specialize"):
+            launch(count, kernel=forgetful)
+
+
+def test_constant_token_count_is_refused() -> None:
+    def kernel(x_ptr, NUM_TOKENS: tl.constexpr):
+        pass
+
+    with pytest.raises(KeyFieldError, match="NUM_TOKENS"):
+        stored_jit(kernel)
+
+
+def test_interpreter_runs_the_same_kernel() -> None:
+    pytest.importorskip("torch")
+    program = (
+        "import torch, triton_sample\n"
+        "x, y = torch.arange(5.), torch.ones(5)\n"
+        "triton_sample.scale_add[(2,)](x, y, 2.0, 5, BLOCK=4)\n"
+        "assert y.tolist() == [1, 3, 5, 7, 9], y"
+    )
+    env = environment(TRITON_INTERPRET="1")
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,404 @@
+"""out, dx, dprobs and dw of the node against Paddle's own autograd, over everything a dispatched batch may look like."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ernie import (
+    BF16_BOUND,
+    FP8,
+    FP8_BOUND,
+    PRECISE,
+    PRECISE_BOUND,
+    Batch,
+    Pending,
+    assert_close,
+    assert_results,
+    assert_weight_gradients,
+    bind_main_grads,
+    golden,
+    make_batch,
+    make_experts,
+    make_node,
+    paddle,
+    plain_moe,
+    run,
+    weights_of,
+)
+from framework import numpy, tensor
+
+from sonicmoe import experts as experts_module
+from sonicmoe import layouts
+from sonicmoe.engine import reference
+from sonicmoe.routing import reference as routing
+
+MODES = {
+    "fp32": (PRECISE, "float32", "float32", PRECISE_BOUND),
+    "bf16": (PRECISE, "bfloat16", "bfloat16", BF16_BOUND),
+    "fp16": (PRECISE, "float16", "float32", BF16_BOUND),
+    "fp8": (FP8, "bfloat16", "bfloat16", FP8_BOUND),
+}
+
+
+def check(batches, *, mode="fp32", n=3, experts=None, flush="step", **options):
+    """Run the batches in sequence, step once, compare everything; returns the results."""
+    config, token_dtype, weight_dtype, bound = MODES[mode]
+    hidden = batches[0].x.shape[1]
+    experts = experts or make_experts(n, hidden, dtype=weight_dtype)
+    node = make_node(experts, config, flush)
+    main_grads = bind_main_grads(experts)
+    results = [run(node, batch, dtype=token_dtype, **options) for batch in batches]
+    node.step()
+    wanted = golden(experts, batches, token_dtype)
+    for result, expected in zip(results, wanted.results, strict=True):
+        assert_results(result, expected, bound)
+    assert_weight_gradients(main_grads, wanted.dw, bound)
+    assert all(weight.grad is None for weight in weights_of(experts))
+    return results
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_batch(mode):
+    check([make_batch(130, hidden=128)], mode=mode)
+
+
+@pytest.mark.parametrize("topk", [1, 3, 8])
+def test_slots_per_token(topk):
+    check([make_batch(24, experts=9, topk=topk)], n=9)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp8"])
+def test_several_micro_batches_accumulate(mode):
+    check([make_batch(size, hidden=128, seed=size) for size in (130, 70, 97)], mode=mode)
+
+
+@pytest.mark.parametrize("flush", ["step", "backward"])
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+def test_index_dtypes(index_dtype, flush):
+    check([make_batch()], index_dtype=index_dtype, flush=flush)
+
+
+@pytest.mark.parametrize("only", [[], [0], [1, 2]], ids=["no expert here", "all on one", "one empty"])
+@pytest.mark.parametrize("flush", ["step", "backward"])
+def test_empty_experts_get_exact_zero_gradients(only, flush):
+    experts = make_experts()
+    batch = make_batch(only=only)
+    check([batch], experts=experts, flush=flush)
+    empty = [e for e in range(3) if e not in only]
+    weights = weights_of(experts)
+    for expert in empty:
+        for weight in (weights[expert], weights[3 + expert]):
+            assert not numpy(weight.main_grad).any()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp8"])
+@pytest.mark.parametrize("flush", ["step", "backward"])
+def test_no_tokens_at_all(mode, flush):
+    config, token_dtype, weight_dtype, _ = MODES[mode]
+    experts = make_experts(dtype=weight_dtype)
+    node = make_node(experts, config, flush)
+    for weight in weights_of(experts):
+        weight.main_grad = None
+    result = run(node, make_batch(0), dtype=token_dtype)
+    node.step()
+    assert result.out.shape == (0, 32)
+    assert result.dx.shape == (0, 32) and result.dprobs.shape == (0, 2)
+    for weight in weights_of(experts):  # every local expert gets its (zero) main_grad: reducers index all of them
+        assert tuple(weight.main_grad.shape) == tuple(weight.shape)
+        assert not numpy(weight.main_grad).any()
+
+
+def test_a_batch_without_tokens_between_others():
+    check([make_batch(20, seed=1), make_batch(0), make_batch(20, seed=2)])
+
+
+@pytest.mark.parametrize("marker", [-1, 3, 2**31 - 1])
+def test_invalid_slots_cost_and_give_nothing(marker):
+    """Any id outside 0..E-1 is "not here"; its probability (kept by ElasticBuffer) must not matter, and its gradient is exactly 0."""
+    batch = make_batch()
+    invalid = batch.indices < 0
+    assert 0.2 < invalid.mean() < 0.8
+    clean = run(make_node(make_experts()), batch)
+    raw_probs = np.where(invalid, np.float32(0.37), batch.probs)
+    dirty = Batch(batch.x, np.where(invalid, marker, batch.indices), raw_probs, batch.dout, batch.counts)
+    result = check([dirty])[0]
+    for name in ("out", "dx", "dprobs"):
+        assert np.array_equal(getattr(result, name), getattr(clean, name)), name
+    assert not result.dprobs[invalid].any()
+    assert result.dprobs[~invalid].all()
+
+
+def test_nan_probability_at_an_invalid_slot():
+    batch = make_batch()
+    poisoned = Batch(
+        batch.x, batch.indices, np.where(batch.indices < 0, np.float32(np.nan), batch.probs), batch.dout, batch.counts
+    )
+    node = make_node(make_experts())
+    clean, result = run(node, batch), run(node, poisoned)
+    assert np.array_equal(result.out, clean.out) and np.array_equal(result.dx, clean.dx)
+    assert np.array_equal(result.dprobs, clean.dprobs)
+
+
+def test_none_entries_stand_for_experts_of_other_ranks():
+    local = make_experts()
+    batch = make_batch()
+    check([batch], experts=[None, local[0], None, local[1], local[2], None])
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda counts: None,
+        lambda counts: [],
+        tuple,
+        lambda counts: paddle.to_tensor(counts, dtype="int64"),
+        lambda counts: paddle.to_tensor(counts, dtype="int32"),
+        np.array,
+        lambda counts: [-(-count // 128) * 128 for count in counts],
+    ],
+    ids=["None", "empty list", "tuple", "int64 tensor", "int32 tensor", "numpy", "aligned to 128"],
+)
+def test_spellings_of_the_counts(spelling):
+    batch = make_batch()
+    plain = run(make_node(make_experts()), batch)
+    result = check([batch], counts=spelling(batch.counts))[0]
+    assert np.array_equal(result.out, plain.out) and np.array_equal(result.dx, plain.dx)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=["fifo", "lifo", "mixed"])
+@pytest.mark.parametrize("mode", ["fp32", "fp8"])
+def test_three_forwards_before_three_backwards(order, mode):
+    config, token_dtype, weight_dtype, bound = MODES[mode]
+    experts = make_experts(hidden=128, dtype=weight_dtype)
+    node = make_node(experts, config)
+    main_grads = bind_main_grads(experts)
+    batches = [make_batch(size, hidden=128, seed=size) for size in (130, 70, 97)]
+    pending = [Pending(node, batch, dtype=token_dtype) for batch in batches]
+    results = {i: pending[i].backward() for i in order}
+    node.step()
+    wanted = golden(experts, batches, token_dtype)
+    for i in order:
+        assert_results(results[i], wanted.results[i], bound)
+    assert_weight_gradients(main_grads, wanted.dw, bound)
+
+
+def test_interleaved_backwards_of_two_nodes():
+    """Two layers in one process share nothing, in whatever order a pipeline schedule runs their passes."""
+    layers = [make_experts(seed=seed) for seed in (1, 2)]
+    nodes = [make_node(layers[0]), make_node(layers[1], flush="backward")]
+    for experts in layers:
+        bind_main_grads(experts)
+    batches = [
+        [make_batch(20 + 7 * layer + micro, seed=10 * layer + micro) for micro in range(3)] for layer in range(2)
+    ]
+    pending = {(layer, micro): Pending(nodes[layer], batches[layer][micro]) for micro in range(3) for layer in (1, 0)}
+    order = [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
+    results = {key: pending[key].backward() for key in order}
+    nodes[0].step()
+    for layer, experts in enumerate(layers):
+        wanted = golden(experts, batches[layer])
+        for micro in range(3):
+            assert_results(results[layer, micro], wanted.results[micro], PRECISE_BOUND)
+        assert_weight_gradients([w.main_grad for w in weights_of(experts)], wanted.dw, PRECISE_BOUND)
+
+
+def test_two_layers_chained():
+    """The inner node's out, a non-leaf, is the outer node's x: gradients run through both."""
+    first, second = make_experts(seed=1), make_experts(seed=2)
+    nodes, batch = (make_node(first), make_node(second)), make_batch()
+    for experts in (first, second):
+        bind_main_grads(experts)
+    x, indices, probs = tensor(batch.x, grad=True), tensor(batch.indices), tensor(batch.probs, grad=True)
+    out = nodes[1](nodes[0](x, None, indices, probs) + x, None, indices, probs)
+    out.backward(tensor(batch.dout))
+    for node in nodes:
+        node.step()
+    gx, gprobs = tensor(batch.x, grad=True), tensor(batch.probs, grad=True)
+    copies = [[tensor(numpy(w).astype("float32"), grad=True) for w in weights_of(e)] for e in (first, second)]
+    middle = plain_moe(gx, indices, gprobs, copies[0][:3], copies[0][3:]) + gx
+    plain_moe(middle, indices, gprobs, copies[1][:3], copies[1][3:]).backward(tensor(batch.dout))
+    assert_close(numpy(x.grad), numpy(gx.grad), PRECISE_BOUND, "dx")
+    assert_close(numpy(probs.grad), numpy(gprobs.grad), PRECISE_BOUND, "dprobs")
+    for experts, golds in zip((first, second), copies, strict=True):
+        assert_weight_gradients(
+            [w.main_grad for w in weights_of(experts)], [numpy(w.grad) for w in golds], PRECISE_BOUND
+        )
+
+
+@pytest.mark.parametrize("x_grad,probs_grad", [(False, True), (True, False), (False, False)])
+def test_frozen_inputs_do_not_cut_off_the_weights(x_grad, probs_grad):
+    """A frozen embedding in front of the layer: PyLayers run backward only for inputs that want gradients, so weights are inputs."""
+    experts, batch = make_experts(), make_batch()
+    node, main_grads = make_node(experts), bind_main_grads(experts)
+    result = run(node, batch, x_grad=x_grad, probs_grad=probs_grad)
+    node.step()
+    wanted = golden(experts, [batch])
+    assert (result.dx is not None, result.dprobs is not None) == (x_grad, probs_grad)
+    if x_grad:
+        assert_close(result.dx, wanted.results[0].dx, PRECISE_BOUND, "dx")
+    if probs_grad:
+        assert_close(result.dprobs, wanted.results[0].dprobs, PRECISE_BOUND, "dprobs")
+    assert_weight_gradients(main_grads, wanted.dw, PRECISE_BOUND)
+
+
+@pytest.mark.parametrize("flush", ["step", "backward"])
+def test_frozen_experts(flush):
+    experts, batch = make_experts(), make_batch()
+    fired = []
+    for weight in weights_of(experts):
+        weight._register_backward_hook(lambda *_: fired.append(1))
+        weight.stop_gradient = True
+        weight.main_grad = None
+    node = make_node(experts, flush=flush)
+    result = run(node, batch)
+    node.step()
+    assert_results(result, golden(make_experts(), [batch]).results[0], PRECISE_BOUND)
+    assert node.gradient_bytes == 0 and not fired
+    assert all(weight.main_grad is None and weight.grad is None for weight in weights_of(experts))
+
+
+@pytest.mark.parametrize("flush", ["step", "backward"])
+def test_partly_frozen_experts(flush):
+    """One trainable matrix among frozen ones gets its gradient, once; the frozen get neither gradient, main_grad nor hook call."""
+    experts, batch = make_experts(), make_batch()
+    weights, calls = weights_of(experts), []
+    for position, weight in enumerate(weights):
+        weight.main_grad = None
+        if position != 4:
+            weight.stop_gradient = True
+    weights[4]._register_backward_hook(lambda *_: calls.append(4))
+    node = make_node(experts, flush=flush)
+    result = run(node, batch)
+    node.step()
+    wanted = golden(make_experts(), [batch])
+    assert_results(result, wanted.results[0], PRECISE_BOUND)
+    assert_close(numpy(weights[4].main_grad), wanted.dw[4], PRECISE_BOUND, "dw")
+    assert calls == [4]
+    assert all(
+        weight.main_grad is None and weight.grad is None for position, weight in enumerate(weights) if position != 4
+    )
+
+
+def test_everything_frozen_needs_no_graph():
+    experts, batch = make_experts(), make_batch()
+    for weight in weights_of(experts):
+        weight.stop_gradient = True
+    node = make_node(experts)
+    out = Pending(node, batch, x_grad=False, probs_grad=False).out
+    assert out.stop_gradient
+    assert_close(numpy(out), golden(make_experts(), [batch]).results[0].out, PRECISE_BOUND)
+
+
+def test_inference_allocates_no_gradient_memory():
+    experts, batch = make_experts(), make_batch()
+    for weight in weights_of(experts):
+        weight.main_grad = None
+    node = make_node(experts)
+    node.warmup()
+    node.prequantize_weights()
+    with paddle.no_grad():
+        out = Pending(node, batch).out
+    assert out.stop_gradient and node.gradient_bytes == 0
+    waiting = Pending(node, batch)
+    assert node.gradient_bytes == 0, "a forward alone needs no accumulators"
+    assert np.array_equal(numpy(out), numpy(waiting.out))
+    waiting.backward()
+    assert node.gradient_bytes == 4 * 3 * 3 * 32 * 24
+    assert all(weight.main_grad is None for weight in weights_of(experts))
+    node.step()
+    node.release_grads()
+    assert node.gradient_bytes == 0
+
+
+@pytest.mark.parametrize("consumer", ["transpose", "expand", "slice", "sum of a part"])
+def test_shapes_of_the_incoming_gradient(consumer):
+    """dout may arrive strided, broadcast or with rows no one used."""
+    weight = tensor(np.random.default_rng(9).standard_normal((32, 40)).astype("float32"))
+    consume = {
+        "transpose": lambda out: (out.transpose([1, 0]) * weight).sum(),
+        "expand": lambda out: out.sum(-1).square().sum(),
+        "slice": lambda out: out[::2, 1::3].square().sum(),
+        "sum of a part": lambda out: out[3:9].sum(),
+    }[consumer]
+    experts, batch = make_experts(), make_batch()
+    node, main_grads = make_node(experts), bind_main_grads(experts)
+    pending = Pending(node, batch)
+    consume(pending.out).backward()
+    node.step()
+    x, probs = tensor(batch.x, grad=True), tensor(batch.probs, grad=True)
+    copies = [tensor(numpy(w).astype("float32"), grad=True) for w in weights_of(experts)]
+    consume(plain_moe(x, tensor(batch.indices), probs, copies[:3], copies[3:])).backward()
+    assert_close(pending.result().dx, numpy(x.grad), PRECISE_BOUND, "dx")
+    assert_close(pending.result().dprobs, numpy(probs.grad), PRECISE_BOUND, "dprobs")
+    assert_weight_gradients(main_grads, [numpy(w.grad) for w in copies], PRECISE_BOUND)
+
+
+def test_strided_inputs():
+    """x, indices and probs cut out of wider tensors."""
+    experts, batch = make_experts(), make_batch()
+    node = make_node(experts)
+    plain = run(node, batch)
+    wide_x = tensor(np.repeat(batch.x, 2, axis=1), grad=True)
+    wide_probs = tensor(np.repeat(batch.probs, 2, axis=1), grad=True)
+    indices = tensor(np.ascontiguousarray(batch.indices.T)).transpose([1, 0])
+    out = node(wide_x[:, ::2], batch.counts, indices, wide_probs[:, ::2])
+    out.backward(tensor(batch.dout))
+    assert np.array_equal(numpy(out), plain.out)
+    assert np.array_equal(numpy(wide_x.grad)[:, ::2], plain.dx) and not numpy(wide_x.grad)[:, 1::2].any()
+    assert np.array_equal(numpy(wide_probs.grad)[:, ::2], plain.dprobs)
+
+
+@pytest.fixture
+def amp_levels(monkeypatch):
+    """The tracer's mixed-precision level at every step of the package that computes, by step."""
+    levels, tracer = {}, paddle.base.framework._dygraph_tracer()
+
+    def spy(module, name):
+        original = getattr(module, name)
+
+        def called(*args, **kwargs):
+            levels.setdefault(name, set()).add(tracer._amp_level)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, called)
+
+    spy(reference, "_grouped")
+    spy(routing, "_build")
+    spy(layouts, "stack")
+    spy(layouts, "user_w2_from_native")
+    spy(experts_module, "weight_fingerprint")
+    return levels
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_automatic_mixed_precision_stays_outside(grad, amp_levels, monkeypatch):
+    """Autocast around the layer must not reach routing, engine, caches or flush. On CPU it only warns, so the tracer is told itself."""
+    tracer, level = paddle.base.framework._dygraph_tracer(), paddle.base.core.AmpLevel
+    experts, batch = make_experts(), make_batch()
+    node, main_grads = make_node(experts), bind_main_grads(experts)
+    monkeypatch.setattr(tracer, "_amp_dtype", "bfloat16")
+    monkeypatch.setattr(tracer, "_amp_level", level.O2)
+    with paddle.set_grad_enabled(grad):
+        pending = Pending(node, batch)
+    if grad:
+        pending.backward()
+    node.step()
+    assert tracer._amp_level == level.O2, "the caller's setting is back"
+    ran = {"_grouped", "_build", "stack", "weight_fingerprint"} | ({"user_w2_from_native"} if grad else set())
+    assert amp_levels == {name: {level.O0} for name in ran}
+    assert pending.out.dtype == paddle.float32
+    wanted = golden(make_experts(), [batch])
+    assert_close(numpy(pending.out), wanted.results[0].out, PRECISE_BOUND)
+    if grad:
+        assert_weight_gradients(main_grads, wanted.dw, PRECISE_BOUND)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8"])
+def test_dtypes_and_layout_of_what_comes_back(mode):
+    config, token_dtype, weight_dtype, _ = MODES[mode]
+    experts = make_experts(dtype=weight_dtype)
+    pending = Pending(make_node(experts, config), make_batch(), dtype=token_dtype)
+    pending.backward()
+    assert pending.out.dtype == paddle.bfloat16 and pending.out.is_contiguous()
+    assert pending.x.grad.dtype == paddle.bfloat16 and pending.x.grad.is_contiguous()
+    assert pending.probs.grad.dtype == paddle.float32

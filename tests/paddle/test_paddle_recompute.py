@@ -1,0 +1,219 @@
+"""Activation recompute, memory modes and determinism: other schedules, the same bits."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+from ernie import (
+    FP8,
+    PRECISE,
+    Pending,
+    bind_main_grads,
+    make_batch,
+    make_experts,
+    make_node,
+    paddle,
+    run,
+    weights_of,
+)
+from framework import numpy, tensor
+from paddle.distributed.fleet.utils import recompute
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.engine.reference import ReferenceEngine
+
+REENTRANT = (True, False)
+CONFIGS = {
+    "precise": PRECISE,
+    "precise stagewise": SonicMoEConfig(stagewise_memory=True),
+    "fp8": FP8,
+    "fp8 mem": SonicMoEConfig(fp8_mode="mem"),
+    "fp8 recompute_z": SonicMoEConfig(fp8_mode="perf", recompute_z=True),
+}
+
+
+def dtype_of(config):
+    return "float32" if config.fp8_mode is None else "bfloat16"
+
+
+def outcome(config, batches, *, flush="step", reentrant=None, together=False, experts=None):
+    """Every bit that comes out: out, dx, dprobs per batch and all weight gradients; plus hook calls per weight."""
+    experts = experts or make_experts(dtype=dtype_of(config))
+    main_grads, calls = bind_main_grads(experts), [0] * (2 * len(experts))
+    for position, weight in enumerate(weights_of(experts)):
+        weight._register_backward_hook(lambda *_, position=position: calls.__setitem__(position, calls[position] + 1))
+    node = make_node(experts, config, flush)
+
+    def call(x, counts, indices, probs):
+        if reentrant is None:
+            return node(x, counts, indices, probs)
+        return recompute(lambda x, probs: node(x, counts, indices, probs), x, probs, use_reentrant=reentrant)
+
+    bits = []
+    if together:
+        pending = [Pending(node, batch, dtype=dtype_of(config), call=call) for batch in batches]
+        results = [waiting.backward() for waiting in pending]
+    else:
+        results = [run(node, batch, dtype=dtype_of(config), call=call) for batch in batches]
+    node.step()
+    for result in results:
+        bits += [result.out, result.dx, result.dprobs]
+    return bits + [numpy(m) for m in main_grads], calls
+
+
+def same_bits(first, second):
+    assert len(first) == len(second)
+    return all(np.array_equal(a, b, equal_nan=False) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("flush", ["step", "backward"])
+def test_recompute_gives_the_same_bits_and_accumulates_once(name, reentrant, flush):
+    batches = [make_batch(seed=1), make_batch(0), make_batch(seed=2, only=[2]), make_batch(seed=3, only=[])]
+    plain, plain_calls = outcome(CONFIGS[name], batches, flush=flush)
+    again, calls = outcome(CONFIGS[name], batches, flush=flush, reentrant=reentrant)
+    assert same_bits(plain, again)
+    assert calls == plain_calls == [4] * 6
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("name", ["precise", "fp8 mem"])
+def test_recompute_with_several_forwards_outstanding(name, reentrant):
+    batches = [make_batch(seed=s) for s in range(3)]
+    plain, _ = outcome(CONFIGS[name], batches, together=True)
+    again, calls = outcome(CONFIGS[name], batches, reentrant=reentrant, together=True)
+    assert same_bits(plain, again) and calls == [3] * 6
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
+def test_recompute_around_a_block_that_holds_the_node(reentrant):
+    """The usual place: a whole layer, router included, whose other tensors are recomputed as well."""
+    outcomes = []
+    for wrapped in (False, True):
+        experts, batch = make_experts(), make_batch()
+        node, main_grads = make_node(experts), bind_main_grads(experts)
+        scale = tensor(np.float32(1.5), grad=True)
+        indices, probs = tensor(batch.indices), tensor(batch.probs)
+
+        def block(x, node=node, scale=scale, indices=indices, probs=probs, counts=batch.counts):
+            return node(paddle.tanh(x * scale), counts, indices, probs * scale).square() + x
+
+        x = tensor(batch.x, grad=True)
+        out = recompute(block, x, use_reentrant=reentrant) if wrapped else block(x)
+        out.backward(tensor(batch.dout))
+        node.step()
+        outcomes.append([numpy(t) for t in (out, x.grad, scale.grad, *main_grads)])
+    assert same_bits(*outcomes)
+
+
+def test_reentrant_first_pass_keeps_nothing(monkeypatch):
+    """The forward under no_grad must save nothing, or recompute would cost memory instead of sparing it."""
+    saves, forward = [], ReferenceEngine.forward
+
+    def spy(self, *args, save=True):
+        saves.append(save)
+        return forward(self, *args, save=save)
+
+    monkeypatch.setattr(ReferenceEngine, "forward", spy)
+    outcome(PRECISE, [make_batch()], reentrant=True)
+    assert saves == [False, True]
+
+
+@pytest.fixture
+def saved_z(monkeypatch):
+    """Weak references to every z an engine kept for backward, and their number alive when wgrad starts."""
+    references, alive_at_wgrad = [], []
+    forward, backward_dw = ReferenceEngine.forward, ReferenceEngine.backward_dw
+
+    def alive():
+        return sum(reference() is not None for reference in references)
+
+    def spy_forward(self, *args, **kwargs):
+        out, saved = forward(self, *args, **kwargs)
+        if saved is not None and saved.z is not None:
+            references.append(weakref.ref(getattr(saved.z, "codes", saved.z)))
+        return out, saved
+
+    def spy_backward_dw(self, *args):
+        alive_at_wgrad.append(alive())
+        return backward_dw(self, *args)
+
+    monkeypatch.setattr(ReferenceEngine, "forward", spy_forward)
+    monkeypatch.setattr(ReferenceEngine, "backward_dw", spy_backward_dw)
+    return references, alive, alive_at_wgrad
+
+
+@pytest.mark.parametrize("name,kept", [("fp8", 1), ("fp8 mem", 0), ("precise", 1), ("precise stagewise", 0)])
+def test_stagewise_memory_drops_z_before_wgrad(name, kept, saved_z):
+    _, alive, alive_at_wgrad = saved_z
+    pending = Pending(
+        make_node(make_experts(dtype=dtype_of(CONFIGS[name])), CONFIGS[name]),
+        make_batch(),
+        dtype=dtype_of(CONFIGS[name]),
+    )
+    assert alive() == 1
+    pending.backward()
+    assert alive_at_wgrad == [kept]
+    assert alive() == 0
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 mem"])
+@pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
+def test_recompute_keeps_no_z_between_the_passes(name, reentrant, saved_z):
+    """Everything kept goes through `save_for_backward`: a tensor on the context would survive recompute's discarding."""
+    _, alive, _ = saved_z
+    node, batch = make_node(make_experts(), CONFIGS[name]), make_batch()
+
+    def call(x, counts, ids, probs):
+        return recompute(lambda x, p: node(x, counts, ids, p), x, probs, use_reentrant=reentrant)
+
+    pending = Pending(node, batch, dtype="bfloat16", call=call)
+    assert alive() == 0
+    pending.backward()
+    assert alive() == 0
+
+
+def test_recompute_z_keeps_no_z(saved_z):
+    references, _, _ = saved_z
+    outcome(CONFIGS["fp8 recompute_z"], [make_batch()])
+    assert not references
+
+
+@pytest.mark.parametrize("name", ["fp8 mem", "fp8 recompute_z", "precise stagewise"])
+@pytest.mark.parametrize("together", [False, True])
+def test_memory_modes_give_the_bits_of_the_default(name, together):
+    batches = [make_batch(seed=s) for s in range(2)]
+    default = PRECISE if name.startswith("precise") else FP8
+    assert same_bits(
+        outcome(default, batches, together=together)[0], outcome(CONFIGS[name], batches, together=together)[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["precise", "fp8"])
+def test_repeats_are_bit_identical(name):
+    batches = [make_batch(200, hidden=32, topk=3, seed=s) for s in range(2)]
+    first, _ = outcome(CONFIGS[name], batches)
+    for _ in range(3):
+        assert same_bits(first, outcome(CONFIGS[name], batches)[0])
+    other, _ = outcome(CONFIGS[name], [make_batch(200, hidden=32, topk=3, seed=9), batches[1]])
+    assert not same_bits(first, other), "the comparison can tell runs apart"
+
+
+def test_a_router_that_changes_its_mind_in_recompute_is_refused():
+    """Reproduced activations of another routing would be silently wrong gradients."""
+    experts, batch = make_experts(), make_batch()
+    node, calls = make_node(experts), []
+    other = np.where(batch.indices == 0, 1, batch.indices)
+    other = np.where((other[:, :1] == other[:, 1:]) & (other >= 0), -1, other)
+
+    def block(x, probs):
+        calls.append(1)
+        return node(x, None, tensor(batch.indices if len(calls) == 1 else other), probs)
+
+    x, probs = tensor(batch.x, grad=True), tensor(batch.probs, grad=True)
+    out = recompute(block, x, probs, use_reentrant=False)
+    with pytest.raises(Exception, match="routing differs between forward and recompute"):
+        out.backward(tensor(batch.dout))
