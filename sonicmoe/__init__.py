@@ -43,6 +43,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'sonicmoe' has no attribute {name!r}")
+    if _EXPORTS[name] in {".moe", ".functional"}:
+        importlib.import_module(".interop", __name__)  # where no framework is reachable, it says what to do
     value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
     globals()[name] = value
     return value

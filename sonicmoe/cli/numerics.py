@@ -1,0 +1,305 @@
+"""`sonicmoe numerics`: the error of every FP8 recipe on every kind of data, and whether it meets the bars."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..diagnostics.cases import DATA_KINDS, TENSORS, Case, Sizes, load_case, make_case
+from ..enums import ZCode
+from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
+
+if TYPE_CHECKING:
+    from ..diagnostics.numerics import Octaves, Result, Score
+
+NAMES = [recipe.name for recipe in BASE_RECIPES]
+OPERANDS = (
+    "x",
+    "y1",
+    "dout",
+    "dz",
+    "w1",
+    "w2",
+    "w1_dgrad",
+    "w2_dgrad",
+    "wgrad_x",
+    "wgrad_dz",
+    "wgrad_dout",
+    "wgrad_y1s",
+)
+DEFAULT_SIZES = Sizes()
+
+
+def _several(name: str, choices: Sequence[str], text: str) -> Any:
+    return click.option(
+        name, multiple=True, type=click.Choice(choices), help=f"{text}; may be repeated.  [default: all]"
+    )
+
+
+def _size(name: str, default: int) -> Any:
+    return click.option(name, type=click.IntRange(1), default=default, show_default=True)
+
+
+@click.command()
+@_several("--recipe", NAMES, "Block shapes of the operands")
+@_several("--scales", [scale.value for scale in ScaleFormat], "Scale format")
+@_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
+@_several("--data", list(DATA_KINDS), "Kind of generated inputs; none when only --captured is given")
+@click.option(
+    "--captured",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Inputs of a real call (.npz); may be repeated.",
+)
+@click.option("--capture-from-training", "capture_steps", type=click.IntRange(1), metavar="STEPS",
+              help="First train a small decoder for STEPS steps; its last step's calls join the data.")  # fmt: skip
+@click.option("--capture-dir", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/captured"), show_default=True,
+              help="Where --capture-from-training leaves its .npz files.")  # fmt: skip
+@_size("--tokens", DEFAULT_SIZES.tokens)
+@_size("--hidden", DEFAULT_SIZES.hidden)
+@_size("--intermediate", DEFAULT_SIZES.intermediate)
+@_size("--experts", DEFAULT_SIZES.experts)
+@_size("--topk", DEFAULT_SIZES.topk)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--framework",
+    type=click.Choice(["torch", "paddle"]),
+    help="Runs the reference engine.  [default: torch if installed, else paddle]",
+)
+@click.option("--list", "list_only", is_flag=True, help="List the recipes and their blocks, compute nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
+def numerics(
+    recipe: tuple[str, ...],
+    scales: tuple[str, ...],
+    z: tuple[str, ...],
+    data: tuple[str, ...],
+    captured: tuple[Path, ...],
+    capture_steps: int | None,
+    capture_dir: Path,
+    seed: int,
+    framework: str | None,
+    list_only: bool,
+    as_json: bool,
+    markdown: bool,
+    **sizes: int,
+) -> None:
+    """Print the error of every FP8 recipe on every kind of data, against fp64, and whether it meets the bars.
+
+    Per tensor: relative RMSE in %, overall and (in brackets) of the worst expert. docs/numerics.md defines every column.
+    """
+    if as_json and markdown:
+        raise click.UsageError("--json and --markdown exclude each other")
+    recipes = chosen_recipes(recipe, scales)
+    if list_only:
+        listing = [
+            {"name": r.name, "note": r.note, "blocks": {name: str(getattr(r, name)) for name in OPERANDS}}
+            for r in recipes
+        ]
+        click.echo(json.dumps(listing, indent=2)) if as_json else print_table(list_table(recipes), markdown)
+        return
+    codes = [code for code in ZCode if not z or code.value in z]
+    problem = Sizes(**sizes)
+    from_files = [load_case(path) for path in captured]  # a bad file is refused before the first minute of work
+    load_framework(framework)
+    with progress_bar() as bar:
+        if capture_steps:
+            from_files += capture(capture_steps, capture_dir, bar)
+        kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
+        cases = (make_case(kind, problem, seed) for kind in kinds)
+        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, bar)
+    if as_json:
+        click.echo(json.dumps(to_json(results, lost), indent=2, allow_nan=False))
+    else:
+        report(results, lost, markdown)
+
+
+def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recipe]:
+    """Base recipes by name (all when none is named), in each scale format asked for."""
+    formats = [scale for scale in ScaleFormat if not scales or scale.value in scales]
+    return [
+        RECIPES[base.with_scales(scale).name]
+        for base in BASE_RECIPES
+        if not names or base.name in names
+        for scale in formats
+    ]
+
+
+def load_framework(name: str | None) -> None:
+    """Bind this process's `sonicmoe` to PyTorch where it is installed, else to Paddle, or to the one asked for."""
+    from ernie_compat import learner
+
+    learner.load_framework(name or ("torch" if importlib.util.find_spec("torch") else "paddle"))
+
+
+def capture(steps: int, directory: Path, bar: Progress) -> list[Case]:
+    """Train, save the last step's calls, and load them back."""
+    from ..diagnostics.capture import capture_from_training
+
+    task = bar.add_task("training", total=steps)
+    return [
+        load_case(path)
+        for path in capture_from_training(steps, directory, lambda step: bar.update(task, completed=step))
+    ]
+
+
+def measure(
+    from_files: list[Case],
+    generated: Iterator[Case],
+    count: int,
+    recipes: list[Fp8Recipe],
+    codes: list[ZCode],
+    bar: Progress,
+) -> tuple[list[Result], list[Octaves]]:
+    """Every case under every recipe and code; generated cases are made one at a time."""
+    from ..diagnostics.numerics import evaluate, octaves
+
+    task = bar.add_task("measuring", total=(len(from_files) + count) * len(recipes) * len(codes))
+    results: list[Result] = []
+    lost: list[Octaves] = []
+    for case in (*from_files, *generated):
+        bar.update(task, description=case.name)
+        for result in evaluate(case, recipes, codes):
+            results.append(result)
+            bar.advance(task)
+        lost += octaves(case, recipes)
+    return results, lost
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """On stderr, so that stdout holds the report alone."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield bar
+
+
+def report(results: list[Result], lost: list[Octaves], markdown: bool) -> None:
+    """One table per kind of data, one of quantiles, and the verdict over all data."""
+    for data in dict.fromkeys(result.data for result in results):
+        print_table(error_table(data, [result for result in results if result.data == data]), markdown)
+    if lost:
+        print_table(octave_table(lost), markdown)
+    for line in verdict_lines(results):
+        click.echo(line)
+
+
+def error_table(data: str, results: list[Result]) -> Table:
+    """One row per recipe and code."""
+    table = Table("recipe", "z", *(f"{name} %" for name in TENSORS), "least cosine", "token p99 %", "bars", title=data)
+    for result in results:
+        least = min(part.cosine for score in result.scores.values() for part in score.parts)
+        cells = (percent(result.scores[name]) for name in TENSORS)
+        tokens = " / ".join(f"{100 * result.scores[name].row_p99:.1f}" for name in ("out", "dx"))
+        style = None if result.failures else "green"
+        table.add_row(result.recipe.name, result.z.value, *cells, f"{least:.4f}", tokens, verdict(result), style=style)
+    return table
+
+
+def verdict(result: Result) -> str:
+    """`met`, or the bars missed; what the sample is too small to tell stands in brackets."""
+    words = "; ".join(result.failures) or "met"
+    return words + (f" (unresolved: {'; '.join(result.unresolved)})" if result.unresolved else "")
+
+
+def percent(score: Score) -> str:
+    """`6.47 (6.50)`."""
+    return f"{100 * score.overall.rmse:.2f} ({100 * score.worst_rmse:.2f})"
+
+
+def octave_table(lost: list[Octaves]) -> Table:
+    """Quantiles of log2(block amax / row amax)."""
+    from ..diagnostics.numerics import QUANTILES
+
+    headings = ["max" if q == 1 else f"{100 * q:g} %" for q in QUANTILES]
+    table = Table("data", "operand", "block", *headings, title="log2(block amax / row amax)")
+    for one in lost:
+        table.add_row(one.data, one.operand, str(one.block), *(f"{value:.2f}" for value in one.quantiles))
+    return table
+
+
+def list_table(recipes: list[Fp8Recipe]) -> Table:
+    """Blocks per operand."""
+    table = Table("recipe", *OPERANDS, "note")
+    for recipe in recipes:
+        table.add_row(recipe.name, *(str(getattr(recipe, name)) for name in OPERANDS), recipe.note)
+    return table
+
+
+def verdict_lines(results: list[Result]) -> Iterator[str]:
+    """Which combinations met every bar on all data measured."""
+    pairs = dict.fromkeys((result.recipe.name, result.z.value) for result in results)
+    missed = {(result.recipe.name, result.z.value) for result in results if result.failures}
+    met = [f"{name} with {z} z" for name, z in pairs if (name, z) not in missed]
+    yield "meets every bar on all of this data: " + (", ".join(met) or "nothing")
+
+
+def print_table(table: Table, markdown: bool) -> None:
+    """A rich table for eyes, or Markdown."""
+    if not markdown:
+        # Piped output must not be folded to 80 columns.
+        console = Console(highlight=False)
+        Console(highlight=False, width=None if console.is_terminal else 240).print(table)
+        return
+    heads = [str(column.header) for column in table.columns]
+    rows = zip(*(list(column.cells) for column in table.columns), strict=True)
+    if table.title:
+        click.echo(f"\n**{table.title}**\n")
+    click.echo("\n".join("| " + " | ".join(map(str, row)) + " |" for row in (heads, ["---"] * len(heads), *rows)))
+    click.echo()
+
+
+def to_json(results: list[Result], lost: list[Octaves]) -> dict[str, Any]:
+    """Plain data; a number that is not finite becomes null."""
+    from ..diagnostics.numerics import QUANTILES
+
+    return {
+        "results": [
+            {
+                "data": result.data,
+                "recipe": result.recipe.name,
+                "z": result.z.value,
+                "failures": list(result.failures),
+                "unresolved": list(result.unresolved),
+                "tensors": {name: score_json(score) for name, score in result.scores.items()},
+            }
+            for result in results
+        ],
+        "octaves": [
+            {
+                "data": one.data,
+                "operand": one.operand,
+                "block": str(one.block),
+                "quantiles": dict(zip(map(str, QUANTILES), one.quantiles, strict=True)),
+            }
+            for one in lost
+        ],
+    }
+
+
+def score_json(score: Score) -> dict[str, Any]:
+    """Overall figures, the same of every expert that has tokens, and the row quantile."""
+    overall, *experts = [{name: finite(value) for name, value in vars(part).items()} for part in score.parts]
+    return {**overall, "row_p99": finite(score.row_p99), "experts": experts}
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,209 @@
+"""Inputs of one expert-MLP call as plain numpy arrays, and what they should give in fp64. Imports no framework.
+
+Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]` (gate, up interleaved), `w2 [E, H, I]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from ..errors import ShapeError, SonicMoEError, expect
+
+Array = np.ndarray
+
+DATA_KINDS: dict[str, str] = {
+    "gaussian": "x, dout and weights are normal",
+    "student-t": "x, dout and weights follow Student's t with 3 degrees of freedom: heavy tails",
+    "row-spread": "normal, every token of x and of dout times 2^u, u uniform in [-10, 0]",
+    "outliers": "normal, 1 % of the channels of x and of dout times 100",
+}
+OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
+SPREAD_OCTAVES = 10.0
+TENSORS = ("out", "dx", "ds", "dw1", "dw2")
+
+
+class CaseError(SonicMoEError, ValueError):
+    """A file of captured tensors cannot be read or does not hold one call of the node."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """T, H, I, E, K of a generated case.
+
+    Raises:
+        ShapeError: a size is below 1, or a token would need more experts than there are.
+    """
+
+    tokens: int = 2048
+    hidden: int = 1024
+    intermediate: int = 512
+    experts: int = 8
+    topk: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse sizes no layer has."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            expect(value >= 1, ShapeError, f"{field.name} is {value}; needed: at least 1")
+        expect(
+            self.topk <= self.experts,
+            ShapeError,
+            f"topk is {self.topk}; needed: at most the number of experts, {self.experts}",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call: x, dout `[T, H]`, w1, w2 as fp32 arrays of bf16 values; probs fp32 and indices int64 `[T, K]`, -1 = not here.
+
+    Engine and golden read the same arrays, so a difference between them is the engine's alone.
+
+    Raises:
+        ShapeError: the arrays do not belong together.
+    """
+
+    name: str
+    x: Array
+    indices: Array
+    probs: Array
+    w1: Array
+    w2: Array
+    dout: Array
+
+    def __post_init__(self) -> None:
+        """Check shapes, then round to bf16."""
+        expect(self.w2.ndim == 3, ShapeError, f"w2 has shape {self.w2.shape}; needed: [E, H, I]")
+        (tokens, topk), (experts, hidden, width) = np.shape(np.atleast_2d(self.indices)), self.w2.shape
+        wanted = {
+            "x": (tokens, hidden), "dout": (tokens, hidden), "indices": (tokens, topk), "probs": (tokens, topk),
+            "w1": (experts, 2 * width, hidden),
+        }  # fmt: skip
+        for name, shape in wanted.items():
+            found = getattr(self, name).shape
+            expect(found == shape, ShapeError, f"{name} has shape {found}; indices and w2 {self.w2.shape} need {shape}")
+        for name in ("x", "w1", "w2", "dout"):
+            object.__setattr__(self, name, round_to_bf16(getattr(self, name)))
+        object.__setattr__(self, "indices", self.indices.astype(np.int64))
+        object.__setattr__(self, "probs", self.probs.astype(np.float32))
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.w2.shape[0])
+
+
+def round_to_bf16(values: Array) -> Array:
+    """fp32 copy whose values are representable in bf16, rounded to nearest even; NaN and infinity stay."""
+    exact = np.array(values, dtype=np.float32)
+    bits = exact.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
+        np.float32
+    )
+    return np.where(np.isfinite(exact), rounded, exact)
+
+
+def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
+    """A case of one of `DATA_KINDS`; the same bits for the same arguments. Weights have variance 1 / fan_in before heavy tails.
+
+    Raises:
+        CaseError: `kind` is not one of `DATA_KINDS`.
+    """
+    expect(kind in DATA_KINDS, CaseError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> Array:
+        return rng.standard_t(3, shape) if kind == "student-t" else rng.standard_normal(shape)
+
+    x, dout = draw(sizes.tokens, sizes.hidden), draw(sizes.tokens, sizes.hidden)
+    if kind == "row-spread":
+        x, dout = (m * 2.0 ** rng.uniform(-SPREAD_OCTAVES, 0, (sizes.tokens, 1)) for m in (x, dout))
+    if kind == "outliers":
+        for matrix in (x, dout):
+            channels = rng.choice(sizes.hidden, max(1, round(OUTLIER_SHARE * sizes.hidden)), replace=False)
+            matrix[:, channels] *= OUTLIER_GAIN
+    scores = rng.random((sizes.tokens, sizes.experts))
+    weights = rng.uniform(0.1, 1.0, (sizes.tokens, sizes.topk))
+    return Case(
+        name=kind,
+        x=x,
+        indices=np.argsort(scores, axis=1)[:, : sizes.topk],
+        probs=weights / weights.sum(1, keepdims=True),
+        w1=draw(sizes.experts, 2 * sizes.intermediate, sizes.hidden) / math.sqrt(sizes.hidden),
+        w2=draw(sizes.experts, sizes.hidden, sizes.intermediate) / math.sqrt(sizes.intermediate),
+        dout=dout,
+    )
+
+
+def save_case(path: str | Path, case: Case) -> None:
+    """Write a compressed .npz that `load_case` reads."""
+    arrays = {field.name: getattr(case, field.name) for field in fields(Case) if field.name != "name"}
+    np.savez_compressed(path, name=np.array(case.name), **arrays)
+
+
+def load_case(path: str | Path) -> Case:
+    """Read what `save_case` wrote.
+
+    Raises:
+        CaseError: the file is missing, no .npz, or lacks an array; the message names it.
+        ShapeError: the arrays do not belong together.
+    """
+    try:
+        with np.load(path) as archive:
+            return Case(
+                **{field.name: archive[field.name] for field in fields(Case) if field.name != "name"},
+                name=str(archive["name"]),
+            )
+    except KeyError as error:
+        raise CaseError(f"{path} is no captured call: {error.args[0]}") from None
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        if isinstance(error, SonicMoEError):
+            raise
+        raise CaseError(f"cannot read captured tensors from {path}: {error}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Golden:
+    """fp64 results of a case.
+
+    tensors: `out [T, H]`, `dx [T, H]`, `ds [T, K]`, `dw1`, `dw2`.
+    rows: per expert with tokens, its rows in token order: `x`, `dout`, `y1`, `dz`, `y1s` (= probability times y1).
+    """
+
+    tensors: dict[str, Array]
+    rows: list[dict[str, Array]]
+
+
+def golden(case: Case) -> Golden:
+    """SwiGLU experts forward and backward in fp64, expert by expert, straight from the definition."""
+    x, dout, w1, w2 = (getattr(case, name).astype(np.float64) for name in ("x", "dout", "w1", "w2"))
+    result = {
+        "out": np.zeros_like(x), "dx": np.zeros_like(x), "ds": np.zeros(case.probs.shape),
+        "dw1": np.zeros_like(w1), "dw2": np.zeros_like(w2),
+    }  # fmt: skip
+    all_rows = []
+    for e in range(case.num_experts):
+        t, k = np.nonzero(case.indices == e)
+        if len(t) == 0:
+            continue
+        p = case.probs[t, k].astype(np.float64)[:, None]
+        z = x[t] @ w1[e].T
+        gate, up = z[:, 0::2], z[:, 1::2]
+        sigma = 1 / (1 + np.exp(-np.clip(gate, -700, 700)))  # exp must not overflow; sigma is 0 or 1 there anyway
+        y1 = gate * sigma * up
+        y2 = y1 @ w2[e].T
+        dy1 = p * (dout[t] @ w2[e])
+        dz = np.empty_like(z)
+        dz[:, 0::2] = dy1 * up * sigma * (1 + gate * (1 - sigma))
+        dz[:, 1::2] = dy1 * gate * sigma
+        result["out"][t] += p * y2
+        result["ds"][t, k] = (dout[t] * y2).sum(1)
+        result["dx"][t] += dz @ w1[e]
+        result["dw1"][e] = dz.T @ x[t]
+        result["dw2"][e] = (p * dout[t]).T @ y1
+        all_rows.append({"x": x[t], "dout": dout[t], "y1": y1, "dz": dz, "y1s": p * y1})
+    return Golden(result, all_rows)

@@ -1,0 +1,277 @@
+"""How far an FP8 recipe moves the five tensors of a call from an fp64 golden, and whether that meets the bars.
+
+docs/numerics.md defines every number printed here and states what they decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.interface import EngineSettings, GradAccumulators
+from ..engine.reference import ReferenceEngine
+from ..enums import ZCode
+from ..quant.recipes import DEEPSEEK_V3, BlockShape, Fp8Recipe
+from ..routing.reference import build_routing
+from .cases import TENSORS, Array, Case, golden
+
+Tensor = torch.Tensor
+
+RMSE_BARS = {"out": 0.066, "dx": 0.069, "ds": 0.069, "dw1": 0.069, "dw2": 0.069}
+COSINE_BAR = 0.9975
+BASELINE_SLACK = 1.03
+RESOLUTION = 2.0
+BARRED_DATA = "gaussian"
+BASELINE = (DEEPSEEK_V3, ZCode.E4M3)
+QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+
+# Operand fields of a recipe -> the rows they quantise; weights are handled apart.
+ROW_OPERANDS = {
+    "x": "x", "y1": "y1", "dout": "dout", "dz": "dz",
+    "wgrad_x": "x", "wgrad_dz": "dz", "wgrad_dout": "dout", "wgrad_y1s": "y1s",
+}  # fmt: skip
+WEIGHT_OPERANDS = {"w1": "w1", "w2": "w2", "w1_dgrad": "w1", "w2_dgrad": "w2"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or one expert's share of it, against the golden. Errors are fractions; NaN where a value is not finite.
+
+    rmse: `||computed - golden|| / ||golden||`, with its standard error over tokens, slots or weight rows.
+    ratio: rmse over that of the baseline recipe on the same inputs, with the standard error of the paired ratio.
+    """
+
+    cosine: float
+    rmse: float
+    rmse_error: float
+    ratio: float
+    ratio_error: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """One tensor: all of it, and the share of every expert that has tokens.
+
+    row_p99: 99 % of the rows have at most this relative error, each row against its own norm (out, dx: tokens; dw: weight rows);
+    it sees small rows that a norm over all rows hides. For ds, whose rows are single numbers, NaN.
+    """
+
+    tensor: str
+    overall: Part
+    experts: tuple[Part, ...]
+    row_p99: float
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Overall first."""
+        return (self.overall, *self.experts)
+
+    @property
+    def worst_rmse(self) -> float:
+        """Of the worst expert."""
+        return max_or_nan(part.rmse for part in self.experts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One recipe and saved-z code on one case, with the bars it misses and those too close to call; see `judge`."""
+
+    data: str
+    recipe: Fp8Recipe
+    z: ZCode
+    scores: dict[str, Score]
+    failures: tuple[str, ...]
+    unresolved: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Octaves:
+    """Quantiles of `log2(block amax / row amax)` of one operand under one block shape; see docs/numerics.md."""
+
+    data: str
+    operand: str
+    block: BlockShape
+    quantiles: tuple[float, ...]
+
+
+def evaluate(case: Case, recipes: Sequence[Fp8Recipe], z_codes: Sequence[ZCode]) -> Iterator[Result]:
+    """Results of every recipe and code on one case, each judged against the bars and the DeepSeek-V3 recipe with e4m3 z."""
+    wanted = golden(case).tensors
+    baseline = run_recipe(case, *BASELINE)
+    for recipe in recipes:
+        for z in z_codes:
+            computed = baseline if (recipe, z) == BASELINE else run_recipe(case, recipe, z)
+            found = {name: score(name, case, computed[name], baseline[name], wanted[name]) for name in TENSORS}
+            yield Result(case.name, recipe, z, found, *judge(case.name, found))
+
+
+def run_recipe(case: Case, recipe: Fp8Recipe | None, z: ZCode) -> dict[str, Array]:
+    """The five tensors as the reference engine computes them, fp64 copies; `recipe=None` leaves operands in bf16."""
+    settings = EngineSettings(recipe=recipe, save_z=z)
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+
+    def on_device(array: Array) -> Tensor:
+        return torch.tensor(array, device=device)
+
+    x, w1, w2, dout = (on_device(a).to(torch.bfloat16) for a in (case.x, case.w1, case.w2, case.dout))
+    experts, width, hidden = case.w1.shape
+    routing = build_routing(on_device(case.indices), on_device(case.probs), experts, alignment=settings.row_alignment)
+    engine = ReferenceEngine()
+    weights = engine.prepare_weights(w1, w2, None, None, settings)
+    out, saved = engine.forward(x, routing, weights, settings)
+    assert saved is not None
+    sums = GradAccumulators.zeros(experts, width, hidden, width // 2, bias=False, device=device)
+    dx, ds = engine.backward(dout, saved, weights, sums)
+    return {
+        "out": to_fp64(out),
+        "dx": to_fp64(dx),
+        "ds": to_fp64(ds),
+        "dw1": to_fp64(sums.dw1),
+        "dw2": to_fp64(sums.dw2),
+    }
+
+
+def to_fp64(tensor: Tensor) -> Array:
+    """fp64 copy on the host."""
+    return np.asarray(tensor.detach().to(torch.float32).cpu().numpy(), dtype=np.float64)
+
+
+def score(name: str, case: Case, computed: Array, baseline: Array, wanted: Array) -> Score:
+    """Score of one tensor. An expert's share of out and dx is the tokens it serves, of ds its slots, of dw its slice."""
+    energies = Energies.of(name, computed, baseline, wanted)
+    parts = []
+    for expert in range(case.num_experts):
+        served = case.indices == expert
+        if served.any():
+            parts.append(energies.part(expert if name.startswith("dw") else served if name == "ds" else served.any(1)))
+    return Score(name, energies.part(...), tuple(parts), float("nan") if name == "ds" else energies.row_quantile(0.99))
+
+
+@dataclass(frozen=True, eq=False)
+class Energies:
+    """Squared norms and products of one tensor per sampling unit: a token's row, a slot, a row of a weight gradient."""
+
+    error: Array
+    baseline_error: Array
+    wanted: Array
+    computed: Array
+    product: Array
+
+    @classmethod
+    def of(cls, name: str, computed: Array, baseline: Array, wanted: Array) -> Energies:
+        """Sum over the last axis, except for ds, whose elements are units."""
+
+        def total(values: Array) -> Array:
+            return values if name == "ds" else values.sum(-1)
+
+        with np.errstate(invalid="ignore", over="ignore"):
+            return cls(
+                error=total((computed - wanted) ** 2),
+                baseline_error=total((baseline - wanted) ** 2),
+                wanted=total(wanted**2),
+                computed=total(computed**2),
+                product=total(computed * wanted),
+            )
+
+    def part(self, index: Any) -> Part:
+        """Ratios of sums over the units of `index`; standard errors by the delta method."""
+        error, baseline_error, wanted, computed, product = (
+            array[index].ravel()
+            for array in (self.error, self.baseline_error, self.wanted, self.computed, self.product)
+        )
+        norms = float(np.sqrt(wanted.sum() * computed.sum()))
+        cosine = float(product.sum()) / norms if norms else float(wanted.sum() == computed.sum())
+        return Part(cosine, *root_ratio(error, wanted), *root_ratio(error, baseline_error))
+
+    def row_quantile(self, q: float) -> float:
+        """Quantile of every row's own relative error, NaN if one is not finite; rows whose golden is zero do not count."""
+        live = self.wanted > 0
+        squares = self.error[live] / self.wanted[live]
+        if not np.isfinite(squares).all():
+            return float("nan")
+        return float(np.sqrt(np.quantile(squares, q))) if squares.size else 0.0
+
+
+def root_ratio(numerator: Array, denominator: Array) -> tuple[float, float]:
+    """`sqrt(sum(n) / sum(d))` and its standard error; 0 over 0 counts as equal to its bound, (0, 0)."""
+    above, below = float(numerator.sum()), float(denominator.sum())
+    if below == 0 or not np.isfinite(above + below):
+        return (0.0, 0.0) if above == 0 else (float("nan"), float("nan"))
+    squared = above / below
+    spread = float(np.linalg.norm(numerator - squared * denominator)) / below
+    return float(np.sqrt(squared)), spread / (2 * float(np.sqrt(squared))) if squared else 0.0
+
+
+def judge(data: str, found: Mapping[str, Score]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`(failures, unresolved)`: every bar missed overall or by an expert, in words. NaN is a failure.
+
+    Absolute bars hold on Gaussian data, the comparison with the baseline on all data. A figure beyond its bar by at most
+    `RESOLUTION` of its own standard errors is unresolved: more tokens would tell.
+    """
+    failures: list[str] = []
+    unresolved: list[str] = []
+    for name, one in found.items():
+        checks = [(BASELINE_SLACK, [(p.ratio, p.ratio_error) for p in one.parts], f"of {DEEPSEEK_V3.name}")]
+        if data == BARRED_DATA:
+            checks.append((RMSE_BARS[name], [(p.rmse, p.rmse_error) for p in one.parts], ""))
+            # cosine = 1 - rmse^2 / 2 to first order, so its standard error is rmse times that of rmse
+            checks.append((1 - COSINE_BAR, [(1 - p.cosine, p.rmse * p.rmse_error) for p in one.parts], "cosine"))
+        for bar, figures, what in checks:
+            worst, certain = (
+                max_or_nan(f for f, _ in figures),
+                max_or_nan(f - RESOLUTION * error for f, error in figures),
+            )
+            if not worst <= bar:
+                (unresolved if certain <= bar else failures).append(f"{name} {in_words(worst, what)}")
+    return tuple(failures), tuple(unresolved)
+
+
+def in_words(figure: float, what: str) -> str:
+    """A missed figure: `+3.5% of deepseek-v3`, `cosine 0.9971`, `7.35%`."""
+    if what == "cosine":
+        return f"cosine {1 - figure:.4f}"
+    return f"{figure - 1:+.1%} {what}" if what else f"{figure:.2%}"
+
+
+def max_or_nan(values: Iterable[float]) -> float:
+    """The largest value; NaN if any is NaN; 0 of nothing."""
+    return float(np.max(np.fromiter(values, dtype=np.float64), initial=0.0))
+
+
+def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
+    """Quantiles for every distinct (operand, block) of `recipes` that is coarser than the baseline's block of that operand."""
+    rows = golden(case).rows
+    seen = set()
+    for recipe in recipes:
+        for operand in (*ROW_OPERANDS, *WEIGHT_OPERANDS):
+            block, strip = getattr(recipe, operand), getattr(DEEPSEEK_V3, operand)
+            is_coarser = block != strip and block.rows >= strip.rows and block.cols >= strip.cols
+            if not is_coarser or (operand, block) in seen:
+                continue
+            seen.add((operand, block))
+            if operand in WEIGHT_OPERANDS:
+                matrices = list(getattr(case, WEIGHT_OPERANDS[operand]))
+            else:
+                matrices = [expert[ROW_OPERANDS[operand]] for expert in rows]
+            lost = np.concatenate([octaves_lost(matrix, block, strip) for matrix in matrices])
+            yield Octaves(case.name, operand, block, tuple(float(q) for q in np.quantile(lost, QUANTILES)))
+
+
+def octaves_lost(matrix: Array, block: BlockShape, strip: BlockShape) -> Array:
+    """`log2(amax of the block around it / amax of the strip)` of every strip of `matrix [R, C]` that is not all zero."""
+    fine, coarse = block_amax(matrix, strip), block_amax(matrix, block)
+    row_of = np.arange(fine.shape[0]) * strip.rows // block.rows
+    col_of = np.arange(fine.shape[1]) * strip.cols // block.cols
+    around = coarse[row_of][:, col_of]
+    return np.log2(around[fine > 0] / fine[fine > 0])
+
+
+def block_amax(matrix: Array, block: BlockShape) -> Array:
+    """Largest magnitude of every block, `[ceil(R / rows), ceil(C / cols)]`."""
+    n_rows, n_cols = matrix.shape
+    by_rows = np.maximum.reduceat(np.abs(matrix), np.arange(0, n_rows, block.rows), axis=0)
+    return np.asarray(np.maximum.reduceat(by_rows, np.arange(0, n_cols, block.cols), axis=1))

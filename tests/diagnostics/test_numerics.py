@@ -1,0 +1,350 @@
+"""The numerics of the default recipe meet their bars; the golden, the scores and the command behind that claim are right."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from framework import parameter, tensor, torch
+
+from sonicmoe.cli.main import main
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.diagnostics.capture import capture_from_training, captured_calls
+from sonicmoe.diagnostics.cases import (
+    DATA_KINDS,
+    TENSORS,
+    CaseError,
+    Sizes,
+    golden,
+    load_case,
+    make_case,
+    round_to_bf16,
+    save_case,
+)
+from sonicmoe.diagnostics.numerics import (
+    BASELINE,
+    COSINE_BAR,
+    RMSE_BARS,
+    evaluate,
+    judge,
+    octaves,
+    octaves_lost,
+    root_ratio,
+    run_recipe,
+    score,
+)
+from sonicmoe.enums import ZCode
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import ShapeError
+from sonicmoe.quant.recipes import DEEPSEEK_V3, RECIPES, BlockShape, iso, rows
+
+SMALL = Sizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
+TINY = Sizes(tokens=48, hidden=32, intermediate=16, experts=4, topk=2)
+TINY_OPTIONS = ["--tokens", "48", "--hidden", "32", "--intermediate", "16", "--experts", "4", "--framework", "torch"]
+DEFAULTS = SonicMoEConfig(fp8_mode="perf").resolve()
+DEFAULT_RECIPE, DEFAULT_Z = RECIPES[DEFAULTS.recipe], DEFAULTS.save_z
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["numerics", *arguments])
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+def test_the_default_recipe_meets_every_bar(kind):
+    (result,) = evaluate(make_case(kind, SMALL, seed=0), [DEFAULT_RECIPE], [DEFAULT_Z])
+    assert result.failures == ()
+    if kind == "gaussian":
+        for name, one in result.scores.items():
+            assert 0.05 < one.overall.rmse <= RMSE_BARS[name] + 2 * one.overall.rmse_error, name
+            assert one.overall.cosine >= COSINE_BAR - 2e-4, name
+
+
+def test_the_baseline_misses_the_absolute_bars():
+    """FP8 codes of z cost the gradients more than the bars allow: a bar everything passes would be none."""
+    (result,) = evaluate(make_case("gaussian", SMALL, seed=0), [BASELINE[0]], [BASELINE[1]])
+    assert {failure.split()[0] for failure in result.failures} >= {"dw1", "dw2", "dx"}
+    assert all(one.overall.ratio == 1 for one in result.scores.values())
+
+
+def test_unquantised_operands_are_far_better_than_any_bar():
+    case = make_case("gaussian", SMALL, seed=0)
+    wanted, plain = golden(case).tensors, run_recipe(case, None, ZCode.BF16)
+    for name in TENSORS:
+        assert score(name, case, plain[name], plain[name], wanted[name]).overall.rmse < 0.01, name
+
+
+def autograd(case):
+    """The definition once more, in torch fp64, with gradients from autograd."""
+    x, w1, w2 = (parameter(getattr(case, name), torch.float64) for name in ("x", "w1", "w2"))
+    probs = parameter(case.probs, torch.float64)
+    total = torch.zeros(case.x.shape, dtype=torch.float64)
+    for slot in range(case.indices.shape[1]):
+        for expert in range(case.num_experts):
+            mask = torch.tensor(case.indices[:, slot] == expert, dtype=torch.float64).unsqueeze(-1)
+            z = x @ w1[expert].T
+            y = (torch.nn.functional.silu(z[:, 0::2]) * z[:, 1::2]) @ w2[expert].T
+            total = total + mask * probs[:, slot : slot + 1] * y
+    total.backward(tensor(case.dout, torch.float64))
+    return {"out": total.detach(), "dx": x.grad, "ds": probs.grad, "dw1": w1.grad, "dw2": w2.grad}
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+def test_the_golden_agrees_with_autograd(kind):
+    case = make_case(kind, TINY, seed=1)
+    case.indices[::3, 0], case.indices[::4, 1] = -1, TINY.experts  # both spellings of "not here"
+    case.indices[case.indices == 2] = -1  # and an expert without tokens
+    wanted = autograd(case)
+    for name, value in golden(case).tensors.items():
+        np.testing.assert_allclose(
+            value, wanted[name].numpy(), rtol=1e-9, atol=1e-12 * float(np.abs(value).max()), err_msg=name
+        )
+    assert not golden(case).tensors["dw1"][2].any()
+
+
+def test_cases_hold_bf16_values_and_repeat_with_their_seed():
+    case, again, other = make_case("outliers", TINY, 3), make_case("outliers", TINY, 3), make_case("outliers", TINY, 4)
+    for name in ("x", "w1", "w2", "dout"):
+        values = getattr(case, name)
+        np.testing.assert_array_equal(values, tensor(values).to(torch.bfloat16).to(torch.float32).numpy())
+        np.testing.assert_array_equal(values, getattr(again, name))
+        assert (values != getattr(other, name)).any()
+    assert all(len(set(row)) == TINY.topk for row in case.indices)
+
+
+def test_rounding_to_bf16_matches_the_framework():
+    values = np.float32([1.0, 1.00390625, 1.01171875, -1e-40, 3.3895e38, math.inf, -math.inf, math.nan, 0.0])
+    np.testing.assert_array_equal(round_to_bf16(values), tensor(values).to(torch.bfloat16).to(torch.float32).numpy())
+
+
+def test_data_kinds_are_what_they_say():
+    sizes = Sizes(tokens=256, hidden=256, intermediate=16, experts=2, topk=1)
+    norms = {kind: np.sqrt((make_case(kind, sizes, 0).x.astype(float) ** 2).mean(1)) for kind in DATA_KINDS}
+    assert 9 < np.log2(norms["row-spread"].max() / norms["row-spread"].min()) < 11
+    channels = np.abs(make_case("outliers", sizes, 0).x).mean(0)
+    assert (channels > 20 * np.median(channels)).sum() == 3
+    assert np.abs(make_case("student-t", sizes, 0).w1).max() > 3 * np.abs(make_case("gaussian", sizes, 0).w1).max()
+
+
+def test_scores_measure_the_error_put_in():
+    case = make_case("gaussian", TINY, seed=2)
+    wanted = golden(case).tensors
+    for name in TENSORS:
+        one = score(name, case, wanted[name] * 1.05, wanted[name] * 1.1, wanted[name])
+        for part in one.parts:
+            assert part.rmse == pytest.approx(0.05)
+            assert part.ratio == pytest.approx(0.5)
+            assert part.cosine == pytest.approx(1.0)
+            assert part.rmse_error == pytest.approx(0.0, abs=1e-9)
+        assert len(one.experts) == len(np.unique(case.indices))
+        assert math.isnan(one.row_p99) if name == "ds" else one.row_p99 == pytest.approx(0.05)
+
+
+def test_an_error_in_one_expert_is_that_experts():
+    case = make_case("gaussian", TINY, seed=2)
+    wanted = golden(case).tensors
+    for name in ("ds", "dw1", "dw2"):
+        wrong = wanted[name].copy()
+        if name == "ds":
+            wrong[case.indices == 3] *= 2
+        else:
+            wrong[3] *= 2
+        one = score(name, case, wrong, wrong, wanted[name])
+        assert [round(part.rmse, 9) for part in one.experts] == [0, 0, 0, 1]
+        assert one.worst_rmse == pytest.approx(1.0)
+
+
+def test_the_standard_error_predicts_the_scatter():
+    rng = np.random.default_rng(0)
+    samples = [root_ratio(rng.standard_exponential(400), rng.standard_exponential(400)) for _ in range(300)]
+    scatter = np.std([value for value, _ in samples])
+    assert np.mean([error for _, error in samples]) == pytest.approx(scatter, rel=0.15)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_what_is_not_finite_fails_every_bar(poison):
+    case = make_case("gaussian", TINY, seed=2)
+    wanted = golden(case).tensors
+    wrong = {name: value.copy() for name, value in wanted.items()}
+    for value in wrong.values():
+        value.flat[int(np.flatnonzero(value)[0])] = poison
+    found = {name: score(name, case, wrong[name], wanted[name] * 1.1, wanted[name]) for name in TENSORS}
+    failures, unresolved = judge("gaussian", found)
+    assert {failure.split()[0] for failure in failures} == set(TENSORS)
+    assert unresolved == ()
+
+
+@pytest.mark.parametrize(("slack", "misses"), [(0.99, False), (1.01, True)])
+def test_every_bar_is_where_it_says(slack, misses):
+    case = make_case("gaussian", TINY, seed=2)
+    wanted = golden(case).tensors
+    for name in TENSORS:
+        off = 1 + slack * RMSE_BARS[name]
+        against_bar = judge("gaussian", {name: score(name, case, wanted[name] * off, wanted[name] * 2, wanted[name])})[
+            0
+        ]
+        assert bool(against_bar) == misses, name
+        against_baseline = judge(
+            "outliers", {name: score(name, case, wanted[name] * (1 + 0.103 * slack), wanted[name] * 1.1, wanted[name])}
+        )
+        assert bool(against_baseline[0]) == misses, name
+
+
+def test_octaves_count_powers_of_two_between_strip_and_block():
+    matrix = np.ones((128, 256))
+    matrix[5, 130] = 16.0
+    lost = octaves_lost(matrix, iso(128), rows(128))
+    assert sorted(set(lost)) == [0.0, 4.0]
+    assert (lost == 4.0).sum() == 127
+    assert (octaves_lost(matrix, rows(256), rows(128)) == 4.0).sum() == 1
+    matrix[7] = 0.0
+    assert len(octaves_lost(matrix, iso(128), rows(128))) == 254
+
+
+def test_octaves_cover_every_operand_coarser_than_the_baseline():
+    case = make_case("gaussian", TINY, seed=0)
+    found = {
+        (one.operand, str(one.block)) for one in octaves(case, [RECIPES["iso128"], RECIPES["iso128-pow2"], DEEPSEEK_V3])
+    }
+    assert found == {(name, "128x128") for name in ("dz", "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")}
+    assert all(list(one.quantiles) == sorted(one.quantiles) for one in octaves(case, [RECIPES["iso512"]]))
+    assert BlockShape(512, 512) in {one.block for one in octaves(case, [RECIPES["iso512"]]) if one.operand == "w1"}
+
+
+def test_a_saved_case_comes_back_exactly(tmp_path):
+    case = make_case("student-t", TINY, seed=5)
+    save_case(tmp_path / "case.npz", case)
+    back = load_case(tmp_path / "case.npz")
+    assert back.name == case.name
+    for name in ("x", "indices", "probs", "w1", "w2", "dout"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(case, name))
+
+
+def test_a_case_that_does_not_fit_together_is_refused():
+    case = make_case("gaussian", TINY, seed=5)
+    with pytest.raises(ShapeError, match=r"w1 has shape \(4, 32, 31\)"):
+        dataclasses.replace(case, w1=case.w1[:, :, :-1])
+
+
+class Expert:
+    def __init__(self, rng, hidden, width):
+        self.up_gate_proj = type(
+            "P", (), {"weight": parameter(rng.standard_normal((hidden, 2 * width)).astype(np.float32))}
+        )()
+        self.down_proj = type("P", (), {"weight": parameter(rng.standard_normal((width, hidden)).astype(np.float32))})()
+
+
+def test_captured_calls_are_what_the_node_saw():
+    """The golden of the captured case must be what the node computed from the originals."""
+    rng = np.random.default_rng(0)
+    node = SonicMoEMlpNode([Expert(rng, 32, 16) for _ in range(3)], 3, 32, 16)
+    x = tensor(round_to_bf16(rng.standard_normal((40, 32))), grad=True)
+    indices = np.stack([rng.permutation(4)[:2] for _ in range(40)])  # id 3 is nobody's here
+    probs = tensor(rng.uniform(0.1, 1, (40, 2)).astype(np.float32), grad=True)
+    dout = round_to_bf16(rng.standard_normal((40, 32)))
+    with captured_calls("call") as cases:
+        out = node(x, None, tensor(indices), probs)
+        out.backward(tensor(dout))
+    node(x, None, tensor(indices), probs).backward(tensor(dout))
+    (case,) = cases
+    assert case.name == "call-0"
+    np.testing.assert_array_equal(case.x, x.detach().numpy())
+    np.testing.assert_array_equal(case.dout, dout)
+    np.testing.assert_array_equal(case.indices, indices)
+    np.testing.assert_array_equal(case.probs, np.where(indices < 3, probs.detach().numpy(), 0))
+    wanted = golden(case).tensors["out"]
+    assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(wanted)  # weights went through bf16
+
+
+def test_training_yields_one_case_per_moe_layer(tmp_path):
+    from ernie_compat.model_config import ModelConfig
+
+    model = ModelConfig(hidden_size=32, intermediate_size=16, num_layers=3, num_heads=2, seq_len=16)
+    seen = []
+    paths = capture_from_training(2, tmp_path, seen.append, model=model, batch=2)
+    assert seen == [1, 2]
+    cases = [load_case(path) for path in paths]
+    assert [case.name for case in cases] == ["step 2, layer 1", "step 2, layer 2"]
+    for case in cases:
+        assert case.x.shape == (32, 32)
+        assert case.w1.shape == (8, 32, 32)
+        assert all(np.abs(getattr(case, name)).max() > 0 for name in ("x", "w1", "w2", "dout", "probs"))
+
+
+def test_the_command_prints_tables_and_a_verdict():
+    result = run(*TINY_OPTIONS, "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--data", "gaussian")
+    assert result.exit_code == 0, result.output
+    for text in ("gaussian", "iso128", "int8", "log2(block amax / row amax)", "meets every bar"):
+        assert text in result.output
+
+
+def test_the_command_writes_json_a_program_can_read():
+    result = run(
+        *TINY_OPTIONS, "--recipe", "iso128", "--recipe", "1x128", "--z", "int8", "--data", "outliers", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [(r["recipe"], r["z"]) for r in report["results"]] == [
+        (name, "int8") for name in ("1x128", "1x128-pow2", "iso128", "iso128-pow2")
+    ]
+    for entry in report["results"]:
+        assert set(entry["tensors"]) == set(TENSORS)
+        assert 0 < entry["tensors"]["out"]["rmse"] < 0.2
+        assert len(entry["tensors"]["dw1"]["experts"]) == 4
+    assert {one["operand"] for one in report["octaves"]} >= {"dz", "wgrad_x", "wgrad_y1s"}
+
+
+def test_the_command_writes_markdown():
+    result = run(
+        *TINY_OPTIONS, "--recipe", "iso128", "--z", "bf16", "--scales", "pow2", "--data", "gaussian", "--markdown"
+    )
+    assert "| iso128-pow2 | bf16 |" in result.output
+    assert "**gaussian**" in result.output
+
+
+def test_captured_files_are_measured_instead_of_generated_data(tmp_path):
+    path = tmp_path / "call.npz"
+    save_case(path, dataclasses.replace(make_case("gaussian", TINY, 0), name="layer 7"))
+    result = run("--captured", str(path), "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--json")
+    assert {entry["data"] for entry in json.loads(result.stdout)["results"]} == {"layer 7"}
+
+
+def test_recipes_are_listed_without_a_framework():
+    result = run("--list", "--json")
+    assert [entry["name"] for entry in json.loads(result.stdout)] == list(RECIPES)
+    assert "256x128" in run("--list", "--recipe", "dx256").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "iso64"], "'iso64' is not one of"),
+        (["--data", "cauchy"], "'cauchy' is not one of"),
+        (["--z", "int4"], "'int4' is not one of"),
+        (["--tokens", "0"], "0 is not in the range"),
+        (["--topk", "9"], "topk is 9; needed: at most the number of experts, 8"),
+        (["--captured", "no-such-file.npz"], "cannot read captured tensors from no-such-file.npz"),
+        (["--json", "--markdown"], "exclude each other"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive"])
+def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
+    path = tmp_path / "bad.npz"
+    path.write_bytes(content)
+    result = run("--captured", str(path))
+    assert result.exit_code == 2
+    assert str(path) in result.output
+
+
+def test_an_archive_without_the_arrays_is_refused(tmp_path):
+    np.savez(tmp_path / "other.npz", x=np.zeros((2, 2)))
+    with pytest.raises(CaseError, match="is no captured call: indices"):
+        load_case(tmp_path / "other.npz")

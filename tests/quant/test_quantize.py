@@ -1,0 +1,318 @@
+"""Codes and scales of the quantiser, bit for bit against one written from the formats' definitions, and its properties."""
+
+import math
+
+import naive_quantizer as naive
+import numpy as np
+import pytest
+from framework import numpy, tensor, torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sonicmoe.errors import DTypeError
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.recipes import BlockShape, ScaleFormat, iso
+from sonicmoe.quant.reference import AMAX_FLOOR, dequantize, encode_e4m3, quantize, transpose_storage
+
+CODES, SCALES = list(Code), list(ScaleFormat)
+FLT_MAX = float(np.finfo(np.float32).max)
+both = pytest.mark.parametrize("code", CODES, ids=lambda c: c.value)
+scale_formats = pytest.mark.parametrize("scale_format", SCALES, ids=lambda s: s.value)
+
+# Shapes leave partial blocks at the right edge, the bottom edge, both, or none; some have a batch axis.
+BLOCKS_AND_SHAPES = [
+    (BlockShape(1, 128), (5, 384)),
+    (BlockShape(1, 128), (3, 300)),
+    (BlockShape(1, 128), (2, 3, 130)),
+    (BlockShape(128, 1), (256, 5)),
+    (BlockShape(128, 1), (3, 200, 4)),
+    (BlockShape(128, 128), (256, 128)),
+    (BlockShape(128, 128), (130, 259)),
+    (BlockShape(128, 128), (2, 3, 129, 100)),
+    (BlockShape(256, 256), (257, 300)),
+    (BlockShape(512, 512), (513, 520)),
+    (BlockShape(512, 512), (100, 60)),
+    (BlockShape(1, 512), (4, 1100)),
+    (BlockShape(128, 256), (2, 140, 300)),
+]
+
+
+def code_bits(q):
+    """The stored codes as numpy: uint8 bytes of E4M3, or int8."""
+    if q.code is Code.E4M3:
+        return numpy(q.codes.view(torch.uint8)).astype(np.uint8)
+    return numpy(q.codes).astype(np.int8)
+
+
+def bits(array):
+    """fp32 bit patterns; every NaN counts as the same one."""
+    array = np.asarray(array, np.float32)
+    return np.where(np.isnan(array), np.uint32(0x7FC00000), array.view(np.uint32))
+
+
+def as_fp32(value):
+    return numpy(value).astype(np.float32)
+
+
+def assert_same_bits(x, block, code, scale_format):
+    """`x`: a tensor of the framework; returns its quantisation after comparing it with the naive one."""
+    q = quantize(x, block, code, scale_format)
+    codes, scale_inv = naive.quantize(as_fp32(x), block.rows, block.cols, code.value, scale_format.value)
+    np.testing.assert_array_equal(code_bits(q), codes)
+    np.testing.assert_array_equal(bits(as_fp32(q.scale_inv)), bits(scale_inv))
+    np.testing.assert_array_equal(
+        bits(as_fp32(dequantize(q))), bits(naive.dequantize(codes, scale_inv, block.rows, block.cols))
+    )
+    return q
+
+
+def wide_range(shape, seed=0):
+    """Values over 24 octaves with both signs, some exact zeros: reaches the subnormal codes of every block."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * 2.0 ** rng.uniform(-20, 4, shape)
+    return np.where(rng.random(shape) < 0.02, 0.0, values).astype(np.float32)
+
+
+@both
+@scale_formats
+@pytest.mark.parametrize(("block", "shape"), BLOCKS_AND_SHAPES, ids=lambda v: str(v).replace(" ", ""))
+def test_bits_match_the_naive_quantizer(block, shape, code, scale_format):
+    assert_same_bits(tensor(wide_range(shape)), block, code, scale_format)
+
+
+@both
+@scale_formats
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_narrow_inputs_are_widened_exactly(dtype, code, scale_format):
+    x = tensor(wide_range((130, 200)), getattr(torch, dtype))
+    q = assert_same_bits(x, iso(128), code, scale_format)
+    widened = quantize(x.to(torch.float32), iso(128), code, scale_format)
+    np.testing.assert_array_equal(code_bits(q), code_bits(widened))
+
+
+SPECIAL_BLOCKS = {
+    "zeros": [0.0, -0.0, 0.0, -0.0],
+    "one value": [3.7, 0.0, 0.0, -0.0],
+    "fp32 subnormals only": [1e-40, -1e-45, 0.0, 1.1e-38],
+    "subnormals beside ones": [1.0, 1e-40, -1e-40, 2e-38],
+    "amax below the floor": [2.0**-110, -(2.0**-105), 2.0**-101, 0.0],
+    "amax at the floor": [2.0**-100, -(2.0**-100), 2.0**-101, 2.0**-104],
+    "largest fp32": [FLT_MAX, -FLT_MAX, 1.0, FLT_MAX / 3],
+    "exactly 448": [448.0, -448.0, 447.99997, 432.0],
+    "just above 448": [448.00003, -448.0, 440.0, 1.0],
+    "a NaN among numbers": [math.nan, 1.0, -2.0, 0.5],
+    "nothing but NaN": [math.nan] * 4,
+    "infinity": [math.inf, 1.0, 0.0, -3.0],
+    "both infinities and NaN": [math.inf, -math.inf, math.nan, 1.0],
+}
+
+
+@both
+@scale_formats
+@pytest.mark.parametrize("values", SPECIAL_BLOCKS.values(), ids=SPECIAL_BLOCKS)
+def test_special_values_have_the_defined_bits(values, code, scale_format):
+    x = np.stack([np.float32(values), np.float32([1.0, -0.25, 0.125, 3.0])])
+    q = assert_same_bits(tensor(x), BlockShape(1, 4), code, scale_format)
+    restored = as_fp32(dequantize(q))
+    assert not np.isfinite(restored[~np.isfinite(x)]).any(), "a non-finite element came back finite"
+    assert np.isfinite(restored[1]).all(), "a block was disturbed by its neighbour"
+    if np.isinf(x).any():
+        assert np.isnan(restored[0]).all(), "a block with an infinity must be NaN throughout"
+
+
+@scale_formats
+def test_rounding_ties_go_to_the_even_code(scale_format):
+    """amax 448 makes the scale 1, so the midpoints between codes arrive exactly at the rounding step."""
+    ties = np.concatenate([naive.E4M3_MIDPOINTS, -naive.E4M3_MIDPOINTS]).astype(np.float32)
+    values = np.concatenate(
+        [ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf)), [448.0]]
+    )
+    q = assert_same_bits(tensor(values.reshape(1, -1)), BlockShape(1, len(values)), Code.E4M3, scale_format)
+    assert (code_bits(q)[0, : len(ties)] % 2 == 0).all()
+    halves = np.arange(-126.5, 127, 1.0, dtype=np.float32)
+    q = assert_same_bits(tensor(np.append(halves, 127.0).reshape(1, -1)), BlockShape(1, 255), Code.INT8, scale_format)
+    assert (code_bits(q)[0, : len(halves)] % 2 == 0).all()
+
+
+@both
+@scale_formats
+def test_values_a_rounding_away_from_a_tie_have_the_naive_bits(code, scale_format):
+    """Here the last bit of the multiplier decides the code: it must be its own division, not the inverse of the scale."""
+    rng = np.random.default_rng(8)
+    amax = rng.uniform(1.0, 2.0, (1500, 1)).astype(np.float32)
+    midpoints = naive.E4M3_MIDPOINTS[60:] if code is Code.E4M3 else np.arange(60) + 0.5
+    near = (rng.choice(midpoints, (1500, 3)) * (amax / code.max)).astype(np.float32)
+    assert_same_bits(tensor(np.concatenate([amax, near], axis=1)), BlockShape(1, 4), code, scale_format)
+
+
+def test_every_e4m3_code_survives_decoding_and_encoding():
+    every = np.arange(256, dtype=np.uint8)
+    codes = tensor(every.astype(np.int64)).to(torch.uint8).view(torch.float8_e4m3fn)
+    values = dequantize(
+        BlockScaledTensor(codes.reshape([1, 256]), tensor(np.ones((1, 1), np.float32)), BlockShape(1, 256), Code.E4M3)
+    )
+    np.testing.assert_array_equal(bits(as_fp32(values)), bits([[naive.decode_e4m3(int(code)) for code in every]]))
+    back = numpy(encode_e4m3(values).view(torch.uint8))
+    expected = np.where(every == 0xFF, 0x7F, every)  # NaN has no sign to keep
+    np.testing.assert_array_equal(back[0], expected)
+
+
+@scale_formats
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**60])
+def test_every_finite_e4m3_code_survives_quantization(scale, scale_format):
+    finite = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    values = np.float32([naive.decode_e4m3(int(code)) * scale for code in finite])
+    q = quantize(tensor(values.reshape(1, -1)), BlockShape(1, len(values)), Code.E4M3, scale_format)
+    np.testing.assert_array_equal(code_bits(q)[0], finite)
+
+
+@both
+@scale_formats
+@pytest.mark.parametrize("block", [BlockShape(1, 128), iso(128), BlockShape(128, 1)], ids=str)
+def test_quantizing_the_dequantized_changes_nothing(block, code, scale_format):
+    once = quantize(tensor(wide_range((150, 300), seed=4)), block, code, scale_format)
+    twice = quantize(dequantize(once), block, code, scale_format)
+    np.testing.assert_array_equal(bits(as_fp32(dequantize(twice))), bits(as_fp32(dequantize(once))))
+    if (
+        scale_format is ScaleFormat.FP32
+    ):  # a power-of-two scale may halve when the largest value was rounded down onto half its range
+        np.testing.assert_array_equal(code_bits(twice), code_bits(once))
+        np.testing.assert_array_equal(bits(as_fp32(twice.scale_inv)), bits(as_fp32(once.scale_inv)))
+
+
+@both
+@scale_formats
+@pytest.mark.parametrize("block", [iso(128), BlockShape(1, 128), BlockShape(128, 256)], ids=str)
+def test_transposing_storage_moves_bytes_only(block, code, scale_format):
+    x = wide_range((2, 130, 300), seed=5)
+    q = quantize(tensor(x), block, code, scale_format)
+    flipped = transpose_storage(q)
+    assert flipped.orientation is Orientation.COLUMNS
+    assert flipped.shape == q.shape
+    assert flipped.nbytes == q.nbytes
+    np.testing.assert_array_equal(code_bits(flipped), code_bits(q).transpose(0, 2, 1))
+    np.testing.assert_array_equal(as_fp32(flipped.scale_inv), as_fp32(q.scale_inv).transpose(0, 2, 1))
+    np.testing.assert_array_equal(bits(as_fp32(dequantize(flipped))), bits(as_fp32(dequantize(q))))
+    back = transpose_storage(flipped)
+    assert back.orientation is Orientation.ROWS
+    np.testing.assert_array_equal(code_bits(back), code_bits(q))
+
+
+@both
+@scale_formats
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_isotropic_blocks_commute_with_transposition(size, code, scale_format):
+    x = wide_range((200, 530), seed=6)
+    q = quantize(tensor(x), iso(size), code, scale_format)
+    of_transposed = quantize(tensor(np.ascontiguousarray(x.T)), iso(size), code, scale_format)
+    np.testing.assert_array_equal(code_bits(of_transposed), code_bits(q).T)
+    np.testing.assert_array_equal(as_fp32(of_transposed.scale_inv), as_fp32(q.scale_inv).T)
+    np.testing.assert_array_equal(code_bits(of_transposed), code_bits(transpose_storage(q)))
+
+
+@both
+def test_row_blocks_do_not_commute_with_transposition(code):
+    """The counterpart of the test above: it would pass on anything if the two quantisations were always equal."""
+    x = wide_range((128, 128), seed=7)
+    q = quantize(tensor(x), BlockShape(1, 128), code)
+    of_transposed = quantize(tensor(np.ascontiguousarray(x.T)), BlockShape(1, 128), code)
+    assert (code_bits(of_transposed) != code_bits(q).T).any()
+
+
+@both
+@pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 7, 128), (3, 0, 128)])
+def test_empty_tensors_quantize_to_empty_ones(shape, code):
+    q = quantize(tensor(np.zeros(shape, np.float32)), iso(128), code)
+    assert q.shape == shape
+    assert tuple(dequantize(q).shape) == shape
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "bool"])
+def test_integers_are_refused(dtype):
+    with pytest.raises(DTypeError, match=rf"x is {dtype}, needed: float32, bfloat16 or float16"):
+        quantize(tensor(np.ones((2, 2), dtype)), iso(128))
+
+
+def test_dequantize_casts_after_the_fp32_product():
+    q = quantize(tensor(wide_range((4, 128))), BlockShape(1, 128))
+    narrow = dequantize(q, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16
+    np.testing.assert_array_equal(numpy(narrow), numpy(dequantize(q).to(torch.bfloat16)))
+
+
+# Finite values whose blocks stay clear of the floor and of overflow when scaled by 2^+-20.
+moderate = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False).map(
+    lambda v: v if abs(v) >= 2.0**-60 else 0.0
+)
+rows_of = st.lists(moderate, min_size=1, max_size=24)
+any_float = st.floats(width=32)
+quick = settings(max_examples=200, deadline=None)
+
+
+def one_block(values):
+    return np.float32(values).reshape(1, -1)
+
+
+@quick
+@given(st.lists(any_float, min_size=1, max_size=24), st.sampled_from(CODES), st.sampled_from(SCALES))
+def test_any_row_has_the_naive_bits(values, code, scale_format):
+    assert_same_bits(tensor(one_block(values)), BlockShape(1, 8), code, scale_format)
+
+
+@quick
+@given(rows_of, st.sampled_from(CODES), st.sampled_from(SCALES))
+def test_error_of_every_element_is_bounded(values, code, scale_format):
+    """E4M3: half a unit in the last of 3 mantissa bits, or half a subnormal step; INT8: half a step. Plus fp32 rounding."""
+    x = one_block(values)
+    q = quantize(tensor(x), BlockShape(1, x.shape[1]), code, scale_format)
+    scale = float(numpy(q.scale_inv)[0, 0])
+    error = np.abs(numpy(dequantize(q)) - x.astype(np.float64))
+    bound = np.maximum(np.abs(x) / 16, scale * 2.0**-10) if code is Code.E4M3 else np.full(x.shape, scale / 2)
+    assert (error <= bound * (1 + 1e-5) + np.abs(x) * 2.0**-21).all()
+
+
+@quick
+@given(rows_of, st.integers(-20, 20), st.sampled_from(CODES), st.sampled_from(SCALES))
+def test_powers_of_two_scale_out(values, exponent, code, scale_format):
+    x = one_block(values)
+    if not x.any():
+        x[0, 0] = 1.0  # an all-zero block takes its scale from the floor
+    factor = np.float32(2.0**exponent)
+    block = BlockShape(1, x.shape[1])
+    plain, scaled = (quantize(tensor(m), block, code, scale_format) for m in (x, x * factor))
+    np.testing.assert_array_equal(code_bits(scaled), code_bits(plain))
+    np.testing.assert_array_equal(as_fp32(scaled.scale_inv), as_fp32(plain.scale_inv) * factor)
+
+
+@quick
+@given(rows_of, st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=3), st.data())
+def test_nothing_non_finite_is_laundered(values, poison, data):
+    x = one_block([*values, *poison])
+    order = data.draw(st.permutations(range(x.shape[1])))
+    x = x[:, order]
+    for code in CODES:
+        restored = as_fp32(dequantize(quantize(tensor(x), BlockShape(1, x.shape[1]), code)))
+        assert np.isnan(restored[~np.isfinite(x)]).all()
+
+
+@quick
+@given(rows_of, st.data())
+def test_an_e4m3_nan_leaves_its_block_alone(values, data):
+    x = one_block([*values, 0.0])
+    where = data.draw(st.integers(0, x.shape[1] - 1))
+    zeroed, poisoned = x.copy(), x.copy()
+    zeroed[0, where], poisoned[0, where] = 0.0, math.nan
+    block = BlockShape(1, x.shape[1])
+    clean, dirty = (quantize(tensor(m), block) for m in (zeroed, poisoned))
+    np.testing.assert_array_equal(as_fp32(dirty.scale_inv), as_fp32(clean.scale_inv))
+    others = np.arange(x.shape[1]) != where
+    np.testing.assert_array_equal(code_bits(dirty)[:, others], code_bits(clean)[:, others])
+    assert code_bits(dirty)[0, where] == naive.E4M3_NAN
+
+
+def test_the_floor_is_where_the_naive_quantizer_puts_it():
+    assert float(naive.AMAX_FLOOR) == AMAX_FLOOR
+
+
+def test_storage_is_one_type():
+    assert isinstance(quantize(tensor(np.ones((1, 4), np.float32)), BlockShape(1, 4)), BlockScaledTensor)

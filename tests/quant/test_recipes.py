@@ -1,0 +1,133 @@
+"""Recipes: consistent blocks, and the facts engines derive from them."""
+
+import dataclasses
+
+import pytest
+
+from sonicmoe.quant.recipes import (
+    DEEPSEEK_V3,
+    RECIPES,
+    BlockShape,
+    Fp8Recipe,
+    ScaleFormat,
+    columns,
+    iso,
+    iso_recipe,
+    row_recipe,
+    rows,
+)
+
+BLOCK_FIELDS = [field.name for field in dataclasses.fields(Fp8Recipe) if field.type == "BlockShape"]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def test_blocks_print_transpose_and_compare():
+    assert (str(rows(128)), str(columns(128)), str(iso(128))) == ("1x128", "128x1", "128x128")
+    assert rows(128).transposed == columns(128)
+    assert iso(256).isotropic
+    assert not rows(128).isotropic
+
+
+@pytest.mark.parametrize(("n_rows", "n_cols"), [(0, 128), (128, 0), (-1, 1)])
+def test_empty_blocks_are_refused(n_rows, n_cols):
+    with pytest.raises(ValueError, match=f"at least one row and one column, got {n_rows}x{n_cols}"):
+        BlockShape(n_rows, n_cols)
+
+
+@every_recipe
+def test_names_are_their_keys_and_carry_the_scale_format(recipe):
+    assert RECIPES[recipe.name] is recipe
+    assert recipe.name.endswith("-pow2") == (recipe.scale_format is ScaleFormat.POW2)
+    assert recipe.note
+
+
+@every_recipe
+def test_every_recipe_exists_with_both_scale_formats(recipe):
+    for scale_format in ScaleFormat:
+        twin = recipe.with_scales(scale_format)
+        assert RECIPES[twin.name] == twin
+        assert all(getattr(twin, name) == getattr(recipe, name) for name in BLOCK_FIELDS)
+    assert recipe.with_scales(ScaleFormat.POW2).with_scales(ScaleFormat.FP32).name == recipe.name.removesuffix("-pow2")
+
+
+@every_recipe
+def test_padding_keeps_blocks_of_rows_inside_one_expert(recipe):
+    assert recipe.row_alignment >= 128
+    assert all(recipe.row_alignment % block.rows == 0 for block in recipe.token_blocks())
+
+
+@every_recipe
+def test_gathered_operands_are_scaled_per_row(recipe):
+    """x and dout are quantised once per token and gathered afterwards: a block of several rows would mix experts."""
+    assert recipe.x.rows == recipe.dout.rows == 1
+
+
+@every_recipe
+def test_saved_z_is_scaled_per_row_and_128(recipe):
+    assert recipe.z == rows(128)
+
+
+@every_recipe
+def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
+    """Both operands of a weight gradient share their extent along tokens, so one product of scales serves a whole k-block."""
+    assert recipe.wgrad_x.rows == recipe.wgrad_dz.rows
+    assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
+
+
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_isotropic_recipes_share_buffers(size):
+    recipe = iso_recipe(size)
+    assert recipe.shares_weight_buffers
+    assert recipe.shares_dz
+    assert recipe.row_alignment == size
+    assert {recipe.w1, recipe.w2, recipe.dz, recipe.wgrad_x, recipe.wgrad_dout, recipe.wgrad_y1s} == {iso(size)}
+
+
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_what_is_read_in_one_orientation_keeps_row_scales(size):
+    recipe = iso_recipe(size)
+    assert (recipe.x, recipe.dout, recipe.y1) == (rows(size),) * 3
+
+
+def test_the_row_recipe_shares_nothing():
+    recipe = row_recipe(128)
+    assert not recipe.shares_weight_buffers
+    assert not recipe.shares_dz
+    assert recipe.row_alignment == 128
+    assert (recipe.w1, recipe.w1_dgrad, recipe.wgrad_dz) == (rows(128), columns(128), columns(128))
+
+
+def test_a_weight_block_that_differs_in_dgrad_is_not_shared():
+    assert not dataclasses.replace(iso_recipe(128), w1_dgrad=iso(256)).shares_weight_buffers
+
+
+def test_deepseek_v3_has_strips_for_activations_and_square_weight_blocks():
+    """arXiv:2412.19437, section 3.3.2: 1x128 tiles for activations, 128x128 blocks for weights."""
+    assert (DEEPSEEK_V3.x, DEEPSEEK_V3.y1, DEEPSEEK_V3.dout, DEEPSEEK_V3.dz) == (rows(128),) * 4
+    assert {DEEPSEEK_V3.wgrad_x, DEEPSEEK_V3.wgrad_dz, DEEPSEEK_V3.wgrad_dout, DEEPSEEK_V3.wgrad_y1s} == {columns(128)}
+    assert {DEEPSEEK_V3.w1, DEEPSEEK_V3.w2, DEEPSEEK_V3.w1_dgrad, DEEPSEEK_V3.w2_dgrad} == {iso(128)}
+    assert DEEPSEEK_V3.scale_format is ScaleFormat.FP32
+
+
+def test_dx256_shares_its_oblong_blocks_too():
+    """A block need not be square to be read in both orientations: transposing codes and scales rounds nothing."""
+    recipe = RECIPES["dx256"]
+    assert (recipe.dz, recipe.w1) == (BlockShape(128, 256), BlockShape(256, 128))
+    assert recipe.shares_weight_buffers
+    assert recipe.shares_dz
+
+
+def test_every_contraction_step_of_a_gemm_has_one_length():
+    """The K extents of both operands are equal or nest, so a promotion never falls inside a block."""
+    for recipe in RECIPES.values():
+        pairs = [
+            (recipe.x.cols, recipe.w1.cols),
+            (recipe.y1.cols, recipe.w2.cols),
+            (recipe.dout.cols, recipe.w2_dgrad.rows),
+            (recipe.dz.cols, recipe.w1_dgrad.rows),
+        ]
+        assert all(max(pair) % min(pair) == 0 for pair in pairs), recipe.name
+
+
+def test_every_block_of_a_recipe_is_looked_at():
+    assert len(BLOCK_FIELDS) == 13
