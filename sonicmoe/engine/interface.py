@@ -78,7 +78,8 @@ class EngineWeights:
     """Weights as one engine reads them, made by `Engine.prepare_weights`, valid until the user's weights change.
 
     w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The `_dgrad` pair is the same
-    logical matrices as backward reads them (the same objects when the recipe shares buffers). b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
+    logical matrices as backward reads them (the same objects when the recipe shares buffers).
+    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
     """
 
     w1: Tensor | BlockScaledTensor

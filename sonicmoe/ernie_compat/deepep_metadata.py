@@ -9,8 +9,8 @@ import torch
 from ..config import current_config
 from ..errors import DTypeError, RoutingError, expect
 from ..interop import dtype_name
+from ..routing.build import build_metadata
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
-from ..routing.reference import build_routing
 from ..routing.validation import HYBRID_EP_HINT
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ def deepep_topk_to_sonic_metadata(
     """
     if validate is None:
         validate = current_config().validate_dispatch
-    return build_routing(
+    return build_metadata(
         dispatched_indices, dispatched_probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate
     )
 

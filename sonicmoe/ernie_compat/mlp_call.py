@@ -10,7 +10,7 @@ import torch
 from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved
 from ..enums import FlushMode
 from ..experts import ExpertWeights
-from ..routing.reference import build_routing
+from ..routing.build import build_metadata
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,7 @@ class MlpCall:
 
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
-        routing = build_routing(
+        routing = build_metadata(
             self.indices,
             probs,
             self.num_experts,

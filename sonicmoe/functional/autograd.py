@@ -11,7 +11,7 @@ from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumu
 from ..engine.select import announce, choose_engine
 from ..enums import ActivationType
 from ..interop import device_name
-from ..routing.reference import build_routing
+from ..routing.build import build_metadata
 
 Tensor = torch.Tensor
 
@@ -66,7 +66,7 @@ def expert_mlp(
     routing_options: dict[str, Any] = {"alignment": settings.row_alignment, "validate": config.validate_dispatch}
     differentiable = (x, probs, w1, w2, b1, b2)
     if inference or not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)):
-        routing = build_routing(indices, probs, int(w1.shape[0]), **routing_options)
+        routing = build_metadata(indices, probs, int(w1.shape[0]), **routing_options)
         return choice.engine.forward(x, routing, prepared, settings, save=False)[0]
     out: Tensor = _ExpertMlp.apply(choice.engine, settings, prepared, indices, routing_options, *differentiable)
     return out
@@ -88,7 +88,7 @@ class _ExpertMlp(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> Tensor:
         """Build routing, run the engine, keep its tensors through `save_for_backward`."""
-        routing = build_routing(indices, probs, prepared.num_experts, **routing_options)
+        routing = build_metadata(indices, probs, prepared.num_experts, **routing_options)
         out, saved = engine.forward(x, routing, prepared, settings)
         assert saved is not None
         tensors, ctx.spec = saved.pack()

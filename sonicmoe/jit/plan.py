@@ -20,7 +20,7 @@ from .cache import CompileCache
 from .key import CompileKey
 from .manifest import Artefact
 
-PROVIDER_MODULES: tuple[str, ...] = ("sonicmoe.jit.probe",)
+PROVIDER_MODULES: tuple[str, ...] = ("sonicmoe.jit.probe", "sonicmoe.kernels")
 DTYPES = ("bfloat16", "float16", "float32")
 
 

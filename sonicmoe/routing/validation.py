@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -119,11 +118,11 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
 
 
 def _is_count(value: Any) -> bool:
-    """A non-negative integer of any numeric type: an integral float is one, True is none."""
+    """Whether it is a non-negative integer of any numeric type: an integral float is one, True is none."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     number = float(value)
-    return math.isfinite(number) and number >= 0 and number.is_integer()
+    return number >= 0 and number.is_integer()
 
 
 def _on_gpu(tensor: Any) -> bool:

@@ -1,0 +1,132 @@
+"""The FP8 recipe applied by hand: one expert after the other, every operand quantised and dequantised where the recipe says so.
+
+An independent second implementation of what the reference engine emulates. It shares the quantiser with the package (which has
+tests of its own) and nothing else. `skip` leaves a named quantisation out, which shows that a test would notice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from engine.moe_golden import Result, base_of, each, native_order, native_weights, slope, value
+from framework import numpy, tensor, torch
+
+from sonicmoe.enums import ZCode
+from sonicmoe.quant.format import Code
+from sonicmoe.quant.reference import dequantize, quantize
+
+# Every quantisation point of the recipe, and what changes when it is left out.
+EVERYTHING = {"out", "dx", "dprobs", "dw1", "dw2"}
+AFFECTS = {
+    "x": EVERYTHING,
+    "w1": EVERYTHING,
+    "y1": {"out"},
+    "w2": {"out"},
+    "z": {"dx", "dprobs", "dw1", "dw2"},
+    "dout": {"dx", "dprobs", "dw1"},
+    "w2_dgrad": {"dx", "dprobs", "dw1"},
+    "dz": {"dx"},
+    "w1_dgrad": {"dx"},
+    "wgrad_x": {"dw1"},
+    "wgrad_dz": {"dw1"},
+    "wgrad_dout": {"dw2"},
+    "wgrad_y1s": {"dw2"},
+}
+
+
+class Hand:
+    """Arguments of one computation."""
+
+    def __init__(self, settings, dtype, skip=(), exact=False):
+        self.settings, self.recipe, self.dtype, self.skip, self.exact = (
+            settings,
+            settings.recipe,
+            dtype,
+            set(skip),
+            exact,
+        )
+
+    def fp32(self, array):
+        """As fp32; when everything is meant to be exact, it must lose nothing."""
+        narrow = np.asarray(array, np.float32)
+        assert not self.exact or np.array_equal(narrow.astype(np.float64), array), (
+            "the data were meant to be exact in fp32"
+        )
+        return tensor(narrow, torch.float32)
+
+    def rounded(self, array):
+        """To the dtype of the tokens and back."""
+        return numpy(tensor(np.asarray(array, np.float32), torch.float32).to(self.dtype))
+
+    def operand(self, array, name):
+        """A GEMM operand after the quantisation `name`."""
+        unquantised = self.recipe is None or (name.startswith("wgrad") and not self.settings.fp8_wgrad)
+        if unquantised:
+            return self.rounded(array)
+        if name in self.skip:
+            return array
+        return numpy(
+            dequantize(quantize(self.fp32(array), getattr(self.recipe, name), Code.E4M3, self.recipe.scale_format))
+        )
+
+    def stored_z(self, z):
+        """z as backward reads it."""
+        if "z" in self.skip:
+            return z
+        if self.recipe is None:
+            return self.rounded(z)
+        if self.settings.save_z is ZCode.BF16:
+            return numpy(self.fp32(z).to(torch.bfloat16))
+        code = {ZCode.INT8: Code.INT8, ZCode.E4M3: Code.E4M3}[self.settings.save_z]
+        return numpy(dequantize(quantize(self.fp32(z), self.recipe.z, code, self.recipe.scale_format)))
+
+
+def activation_of(problem, z):
+    """`(y1, gate value, gate slope, up)` of interleaved (or ungated) `z`."""
+    act = base_of(problem.activation)
+    gate, up = (z[:, 0::2], z[:, 1::2]) if problem.gated else (z, np.ones_like(z))
+    a = each(value, act, gate.ravel()).reshape(gate.shape)
+    da = each(slope, act, gate.ravel()).reshape(gate.shape)
+    return a * up, a, da, up
+
+
+def by_hand(problem, settings, dtype, skip=(), exact=False) -> Result:
+    hand = Hand(settings, dtype, skip, exact)
+    alignment = settings.row_alignment
+    w1, w2, _, _ = native_weights(problem)
+    x_operand, dout_operand = hand.operand(problem.x, "x"), hand.operand(problem.dout, "dout")
+    result = Result(*(np.zeros_like(a) for a in (problem.x, problem.x, problem.probs, problem.up_gate, problem.down)))
+    order = native_order(problem.up_gate.shape[2], problem.gated)
+    for e in range(problem.num_experts):
+        pairs = [(t, k) for t, k in np.ndindex(*problem.indices.shape) if problem.indices[t, k] == e]
+        if not pairs:
+            continue
+        tokens = [t for t, _ in pairs]
+        n, padded = len(pairs), -(-len(pairs) // alignment) * alignment
+
+        def rows(source, tokens=tokens, n=n, padded=padded):
+            made = np.zeros((padded, source.shape[1]))
+            made[:n] = source[tokens]
+            return made
+
+        p = np.zeros((padded, 1))
+        p[:n, 0] = [problem.probs[pair] for pair in pairs]
+
+        z = rows(x_operand) @ hand.operand(w1[e], "w1").T
+        y1 = hand.operand(activation_of(problem, z)[0], "y1")
+        y2 = hand.rounded(y1 @ hand.operand(w2[e], "w2").T)
+
+        y1, a, da, up = activation_of(problem, hand.stored_z(z))
+        dy1 = rows(dout_operand) @ hand.operand(w2[e], "w2_dgrad")
+        dgate, dup = p * dy1 * up * da, p * dy1 * a
+        dz = np.stack([dgate, dup], -1).reshape(padded, -1) if problem.gated else dgate
+        dx_rows = hand.rounded(hand.operand(dz, "dz") @ hand.operand(w1[e], "w1_dgrad"))
+        for row, (t, k) in enumerate(pairs):
+            result.out[t] += p[row, 0] * y2[row]
+            result.dx[t] += dx_rows[row]
+            result.dprobs[t, k] = dy1[row] @ y1[row]
+        dw2 = hand.operand(rows(problem.dout), "wgrad_dout").T @ hand.operand(p * y1, "wgrad_y1s")
+        dw1 = hand.operand(dz, "wgrad_dz").T @ hand.operand(rows(problem.x), "wgrad_x")
+        result.dw1[e][:, order] = dw1.T
+        result.dw2[e] = dw2.T
+    result.out, result.dx = hand.rounded(result.out), hand.rounded(result.dx)
+    return result

@@ -1,0 +1,269 @@
+"""The expert MLP and its gradients in fp64, per token and per slot, in the plainest way: the golden of every engine and of the node.
+
+User layouts throughout: `up_gate [E, H, N1]` split-half with gate first (N1 = 2I) or ungated (N1 = I), `down [E, I, H]`.
+Nothing here is shared with the package but the names of the activations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from framework import numpy, tensor, torch
+
+from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.routing.reference import build_routing
+
+GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+ALL_ACTIVATIONS = list(ActivationType)
+OUTPUTS = ("out", "dx", "dprobs", "dw1", "dw2")
+
+
+def base_of(activation):
+    """Name of the function applied to the gate, or to everything when there is no gate."""
+    return GATED.get(activation.value, activation.value)
+
+
+def value(name, v):
+    """act(v) of one fp64 number."""
+    if name == "silu":
+        return v / (1.0 + math.exp(-v))
+    if name == "gelu":
+        return 0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0)))
+    if name == "relu":
+        return max(v, 0.0)
+    assert name == "relu_sq"
+    return max(v, 0.0) ** 2
+
+
+def slope(name, v):
+    """act'(v) of one fp64 number."""
+    if name == "silu":
+        sigma = 1.0 / (1.0 + math.exp(-v))
+        return sigma + v * sigma * (1.0 - sigma)
+    if name == "gelu":
+        return 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) + v * math.exp(-0.5 * v * v) / math.sqrt(2.0 * math.pi)
+    if name == "relu":
+        return 1.0 if v > 0.0 else 0.0
+    assert name == "relu_sq"
+    return 2.0 * max(v, 0.0)
+
+
+def each(function, name, vector):
+    return np.array([function(name, float(v)) for v in vector])
+
+
+@dataclass
+class Problem:
+    """fp64 arrays that hold values exact in the dtypes the engine will see."""
+
+    activation: ActivationType
+    x: np.ndarray
+    indices: np.ndarray
+    probs: np.ndarray
+    dout: np.ndarray
+    up_gate: np.ndarray
+    down: np.ndarray
+    b1: np.ndarray | None = None
+    b2: np.ndarray | None = None
+
+    @property
+    def num_experts(self):
+        return self.up_gate.shape[0]
+
+    @property
+    def intermediate(self):
+        return self.down.shape[1]
+
+    @property
+    def gated(self):
+        return self.activation.value in GATED
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+
+@dataclass
+class Result:
+    """Outputs and gradients, weights' in user layout."""
+
+    out: np.ndarray
+    dx: np.ndarray
+    dprobs: np.ndarray
+    dw1: np.ndarray
+    dw2: np.ndarray
+    db1: np.ndarray | None = None
+    db2: np.ndarray | None = None
+
+    def items(self):
+        return [(name, got) for name, got in vars(self).items() if got is not None]
+
+
+def dispatch(rng, tokens, experts, topk, empty=()):
+    """Indices `[T, K]`: distinct experts in a row, none of `empty`, both sentinels in any position."""
+    pool = np.array([e for e in range(experts) if e not in empty] + [-1, experts, -1, experts + 5])
+    rows = [rng.permutation(pool)[:topk] for _ in range(tokens)]
+    return np.array(rows, np.int64).reshape(tokens, topk)
+
+
+def rounded(array, dtype):
+    """fp64 values after rounding to `dtype`."""
+    return numpy(tensor(array, torch.float32).to(dtype))
+
+
+def make_problem(
+    activation=ActivationType.SWIGLU,
+    *,
+    tokens=37,
+    hidden=80,
+    intermediate=48,
+    experts=4,
+    topk=3,
+    bias=False,
+    empty=(2,),
+    dtype=None,
+    seed=0,
+):
+    rng = np.random.default_rng(seed)
+    dtype = dtype or torch.float32
+    n1 = intermediate * (2 if activation.value in GATED else 1)
+
+    def normal(*shape, scale=1.0):
+        return rounded(rng.standard_normal(shape) * scale, dtype)
+
+    def fp32(array):
+        return np.asarray(array, np.float32).astype(np.float64)
+
+    return Problem(
+        activation=activation,
+        x=normal(tokens, hidden),
+        indices=dispatch(rng, tokens, experts, topk, empty),
+        probs=fp32(rng.uniform(0.05, 1.0, (tokens, topk))),
+        dout=normal(tokens, hidden),
+        up_gate=normal(experts, hidden, n1, scale=hidden**-0.5),
+        down=normal(experts, intermediate, hidden, scale=intermediate**-0.5),
+        b1=fp32(rng.standard_normal((experts, n1)) * 0.3) if bias else None,
+        b2=fp32(rng.standard_normal((experts, hidden)) * 0.3) if bias else None,
+    )
+
+
+def golden(problem: Problem) -> Result:
+    """Forward and backward, token by token, slot by slot."""
+    p, I = problem, problem.intermediate
+    act = base_of(p.activation)
+    result = Result(*(np.zeros_like(a) for a in (p.x, p.x, p.probs, p.up_gate, p.down)))
+    if p.b1 is not None:
+        result.db1, result.db2 = np.zeros_like(p.b1), np.zeros_like(p.b2)
+    for t in range(p.x.shape[0]):
+        for k in range(p.indices.shape[1]):
+            e = int(p.indices[t, k])
+            if not 0 <= e < p.num_experts:
+                continue
+            z = p.x[t] @ p.up_gate[e]
+            if p.b1 is not None:
+                z = z + p.b1[e]
+            gate, up = (z[:I], z[I:]) if p.gated else (z, np.ones(I))
+            a, da = each(value, act, gate), each(slope, act, gate)
+            y1 = a * up
+            y2 = y1 @ p.down[e]
+            if p.b2 is not None:
+                y2 = y2 + p.b2[e]
+            result.out[t] += p.probs[t, k] * y2
+
+            result.dprobs[t, k] = p.dout[t] @ y2
+            dy2 = p.probs[t, k] * p.dout[t]
+            result.dw2[e] += np.outer(y1, dy2)
+            dy1 = p.down[e] @ dy2
+            dgate = dy1 * up * da
+            dz = np.concatenate([dgate, dy1 * a]) if p.gated else dgate
+            result.dw1[e] += np.outer(p.x[t], dz)
+            result.dx[t] += p.up_gate[e] @ dz
+            if p.b2 is not None:
+                result.db1[e] += dz
+                result.db2[e] += dy2
+    return result
+
+
+def native_column(n, n1, gated):
+    """Which column of a user's `[H, N1]` weight lies in row `n` of the native `[N1, H]` one."""
+    if not gated:
+        return n
+    return n // 2 if n % 2 == 0 else n1 // 2 + n // 2
+
+
+def native_order(n1, gated):
+    return [native_column(n, n1, gated) for n in range(n1)]
+
+
+def native_weights(problem):
+    """fp64 `w1 [E, N1, H]`, `w2 [E, H, I]`, `b1`, `b2` in the engine's layout."""
+    order = native_order(problem.up_gate.shape[2], problem.gated)
+    w1 = problem.up_gate.transpose(0, 2, 1)[:, order]
+    w2 = problem.down.transpose(0, 2, 1)
+    return w1, w2, None if problem.b1 is None else problem.b1[:, order], problem.b2
+
+
+def user_gradients(problem, accumulators):
+    """Native accumulators as fp64 arrays in user layout: dw1, dw2, db1, db2."""
+    order = native_order(problem.up_gate.shape[2], problem.gated)
+    dw1, db1 = np.zeros_like(problem.up_gate), None
+    dw1[:, :, order] = numpy(accumulators.dw1).transpose(0, 2, 1)
+    dw2 = numpy(accumulators.dw2).transpose(0, 2, 1)
+    if accumulators.db1 is not None:
+        db1 = np.zeros_like(problem.b1)
+        db1[:, order] = numpy(accumulators.db1)
+    return dw1, dw2, db1, None if accumulators.db2 is None else numpy(accumulators.db2)
+
+
+@dataclass
+class Setup:
+    """A problem as the engine takes it."""
+
+    problem: Problem
+    settings: EngineSettings
+    engine: object
+    weights: object
+    routing: object
+    x: object
+    dout: object
+
+    def accumulators(self):
+        experts, n1, hidden = (int(size) for size in native_weights(self.problem)[0].shape)
+        bias = self.problem.b1 is not None
+        return GradAccumulators.zeros(experts, n1, hidden, self.problem.intermediate, bias, "cpu")
+
+    def forward(self, save=True):
+        return self.engine.forward(self.x, self.routing, self.weights, self.settings, save=save)
+
+    def run(self) -> Result:
+        """Forward, then the whole backward."""
+        out, saved = self.forward()
+        accumulators = self.accumulators()
+        dx, dprobs = self.engine.backward(self.dout, saved, self.weights, accumulators)
+        return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(self.problem, accumulators))
+
+
+def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
+    engine = engine or ReferenceEngine()
+    dtype = dtype or torch.float32
+    settings = replace(settings or EngineSettings(), activation=problem.activation)
+    w1, w2, b1, b2 = native_weights(problem)
+    biases = [None if b is None else tensor(b, torch.float32) for b in (b1, b2)]
+    weights = engine.prepare_weights(tensor(w1).to(dtype), tensor(w2).to(dtype), *biases, settings)
+    probs = tensor(problem.probs, torch.float32)
+    routing = build_routing(tensor(problem.indices), probs, problem.num_experts, alignment=settings.row_alignment)
+    x, dout = (tensor(array, torch.float32).to(dtype) for array in (problem.x, problem.dout))
+    return Setup(problem, settings, engine, weights, routing, x, dout)
+
+
+def run_engine(problem, settings=None, dtype=None) -> Result:
+    return set_up(problem, settings, dtype).run()
+
+
+def assert_same_bits(actual: Result, expected: Result, names=None):
+    for name, got in actual.items():
+        if names is None or name in names:
+            np.testing.assert_array_equal(got, getattr(expected, name), err_msg=name)

@@ -1,0 +1,121 @@
+"""The seven activations: values, slopes against finite differences, kinks, NaN, extreme values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import ALL_ACTIVATIONS, base_of, slope, value
+from framework import numpy, tensor, torch
+
+from sonicmoe.engine.activations import (
+    activate,
+    activate_backward,
+    merge_gate_up,
+    pre_activation_width,
+    split_gate_up,
+    value_and_slope,
+)
+from sonicmoe.enums import ActivationType, is_glu
+
+UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
+GATED = [a for a in ALL_ACTIVATIONS if is_glu(a)]
+GRID = np.concatenate([np.linspace(-9.0, 9.0, 181) + 0.013, [1e-3, -1e-3, 25.0, -25.0, 88.0, -88.0]]).astype(np.float32)
+
+
+def fp32(array, **options):
+    return tensor(np.asarray(array), torch.float32, **options)
+
+
+def by_finite_differences(name, points, step=1e-5):
+    return np.array([(value(name, v + step) - value(name, v - step)) / (2 * step) for v in points.astype(np.float64)])
+
+
+def test_all_seven_are_covered():
+    assert len(UNGATED) == 4
+    assert len(GATED) == 3
+    assert {base_of(a) for a in GATED} <= {a.value for a in UNGATED}
+
+
+@pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
+def test_value_and_slope(activation):
+    got_value, got_slope = (numpy(v) for v in value_and_slope(fp32(GRID), activation))
+    name = activation.value
+    np.testing.assert_allclose(got_value, [value(name, float(v)) for v in GRID], rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(got_slope, by_finite_differences(name, GRID), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
+def test_the_golden_slope_is_that_of_the_golden_value(activation):
+    slopes = [slope(activation.value, float(v)) for v in GRID]
+    np.testing.assert_allclose(slopes, by_finite_differences(activation.value, GRID), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("activation", [ActivationType.RELU, ActivationType.RELU_SQ])
+def test_slope_at_the_kink_is_zero(activation):
+    got_value, got_slope = value_and_slope(fp32([0.0, -0.0]), activation)
+    assert np.array_equal(numpy(got_value), [0.0, 0.0])
+    assert np.array_equal(numpy(got_slope), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_backward_against_finite_differences_of_forward(activation):
+    """<dy1, activate(z)> differentiated numerically along every entry of z, on the package's own layout."""
+    rng = np.random.default_rng(3)
+    z = rng.standard_normal((5, 12)) * 2
+    dy1 = rng.standard_normal((5, 6 if is_glu(activation) else 12))
+    y1, dz = activate_backward(fp32(z), fp32(dy1), activation)
+    assert np.array_equal(numpy(y1), numpy(activate(fp32(z), activation)))
+
+    def loss(at):
+        name = base_of(activation)
+        if not is_glu(activation):
+            return sum(dy1[r, c] * value(name, at[r, c]) for r in range(5) for c in range(12))
+        return sum(dy1[r, i] * value(name, at[r, 2 * i]) * at[r, 2 * i + 1] for r in range(5) for i in range(6))
+
+    numeric = np.zeros_like(z)
+    for position in np.ndindex(*z.shape):
+        step = np.zeros_like(z)
+        step[position] = 1e-5
+        numeric[position] = (loss(z + step) - loss(z - step)) / 2e-5
+    np.testing.assert_allclose(numpy(dz), numeric, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_nan_stays_where_it_is(activation):
+    z = np.random.default_rng(0).standard_normal((4, 8))
+    z[2, 5] = np.nan
+    columns = [2] if is_glu(activation) else [5]
+    dy1 = fp32(np.ones((4, 4 if is_glu(activation) else 8)))
+    y1, dz = (numpy(v) for v in activate_backward(fp32(z), dy1, activation))
+    assert np.argwhere(np.isnan(y1)).tolist() == [[2, c] for c in columns]
+    assert [2, 4 if is_glu(activation) else 5] in np.argwhere(np.isnan(dz)).tolist()
+    assert np.isfinite(np.delete(dz, 2, axis=0)).all()
+
+
+@pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
+@pytest.mark.parametrize("magnitude", [1e4, 1e15, 1e19])
+def test_large_finite_values_have_their_limits(activation, magnitude):
+    got_value, got_slope = (numpy(v) for v in value_and_slope(fp32([magnitude, -magnitude]), activation))
+    x = float(np.float32(magnitude))
+    limits = ([x * x, 0.0], [2 * x, 0.0]) if activation is ActivationType.RELU_SQ else ([x, 0.0], [1.0, 0.0])
+    np.testing.assert_allclose(got_value, limits[0], rtol=1e-6)
+    np.testing.assert_allclose(got_slope, limits[1], rtol=1e-6)
+
+
+def test_split_and_merge_follow_the_interleaved_layout():
+    z = np.arange(24.0).reshape(3, 8)
+    gate, up = split_gate_up(fp32(z))
+    assert np.array_equal(numpy(gate), z[:, 0::2])
+    assert np.array_equal(numpy(up), z[:, 1::2])
+    assert np.array_equal(numpy(merge_gate_up(gate, up)), z)
+
+
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_pre_activation_width(activation):
+    assert pre_activation_width(48, activation) == (96 if is_glu(activation) else 48)
+
+
+@pytest.mark.parametrize("activation", GATED, ids=lambda a: a.value)
+def test_a_gated_activation_has_no_slope_of_its_own(activation):
+    with pytest.raises(ValueError, match="gated"):
+        value_and_slope(fp32([1.0]), activation)

@@ -1,0 +1,281 @@
+"""What every engine promises beyond numbers: poison, non-finite tokens, repetition, statelessness, separate dx and dw."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine.moe_golden import (
+    ALL_ACTIVATIONS,
+    Result,
+    assert_same_bits,
+    make_problem,
+    run_engine,
+    set_up,
+    user_gradients,
+)
+from framework import IS_PADDLE, numpy, tensor, torch
+
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ZCode
+from sonicmoe.quant.format import BlockScaledTensor
+from sonicmoe.quant.recipes import RECIPES
+
+PLAIN = EngineSettings()
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
+MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "iso128", "1x128"])
+
+
+def collect(setup, out, dx, dprobs, accumulators) -> Result:
+    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators))
+
+
+class TestPoison:
+    """No output depends on a byte that the call did not write or that no valid slot names."""
+
+    @MODES
+    def test_probabilities_of_invalid_slots(self, settings):
+        problem = make_problem(bias=True)
+        invalid = (problem.indices < 0) | (problem.indices >= problem.num_experts)
+        for poison in (np.nan, np.inf, 3.0):
+            assert_same_bits(
+                run_engine(problem.but(probs=np.where(invalid, poison, problem.probs)), settings),
+                run_engine(problem.but(probs=np.where(invalid, 0.0, problem.probs)), settings),
+            )
+
+    @MODES
+    def test_tokens_and_gradients_without_a_local_expert(self, settings):
+        problem = make_problem(bias=True)
+        indices = problem.indices.copy()
+        indices[5], indices[-1] = -1, 77
+        rows = [5, len(indices) - 1]
+        clean, poisoned = (
+            problem.but(indices=indices),
+            problem.but(indices=indices, x=problem.x.copy(), dout=problem.dout.copy()),
+        )
+        poisoned.x[rows], poisoned.dout[rows] = np.nan, np.inf
+        result = run_engine(poisoned, settings)
+        assert_same_bits(result, run_engine(clean, settings))
+        assert not result.out[rows].any()
+        assert not result.dx[rows].any()
+
+    @MODES
+    def test_zero_probability_is_a_valid_slot(self, settings):
+        problem = make_problem()
+        result = run_engine(problem.but(probs=np.zeros_like(problem.probs)), settings)
+        valid = (problem.indices >= 0) & (problem.indices < problem.num_experts)
+        assert not result.out.any()
+        assert not result.dx.any()
+        assert (result.dprobs[valid] != 0).all()
+
+    @MODES
+    def test_more_rows_than_needed(self, settings):
+        """A builder that does not know the counts sizes its rows for the worst case; the rest is padding too."""
+        setup = set_up(make_problem(bias=True), settings)
+        extra = 256
+
+        def longer(rows, fill):
+            return torch.cat([rows, torch.full((extra,), fill, dtype=rows.dtype)], 0)
+
+        routing = setup.routing
+        oversized = dataclasses.replace(
+            routing,
+            num_rows=routing.num_rows + extra,
+            row_token=longer(routing.row_token, -1),
+            row_slot=longer(routing.row_slot, -1),
+            row_prob=longer(routing.row_prob, 0.0),
+        )
+        assert_same_bits(replace(setup, routing=oversized).run(), setup.run())
+
+    @MODES
+    def test_old_memory(self, settings):
+        """Allocations of the call find memory that was full of NaN a moment ago."""
+        setup = set_up(make_problem(bias=True), settings)
+        expected = setup.run()
+        sizes = [37 * 80, 37 * 3, 384 * 80, 384 * 96, 384 * 48, 384, 4 * 96 * 80, 4 * 80 * 48, 128 * 96]
+        for _ in range(3):
+            hot = [tensor(np.full(size, np.nan), torch.float32) for size in sizes for _ in range(6)]
+            del hot
+            assert_same_bits(setup.run(), expected)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's switch that fills uninitialised memory with NaN")
+    @MODES
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_uninitialised_memory(self, settings, bias):
+        setup = set_up(make_problem(bias=bias), settings)
+        expected = setup.run()
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert bool(torch.isnan(torch.empty(5)).all()), "the poison is not active"
+            poisoned = set_up(setup.problem, settings).run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert_same_bits(poisoned, expected)
+
+    @MODES
+    def test_padding_rows_of_wgrad_operands_are_zero(self, settings):
+        """A GPU kernel may read whole tiles: what backward hands over holds finite zeros beyond the true rows."""
+        setup = set_up(make_problem(bias=True), settings)
+        _, saved = setup.forward()
+        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        padding = numpy(setup.routing.row_slot) < 0
+        assert padding.any()
+        for rows in (pending.dz, pending.y1s):
+            assert not numpy(rows)[padding].any()
+            assert numpy(rows)[~padding].any()
+
+
+class TestNonFiniteTokens:
+    @MODES
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize("where", ["x", "dout"])
+    @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+    def test_stay_in_their_token_and_never_become_finite(self, settings, value, where, activation):
+        problem = make_problem(activation, tokens=40, hidden=32, intermediate=16, topk=2, empty=())
+        token = int(np.flatnonzero(((problem.indices >= 0) & (problem.indices < 4)).all(1))[0])
+        bad = getattr(problem, where).copy()
+        bad[token, 3] = value
+        actual = run_engine(problem.but(**{where: bad}), settings)
+        others = np.arange(40) != token
+        # The others' bits are those of a run where this token is zero: it takes no part in a shared scale either.
+        zero = {name: getattr(problem, name) * others[:, None] for name in {where, "dout"}}
+        expected = run_engine(problem.but(**zero), settings)
+        for name in ("out", "dx", "dprobs"):
+            np.testing.assert_array_equal(getattr(actual, name)[others], getattr(expected, name)[others], err_msg=name)
+        if where == "x" and (np.isnan(value) or settings.recipe is not None):
+            assert np.isnan(actual.out[token]).all()
+        elif where == "x":
+            assert not np.isfinite(actual.out[token]).all()
+        else:
+            np.testing.assert_array_equal(actual.out, run_engine(problem, settings).out)
+        assert not np.isfinite(actual.dprobs[token]).any()
+        assert not np.isfinite(actual.dx[token]).all()
+
+    @MODES
+    def test_reach_the_gradients_of_their_experts_only(self, settings):
+        problem = make_problem(topk=1, empty=(), tokens=60)
+        token = int(np.flatnonzero(problem.indices[:, 0] == 1)[0])
+        bad = problem.x.copy()
+        bad[token, 0] = np.nan
+        actual, expected = run_engine(problem.but(x=bad), settings), run_engine(problem, settings)
+        for name in ("dw1", "dw2"):
+            assert np.isnan(getattr(actual, name)[1]).any(), name
+            for expert in (0, 2, 3):
+                np.testing.assert_array_equal(
+                    getattr(actual, name)[expert], getattr(expected, name)[expert], err_msg=name
+                )
+
+    @MODES
+    def test_a_weight_that_is_nan_reaches_every_token_of_its_expert(self, settings):
+        problem = make_problem(topk=1, empty=(), tokens=60)
+        up_gate = problem.up_gate.copy()
+        up_gate[2, 7, 5] = np.nan
+        actual, expected = run_engine(problem.but(up_gate=up_gate), settings), run_engine(problem, settings)
+        here = problem.indices[:, 0] == 2
+        assert np.isnan(actual.out[here]).all()
+        np.testing.assert_array_equal(actual.out[~here], expected.out[~here])
+        np.testing.assert_array_equal(actual.dx[~here], expected.dx[~here])
+
+
+class TestRepetition:
+    @MODES
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_bit_exact(self, settings, dtype):
+        problem = make_problem(bias=True, tokens=150)
+        first = run_engine(problem, settings, getattr(torch, dtype))
+        for _ in range(3):
+            assert_same_bits(run_engine(problem, settings, getattr(torch, dtype)), first)
+
+    @MODES
+    def test_token_order_decides_nothing_but_the_order(self, settings):
+        """Permuted tokens give permuted outputs; every expert has fewer rows than a block, so block scales hold the same rows."""
+        problem = make_problem(tokens=50, topk=1)
+        order = np.random.default_rng(0).permutation(50)
+        shuffled = problem.but(**{n: getattr(problem, n)[order] for n in ("x", "dout", "indices", "probs")})
+        expected, actual = run_engine(problem, settings), run_engine(shuffled, settings)
+        for name in ("out", "dx", "dprobs"):
+            np.testing.assert_allclose(
+                getattr(actual, name), getattr(expected, name)[order], rtol=1e-5, atol=1e-5, err_msg=name
+            )
+
+    @MODES
+    def test_interleaved_calls_do_not_see_each_other(self, settings):
+        """Three forwards before three backwards in another order, on one engine: the bits of three separate runs."""
+        engine = ReferenceEngine()
+        setups = [
+            set_up(make_problem(seed=s, tokens=20 + 30 * s, bias=True), settings, engine=engine) for s in range(3)
+        ]
+        alone = [setup.run() for setup in setups]
+        forwards = [setup.forward() for setup in setups]
+        for i in (1, 2, 0):
+            setup, (out, saved), accumulators = setups[i], forwards[i], setups[i].accumulators()
+            dx, dprobs = engine.backward(setup.dout, saved, setup.weights, accumulators)
+            assert_same_bits(collect(setup, out, dx, dprobs, accumulators), alone[i])
+
+    @MODES
+    def test_dx_and_dw_are_separate_and_may_be_reordered(self, settings):
+        setups = [set_up(make_problem(seed=s, bias=True), settings) for s in range(2)]
+
+        def backward(order):
+            shared = setups[0].accumulators()
+            outs, pendings, results = {}, {}, {}
+            for stage, i in order:
+                setup = setups[i]
+                if stage == "dx":
+                    outs[i], saved = setup.forward()
+                    *results[i], pendings[i] = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+                else:
+                    setup.engine.backward_dw(pendings[i], shared)
+            return [collect(setups[i], outs[i], *results[i], shared) for i in range(2)]
+
+        straight = backward([("dx", 0), ("dw", 0), ("dx", 1), ("dw", 1)])
+        delayed = backward([("dx", 0), ("dx", 1), ("dw", 1), ("dw", 0)])
+        for one, other in zip(straight, delayed, strict=True):
+            assert_same_bits(one, other)
+
+    @MODES
+    def test_backward_dx_writes_no_weight_gradient(self, settings):
+        setup = set_up(make_problem(), settings)
+        _, saved = setup.forward()
+        accumulators = setup.accumulators()
+        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        assert not any(numpy(held).any() for held in accumulators.tensors())
+        setup.engine.backward_dw(pending, accumulators)
+        assert all(numpy(held).any() for held in accumulators.tensors())
+
+    @MODES
+    def test_a_second_backward_of_the_same_forward_has_the_same_bits(self, settings):
+        setup = set_up(make_problem(bias=True), settings)
+        out, saved = setup.forward()
+        results = []
+        for _ in range(2):
+            accumulators = setup.accumulators()
+            dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
+            results.append(collect(setup, out, dx, dprobs, accumulators))
+        assert_same_bits(*results)
+
+    @MODES
+    def test_arguments_are_never_written(self, settings):
+        setup = set_up(make_problem(bias=True), settings)
+        arguments = [setup.x, setup.dout, *setup.routing.tensors(), setup.weights.b1, setup.weights.b2]
+        for weight in (setup.weights.w1, setup.weights.w2_dgrad):
+            arguments += [weight.codes, weight.scale_inv] if isinstance(weight, BlockScaledTensor) else [weight]
+        before = [numpy(argument).copy() for argument in arguments]
+        setup.run()
+        for argument, old in zip(arguments, before, strict=True):
+            assert np.array_equal(numpy(argument), old)
+
+    @MODES
+    def test_non_contiguous_tokens_and_gradients(self, settings):
+        setup = set_up(make_problem(), settings)
+        strided = replace(
+            setup,
+            x=tensor(np.ascontiguousarray(setup.problem.x.T), torch.float32).transpose(0, 1),
+            dout=tensor(np.ascontiguousarray(setup.problem.dout.T), torch.float32).transpose(0, 1),
+        )
+        assert not strided.dout.is_contiguous()
+        assert_same_bits(strided.run(), setup.run())

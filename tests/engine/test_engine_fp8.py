@@ -1,0 +1,249 @@
+"""FP8 emulation: every quantisation point is there, and nowhere else; errors are where E4M3 puts them, per expert and per block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine.fp8_by_hand import AFFECTS, by_hand
+from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, run_engine, set_up
+from framework import cosine, numpy, relative_rmse, torch
+
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.quant.format import BlockScaledTensor, Code
+from sonicmoe.quant.recipes import BASE_RECIPES, RECIPES, ScaleFormat
+
+POW2 = [recipe.with_scales(ScaleFormat.POW2) for recipe in BASE_RECIPES]
+ISO128 = EngineSettings(recipe=RECIPES["iso128"])
+
+
+def coarse_problem(**changes):
+    """Small odd integers (5 significant bits: E4M3 must round them), sparse weights, power-of-two probabilities, ReGLU.
+
+    With power-of-two scales every sum and product is exact in fp32, so two right implementations agree to the last bit.
+    """
+    sizes = {"tokens": 150, "hidden": 144, "intermediate": 136, "experts": 3, "topk": 2, "empty": (1,)}
+    problem = make_problem(ActivationType.REGLU, **(sizes | changes))
+    rng = np.random.default_rng(11)
+
+    def integers(shape, density=1.0):
+        return rng.choice([-1, 1], shape) * rng.integers(1, 32, shape) * (rng.random(shape) < density)
+
+    return problem.but(
+        x=integers(problem.x.shape).astype(np.float64),
+        dout=integers(problem.dout.shape).astype(np.float64),
+        probs=2.0 ** -rng.integers(0, 3, problem.probs.shape),
+        up_gate=integers(problem.up_gate.shape, 0.1).astype(np.float64),
+        down=integers(problem.down.shape, 0.1).astype(np.float64),
+    )
+
+
+def distance(one, other, name):
+    """Largest difference over the largest value."""
+    one, other = getattr(one, name), getattr(other, name)
+    return np.abs(one - other).max() / np.abs(other).max()
+
+
+@pytest.fixture(scope="module")
+def coarse():
+    return coarse_problem()
+
+
+@pytest.mark.parametrize("recipe", POW2, ids=lambda r: r.name)
+def test_equals_the_recipe_by_hand_to_fp32_rounding(coarse, recipe):
+    settings = EngineSettings(ActivationType.REGLU, recipe)
+    actual, expected = run_engine(coarse, settings), by_hand(coarse, settings, torch.float32, exact=True)
+    for name in OUTPUTS:
+        assert distance(actual, expected, name) < 1e-6, name
+
+
+@pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
+@pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_setting_equals_the_recipe_by_hand(coarse, save_z, fp8_wgrad, dtype):
+    dtype = getattr(torch, dtype)
+    settings = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"], fp8_wgrad, save_z)
+    actual, expected = run_engine(coarse, settings, dtype), by_hand(coarse, settings, dtype, exact=True)
+    for name in OUTPUTS:
+        assert distance(actual, expected, name) < 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_without_a_recipe_operands_have_the_dtype_of_the_tokens(dtype):
+    dtype = getattr(torch, dtype)
+    small = coarse_problem(tokens=40, hidden=24, intermediate=16)
+    small = small.but(up_gate=small.up_gate * 2.0**-7, down=small.down * 2.0**-7)  # fp16 ends at 65504
+    settings = EngineSettings(ActivationType.REGLU)
+    actual, expected = run_engine(small, settings, dtype), by_hand(small, settings, dtype)
+    for name in OUTPUTS:
+        assert distance(actual, expected, name) < 1e-6, name
+
+
+@pytest.mark.parametrize("point", AFFECTS)
+def test_every_quantisation_point_shows(coarse, point):
+    """Leaving one point out moves exactly the outputs it feeds: the engine quantises there, and the tests above would notice."""
+    settings = EngineSettings(ActivationType.REGLU, RECIPES["1x128-pow2"])
+    actual, without = run_engine(coarse, settings), by_hand(coarse, settings, torch.float32, skip=[point])
+    moved = {name for name in OUTPUTS if distance(without, actual, name) > 1e-3}
+    equal = {name for name in OUTPUTS if distance(without, actual, name) < 1e-6}
+    assert moved == AFFECTS[point]
+    assert equal == set(OUTPUTS) - AFFECTS[point]
+
+
+@pytest.mark.parametrize("recipe", BASE_RECIPES, ids=lambda r: r.name)
+def test_gaussian_data_and_fp32_scales_agree_with_the_recipe_by_hand(recipe):
+    """Here a sum in another order may flip single codes at a rounding boundary: the bound is that of a few flips."""
+    problem = make_problem(tokens=100, hidden=144, intermediate=136, experts=2, topk=2, empty=())
+    settings = EngineSettings(recipe=recipe)
+    actual, expected = run_engine(problem, settings), by_hand(problem, settings, torch.float32)
+    for name in OUTPUTS:
+        error = relative_rmse(getattr(actual, name), getattr(expected, name))
+        assert error < 1.5e-3, f"{name}: {error}"
+
+
+@pytest.fixture(scope="module")
+def gaussian():
+    """A problem of several 128-row blocks per expert, with its golden."""
+    problem = make_problem(tokens=512, hidden=256, intermediate=128, experts=3, topk=2, empty=(), seed=4)
+    return problem, golden(problem)
+
+
+def worst(metric, problem, actual, exact, pick):
+    """`pick`ed extreme of a metric: weight gradients per expert, token tensors per 128 tokens, `dprobs` over its valid slots."""
+    found = {}
+    valid = (problem.indices >= 0) & (problem.indices < problem.num_experts)
+    for name in OUTPUTS:
+        got, want = getattr(actual, name), getattr(exact, name)
+        if name == "dprobs":
+            blocks = [valid & (problem.indices == e) for e in range(problem.num_experts)]
+        elif name.startswith("dw"):
+            blocks = range(problem.num_experts)
+        else:
+            blocks = [slice(first, first + 128) for first in range(0, len(got), 128)]
+        found[name] = pick(metric(got[block], want[block]) for block in blocks)
+    return found
+
+
+BARS = {"out": 0.070, "dx": 0.073, "dprobs": 0.095, "dw1": 0.073, "dw2": 0.073}
+
+
+def test_errors_per_expert_and_per_block_of_128_tokens(gaussian):
+    """Relative RMSE and cosine are free of scale, so a wrong block cannot hide behind small numbers.
+
+    The bars are those of the whole tensors plus the spread of a small block; dprobs has one number per slot and spreads most.
+    """
+    problem, exact = gaussian
+    actual = run_engine(problem, ISO128)
+    errors = worst(relative_rmse, problem, actual, exact, max)
+    cosines = worst(cosine, problem, actual, exact, min)
+    for name, bar in BARS.items():
+        assert 0.02 < errors[name] < bar, f"{name}: {errors[name]:.4f}"
+        assert cosines[name] > 1 - bar**2 / 2 * 1.1, f"{name}: {cosines[name]:.5f}"
+    for name in OUTPUTS:
+        whole = relative_rmse(getattr(actual, name), getattr(exact, name))
+        assert whole < (0.068 if name == "out" else 0.071), f"{name}: {whole:.4f}"
+
+
+def test_scale_of_the_data_does_not_matter(gaussian):
+    """The same problem times powers of two: the same relative errors to the last bit, so no bound depends on magnitudes."""
+    problem, _ = gaussian
+    settings = EngineSettings(ActivationType.REGLU, RECIPES["iso128"])
+    problem = problem.but(activation=ActivationType.REGLU)
+    scaled = problem.but(x=problem.x * 2.0**12, dout=problem.dout * 2.0**-9, down=problem.down * 2.0**7)
+    plain, other = run_engine(problem, settings), run_engine(scaled, settings)
+    powers = {"out": 12 * 2 + 7, "dx": -9 + 7 + 12, "dprobs": 12 * 2 - 9 + 7, "dw1": 12 * 2 - 9 + 7, "dw2": -9 + 24}
+    for name, power in powers.items():
+        np.testing.assert_array_equal(getattr(other, name), getattr(plain, name) * 2.0**power, err_msg=name)
+
+
+def test_saved_z_codes_differ_in_exactness_and_in_nothing_else(gaussian):
+    problem, exact = gaussian
+    results = {code: run_engine(problem, replace(ISO128, save_z=code)) for code in ZCode}
+    for result in results.values():
+        np.testing.assert_array_equal(result.out, results[ZCode.INT8].out)
+    for name in ("dx", "dprobs", "dw1", "dw2"):
+        error = {code: relative_rmse(getattr(result, name), getattr(exact, name)) for code, result in results.items()}
+        assert error[ZCode.INT8] < 0.95 * error[ZCode.E4M3], name
+        assert error[ZCode.BF16] < error[ZCode.INT8], name
+
+
+@pytest.mark.parametrize(("save_z", "code"), [(ZCode.INT8, Code.INT8), (ZCode.E4M3, Code.E4M3)])
+def test_z_is_kept_in_eight_bits(save_z, code):
+    setup = set_up(make_problem(), replace(ISO128, save_z=save_z))
+    z = setup.forward()[1].z
+    assert isinstance(z, BlockScaledTensor)
+    assert z.code is code
+    assert z.block == ISO128.recipe.z
+    assert z.shape == (setup.routing.num_rows, 96)
+
+
+def test_z_is_kept_in_bf16_when_asked_for():
+    assert set_up(make_problem(), replace(ISO128, save_z=ZCode.BF16)).forward()[1].z.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
+@pytest.mark.parametrize("recipe", [None, RECIPES["iso128"]], ids=["plain", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_z_gives_the_same_bits(recipe, save_z, dtype):
+    problem = make_problem(bias=True)
+    settings = EngineSettings(recipe=recipe, save_z=save_z)
+    recompute = replace(settings, recompute_z=True)
+    dtype = getattr(torch, dtype)
+    assert set_up(problem, recompute, dtype).forward()[1].z is None
+    assert_same_bits(run_engine(problem, recompute, dtype), run_engine(problem, settings, dtype))
+
+
+def test_plain_wgrad_is_more_exact_and_changes_nothing_else(gaussian):
+    problem, exact = gaussian
+    quantised, plain = run_engine(problem, ISO128), run_engine(problem, replace(ISO128, fp8_wgrad=False))
+    assert_same_bits(plain, quantised, names=("out", "dx", "dprobs"))
+    for name in ("dw1", "dw2"):
+        error = relative_rmse(getattr(plain, name), getattr(exact, name))
+        assert error < 0.9 * relative_rmse(getattr(quantised, name), getattr(exact, name)), name
+
+
+@pytest.mark.parametrize("recipe", BASE_RECIPES, ids=lambda r: r.name)
+def test_rows_are_padded_so_that_no_block_spans_two_experts(recipe):
+    """What one expert's tokens hold cannot change another expert's gradient, whatever the blocks."""
+    problem = make_problem(tokens=60, experts=2, topk=1, empty=())
+    problem = problem.but(indices=np.arange(60).reshape(-1, 1) % 2)
+    loud = problem.but(x=np.where(problem.indices == 1, 1000.0, 1.0) * problem.x)
+    settings = EngineSettings(recipe=recipe)
+    quiet_result, loud_result = run_engine(problem, settings), run_engine(loud, settings)
+    for name in ("dw1", "dw2"):
+        np.testing.assert_array_equal(getattr(loud_result, name)[0], getattr(quiet_result, name)[0], err_msg=name)
+    np.testing.assert_array_equal(loud_result.out[::2], quiet_result.out[::2])
+    np.testing.assert_array_equal(loud_result.dx[::2], quiet_result.dx[::2])
+
+
+def test_biases_are_not_quantised():
+    problem = make_problem(bias=True)
+    zero = problem.but(up_gate=np.zeros_like(problem.up_gate), down=np.zeros_like(problem.down))
+    result = run_engine(zero, ISO128)
+    np.testing.assert_allclose(result.out, golden(zero).out, rtol=1e-6, atol=1e-6)
+    setup = set_up(problem, ISO128)
+    assert setup.weights.b1.dtype == setup.weights.b2.dtype == torch.float32
+    np.testing.assert_array_equal(numpy(setup.weights.b2), problem.b2)
+
+
+@pytest.mark.parametrize("activation", list(ActivationType), ids=lambda a: a.value)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_every_activation_in_fp8(activation, bias):
+    problem = make_problem(activation, tokens=120, hidden=128, intermediate=128, bias=bias, empty=())
+    actual, exact = run_engine(problem, ISO128), golden(problem)
+    # At a jump of the slope the rounding of x and w1 flips whole entries of dz, in any 8-bit recipe.
+    bound = 0.2 if activation in (ActivationType.RELU, ActivationType.REGLU) else 0.1
+    for name, got in actual.items():
+        error = relative_rmse(got, getattr(exact, name))
+        assert error < bound, f"{name}: {error:.4f}"
+
+
+@pytest.mark.parametrize("recipe", BASE_RECIPES, ids=lambda r: r.name)
+def test_shared_weight_buffers_are_one_object(recipe):
+    weights = set_up(make_problem(), EngineSettings(recipe=recipe)).weights
+    assert (weights.w1 is weights.w1_dgrad) == (recipe.w1 == recipe.w1_dgrad)
+    assert (weights.w2 is weights.w2_dgrad) == (recipe.w2 == recipe.w2_dgrad)
+    assert weights.w1.block == recipe.w1
+    assert weights.w2_dgrad.block == recipe.w2_dgrad

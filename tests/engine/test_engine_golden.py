@@ -1,0 +1,203 @@
+"""The reference engine against the fp64 golden: every activation, bias, shape and token dtype, and the ordinary edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import (
+    ALL_ACTIVATIONS,
+    OUTPUTS,
+    dispatch,
+    golden,
+    make_problem,
+    native_order,
+    run_engine,
+    set_up,
+    user_gradients,
+)
+from framework import numpy, relative_rmse, torch
+
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.enums import ActivationType
+from sonicmoe.quant.recipes import RECIPES
+
+SWIGLU = ActivationType.SWIGLU
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+
+
+def assert_matches(actual, expected, bound=1e-5):
+    compared = dict(actual.items())
+    assert set(compared) == {name for name, _ in expected.items()}
+    for name, got in compared.items():
+        want = getattr(expected, name)
+        assert got.shape == want.shape, name
+        assert np.isfinite(got).all(), name
+        error = relative_rmse(got, want)
+        assert error <= bound, f"{name}: relative RMSE {error:.3g} > {bound:.3g}"
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_fp32(activation, bias):
+    problem = make_problem(activation, bias=bias)
+    assert_matches(run_engine(problem), golden(problem))
+
+
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU], ids=lambda a: a.value)
+def test_the_golden_gradients_are_derivatives(activation):
+    """Central differences of <dout, out> of the golden itself, at a handful of entries of every input."""
+    problem = make_problem(activation, tokens=5, hidden=6, intermediate=4, experts=3, topk=2, bias=True, empty=())
+    exact = golden(problem)
+    rng = np.random.default_rng(1)
+    pairs = {"x": "dx", "probs": "dprobs", "up_gate": "dw1", "down": "dw2", "b1": "db1", "b2": "db2"}
+    for name, gradient in pairs.items():
+        array = getattr(problem, name)
+        for flat in rng.choice(array.size, min(6, array.size), replace=False):
+            step = np.zeros(array.size)
+            step[flat] = 1e-6
+            step = step.reshape(array.shape)
+            losses = [np.sum(golden(problem.but(**{name: array + s})).out * problem.dout) for s in (step, -step)]
+            numeric = (losses[0] - losses[1]) / 2e-6
+            np.testing.assert_allclose(
+                getattr(exact, gradient).ravel()[flat], numeric, rtol=1e-6, atol=1e-7, err_msg=name
+            )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "experts", "topk"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 80, 48, 2, 1),
+        (9, 3, 5, 3, 2),
+        (64, 128, 128, 2, 2),
+        (33, 130, 129, 5, 4),
+        (20, 16, 8, 12, 8),
+    ],
+)
+@pytest.mark.parametrize("activation", [SWIGLU, ActivationType.RELU_SQ], ids=lambda a: a.value)
+def test_shapes(activation, tokens, hidden, intermediate, experts, topk):
+    sizes = {"tokens": tokens, "hidden": hidden, "intermediate": intermediate, "experts": experts, "topk": topk}
+    problem = make_problem(activation, empty=(), **sizes)
+    assert_matches(run_engine(problem), golden(problem))
+
+
+@pytest.mark.parametrize(("name", "bound"), [("bfloat16", 1e-2), ("float16", 1.5e-3), ("float32", 1e-5)])
+def test_token_dtypes(name, bound):
+    dtype = getattr(torch, name)
+    problem = make_problem(dtype=dtype, bias=True)
+    setup = set_up(problem, dtype=dtype)
+    out, saved = setup.forward()
+    assert out.dtype == dtype
+    assert saved.z.dtype == dtype
+    dx, dprobs, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+    assert dx.dtype == dtype
+    assert dprobs.dtype == torch.float32
+    setup.engine.backward_dw(pending, setup.accumulators())
+    actual, exact = setup.run(), golden(problem)
+    assert_matches(actual, exact, bound)
+    if name != "float32":
+        assert all(relative_rmse(getattr(actual, n), getattr(exact, n)) > 1e-4 for n in OUTPUTS), "nothing was rounded"
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_tokens(settings, dtype):
+    problem = make_problem(tokens=0)
+    result = run_engine(problem, settings, getattr(torch, dtype))
+    assert result.out.shape == result.dx.shape == (0, 80)
+    assert result.dprobs.shape == (0, 3)
+    assert not result.dw1.any()
+    assert not result.dw2.any()
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("sentinel", [-1, 4, 99])
+def test_no_slot_is_routed_here(settings, sentinel):
+    problem = make_problem(bias=True)
+    result = run_engine(problem.but(indices=np.full_like(problem.indices, sentinel)), settings)
+    for name, got in result.items():
+        assert not got.any(), name
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), FP8], ids=["plain", "fp8"])
+def test_all_tokens_on_one_expert(settings):
+    problem = make_problem(tokens=131, hidden=48, intermediate=32, topk=1)
+    problem = problem.but(indices=np.full((131, 1), 3))
+    result, exact = run_engine(problem, settings), golden(problem)
+    assert_matches(result, exact, 1e-5 if settings.recipe is None else 0.12)
+    assert not result.dw1[:3].any()
+    assert not result.dw2[:3].any()
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), FP8], ids=["plain", "fp8"])
+def test_an_expert_without_tokens_is_left_untouched(settings):
+    """Accumulators that hold something keep every bit of it; a NaN that must not be read stays one."""
+    problem = make_problem(bias=True, empty=(1, 2))
+    setup = set_up(problem, settings)
+    accumulators = setup.accumulators()
+    for held in accumulators.tensors():
+        held[1] = held[1] + 7.25
+        held[2] = held[2] + float("nan")
+    _, saved = setup.forward()
+    setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
+    for gradient in user_gradients(problem, accumulators):
+        assert (gradient[1] == 7.25).all()
+        assert np.isnan(gradient[2]).all()
+        assert np.isfinite(gradient[0]).all()
+        assert gradient[0].any()
+
+
+def test_accumulators_are_added_to():
+    problem = make_problem(bias=True)
+    setup, exact = set_up(problem), golden(problem)
+    accumulators = setup.accumulators()
+    for _ in range(3):
+        _, saved = setup.forward()
+        setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
+    for got, name in zip(user_gradients(problem, accumulators), ("dw1", "dw2", "db1", "db2"), strict=True):
+        assert relative_rmse(got, 3 * getattr(exact, name)) < 1e-5, name
+
+
+def test_frozen_weights_need_no_accumulators():
+    problem = make_problem()
+    setup, exact = set_up(problem), golden(problem)
+    _, saved = setup.forward()
+    dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, None)
+    assert relative_rmse(numpy(dx), exact.dx) < 1e-5
+    assert relative_rmse(numpy(dprobs), exact.dprobs) < 1e-5
+
+
+def test_inference_keeps_nothing_and_computes_the_same():
+    setup = set_up(make_problem())
+    out, saved = setup.forward(save=False)
+    assert saved is None
+    assert np.array_equal(numpy(out), numpy(setup.forward()[0]))
+
+
+def test_tokens_without_a_local_expert_get_exact_zeros():
+    problem = make_problem(bias=True)
+    indices = problem.indices.copy()
+    indices[::3] = -1
+    problem = problem.but(indices=indices)
+    for settings in (EngineSettings(), FP8):
+        result = run_engine(problem, settings)
+        assert not result.out[::3].any()
+        assert not result.dx[::3].any()
+        assert not result.dprobs[(indices < 0) | (indices >= 4)].any()
+        assert result.out[1].any()
+
+
+@pytest.mark.parametrize("experts", [1, 7])
+def test_dispatch_of_the_tests_has_what_they_need(experts):
+    indices = dispatch(np.random.default_rng(0), 400, experts, min(experts + 1, 4), empty=(3,))
+    valid = (indices >= 0) & (indices < experts)
+    for row, real in zip(indices, valid, strict=True):
+        assert len(set(row[real])) == real.sum()
+    assert set(indices[valid]) == set(range(experts)) - {3}
+    assert (indices == -1).any()
+    assert (indices >= experts).any()
+
+
+def test_native_order_is_interleaved():
+    assert native_order(6, True) == [0, 3, 1, 4, 2, 5]
+    assert native_order(4, False) == [0, 1, 2, 3]

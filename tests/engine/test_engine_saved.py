@@ -1,0 +1,162 @@
+"""What waits between forward and backward: freed stage by stage, packed for autograd, and checked against a changed routing."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine.moe_golden import (
+    Result,
+    assert_same_bits,
+    make_problem,
+    run_engine,
+    set_up,
+    user_gradients,
+)
+from framework import numpy, tensor, torch
+
+from sonicmoe.engine import reference
+from sonicmoe.engine.interface import EngineSettings, Saved
+from sonicmoe.enums import ZCode
+from sonicmoe.errors import RoutingError
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.routing.reference import build_routing
+
+PLAIN = EngineSettings()
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
+MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "iso128", "1x128"])
+
+
+def collect(setup, out, dx, dprobs, accumulators) -> Result:
+    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators))
+
+
+def is_alive(reference_to):
+    """Without a garbage collection: memory that only a collection frees is not freed in time."""
+    return reference_to() is not None
+
+
+class TestMemory:
+    STAGEWISE = replace(FP8, frees_stagewise=True)
+
+    @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
+    def test_stagewise_memory_changes_no_bit(self, save_z):
+        problem = make_problem(bias=True)
+        settings = replace(FP8, save_z=save_z)
+        assert_same_bits(run_engine(problem, replace(settings, frees_stagewise=True)), run_engine(problem, settings))
+
+    def test_z_is_dead_before_the_dx_gemm(self, monkeypatch):
+        """z feeds dgated only: under stage-wise memory the codes are gone when the dgrad operand dz is quantised."""
+        seen = {}
+        for frees in (True, False):
+            setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
+            _, saved = setup.forward()
+            codes = weakref.ref(saved.z.codes)
+            original = reference._operand
+
+            def spy(values, name, *rest, codes=codes, frees=frees, original=original):
+                if name == "dz":
+                    seen[frees] = is_alive(codes)
+                return original(values, name, *rest)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(reference, "_operand", spy)
+                setup.engine.backward_dx(setup.dout, saved, setup.weights)
+            assert (saved.x is None) == (saved.z is None) == frees
+        assert seen == {True: False, False: True}
+
+    def test_operands_of_dw2_are_dead_before_dw1(self, monkeypatch):
+        seen = {}
+        for frees in (True, False):
+            setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
+            _, saved = setup.forward()
+            _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+            y1s = weakref.ref(pending.y1s)
+            original = reference._wgrad_operand
+
+            def spy(values, name, *rest, y1s=y1s, frees=frees, original=original):
+                if name == "wgrad_x":
+                    seen[frees] = is_alive(y1s)
+                return original(values, name, *rest)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(reference, "_wgrad_operand", spy)
+                setup.engine.backward_dw(pending, setup.accumulators())
+        assert seen == {True: False, False: True}
+
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_pending_operands_are_released_by_dw(self, frees):
+        setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
+        _, saved = setup.forward()
+        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        operands = [weakref.ref(rows) for rows in (pending.dz, pending.y1s)]
+        assert all(is_alive(operand) for operand in operands)
+        setup.engine.backward_dw(pending, setup.accumulators())
+        assert not any(is_alive(operand) for operand in operands)
+        assert pending.x is pending.dout is pending.dz is pending.y1s is None
+
+    def test_a_released_forward_says_so(self):
+        setup = set_up(make_problem(), self.STAGEWISE)
+        _, saved = setup.forward()
+        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        with pytest.raises(RuntimeError, match="released"):
+            setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        setup.engine.backward_dw(pending, setup.accumulators())
+        with pytest.raises(RuntimeError, match="released"):
+            setup.engine.backward_dw(pending, setup.accumulators())
+
+    def test_recompute_keeps_no_z(self):
+        _, saved = set_up(make_problem(), replace(FP8, recompute_z=True)).forward()
+        assert saved.z is None
+
+    def test_take_z_moves_it(self):
+        _, saved = set_up(make_problem(), FP8).forward()
+        z = saved.z
+        assert saved.take_z() is z
+        assert saved.z is None
+
+
+class TestSaved:
+    @pytest.mark.parametrize(
+        "settings",
+        [PLAIN, FP8, ROWS, replace(FP8, save_z=ZCode.BF16), replace(FP8, recompute_z=True)],
+        ids=["plain", "int8", "e4m3", "bf16", "none"],
+    )
+    def test_packs_and_unpacks_to_the_same_bits(self, settings):
+        setup = set_up(make_problem(bias=True), settings)
+        out, saved = setup.forward()
+        tensors, spec = saved.pack()
+        assert not any(isinstance(v, torch.Tensor) for v in vars(spec).values())
+        accumulators = setup.accumulators()
+        dx, dprobs = setup.engine.backward(setup.dout, spec.unpack(tensors), setup.weights, accumulators)
+        assert_same_bits(collect(setup, out, dx, dprobs, accumulators), setup.run())
+
+    def repacked(self, indices, probs=None):
+        """The spec of one routing, the tensors of another: what activation recompute delivers when the router is not deterministic."""
+        problem = make_problem(tokens=6, topk=2, experts=3, empty=())
+        first = np.array([[0, 1], [1, 2], [0, 2], [2, -1], [1, 0], [-1, 0]])
+        setup = set_up(problem.but(indices=first))
+        _, spec = setup.forward()[1].pack()
+        probs = problem.probs if probs is None else probs
+        other = build_routing(tensor(np.asarray(indices)), tensor(probs, torch.float32), 3)
+        tensors, _ = Saved(setup.settings, other, setup.x, None).pack()
+        return spec, tensors
+
+    def test_other_counts_are_named(self):
+        spec, tensors = self.repacked([[0, 1], [1, 2], [0, 2], [2, 1], [1, 0], [-1, 0]])
+        with pytest.raises(
+            RoutingError, match=r"routing differs between forward and recompute.*\[4, 3, 3\].*\[4, 4, 3\]"
+        ):
+            spec.unpack(tensors)
+
+    def test_other_tokens_with_the_same_counts_are_named(self):
+        spec, tensors = self.repacked([[0, 2], [1, 2], [0, 1], [2, -1], [1, 0], [-1, 0]])
+        with pytest.raises(RoutingError, match="routing differs between forward and recompute"):
+            spec.unpack(tensors)
+
+    def test_the_same_routing_passes(self):
+        spec, tensors = self.repacked([[0, 1], [1, 2], [0, 2], [2, -1], [1, 0], [-1, 0]])
+        assert spec.unpack([*tensors]).routing.host_counts == (4, 3, 3)

@@ -1,0 +1,150 @@
+"""Both arrangements of the user's weights become one native form and get gradients in their own layout; others are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import native_order
+from experts.weight_sources import (
+    SOURCES,
+    SWIGLU,
+    expert_modules,
+    filled,
+    fused_source,
+    per_expert_source,
+    weight_arrays,
+)
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.errors import DTypeError, LayoutError, ShapeError
+from sonicmoe.experts import FusedParameters, PerExpertParameters
+from sonicmoe.quant.recipes import RECIPES
+
+PLAIN = EngineSettings()
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+
+
+class TestSources:
+    @each_source
+    @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.RELU_SQ], ids=lambda a: a.value)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_native_weights(self, make, activation, dtype):
+        up_gate, down = weight_arrays(activation=activation)
+        source = make(up_gate, down, activation, getattr(torch, dtype))
+        w1, w2 = source.native()
+        assert (tuple(w1.shape), tuple(w2.shape)) == source.native_shapes()
+        rounded = [numpy(tensor(a, torch.float32).to(getattr(torch, dtype))) for a in (up_gate, down)]
+        order = native_order(up_gate.shape[2], is_glu(activation))
+        np.testing.assert_array_equal(numpy(w1), rounded[0].transpose(0, 2, 1)[:, order])
+        np.testing.assert_array_equal(numpy(w2), rounded[1].transpose(0, 2, 1))
+        assert str(w1.dtype).endswith(dtype)
+
+    @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.GELU], ids=lambda a: a.value)
+    def test_both_sources_are_the_same_weights(self, activation):
+        arrays = weight_arrays(activation=activation)
+        fused, per_expert = fused_source(*arrays, activation), per_expert_source(*arrays, activation)
+        assert fused.native_shapes() == per_expert.native_shapes()
+        for one, other in zip(fused.native(), per_expert.native(), strict=True):
+            assert np.array_equal(numpy(one), numpy(other))
+
+    @each_source
+    def test_user_gradients_have_the_layout_of_their_parameter(self, make):
+        source = make(*weight_arrays())
+        weights, dw1, dw2 = filled(source)
+        pairs = list(source.user_gradients(weights.accumulators("cpu")))
+        assert {id(weight) for weight, _ in pairs} == {id(weight) for weight in source.parameters()}
+        by_parameter = {id(weight): gradient for weight, gradient in pairs}
+        for weight in source.parameters():
+            assert tuple(by_parameter[id(weight)].shape) == tuple(weight.shape)
+        ordered = [numpy(by_parameter[id(weight)]) for weight in source.parameters()]
+        expected = [dw1, dw2] if make is fused_source else [*dw1, *dw2]
+        for got, want in zip(ordered, expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+    def test_none_entries_are_other_ranks_experts(self):
+        up_gate, down = weight_arrays()
+        a, b, c = expert_modules(up_gate, down)
+        source = PerExpertParameters([None, a, None, b, c, None], 3, 16, 12, SWIGLU)
+        np.testing.assert_array_equal(numpy(source.native()[1]), down.transpose(0, 2, 1))
+
+    def test_replaced_parameters_are_seen(self):
+        up_gate, down = weight_arrays()
+        modules = expert_modules(up_gate, down)
+        source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+        modules[1].down_proj.weight = parameter(np.full((12, 16), 2.0, np.float32))
+        assert (numpy(source.native()[1])[1] == 2.0).all()
+
+    @pytest.mark.parametrize("n_experts", [2, 4])
+    def test_wrong_number_of_experts(self, n_experts):
+        modules = [*expert_modules(*weight_arrays()), None]
+        with pytest.raises(LayoutError, match=rf"3 local modules \(4 entries.*n_experts is {n_experts}"):
+            PerExpertParameters(modules, n_experts, 16, 12, SWIGLU)
+
+    @pytest.mark.parametrize("name", ["up_gate_proj", "down_proj"])
+    def test_missing_projection(self, name):
+        modules = expert_modules(*weight_arrays())
+        delattr(modules[2], name)
+        with pytest.raises(LayoutError, match=rf"experts\[2\] \(Expert\) has no {name}.weight"):
+            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+
+    def test_separate_gate_and_up_get_a_hint(self):
+        modules = expert_modules(*weight_arrays())
+        modules[0].gate_proj = modules[0].up_proj = modules[0].up_gate_proj
+        del modules[0].up_gate_proj
+        with pytest.raises(
+            LayoutError, match=r"gate_proj.*up_proj.*fuse gate and up into one \[H, 2I\] weight, gate first"
+        ):
+            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "activation"), [(15, 12, SWIGLU), (16, 13, SWIGLU), (16, 12, ActivationType.RELU)]
+    )
+    def test_wrong_shapes(self, hidden, intermediate, activation):
+        with pytest.raises(ShapeError, match=r"experts\[0\]\.\w+\.weight has shape .*needed: \[\w+, \w+\] = "):
+            PerExpertParameters(expert_modules(*weight_arrays()), 3, hidden, intermediate, activation)
+
+    def test_torch_linear_layout_is_refused(self):
+        """`[out, in]` weights, as PyTorch's Linear has them, have the wrong shape here and must not be read as right."""
+        up_gate, down = weight_arrays()
+        with pytest.raises(ShapeError, match=r"has shape \(24, 16\); needed: \[H, 2I\] = \(16, 24\)"):
+            PerExpertParameters(expert_modules(up_gate.transpose(0, 2, 1), down.transpose(0, 2, 1)), 3, 16, 12, SWIGLU)
+
+    @pytest.mark.parametrize(
+        ("shape1", "shape2", "message"),
+        [
+            ((3, 16), (3, 12, 16), r"weight1 has shape \(3, 16\); needed: \[E, H, 2I\]"),
+            ((3, 16, 24), (12, 16), r"weight2 has shape \(12, 16\); needed: \[E, I, H\]"),
+            ((3, 16, 23), (3, 12, 16), r"weight1 has shape .*\(3, 16, 24\)"),
+            ((3, 16, 24), (2, 12, 16), r"weight2 has shape .*\(3, 12, 16\)"),
+            ((3, 16, 24), (3, 12, 15), r"weight2 has shape .*\(3, 12, 16\)"),
+        ],
+    )
+    def test_fused_shapes(self, shape1, shape2, message):
+        with pytest.raises(ShapeError, match=message):
+            FusedParameters(parameter(np.zeros(shape1, np.float32)), parameter(np.zeros(shape2, np.float32)), SWIGLU)
+
+    def test_dtype(self):
+        modules = expert_modules(*weight_arrays())
+        modules[1].down_proj.weight = tensor(np.zeros((12, 16), np.float64), grad=True)
+        with pytest.raises(DTypeError, match=r"experts\[1\]\.down_proj\.weight is float64"):
+            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+
+    def test_no_tensor(self):
+        with pytest.raises(TypeError, match="weight2 must be a"):
+            FusedParameters(parameter(np.zeros((1, 2, 4), np.float32)), np.zeros((1, 2, 2)), SWIGLU)
+
+    def test_result_of_an_operation(self):
+        modules = expert_modules(*weight_arrays())
+        modules[0].down_proj.weight = modules[0].down_proj.weight * 2.0
+        with pytest.raises(LayoutError, match="result of an operation"):
+            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="Paddle parameters are contiguous by construction")
+    def test_non_contiguous_parameter(self):
+        modules = expert_modules(*weight_arrays())
+        modules[0].down_proj.weight = torch.nn.Parameter(torch.zeros(16, 12).t())
+        with pytest.raises(LayoutError, match="not contiguous"):
+            PerExpertParameters(modules, 3, 16, 12, SWIGLU)

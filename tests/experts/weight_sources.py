@@ -1,0 +1,73 @@
+"""The user's weights in both arrangements, made from one pair of arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from engine.moe_golden import native_order
+from framework import parameter, tensor
+
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.experts import ExpertWeights, FusedParameters, PerExpertParameters
+
+SWIGLU = ActivationType.SWIGLU
+
+
+class Projection:
+    """What the node reads of a linear layer: its `weight`."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+class Expert:
+    """What the node reads of an ERNIE expert."""
+
+    def __init__(self, up_gate, down):
+        self.up_gate_proj = Projection(up_gate)
+        self.down_proj = Projection(down)
+
+
+def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed=0):
+    """`up_gate [E, H, N1]` split-half and `down [E, I, H]`, fp64 values exact in fp32."""
+    rng = np.random.default_rng(seed)
+    width = intermediate * (2 if is_glu(activation) else 1)
+    shapes = (experts, hidden, width), (experts, intermediate, hidden)
+    return tuple((rng.standard_normal(s) * 0.3).astype(np.float32).astype(np.float64) for s in shapes)
+
+
+def expert_modules(up_gate, down, dtype=None):
+    """One module per expert."""
+    as32 = [(np.asarray(u, np.float32), np.asarray(d, np.float32)) for u, d in zip(up_gate, down, strict=True)]
+    return [Expert(parameter(u, dtype), parameter(d, dtype)) for u, d in as32]
+
+
+def fused_weights(up_gate, down, dtype=None):
+    """Two stacked parameters."""
+    return parameter(np.asarray(up_gate, np.float32), dtype), parameter(np.asarray(down, np.float32), dtype)
+
+
+def per_expert_source(up_gate, down, activation=SWIGLU, dtype=None):
+    modules = expert_modules(up_gate, down, dtype)
+    return PerExpertParameters(modules, len(modules), up_gate.shape[1], down.shape[1], activation)
+
+
+def fused_source(up_gate, down, activation=SWIGLU, dtype=None):
+    return FusedParameters(*fused_weights(up_gate, down, dtype), activation)
+
+
+SOURCES = {"per_expert": per_expert_source, "fused": fused_source}
+
+
+def filled(source, seed=7):
+    """`ExpertWeights` whose accumulators hold distinct gradients, and those as user-layout arrays `(dw1, dw2)`."""
+    weights = ExpertWeights(source)
+    accumulators = weights.accumulators("cpu")
+    rng = np.random.default_rng(seed)
+    native = [np.float32(rng.standard_normal(tuple(a.shape))) for a in (accumulators.dw1, accumulators.dw2)]
+    accumulators.dw1.add_(tensor(native[0]))
+    accumulators.dw2.add_(tensor(native[1]))
+    weights.note_backward()
+    order = native_order(native[0].shape[1], is_glu(source.activation))
+    dw1 = np.zeros(native[0].transpose(0, 2, 1).shape)
+    dw1[:, :, order] = native[0].transpose(0, 2, 1)
+    return weights, dw1, native[1].transpose(0, 2, 1).astype(np.float64)

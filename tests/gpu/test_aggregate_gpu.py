@@ -1,0 +1,120 @@
+"""Per-token gather-and-sum on the GPU against plain tensor operations, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.routing_cases import distinct_probs, sentinels, topk_of
+
+from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.routing import backends
+from sonicmoe.routing.gpu import aggregate, build_routing_gpu
+
+pytestmark = pytest.mark.gpu
+PLAIN = backends.PlainKernels()
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(scope="module", params=["cuda", "triton"])
+def kernels(request):
+    return backends.CudaKernels(backends.arch_of("cuda:0")) if request.param == "cuda" else backends.TritonKernels()
+
+
+def routing_of(tokens, topk, global_experts, experts, seed=0):
+    indices = sentinels(topk_of(tokens, topk, global_experts, seed), experts, seed % 3)
+    return build_routing_gpu(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
+
+
+def rows_of(routing, width, dtype):
+    """Random rows; padding rows are NaN, which no result may show."""
+    rows = torch.randn((routing.num_rows, width), device="cuda").to(dtype)
+    rows[routing.row_slot < 0] = float("nan")
+    return rows
+
+
+def outputs_of(dtype):
+    return DTYPES if dtype == torch.float32 else [dtype, torch.float32]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_plain_operations(kernels, dtype, weighted):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialised memory is NaN
+    try:
+        for seed, (tokens, topk, global_experts) in enumerate(
+            [(1, 1, 4), (257, 8, 16), (100, 32, 40), (64, 33, 48), (500, 8, 256)]
+        ):
+            routing = routing_of(tokens, topk, global_experts, min(16, global_experts), seed)
+            for width in (1, 7, 8, 20, 256, 768, 1000, 2048, 3072, 4104):
+                rows = rows_of(routing, width, dtype)
+                for out in outputs_of(dtype) if width in (20, 3072) else [dtype]:
+                    ours = aggregate(rows, routing, weighted=weighted, dtype=out, kernels=kernels)
+                    want = aggregate(rows, routing, weighted=weighted, dtype=out, kernels=PLAIN)
+                    assert torch.equal(ours, want), (tokens, topk, width, out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_tokens_without_rows_are_exact_zeros(kernels):
+    indices = torch.full((300, 4), -1, device="cuda")
+    routing = build_routing_gpu(indices, torch.full((300, 4), float("nan"), device="cuda"), 4)
+    out = aggregate(
+        torch.full((routing.num_rows, 512), float("nan"), device="cuda"), routing, weighted=True, kernels=kernels
+    )
+    assert out.shape == (300, 512)
+    assert bool((out == 0).all())
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(0, 64), (8, 0)])
+def test_empty(kernels, tokens, width):
+    routing = routing_of(tokens, 2, 4, 4)
+    rows = torch.zeros((routing.num_rows, width), device="cuda")
+    assert aggregate(rows, routing, weighted=False, kernels=kernels).shape == (tokens, width)
+
+
+def test_rows_past_two_to_the_31_elements(kernels):
+    tokens, width = 900_000, 2560
+    indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)
+    routing = build_routing_gpu(indices, torch.ones((tokens, 1), device="cuda"), 2, [tokens // 2, tokens // 2])
+    assert routing.num_rows * width > 2**31
+    rows = torch.randint(-9, 9, (routing.num_rows, 1), device="cuda").to(torch.bfloat16).expand(-1, width).contiguous()
+    out = aggregate(rows, routing, weighted=False, kernels=kernels)
+    assert torch.equal(out[:, 0], rows[routing.slot_row[:, 0], 0])
+    assert torch.equal(out[-1], rows[routing.slot_row[-1, 0]])
+    assert torch.equal(out[:, -1], out[:, 0])
+
+
+def test_unaligned_rows(kernels):
+    """A view that starts off a 16-byte boundary takes the element-wise path."""
+    routing = routing_of(64, 4, 8, 8)
+    base = torch.randn(routing.num_rows * 64 + 1, device="cuda").to(torch.bfloat16)
+    rows = base[1:].reshape(routing.num_rows, 64)
+    assert torch.equal(
+        aggregate(rows, routing, weighted=True, kernels=kernels), aggregate(rows, routing, weighted=True, kernels=PLAIN)
+    )
+
+
+def test_graph_and_no_sync(kernels):
+    routing = routing_of(2048, 8, 16, 16)
+    rows = rows_of(routing, 1024, torch.bfloat16)
+    want = aggregate(rows, routing, weighted=True, kernels=kernels).clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = aggregate(rows, routing, weighted=True, kernels=kernels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+def test_border():
+    routing = routing_of(16, 2, 4, 4)
+    with pytest.raises(ShapeError, match="rows has shape"):
+        aggregate(torch.zeros((routing.num_rows + 1, 8), device="cuda"), routing, weighted=True)
+    with pytest.raises(DTypeError, match="dtype is float16 for rows of bfloat16"):
+        rows = torch.zeros((routing.num_rows, 8), device="cuda", dtype=torch.bfloat16)
+        aggregate(rows, routing, weighted=True, dtype=torch.float16)
+    with pytest.raises(DTypeError, match="rows is float64"):
+        aggregate(torch.zeros((routing.num_rows, 8), dtype=torch.float64, device="cuda"), routing, weighted=True)

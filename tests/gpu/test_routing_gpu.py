@@ -1,0 +1,254 @@
+"""Routing metadata on the GPU against the reference on the host: bit for bit, whatever the memory held before."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+from kernels.routing_cases import corpus, distinct_probs, sentinels, topk_of
+
+from sonicmoe.errors import RoutingError
+from sonicmoe.routing import backends
+from sonicmoe.routing.gpu import build_routing_gpu, gather_to_rows, num_rows_bound, scatter_to_slots
+from sonicmoe.routing.metadata import RoutingMetadata
+from sonicmoe.routing.reference import build_routing
+
+pytestmark = pytest.mark.gpu
+
+# The automatic choice, grids of full and of partial tiles, of one CTA, of more CTAs than there are slots for; and Triton.
+SHAPES = {"auto": 0, "grid132": 132, "grid40": 40, "grid7": 7, "grid1": 1}
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, "triton"])
+def kernels(request):
+    if request.param == "triton":
+        return backends.TritonKernels()
+    return backends.CudaKernels(backends.arch_of("cuda:0"), SHAPES[request.param])
+
+
+@pytest.fixture
+def poisoned():
+    """Every `torch.empty` comes back full of NaN and of the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert bool(torch.isnan(torch.empty(7, device="cuda")).all()), "the poison is not active"
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def expected(indices, probs, num_experts, rows, alignment=128):
+    """The reference's tensors, with padding rows up to `rows`."""
+    built = build_routing(indices.cpu(), probs.cpu(), num_experts, alignment=alignment)
+    tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, built.tensors(), strict=True))
+    for name in ("row_token", "row_slot", "row_prob"):
+        short = tensors[name]
+        padding = torch.full((rows - short.shape[0],), 0 if name == "row_prob" else -1, dtype=short.dtype)
+        tensors[name] = torch.cat([short, padding])
+    return tensors, built
+
+
+def assert_equal(routing, tensors, label):
+    for name, want in tensors.items():
+        got = getattr(routing, name)
+        assert got.is_cuda, (label, name)
+        assert got.dtype == want.dtype, (label, name)
+        assert torch.equal(got.cpu(), want), (label, name)
+
+
+def check(indices, num_experts, kernels, label, alignment=128, counts_known=False):
+    probs = distinct_probs(indices, num_experts)
+    device_indices, device_probs = indices.cuda(), probs.cuda()
+    rows = num_rows_bound(indices.numel(), num_experts, alignment)
+    tensors, built = expected(indices, probs, num_experts, rows, alignment)
+    counts = list(built.host_counts) if counts_known else None
+    if counts_known:
+        tensors, _ = expected(indices, probs, num_experts, built.num_rows, alignment)
+    routing = build_routing_gpu(device_indices, device_probs, num_experts, counts, alignment=alignment, kernels=kernels)
+    assert routing.num_rows == (built.num_rows if counts_known else rows), label
+    assert_equal(routing, tensors, label)
+    return routing
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("counts_known", [False, True])
+def test_corpus(kernels, dtype, counts_known, poisoned):
+    for number, (name, indices, experts) in enumerate(corpus(scale=20)):
+        if dtype == torch.int32 and name == "ids_past_32_bits":
+            continue
+        check(indices.to(dtype), experts, kernels, name, 128 << (number % 3), counts_known)
+
+
+@functools.cache
+def large_case(name):
+    """(indices, num_experts, probs, the reference's tensors), computed once for all kernels."""
+    generator = torch.Generator().manual_seed(len(name))
+    if name == "all_on_one":
+        indices, experts = torch.full((4_194_304, 1), 3), 8
+    elif name == "all_on_each":
+        indices, experts = torch.arange(8).expand(524_288, 8).contiguous(), 8
+    elif name == "99_percent_invalid":
+        rare = torch.rand(524_288, 8, generator=generator) < 0.01
+        indices, experts = torch.where(rare, torch.randint(0, 64, (524_288, 8), generator=generator), -1), 64
+    else:
+        tokens, topk, experts = (int(part) for part in name.split("x"))
+        local = torch.randint(0, experts + experts // 4 + 1, (tokens, topk), generator=generator)
+        indices = sentinels(local, experts, 0)
+    probs = distinct_probs(indices, experts)
+    rows = num_rows_bound(indices.numel(), experts, 128)
+    return indices, experts, probs, expected(indices, probs, experts, rows)[0]
+
+
+LARGE = ["16384x8x8", "16384x8x512", "131072x8x32", "524288x8x8", "524288x8x128", "524288x8x512", "131072x32x64"]
+
+
+@pytest.mark.parametrize("name", [*LARGE, "all_on_one", "all_on_each", "99_percent_invalid"])
+def test_large(kernels, name, poisoned):
+    indices, experts, probs, tensors = large_case(name)
+    assert_equal(build_routing_gpu(indices.cuda(), probs.cuda(), experts, kernels=kernels), tensors, name)
+
+
+def test_repeats_are_bit_equal(kernels):
+    indices = topk_of(8192, 8, 64, 3).cuda()
+    probs = torch.rand(8192, 8).cuda()
+    first = build_routing_gpu(indices, probs, 64, kernels=kernels)
+    for _ in range(50):
+        again = build_routing_gpu(indices, probs, 64, kernels=kernels)
+        assert all(torch.equal(a, b) for a, b in zip(first.tensors(), again.tensors(), strict=True))
+
+
+def test_graph_replay_follows_its_inputs(kernels):
+    indices, probs = torch.zeros((4096, 8), dtype=torch.int64).cuda(), torch.zeros(4096, 8).cuda()
+    build_routing_gpu(indices, probs, 48, kernels=kernels)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing = build_routing_gpu(indices, probs, 48, kernels=kernels)
+    for seed in range(3):
+        fresh = sentinels(topk_of(4096, 8, 64, seed), 48, seed)
+        indices.copy_(fresh)
+        probs.copy_(distinct_probs(fresh, 48))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(routing, expected(indices, probs, 48, routing.num_rows)[0], seed)
+
+
+def test_many_streams_and_graphs_at_once(kernels):
+    """Concurrent calls and replays share nothing: each keeps its own results."""
+    cases = [sentinels(topk_of(6000 + 999 * i, 8, 24, i), 16, i % 3) for i in range(6)]
+    inputs = [(ids.cuda(), distinct_probs(ids, 16).cuda()) for ids in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    graphs = []
+    for ids, probs in inputs[:2]:
+        build_routing_gpu(ids, probs, 16, kernels=kernels)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = build_routing_gpu(ids, probs, 16, kernels=kernels)
+        graphs.append((graph, captured))
+    torch.cuda.synchronize()
+    results = {}
+    for _ in range(20):
+        for number, (stream, (ids, probs)) in enumerate(zip(streams, inputs, strict=True)):
+            with torch.cuda.stream(stream):
+                if number < len(graphs):
+                    graphs[number][0].replay()
+                    results[number] = graphs[number][1]
+                else:
+                    results[number] = build_routing_gpu(ids, probs, 16, kernels=kernels)
+    torch.cuda.synchronize()
+    for number, (ids, probs) in enumerate(inputs):
+        assert_equal(results[number], expected(ids, probs, 16, results[number].num_rows)[0], number)
+
+
+def test_never_waits_for_the_gpu(kernels):
+    indices, probs = topk_of(8192, 8, 16, 0).cuda(), torch.rand(8192, 8).cuda()
+    build_routing_gpu(indices, probs, 8, kernels=kernels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        routing = build_routing_gpu(indices, probs, 8, kernels=kernels)
+        build_routing_gpu(indices, probs, 8, [8192] * 8, kernels=kernels)
+        scatter_to_slots(routing.row_prob, routing, kernels=kernels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_counts_below_the_true_ones_write_nothing_out_of_bounds(kernels):
+    indices, probs = torch.zeros((3000, 1), dtype=torch.int64).cuda(), torch.ones(3000, 1).cuda()
+    routing = build_routing_gpu(indices, probs, 2, [127, 1], kernels=kernels)
+    assert routing.num_rows == 256
+    assert int(routing.slot_row.max()) == 255
+    assert int((routing.slot_row < 0).sum()) == 3000 - 256
+    with pytest.raises(RoutingError, match=r"tokens_per_expert\[0\]"):
+        build_routing_gpu(indices, probs, 2, [127, 1], kernels=kernels, validate=True)
+
+
+def test_slot_values(kernels, poisoned):
+    for name, indices, experts in corpus(scale=20):
+        routing = check(indices, experts, kernels, name)
+        slots, rows = torch.randn(tuple(indices.shape)).cuda(), torch.randn(routing.num_rows).cuda()
+        rows[routing.row_slot < 0] = float("nan")
+        plain = backends.PlainKernels()
+        assert torch.equal(
+            gather_to_rows(slots, routing, kernels=kernels), gather_to_rows(slots, routing, kernels=plain)
+        )
+        ds = scatter_to_slots(rows, routing, kernels=kernels)
+        assert torch.equal(ds, scatter_to_slots(rows, routing, kernels=plain)), name
+        assert bool((ds[routing.slot_row < 0] == 0).all()), name
+
+
+def test_slots_past_two_to_the_31():
+    """Offsets of slots are 64-bit: 67 million tokens of 32 slots, of which three are routed."""
+    tokens, topk = 2**26 + 5, 32
+    indices = torch.full((tokens, topk), -1, dtype=torch.int32, device="cuda")
+    probs = torch.empty((tokens, topk), device="cuda")
+    places = [(0, 3, 1), (2**26 - 1, 31, 0), (2**26 + 4, 30, 1)]
+    for token, slot, expert in places:
+        indices[token, slot], probs[token, slot] = expert, token % 1000 + 0.5
+    routing = build_routing_gpu(indices, probs, 2, [1, 2])
+    assert routing.num_rows == 256
+    rows = {0: 128, 1: 0, 2: 129}
+    for number, (token, slot, _) in enumerate(places):
+        row = rows[number]
+        assert int(routing.slot_row[token, slot]) == row
+        assert int(routing.row_slot[row]) == token * topk + slot
+        assert int(routing.row_token[row]) == token
+        assert float(routing.row_prob[row]) == token % 1000 + 0.5
+    assert int((routing.slot_row >= 0).sum()) == 3
+    ds = scatter_to_slots(routing.row_prob, routing)
+    assert float(ds[2**26 + 4, 30]) == (2**26 + 4) % 1000 + 0.5
+    assert int((ds != 0).sum()) == 3
+
+
+def test_one_launch():
+    indices, probs = topk_of(8192, 8, 16, 0).cuda(), torch.rand(8192, 8).cuda()
+    build_routing_gpu(indices, probs, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        build_routing_gpu(indices, probs, 8)
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1, launched
+    assert "build_metadata" in launched[0]
+
+
+def test_automatic_choice_is_cuda_and_is_logged_once(caplog):
+    backends._choose.cache_clear()
+    indices, probs = topk_of(64, 2, 8, 0).cuda(), torch.rand(64, 2).cuda()
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        build_routing_gpu(indices, probs, 8)
+        build_routing_gpu(indices, probs, 8)
+    lines = [record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()]
+    assert lines == ["routing kernels on cuda:0: cuda (compiled for this GPU)"]
+
+
+def test_falls_back_to_triton_with_the_reason(monkeypatch, caplog):
+    def broken(device):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(backends, "_make_cuda", broken)
+    backends._choose.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            check(topk_of(500, 4, 16, 0), 8, None, "fallback")
+    finally:
+        backends._choose.cache_clear()
+    lines = [record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()]
+    assert lines == ["routing kernels on cuda:0: triton (CUDA kernels are unavailable: RuntimeError: no compiler here)"]

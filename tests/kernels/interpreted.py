@@ -1,0 +1,108 @@
+"""Run under TRITON_INTERPRET=1: the Triton kernels on the CPU against plain tensor operations. `python -m kernels.interpreted CHECK`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from kernels.routing_cases import corpus, distinct_probs
+from kernels.triton_interpreter import repair
+
+repair()
+
+from sonicmoe.routing.backends import PlainKernels, TritonKernels  # noqa: E402
+from sonicmoe.routing.gpu import aggregate, build_routing_gpu, gather_to_rows, scatter_to_slots  # noqa: E402
+
+TRITON, PLAIN = TritonKernels(), PlainKernels()
+
+
+def both(indices, probs, num_experts, counts=None, alignment=128):
+    return [
+        build_routing_gpu(indices, probs, num_experts, counts, alignment=alignment, kernels=kernels)
+        for kernels in (TRITON, PLAIN)
+    ]
+
+
+def metadata() -> int:
+    checked = 0
+    for name, indices, experts in corpus():
+        for dtype in (torch.int64, torch.int32):
+            if dtype == torch.int32 and (name == "ids_past_32_bits" or experts > 128):
+                continue
+            ours, plain = both(
+                indices.to(dtype), distinct_probs(indices, experts), experts, alignment=128 << (checked % 3)
+            )
+            for field, one, other in zip(ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True):
+                assert one.dtype == other.dtype, (name, field)
+                assert torch.equal(one, other), (name, field)
+            checked += 1
+    return checked
+
+
+def counts_too_small() -> int:
+    """Rows that do not fit are dropped: nothing is written out of bounds, and no slot points there."""
+    indices = torch.zeros((300, 1), dtype=torch.int64)
+    routing = build_routing_gpu(indices, torch.ones(300, 1), 2, [127, 1], kernels=TRITON)
+    assert routing.num_rows == 256
+    assert int(routing.slot_row.max()) == 255
+    assert int((routing.slot_row < 0).sum()) == 44
+    return 1
+
+
+def slot_values() -> int:
+    for name, indices, experts in corpus():
+        ours, _ = both(indices, distinct_probs(indices, experts), experts) if experts <= 128 else (None, None)
+        if ours is None:
+            continue
+        slots = torch.randn(tuple(indices.shape), generator=torch.Generator().manual_seed(7))
+        rows = torch.randn(ours.num_rows, generator=torch.Generator().manual_seed(8))
+        rows[ours.row_slot < 0] = float("nan")
+        assert torch.equal(gather_to_rows(slots, ours, kernels=TRITON), gather_to_rows(slots, ours, kernels=PLAIN)), (
+            name
+        )
+        ds = scatter_to_slots(rows, ours, kernels=TRITON)
+        assert torch.equal(ds, scatter_to_slots(rows, ours, kernels=PLAIN)), name
+        assert bool((ds[ours.slot_row < 0] == 0).all()), name
+    return 1
+
+
+def aggregation() -> int:
+    generator = torch.Generator().manual_seed(9)
+    indices = torch.randint(-3, 6, (40, 5), generator=generator)
+    routing, _ = both(indices, distinct_probs(indices, 5), 5)
+    for width in (1, 24, 1030):
+        exact = torch.randn(routing.num_rows, width, generator=generator)
+        exact[routing.row_slot < 0] = float("nan")
+        for dtype in (torch.float32, torch.bfloat16):
+            for weighted in (True, False):
+                rows = exact.to(dtype)
+                ours = aggregate(rows, routing, weighted=weighted, kernels=TRITON)
+                assert torch.equal(ours, aggregate(rows, routing, weighted=weighted, kernels=PLAIN)), (
+                    width,
+                    dtype,
+                    weighted,
+                )
+    return 1
+
+
+def conversions() -> int:
+    """The repaired conversions against PyTorch's, over every exponent, ties, carries, zeros and infinities."""
+    from kernels.triton_interpreter import convert_float
+
+    bits = torch.arange(0, 2**32, 65521, dtype=torch.int64).to(torch.int32)
+    ties = (torch.arange(0, 65536, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
+    values = torch.cat([bits, ties]).view(torch.float32)
+    values = values[~values.isnan()]
+    ours = torch.from_numpy(convert_float(values.numpy(), "fp32", "bf16", None).copy().view("int16")).view(
+        torch.bfloat16
+    )
+    assert torch.equal(ours, values.to(torch.bfloat16))
+    back = convert_float(ours.view(torch.int16).numpy(), "bf16", "fp32", None)
+    assert torch.equal(torch.from_numpy(back), ours.to(torch.float32))
+    return len(values)
+
+
+CHECKS = {check.__name__: check for check in (metadata, counts_too_small, slot_values, aggregation, conversions)}
+
+if __name__ == "__main__":
+    print(CHECKS[sys.argv[1]](), "checked")

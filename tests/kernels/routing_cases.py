@@ -1,0 +1,54 @@
+"""Inputs of the routing contract, shared by the interpreter's and the GPU's tests: every kind that the contract calls ordinary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+Case = tuple[str, torch.Tensor, int]
+
+
+def distinct_probs(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Another probability in every valid slot, so that no permutation goes unnoticed; NaN where nothing is routed."""
+    size = indices.shape[0] * indices.shape[1]
+    probs = (torch.arange(size, dtype=torch.float64) + 1).div(size + 1).to(torch.float32).reshape(indices.shape)
+    valid = (indices >= 0) & (indices < num_experts)
+    return torch.where(valid, probs, torch.full_like(probs, float("nan")))
+
+
+def topk_of(tokens: int, topk: int, global_experts: int, seed: int) -> torch.Tensor:
+    """Distinct ids in each row, as a router gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, global_experts, generator=generator).topk(topk, dim=1).indices
+
+
+def sentinels(indices: torch.Tensor, num_experts: int, spelling: int) -> torch.Tensor:
+    """Ids of other ranks spelled -1 (0), `num_experts` (1) or left as they are (2)."""
+    if spelling == 2:
+        return indices
+    value = -1 if spelling == 0 else num_experts
+    return torch.where(indices < num_experts, indices, torch.full_like(indices, value))
+
+
+def corpus(scale: int = 1) -> Iterator[Case]:
+    """(name, int64 indices, num_experts); `scale` multiplies the tokens of the bulk cases."""
+    for tokens in (0, 1, 2, 127, 128, 129):
+        yield f"tokens{tokens}", topk_of(tokens, 2, 4, tokens), 4
+    for topk in (1, 3, 5, 8, 16, 32):
+        yield f"topk{topk}", sentinels(topk_of(40 * scale, topk, 48, topk), 33, topk % 3), 33
+    for experts in (1, 2, 8, 31, 32, 33, 64, 128, 129, 256, 511, 512):
+        local = topk_of(50 * scale, min(8, experts), experts + experts // 2 + 1, experts)
+        yield f"experts{experts}", sentinels(local, experts, experts % 3), experts
+    yield "all_invalid", torch.full((100 * scale, 4), -1), 8
+    yield "all_on_one", torch.full((300 * scale, 1), 5), 8
+    yield "repeated_ids", torch.randint(-1, 6, (150 * scale, 4), generator=torch.Generator().manual_seed(1)), 5
+    rare = torch.rand(200 * scale, 8, generator=torch.Generator().manual_seed(2)) < 0.01
+    yield "99_percent_invalid", torch.where(rare, topk_of(200 * scale, 8, 16, 3), -1), 16
+    extreme = topk_of(64, 4, 8, 4)
+    extreme[::3, 1], extreme[1::3, 0], extreme[2::3, 2] = 2**31 - 1, -(2**31), 8
+    yield "extreme_ids", extreme, 8
+    # ids that differ from valid ones only above bit 32
+    high = topk_of(64, 4, 8, 5)
+    high[::2, 3] += 2**32
+    yield "ids_past_32_bits", high, 8

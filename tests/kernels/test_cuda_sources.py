@@ -1,0 +1,76 @@
+"""The CUDA sources compile for Hopper without a GPU, spill nothing, and refuse to run without one with words."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sonicmoe.jit.cache import CompileCache
+from sonicmoe.jit.cuda_source import resource_usage
+from sonicmoe.jit.resources import require_no_spills
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels import cuda_sources
+
+EXPORTS = {
+    "routing_metadata": ("build_metadata", "gather_or_zero", "scratch_per_expert", "max_experts"),
+    "aggregate": ("aggregate_rows",),
+}
+# entry functions: {int32, int64} and the gather; 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
+KERNELS = {"routing_metadata": 3, "aggregate": 21}
+
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
+    root: Path = tmp_path_factory.mktemp("artefacts")
+    return CompileCache(root / "shared", root / "local")
+
+
+@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.name)
+def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None:
+    resources = resource_usage(source.compile(cache))
+    assert len(resources) == KERNELS[source.name]
+    assert {item.arch for item in resources} == {"sm_90a"}
+    require_no_spills(resources)
+    if (
+        source.name == "routing_metadata"
+    ):  # 1024 threads of 64 registers fill the register file: a wider kernel would not launch
+        assert max(item.registers for item in resources) <= 64
+    assert all(item.stack_bytes == 0 for item in resources)
+
+
+@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.name)
+def test_loads_without_a_gpu(source, cache: CompileCache) -> None:
+    module = source.load(cache)
+    for name in EXPORTS[source.name]:
+        assert callable(getattr(module, name)), name
+
+
+def test_limits_agree_with_the_python_side(cache: CompileCache) -> None:
+    from sonicmoe.routing.backends import MAX_EXPERTS
+
+    module = cuda_sources()[0].load(cache)
+    assert int(module.max_experts()) == MAX_EXPERTS
+    assert int(module.scratch_per_expert()) >= 132
+
+
+def test_host_tensors_are_refused_by_name(cache: CompileCache) -> None:
+    import torch
+
+    module = cuda_sources()[0].load(cache)
+    index, values = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    with pytest.raises(Exception, match="index must be on a CUDA device"):
+        module.gather_or_zero(index, values, values, 0)
+
+
+def test_warm_up_plans_both_sources() -> None:
+    from sonicmoe.jit.plan import ModelSpec, plan
+
+    names = {job.name for job in plan(ModelSpec(E=8, H=3072, I=1536))}
+    assert {source.name for source in cuda_sources()} <= names

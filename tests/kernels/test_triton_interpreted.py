@@ -1,0 +1,29 @@
+"""The Triton kernels in Triton's interpreter, against plain tensor operations, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from framework import IS_PADDLE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.skipif(IS_PADDLE, reason="the interpreter runs on PyTorch tensors"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
+
+
+@pytest.mark.parametrize("check", ["metadata", "counts_too_small", "slot_values", "aggregation", "conversions"])
+def test_interpreted(check: str) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "kernels.interpreted", check]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("checked\n")

@@ -1,0 +1,176 @@
+"""Where the node's settings come from, and what it refuses by name."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from engine.moe_golden import assert_same_bits, golden, make_problem, run_engine
+from experts.weight_sources import expert_modules
+from framework import numpy, relative_rmse, tensor, torch
+from node.node_harness import (
+    FULL,
+    Layer,
+    counts_of,
+)
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.enums import ActivationType, FlushMode, ZCode
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, LayoutError, RoutingError, ShapeError
+from sonicmoe.quant.recipes import RECIPES
+
+
+class TestConfiguration:
+    """An explicit configuration beats the activated one, which beats the environment, which beats the default."""
+
+    def recipe_used(self, layer):
+        return layer.node._current()[1].recipe
+
+    def test_default_is_full_precision(self):
+        assert self.recipe_used(Layer(config=None)) is None
+
+    def test_environment_is_read_at_every_call(self, monkeypatch):
+        layer = Layer(config=None)
+        plain = numpy(layer.call().out)
+        monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+        monkeypatch.setenv("SONIC_MOE_FP8_RECIPE", "1x128")
+        assert self.recipe_used(layer) is RECIPES["1x128"]
+        assert not np.array_equal(numpy(layer.call().out), plain)
+        monkeypatch.delenv("SONIC_MOE_FP8_MODE")
+        np.testing.assert_array_equal(numpy(layer.call().out), plain)
+
+    def test_activated_beats_environment(self, monkeypatch):
+        monkeypatch.setenv("SONIC_MOE_FP8_RECIPE", "1x128")
+        layer = Layer(config=None)
+        with SonicMoEConfig(fp8_mode="perf", recipe="iso256").activate():
+            assert self.recipe_used(layer) is RECIPES["iso256"]
+        with SonicMoEConfig(fp8_mode="perf").activate():
+            assert self.recipe_used(layer) is RECIPES["1x128"]
+        assert self.recipe_used(layer) is None
+
+    def test_explicit_beats_activated(self, monkeypatch):
+        monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", "bf16")
+        layer = Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="iso512"))
+        with SonicMoEConfig(fp8_mode=None, recipe="iso256", save_z="e4m3").activate():
+            settings = layer.node._current()[1]
+        assert settings.recipe is RECIPES["iso512"]
+        assert settings.save_z is ZCode.BF16
+
+    def test_a_backward_uses_the_settings_of_its_forward(self, monkeypatch):
+        layer = Layer(config=None)
+        layer.set_main_grad(0.0)
+        monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+        call = layer.call()
+        monkeypatch.delenv("SONIC_MOE_FP8_MODE")
+        call.backward()
+        layer.node.step()
+        assert_same_bits(layer.result(call), run_engine(layer.problem, EngineSettings(recipe=RECIPES["iso128"])))
+
+    def test_impossible_settings_are_refused_at_construction(self):
+        with pytest.raises(ConfigError, match="iso_weight"):
+            Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True))
+
+    def test_an_unavailable_engine_is_named_at_the_call(self):
+        layer = Layer(config=SonicMoEConfig(engine="hopper"))
+        with pytest.raises(EngineUnavailableError, match="hopper"):
+            layer.call()
+
+    def test_validation_follows_the_configuration(self, monkeypatch):
+        problem = make_problem(topk=2)
+        problem = problem.but(indices=np.where(np.arange(37)[:, None] == 11, 1, problem.indices))
+        layer = Layer(problem, config=None)
+        layer.call(counts="none")
+        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
+        with pytest.raises(RoutingError, match="row 11 names expert 1 twice"):
+            layer.call(counts="none")
+
+    def test_unknown_flags_are_reported_with_a_suggestion(self, monkeypatch, caplog):
+        monkeypatch.setenv("SONIC_MOE_FP8_MODES", "perf")
+        monkeypatch.setattr("sonicmoe.config._WARNED", set())
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            Layer()
+            Layer()
+        assert len(caplog.records) == 1
+        assert "did you mean SONIC_MOE_FP8_MODE?" in caplog.records[0].getMessage()
+
+    @pytest.mark.parametrize("mode", list(FlushMode), ids=lambda m: m.value)
+    def test_flush_mode_by_name_or_member(self, mode):
+        assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode
+
+    def test_unknown_flush_mode(self):
+        with pytest.raises(ValueError, match="sometimes"):
+            Layer(flush="sometimes")
+
+
+class TestRefusals:
+    def arguments(self, layer, **changes):
+        p = layer.problem
+        given = {
+            "x": tensor(p.x, torch.float32),
+            "tokens_per_expert": counts_of(p),
+            "dispatched_indices": tensor(p.indices),
+            "dispatched_probs": tensor(p.probs, torch.float32),
+        }
+        return given | changes
+
+    def refused(self, error, match, **changes):
+        layer = Layer()
+        with pytest.raises(error, match=match):
+            layer.node(**self.arguments(layer, **changes))
+
+    def test_fp8_tokens(self):
+        fp8 = tensor(np.zeros((37, 80)), torch.float32).to(torch.float8_e4m3fn)
+        self.refused(DTypeError, "float8_e4m3fn without its scales, from an FP8 dispatch", x=fp8)
+        self.refused(DTypeError, "x is a tuple, as an FP8 dispatch delivers", x=(fp8, None))
+
+    def test_permuted_dispatch(self):
+        self.refused(RoutingError, "dispatched_indices missing.*HybridEP", dispatched_indices=None)
+        self.refused(
+            ShapeError,
+            r"dispatched_probs has shape \(37,\).*HybridEP",
+            dispatched_probs=tensor(np.zeros(37), torch.float32),
+        )
+
+    def test_shapes(self):
+        self.refused(ShapeError, r"x has shape \(36, 80\); 37 rows", x=tensor(np.zeros((36, 80)), torch.float32))
+        self.refused(ShapeError, r"x has shape \(37, 81\).*hidden_size 80", x=tensor(np.zeros((37, 81)), torch.float32))
+        self.refused(ShapeError, "tokens_per_expert has 3 entries; needed: 4", tokens_per_expert=[1, 2, 3])
+
+    def test_dtypes(self):
+        self.refused(DTypeError, "x is float64", x=tensor(np.zeros((37, 80)), torch.float64))
+        self.refused(
+            DTypeError, "dispatched_indices is float32", dispatched_indices=tensor(np.zeros((37, 3)), torch.float32)
+        )
+        self.refused(
+            DTypeError, "dispatched_probs is bfloat16", dispatched_probs=tensor(np.zeros((37, 3)), torch.bfloat16)
+        )
+
+    def test_no_tensor(self):
+        self.refused(TypeError, "x must be a .* tensor, got ndarray", x=np.zeros((37, 80)))
+
+    def test_counts_that_disagree(self):
+        layer = Layer()
+        counts = counts_of(layer.problem)
+        counts[3] += 1
+        with pytest.raises(RoutingError, match=rf"tokens_per_expert\[3\] is {counts[3]} .* {counts[3] - 1} tokens"):
+            layer.node(**self.arguments(layer, tokens_per_expert=counts))
+
+    def test_experts(self):
+        p = make_problem()
+        modules = expert_modules(p.up_gate, p.down)
+        with pytest.raises(LayoutError, match="n_experts is 5"):
+            SonicMoEMlpNode(modules, 5, 80, 48)
+        with pytest.raises(ShapeError, match=r"up_gate_proj\.weight"):
+            SonicMoEMlpNode(modules, 4, 80, 47)
+        with pytest.raises(ShapeError, match=r"up_gate_proj\.weight"):
+            SonicMoEMlpNode(modules, 4, 80, 48, ActivationType.RELU)
+
+    def test_other_ranks_experts_are_skipped(self):
+        p = make_problem()
+        modules = expert_modules(p.up_gate, p.down)
+        node = SonicMoEMlpNode([None, *modules[:2], None, None, *modules[2:]], 4, 80, 48, config=FULL)
+        out = node(tensor(p.x, torch.float32), None, tensor(p.indices), tensor(p.probs, torch.float32))
+        assert relative_rmse(numpy(out), golden(p).out) < 1e-5

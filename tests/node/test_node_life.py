@@ -1,0 +1,208 @@
+"""What the node keeps and leaves alone over a training run: memory, the caller's tensors, weight caches."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from engine.moe_golden import golden, make_problem
+from framework import numpy, relative_rmse, tensor, torch
+from node.node_harness import (
+    FP8,
+    FULL,
+    Layer,
+    assert_close,
+    counts_of,
+    has_gradient_path,
+    problems,
+    want_gradient,
+)
+
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.interop import data_ptr
+
+both_sources = pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
+both_flushes = pytest.mark.parametrize("flush", ["step", "backward"])
+
+
+class TestInference:
+    def run_spied(self, layer, monkeypatch, **options):
+        saves, original = [], ReferenceEngine.forward
+
+        def spy(self, *arguments, save=True):
+            saves.append(save)
+            return original(self, *arguments, save=save)
+
+        monkeypatch.setattr(ReferenceEngine, "forward", spy)
+        return layer.call(**options), saves
+
+    def test_no_grad_keeps_nothing(self, monkeypatch):
+        layer = Layer()
+        with torch.no_grad():
+            call, saves = self.run_spied(layer, monkeypatch)
+        assert saves == [False]
+        assert layer.node.gradient_bytes == 0
+        assert not has_gradient_path(call.out)
+        assert relative_rmse(numpy(call.out), golden(layer.problem).out) < 1e-5
+
+    def test_nothing_wants_a_gradient(self, monkeypatch):
+        layer = Layer()
+        for weight in layer.weights:
+            want_gradient(weight, False)
+        call, saves = self.run_spied(layer, monkeypatch, x_grad=False, probs_grad=False)
+        assert saves == [False]
+        assert not has_gradient_path(call.out)
+
+    def test_gradient_memory_begins_with_the_first_backward(self):
+        layer = Layer()
+        assert layer.node.warmup() == ()
+        layer.node.prequantize_weights()
+        call = layer.call()
+        assert layer.node.gradient_bytes == 0
+        call.backward()
+        assert layer.node.gradient_bytes == 4 * (4 * 80 * 96 + 4 * 48 * 80)
+        with pytest.raises(RuntimeError, match="never flushed"):
+            layer.node.release_grads()
+        layer.node.step()
+        layer.node.release_grads()
+        assert layer.node.gradient_bytes == 0
+
+
+class TestCallersTensors:
+    def test_are_never_written(self):
+        layer = Layer(config=FP8)
+        layer.set_main_grad(0.0)
+        call = layer.call()
+        arguments = [call.x, call.indices, call.probs, call.dout, *layer.weights]
+        before = [numpy(argument).copy() for argument in arguments]
+        pointers = [data_ptr(argument) for argument in arguments]
+        call.backward()
+        layer.node.step()
+        assert call.counts == counts_of(layer.problem)
+        for argument, old, pointer in zip(arguments, before, pointers, strict=True):
+            assert np.array_equal(numpy(argument), old)
+            assert data_ptr(argument) == pointer
+
+    def test_out_shares_no_memory_with_what_backward_needs(self):
+        """The caller may write into `out` (a residual added in place) before backward."""
+        layer = Layer()
+        layer.set_main_grad(0.0)
+        call = layer.call()
+        with torch.no_grad():
+            call.out.detach().zero_()
+        call.backward()
+        layer.node.step()
+        exact = golden(layer.problem)
+        assert relative_rmse(call.dx, exact.dx) < 1e-5
+        assert relative_rmse(layer.gradients("main_grad")[0], exact.dw1) < 1e-5
+
+    @both_flushes
+    def test_non_contiguous_tokens_and_gradients(self, flush):
+        layer = Layer(flush=flush)
+        layer.set_main_grad(0.0)
+        problem = layer.problem
+        base = tensor(np.ascontiguousarray(problem.x.T), torch.float32, grad=True)
+        probs = tensor(problem.probs, torch.float32, grad=True)
+        x = base.transpose(0, 1)
+        assert not x.is_contiguous()
+        out = layer.node(x, None, tensor(problem.indices), probs)
+        out.transpose(0, 1).backward(tensor(np.ascontiguousarray(problem.dout.T), torch.float32))
+        layer.node.step()
+        exact = golden(problem)
+        assert relative_rmse(numpy(base.grad).T, exact.dx) < 1e-5
+        assert relative_rmse(numpy(probs.grad), exact.dprobs) < 1e-5
+        assert relative_rmse(layer.gradients("main_grad")[1], exact.dw2) < 1e-5
+
+    @both_sources
+    def test_parameters_keep_their_storage(self, fused):
+        layer = Layer(fused=fused)
+        before = [(weight, data_ptr(weight)) for weight in layer.weights]
+        for _ in range(2):
+            layer.run()
+            layer.node.step()
+        source = layer.node._experts.source.parameters()
+        for (weight, pointer), now in zip(before, source, strict=True):
+            assert now is weight
+            assert data_ptr(now) == pointer
+
+
+class TestCaches:
+    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+    def test_weights_are_prepared_once_per_step(self, prepared, config):
+        batches = problems(3)
+        layer = Layer(batches[0], config=config)
+        for step in range(1, 4):
+            for problem in batches:
+                layer.run(problem)
+            assert len(prepared) == step
+            layer.node.step()
+
+    def test_prequantize_is_the_forwards_cache(self, prepared):
+        layer = Layer(config=FP8)
+        layer.node.prequantize_weights()
+        assert len(prepared) == 1
+        layer.run()
+        assert len(prepared) == 1
+        layer.node.invalidate_caches()
+        layer.run()
+        assert len(prepared) == 2
+
+    @both_sources
+    def test_new_weights_are_used_after_step(self, fused):
+        layer = Layer(fused=fused)
+        layer.set_main_grad(0.0)
+        layer.run()
+        layer.node.step()
+        new = layer.problem.but(up_gate=layer.problem.up_gate * -0.5, down=layer.problem.down + 0.25)
+        layer.overwrite(new)
+        layer.set_main_grad(0.0)
+        call = layer.run(new)
+        layer.node.step()
+        assert_close(layer.result(call), golden(new))
+
+    def test_a_forgotten_step_is_warned_about(self, caplog):
+        layer = Layer()
+        layer.set_main_grad(0.0)
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            layer.run()
+            layer.run()
+            assert not caplog.records
+            layer.overwrite(layer.problem.but(down=layer.problem.down * 2))
+            layer.call()
+            layer.call()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "call node.step()" in caplog.records[0].getMessage()
+
+    def test_a_step_that_was_made_is_not(self, caplog):
+        layer = Layer()
+        layer.set_main_grad(0.0)
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            for factor in (2, 3):
+                layer.run()
+                layer.node.step()
+                layer.overwrite(layer.problem.but(down=layer.problem.down * factor))
+        assert not caplog.records
+
+    @both_flushes
+    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+    def test_it_trains(self, flush, config):
+        """Gradient descent on a fixed batch: the loss falls only if gradients are right and the new weights are really used."""
+        problem = make_problem(tokens=64, hidden=32, intermediate=24, empty=())
+        layer = Layer(problem, flush=flush, config=config)
+        target = np.random.default_rng(5).standard_normal(problem.x.shape)
+        losses = []
+        for _ in range(20):
+            layer.set_main_grad(0.0)
+            call = layer.call(problem)
+            error = numpy(call.out) - target
+            losses.append(float((error**2).mean()))
+            call.dout = tensor(error, torch.float32)
+            call.backward()
+            layer.node.step()
+            with torch.no_grad():
+                for weight in layer.weights:
+                    weight.copy_(weight.detach() - 0.004 * weight.main_grad)
+        assert losses[-1] < 0.8 * losses[0], losses
+        assert all(after < before for before, after in pairwise(losses)), losses

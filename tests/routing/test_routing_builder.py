@@ -1,0 +1,227 @@
+"""`build_routing` against a naive builder, on every kind of input the routing contract calls ordinary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, tensor, torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from routing.naive_builder import naive_routing
+
+from sonicmoe.errors import RoutingError
+from sonicmoe.routing.metadata import RoutingMetadata, check_alignment, round_up
+from sonicmoe.routing.reference import build_routing
+
+DTYPES = {
+    "expert_counts": torch.int32,
+    "expert_offsets": torch.int64,
+    "padded_counts": torch.int32,
+    "padded_offsets": torch.int64,
+    "row_token": torch.int32,
+    "row_slot": torch.int64,
+    "slot_row": torch.int64,
+    "row_prob": torch.float32,
+}
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def distinct_probs(indices, num_experts, invalid=np.nan):
+    """A different probability in every slot, so that no permutation goes unnoticed; `invalid` where nothing is routed."""
+    probs = (1 + np.arange(indices.size, dtype=np.float32).reshape(indices.shape)) / np.float32(indices.size + 1)
+    return np.where((indices >= 0) & (indices < num_experts), probs, np.float32(invalid)).astype(np.float32)
+
+
+def build(indices, probs, num_experts, counts=None, **options):
+    return build_routing(tensor(indices), tensor(probs, torch.float32), num_experts, counts, **options)
+
+
+def assert_equals_naive(metadata: RoutingMetadata, expected: dict) -> None:
+    for name in ("num_tokens", "topk", "num_experts", "alignment", "num_rows", "host_counts"):
+        assert getattr(metadata, name) == expected[name], name
+    for name, dtype in DTYPES.items():
+        actual = getattr(metadata, name)
+        assert actual.dtype == dtype, name
+        want = np.asarray(expected[name], dtype=np.float64 if name == "row_prob" else np.int64)
+        if name == "slot_row":
+            want = want.reshape(expected["num_tokens"], expected["topk"])
+        np.testing.assert_array_equal(numpy(actual), want, err_msg=name)
+
+
+def check(indices, num_experts, alignment=128, counts=None):
+    probs = distinct_probs(indices, num_experts)
+    metadata = build(indices, probs, num_experts, counts, alignment=alignment)
+    assert_equals_naive(metadata, naive_routing(indices, probs, num_experts, alignment))
+    return metadata
+
+
+@st.composite
+def dispatches(draw):
+    """`(indices, num_experts, alignment)`; ids of every kind in every position, repeated ids included."""
+    num_experts = draw(st.integers(1, 6))
+    topk = draw(st.integers(1, 8))
+    num_tokens = draw(st.integers(0, 12))
+    dtype = draw(st.sampled_from([np.int32, np.int64]))
+    limits = np.iinfo(dtype)
+    odd = st.sampled_from([-1, -2, -7, num_experts, num_experts + 1, 1000, int(limits.max), int(limits.min)])
+    ids = st.one_of(st.integers(0, num_experts - 1), odd)
+    flat = draw(st.lists(ids, min_size=num_tokens * topk, max_size=num_tokens * topk))
+    indices = np.asarray(flat, dtype=dtype).reshape(num_tokens, topk)
+    return indices, num_experts, draw(st.sampled_from([128, 256, 512]))
+
+
+@EXAMPLES
+@given(dispatches())
+@example((np.zeros((0, 1), np.int64), 1, 128))
+@example((np.full((3, 2), -1, np.int32), 4, 256))
+def test_equals_the_naive_builder(dispatch):
+    check(*dispatch)
+
+
+@EXAMPLES
+@given(dispatches())
+def test_rows_and_slots_are_inverse_and_padding_is_marked(dispatch):
+    indices, num_experts, alignment = dispatch
+    metadata = build(indices, distinct_probs(indices, num_experts), num_experts, alignment=alignment)
+    row_slot, slot_row = numpy(metadata.row_slot), numpy(metadata.slot_row).ravel()
+    row_token, row_prob = numpy(metadata.row_token), numpy(metadata.row_prob)
+    real = np.flatnonzero(row_slot >= 0)
+    routed = np.flatnonzero(slot_row >= 0)
+    assert np.array_equal(slot_row[row_slot[real]], real)
+    assert np.array_equal(row_slot[slot_row[routed]], routed)
+    assert np.array_equal(row_token[real], row_slot[real] // indices.shape[1])
+    padding = np.setdiff1d(np.arange(metadata.num_rows), real)
+    assert set(row_token[padding]) <= {-1}
+    assert set(row_prob[padding]) <= {0.0}
+    assert np.isfinite(row_prob).all()
+    for expert, (first, count, padded) in enumerate(metadata.expert_slices()):
+        assert first % alignment == 0
+        assert padded % alignment == 0
+        assert np.array_equal(np.flatnonzero(row_slot[first : first + padded] >= 0), np.arange(count))
+        assert np.array_equal(indices.ravel()[row_slot[first : first + count]], np.full(count, expert))
+        assert (np.diff(row_slot[first : first + count]) > 0).all(), "rows of an expert are not in token order"
+
+
+@pytest.mark.parametrize("alignment", [128, 256, 512])
+@pytest.mark.parametrize("counts", [(0, 1, 127, 128, 129), (129, 0, 0, 0, 128), (0, 0, 0, 0, 1), (127, 127, 1, 1, 0)])
+def test_counts_around_the_tile(counts, alignment):
+    rng = np.random.default_rng(sum(counts))
+    experts = np.repeat(np.arange(len(counts)), counts)
+    indices = rng.permutation(experts).reshape(-1, 1).astype(np.int32)
+    metadata = check(indices, len(counts), alignment, list(counts))
+    assert metadata.counts_on_host() == counts
+    assert metadata.num_rows == sum(-(-count // alignment) * alignment for count in counts)
+
+
+@pytest.mark.parametrize("topk", range(1, 9))
+def test_every_topk(topk):
+    rng = np.random.default_rng(topk)
+    indices = np.stack([rng.permutation(12)[:topk] for _ in range(50)]).astype(np.int64)  # 4 of 12 experts are not here
+    check(np.where(indices < 8, indices, -1), 8)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_all_tokens_on_one_expert(dtype):
+    indices = np.full((300, 1), 2, dtype)
+    metadata = check(indices, 4)
+    assert metadata.host_counts == (0, 0, 300, 0)
+    assert metadata.num_rows == 384
+
+
+@pytest.mark.parametrize("sentinel", [-1, 4, 7, 2**31 - 1])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_every_sentinel_in_every_position_is_the_same(sentinel, position):
+    rng = np.random.default_rng(5)
+    indices = np.stack([rng.permutation(4)[:3] for _ in range(40)]).astype(np.int64)
+    indices[::2, position] = sentinel
+    metadata = check(indices, 4)
+    with_minus_one = build(np.where(indices == sentinel, -1, indices), np.zeros((40, 3), np.float32), 4)
+    assert np.array_equal(numpy(metadata.slot_row), numpy(with_minus_one.slot_row))
+
+
+@pytest.mark.parametrize(("num_tokens", "value"), [(0, 0), (5, -1), (5, 3)])
+def test_empty_rank(num_tokens, value):
+    metadata = check(np.full((num_tokens, 3), value, np.int64), 3)
+    assert metadata.num_rows == 0
+    assert metadata.expert_slices() == [(0, 0, 0)] * 3
+
+
+def test_invalid_slots_decide_by_index_not_by_probability():
+    indices = np.array([[0, -1], [1, 0]], np.int64)
+    metadata = build(indices, np.array([[0.0, 0.7], [0.0, 0.0]], np.float32), 2)
+    assert metadata.host_counts == (2, 1)
+    assert (numpy(metadata.slot_row)[0, 0], numpy(metadata.slot_row)[0, 1]) == (0, -1)
+
+
+def test_repeated_builds_are_equal_and_inputs_stay():
+    rng = np.random.default_rng(0)
+    indices, probs = tensor(rng.integers(-1, 6, (200, 4))), tensor(rng.random((200, 4)), torch.float32)
+    before = numpy(indices).copy(), numpy(probs).copy()
+    first, second = build_routing(indices, probs, 5), build_routing(indices, probs, 5)
+    for one, other in zip(first.tensors(), second.tensors(), strict=True):
+        assert np.array_equal(numpy(one), numpy(other))
+    assert np.array_equal(numpy(indices), before[0])
+    assert np.array_equal(numpy(probs), before[1])
+
+
+def test_non_contiguous_inputs():
+    rng = np.random.default_rng(1)
+    indices, probs = rng.integers(-1, 5, (3, 40)), rng.random((3, 40)).astype(np.float32)
+    metadata = build_routing(tensor(indices).transpose(0, 1), tensor(probs, torch.float32).transpose(0, 1), 4)
+    assert_equals_naive(metadata, naive_routing(indices.T, probs.T, 4, 128))
+
+
+def test_no_byte_depends_on_old_memory():
+    """Memory full of NaN is freed right before each build; later builds reuse it and must not show it."""
+    rng = np.random.default_rng(2)
+    indices = rng.integers(-1, 5, (130, 2))
+    probs = distinct_probs(indices, 4)
+    expected = naive_routing(indices, probs, 4, 128)
+    for _ in range(5):
+        hot = [
+            tensor(np.full(size, np.nan), torch.float32)
+            for size in (1, 4, 5, 130, 260, 512, 640, 1024)
+            for _ in range(8)
+        ]
+        del hot
+        assert_equals_naive(build(indices, probs, 4), expected)
+
+
+@pytest.mark.skipif(
+    IS_PADDLE, reason="PyTorch's switch that fills uninitialised memory with NaN and the largest integers"
+)
+def test_every_element_is_written():
+    indices = np.random.default_rng(3).integers(-1, 5, (130, 2))
+    probs = distinct_probs(indices, 4)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert bool(torch.isnan(torch.empty(7)).all()), "the poison is not active"
+        metadata = build(indices, probs, 4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_equals_naive(metadata, naive_routing(indices, probs, 4, 128))
+
+
+def test_counts_on_host_reads_the_tensor_when_the_builder_did_not_know():
+    metadata = build(np.array([[0], [2], [2]]), np.ones((3, 1), np.float32), 3)
+    numbers = {name: getattr(metadata, name) for name in ("num_tokens", "topk", "num_experts", "alignment", "num_rows")}
+    tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, metadata.tensors(), strict=True))
+    blind = RoutingMetadata(**numbers, **tensors)
+    assert blind.host_counts is None
+    assert blind.counts_on_host() == (1, 0, 2)
+    assert blind.expert_slices() == metadata.expert_slices() == [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple", "expected"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)]
+)
+def test_round_up(value, multiple, expected):
+    assert round_up(value, multiple) == expected
+
+
+@pytest.mark.parametrize("alignment", [0, -128, 64, 130])
+def test_alignment_must_be_whole_tiles(alignment):
+    with pytest.raises(RoutingError, match=f"alignment is {alignment}.*128"):
+        check_alignment(alignment)
+    with pytest.raises(RoutingError, match=f"alignment is {alignment}.*128"):
+        build(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32), 1, alignment=alignment)

@@ -1,0 +1,249 @@
+"""The border of routing: what is refused, and that the message names the place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, tensor, torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
+from sonicmoe.ernie_compat.deepep_metadata import check_dispatched_tokens
+from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.validation import host_counts_of
+
+INDICES = np.array([[0, 2], [2, -1], [2, 0], [-1, 9]], np.int64)  # counts (2, 0, 3) of three experts
+COUNTS = [2, 0, 3]
+
+
+def build(indices=INDICES, probs=None, num_experts=3, counts=None, **options):
+    probs = np.full(indices.shape, 0.5, np.float32) if probs is None else probs
+    return build_routing(tensor(indices), tensor(probs, torch.float32), num_experts, counts, **options)
+
+
+class TestCounts:
+    @pytest.mark.parametrize(
+        "counts",
+        [
+            None,
+            [],
+            (),
+            COUNTS,
+            tuple(COUNTS),
+            [8, 0, 8],
+            [128, 0, 128],
+            [4, 0, 4],
+            np.array(COUNTS),
+            np.array(COUNTS, np.int32),
+        ],
+        ids=str,
+    )
+    def test_accepted(self, counts):
+        assert build(counts=counts).host_counts == tuple(COUNTS)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_accepts_host_tensors(self, dtype):
+        assert build(counts=tensor(COUNTS, dtype)).host_counts == tuple(COUNTS)
+
+    @pytest.mark.parametrize(
+        ("counts", "expert", "given_count", "counted"),
+        [
+            ([2, 0, 2], 2, 2, 3),
+            ([3, 0, 3], 0, 3, 2),
+            ([2, 1, 3], 1, 1, 0),
+            ([8, 8, 8], 0, 8, 2),
+            ([8, 0, 3], 0, 8, 2),
+            ([6, 0, 6], 0, 6, 2),
+        ],
+    )
+    def test_disagreement_names_expert_and_both_counts(self, counts, expert, given_count, counted):
+        message = rf"tokens_per_expert\[{expert}\] is {given_count} but .* {counted} tokens for expert {expert}"
+        with pytest.raises(RoutingError, match=message) as caught:
+            build(counts=counts)
+        assert str(counts) in str(caught.value)
+        assert str(COUNTS) in str(caught.value)
+
+    @settings(max_examples=80, deadline=None, derandomize=True)
+    @given(st.lists(st.integers(0, 9), min_size=3, max_size=3))
+    def test_accepts_exactly_the_true_and_the_aligned_counts(self, counts):
+        aligned = [[-(-count // step) * step for count in COUNTS] for step in (1, 2, 4, 8, 16)]
+        if counts in aligned:
+            assert build(counts=counts).host_counts == tuple(COUNTS)
+        else:
+            with pytest.raises(RoutingError, match="tokens_per_expert"):
+                build(counts=counts)
+
+    @pytest.mark.parametrize("counts", [[2], [2, 0, 3, 0], np.zeros(2, np.int64)], ids=str)
+    def test_wrong_length(self, counts):
+        with pytest.raises(ShapeError, match=f"tokens_per_expert has {len(counts)} entries; needed: 3"):
+            build(counts=counts)
+
+    @pytest.mark.parametrize("bad", [-1, 2.5, float("nan"), float("inf"), "2", "two", None, True, [2]], ids=str)
+    def test_an_entry_that_is_no_count_is_named(self, bad):
+        with pytest.raises(RoutingError, match=r"tokens_per_expert\[1\] is .*needed: an int >= 0"):
+            build(counts=[2, bad, 3])
+
+    def test_a_matrix_of_counts_is_refused(self):
+        with pytest.raises(RoutingError, match="tokens_per_expert"):
+            build(counts=tensor(np.zeros((3, 2), np.int64)))
+
+    @pytest.mark.parametrize("bad", ["203", 5, {0: 2}, iter(COUNTS)], ids=["str", "int", "dict", "iterator"])
+    def test_something_else_is_refused(self, bad):
+        with pytest.raises(RoutingError, match=f"tokens_per_expert is {type(bad).__name__}; needed: a list"):
+            build(counts=bad)
+
+    def test_integral_floats_become_ints(self):
+        counts = host_counts_of([2.0, np.int32(0), np.float64(3)], 3)
+        assert counts == (2, 0, 3)
+        assert all(type(count) is int for count in counts)
+
+
+class TestContents:
+    def test_valid_input_passes(self):
+        assert build(validate=True).host_counts == tuple(COUNTS)
+
+    def test_nothing_to_check_in_an_empty_batch(self):
+        assert build(np.zeros((0, 4), np.int32), validate=True).num_rows == 0
+
+    @pytest.mark.parametrize("slots", [(0, 1), (0, 3), (1, 2), (2, 3)])
+    def test_an_expert_twice_in_a_row_is_named(self, slots):
+        indices = np.tile(np.array([0, 1, 2, 3], np.int64), (6, 1))
+        indices[4, slots[1]] = indices[4, slots[0]]
+        with pytest.raises(
+            RoutingError, match=rf"row 4 names expert {slots[0]} twice \(slots {slots[0]} and {slots[1]}\)"
+        ):
+            build(indices, num_experts=4, validate=True)
+        assert build(indices, num_experts=4).host_counts is not None, "without validation it is not looked for"
+
+    @pytest.mark.parametrize("sentinel", [-1, 3, 50])
+    def test_sentinels_may_repeat(self, sentinel):
+        build(np.array([[sentinel, 1, sentinel]], np.int64), validate=True)
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_non_finite_probability_at_a_valid_slot_is_named(self, value):
+        probs = np.full(INDICES.shape, 0.5, np.float32)
+        probs[2, 0] = value
+        with pytest.raises(RoutingError, match=r"dispatched_probs\[2, 0\] is .*expert 2"):
+            build(probs=probs, validate=True)
+
+    def test_non_finite_probability_at_an_invalid_slot_is_fine(self):
+        probs = np.full(INDICES.shape, 0.5, np.float32)
+        probs[1, 1], probs[3, 0], probs[3, 1] = np.nan, np.inf, -np.inf
+        assert np.isfinite(numpy(build(probs=probs, validate=True).row_prob)).all()
+
+    @pytest.mark.parametrize("value", [-2, -128, -(2**31)])
+    def test_id_below_minus_one_is_named(self, value):
+        indices = INDICES.copy()
+        indices[3, 1] = value
+        with pytest.raises(RoutingError, match=rf"dispatched_indices\[3, 1\] is {value}"):
+            build(indices, validate=True)
+        assert build(indices).host_counts == tuple(COUNTS)
+
+
+class TestShapesAndDtypes:
+    @pytest.mark.parametrize("name", ["dispatched_indices", "dispatched_probs"])
+    @pytest.mark.parametrize("shape", [(4,), (4, 2, 1), ()])
+    def test_rank(self, name, shape):
+        arrays = {"dispatched_indices": np.zeros((4, 2), np.int64), "dispatched_probs": np.zeros((4, 2), np.float32)}
+        arrays[name] = np.zeros(shape, arrays[name].dtype)
+        with pytest.raises(ShapeError, match=rf"{name} has shape .*needed: \[tokens, topk\]") as caught:
+            build_routing(*(tensor(array) for array in arrays.values()), 3)
+        assert ("HybridEP" in str(caught.value)) == (len(shape) == 1)
+
+    def test_different_shapes(self):
+        with pytest.raises(ShapeError, match=r"\(4, 2\).*\(4, 3\)"):
+            build(probs=np.zeros((4, 3), np.float32))
+
+    @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.bool])
+    def test_indices_dtype(self, dtype):
+        with pytest.raises(DTypeError, match=r"dispatched_indices is .*needed: int32 or int64"):
+            build_routing(tensor(np.ones((4, 2)), dtype), tensor(np.zeros((4, 2)), torch.float32), 3)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+    def test_probs_dtype(self, dtype):
+        with pytest.raises(DTypeError, match=r"dispatched_probs is .*needed: float32"):
+            build_routing(tensor(INDICES), tensor(np.zeros((4, 2)), dtype), 3)
+
+    @pytest.mark.parametrize("name", ["dispatched_indices", "dispatched_probs"])
+    def test_not_a_tensor(self, name):
+        arguments = {"dispatched_indices": tensor(INDICES), "dispatched_probs": tensor(np.zeros((4, 2)), torch.float32)}
+        arguments[name] = np.zeros((4, 2))
+        with pytest.raises(TypeError, match=f"{name} must be a .* tensor, got ndarray"):
+            build_routing(*arguments.values(), 3)
+
+    @pytest.mark.parametrize("num_experts", [0, -1])
+    def test_no_expert(self, num_experts):
+        with pytest.raises(RoutingError, match=f"num_experts is {num_experts}"):
+            build(num_experts=num_experts)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
+    def test_device(self):
+        with pytest.raises(DeviceError, match="dispatched_probs is on meta but dispatched_indices is on cpu"):
+            build_routing(tensor(INDICES), torch.zeros((4, 2), device="meta"), 3)
+
+
+class TestPublicFace:
+    """`sonicmoe.ernie_compat.deepep_topk_to_sonic_metadata`."""
+
+    TWICE = np.array([[0, 1], [1, 1]], np.int64)
+
+    def face(self, indices=INDICES, counts=None, **options):
+        return deepep_topk_to_sonic_metadata(
+            tensor(indices), tensor(np.full(indices.shape, 0.5), torch.float32), 3, counts, **options
+        )
+
+    @pytest.mark.parametrize("alignment", [128, 256])
+    def test_is_the_builder(self, alignment):
+        ours, reference = self.face(counts=COUNTS, alignment=alignment), build(alignment=alignment)
+        assert ours.host_counts == reference.host_counts
+        for one, other in zip(ours.tensors(), reference.tensors(), strict=True):
+            assert np.array_equal(numpy(one), numpy(other))
+
+    def test_counts_are_checked(self):
+        with pytest.raises(RoutingError, match=r"tokens_per_expert\[1\] is 1"):
+            self.face(counts=[2, 1, 3])
+
+    def test_environment_switches_validation(self, monkeypatch):
+        monkeypatch.delenv("SONIC_MOE_VALIDATE_DISPATCH", raising=False)
+        self.face(self.TWICE)
+        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
+        with pytest.raises(RoutingError, match="row 1 names expert 1 twice"):
+            self.face(self.TWICE)
+        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "0")
+        self.face(self.TWICE)
+        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "maybe")
+        with pytest.raises(ConfigError, match="SONIC_MOE_VALIDATE_DISPATCH='maybe'"):
+            self.face(self.TWICE)
+
+    def test_argument_beats_configuration_beats_environment(self, monkeypatch):
+        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
+        self.face(self.TWICE, validate=False)
+        with SonicMoEConfig(validate_dispatch=False).activate():
+            self.face(self.TWICE)
+            with pytest.raises(RoutingError, match="twice"):
+                self.face(self.TWICE, validate=True)
+
+    @pytest.mark.parametrize("kind", [tuple, list, dict])
+    def test_fp8_dispatch_pairs_are_refused(self, kind):
+        with pytest.raises(DTypeError, match=f"x is a {kind.__name__}.*FP8 dispatch"):
+            check_dispatched_tokens(kind(), None, None)
+
+    def test_fp8_bytes_are_refused(self):
+        x = tensor(np.zeros((2, 4)), torch.float32).to(torch.float8_e4m3fn)
+        with pytest.raises(DTypeError, match="float8_e4m3fn without its scales"):
+            check_dispatched_tokens(x, 1, 1)
+
+    @pytest.mark.parametrize(
+        ("given_arguments", "missing"),
+        [
+            ((None, 1), "dispatched_indices missing"),
+            ((1, None), "dispatched_probs missing"),
+            ((None, None), "dispatched_indices and dispatched_probs"),
+        ],
+    )
+    def test_missing_routing_is_named(self, given_arguments, missing):
+        with pytest.raises(RoutingError, match=f"{missing}.*HybridEP"):
+            check_dispatched_tokens(1, *given_arguments)
