@@ -257,10 +257,6 @@ class Engine(ABC):
     ) -> EngineWeights:
         """Native `w1 [E, N1, H]`, `w2 [E, H, I]` (and biases) -> what `forward` and `backward_dx` read; once per optimizer step."""
 
-    def warmup(self, weights: tuple[int, int, int], settings: EngineSettings) -> tuple[str, ...]:
-        """Compile every kernel a run with native w1 shape `weights` needs; the names compiled. Nothing to do without compiled kernels."""
-        return ()
-
     @abstractmethod
     def forward(
         self,

@@ -14,7 +14,8 @@ from ..engine.select import EngineChoice, announce, choose_engine
 from ..enums import ActivationType, FlushMode
 from ..errors import ShapeError, expect
 from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
-from ..interop import IS_PADDLE, device_name, grad_enabled, require_framework_tensor, requires_grad
+from ..interop import IS_PADDLE, device_name, dtype_name, grad_enabled, require_framework_tensor, requires_grad
+from ..jit_warmup import warmup_jit
 from ..routing.validation import check_indices_and_probs
 from .deepep_metadata import check_dispatched_tokens
 from .mlp_call import MlpCall
@@ -172,10 +173,22 @@ class SonicMoEMlpNode:
         self._experts.prepared(choice.engine, settings)
 
     def warmup(self) -> tuple[str, ...]:
-        """Compile every kernel this node needs; returns their names (none for engines without compiled kernels). Allocates no gradients."""
-        config, settings = self._current()
-        choice = self._choose(self._experts.source.parameters()[0], config)
-        return choice.engine.warmup(self._experts.source.native_shapes()[0], settings)
+        """Compile every kernel this node needs, once per cluster; returns their names (none on the CPU). Allocates no gradients.
+
+        Raises:
+            CompileError: a kernel does not compile, or compiling is forbidden.
+        """
+        weight = self._experts.source.parameters()[0]
+        report = warmup_jit(
+            self.n_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            device_name(weight),
+            dtype=dtype_name(weight.dtype),
+            activation=self.activation_type,
+            config=self._explicit_config,
+        )
+        return tuple(outcome.kernel for outcome in report.kernels)
 
     @property
     def gradient_bytes(self) -> int:
