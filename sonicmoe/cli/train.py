@@ -47,7 +47,6 @@ COMPARE_HELP = (
     "Train the same seed in full precision (fp32) beside it and report the loss gap: the mean of |s - r| / r over the last "
     f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps."
 )
-FP8_MODE_VARIABLE = "SONIC_MOE_FP8_MODE"
 
 
 class OneLineErrors(click.Command):
@@ -145,7 +144,6 @@ def _run(data: list[str], out: Path | None, resume: bool, as_json: bool, given: 
     expect(out is not None or not resume, ConfigError, "--resume needs --out DIR, the directory of the run to continue")
     directory = out if out is not None else Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     config = _configuration(given, directory / CHECKPOINT_NAME if resume else None)
-    _let_precision_decide(console)
     corpus = load_corpus(data)
     corpus.require_length(config.model.seq_len)
     _make_directory(directory)
@@ -189,12 +187,6 @@ def _configuration(given: Mapping[str, Any], checkpoint: Path | None) -> RunConf
         train=dataclasses.replace(base.train, **training),
         **{name: given[name] for name in RUN_OPTIONS if name in given},
     )
-
-
-def _let_precision_decide(console: Console) -> None:
-    # An unset field of a configuration falls back to the environment, where this would turn the full-precision twin into FP8.
-    if os.environ.pop(FP8_MODE_VARIABLE, None):
-        console.print(f"{FP8_MODE_VARIABLE} is ignored here: --precision decides", soft_wrap=True)
 
 
 def _set_aside(checkpoint: Path, console: Console) -> None:

@@ -1,0 +1,147 @@
+"""Byte-level text as training batches: numpy only, every batch a pure function of (seed, step).
+
+Nothing is consumed in order, so resuming a run needs the step number and no iterator state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from sonicmoe.errors import SonicMoEError, expect
+
+logger = logging.getLogger("sonicmoe")
+
+FILE_SEPARATOR = 0
+HELD_OUT_SHARE = 0.05
+MAX_CORPUS_BYTES = 1 << 30
+SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+
+class CorpusError(SonicMoEError, ValueError):
+    """The text to train on is missing, empty or shorter than one sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Bytes of all files, split into a training part and a held-out tail.
+
+    train, held_out: uint8 `[N]`. `sha256` names the text, so that a resumed run can tell whether it changed.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    num_files: int
+    sha256: str = field(repr=False)
+
+    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
+        """Training tokens of `step`: int64 `[batch_size, seq_len + 1]`; columns `[:-1]` are inputs, `[1:]` targets."""
+        return _windows(self.train, batch_size, seq_len, [TRAIN_STREAM, seed, step])
+
+    def held_out_batch(self, index: int, batch_size: int, seq_len: int) -> np.ndarray:
+        """Evaluation tokens, the same for every seed: int64 `[batch_size, seq_len + 1]`."""
+        return _windows(self.held_out, batch_size, seq_len, [EVAL_STREAM, index])
+
+    def require_length(self, seq_len: int) -> None:
+        """Check that both parts hold at least one window.
+
+        Raises:
+            CorpusError: the text is too short for `seq_len`; the message says how much is there and needed.
+        """
+        shortest = min(len(self.train), len(self.held_out))
+        expect(
+            shortest > seq_len,
+            CorpusError,
+            f"the text has {len(self.train)} training and {len(self.held_out)} held-out bytes; "
+            f"sequence length {seq_len} needs more than {seq_len} in each: give more --data or a shorter sequence",
+        )
+
+
+def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BYTES) -> Corpus:
+    """Read files and directories (recursively, in sorted order); without `paths`, the interpreter's standard library.
+
+    A file named directly is read whatever it holds. Inside a directory, hidden entries, binary files (a NUL byte in the
+    first 8 KiB) and installed packages are skipped. Files are joined by one NUL byte.
+
+    Raises:
+        CorpusError: a path does not exist or cannot be read, or there is no text at all.
+    """
+    source = [Path(path) for path in paths]
+    for path in source:
+        expect(path.exists(), CorpusError, f"no such file or directory: {path}")
+    files = _files_below(source) if source else standard_library_files()
+    pieces, num_files = _read(files, max_bytes)
+    where = ", ".join(str(path) for path in source) or "the interpreter's standard library"
+    expect(bool(pieces), CorpusError, f"no text in {where}: every file is empty, hidden or binary")
+    data = np.concatenate(pieces)[:-1]
+    split = int(len(data) * (1 - HELD_OUT_SHARE))
+    return Corpus(data[:split], data[split:], num_files, hashlib.sha256(data.tobytes()).hexdigest())
+
+
+def standard_library_files() -> Iterator[Path]:
+    """The running interpreter's own `.py` sources, without installed packages and without its test suites."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in _walk(root):
+        if path.suffix == ".py" and not {"test", "tests", "idle_test"} & set(path.relative_to(root).parts):
+            yield path
+
+
+def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from (file for file in _walk(path) if not _is_binary(file))
+        else:
+            yield path
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(".") or path.name in SKIPPED_DIRECTORIES:
+            continue
+        # A link to a directory may point back above the root; files are followed, directories are not.
+        if path.is_dir():
+            if not path.is_symlink():
+                yield from _walk(path)
+        elif path.is_file():
+            yield path
+
+
+def _is_binary(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]:
+    """uint8 pieces, each followed by the separator, and the number of files with content."""
+    pieces: list[np.ndarray] = []
+    total = count = 0
+    separator = np.array([FILE_SEPARATOR], dtype=np.uint8)
+    for path in files:
+        try:
+            content = np.fromfile(path, dtype=np.uint8, count=max_bytes - total + 1)
+        except OSError as error:
+            raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+        if content.size == 0:
+            continue
+        pieces += [content[: max_bytes - total], separator]
+        count += 1
+        if total + content.size > max_bytes:
+            logger.warning("the text passes %d bytes; reading stops inside %s", max_bytes, path)
+            break
+        total += content.size
+    return pieces, count
+
+
+def _windows(data: np.ndarray, batch_size: int, seq_len: int, key: list[int]) -> np.ndarray:
+    starts = np.random.default_rng(key).integers(0, len(data) - seq_len, size=batch_size)
+    return data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)

@@ -1,0 +1,116 @@
+"""The seam between the training loop and a framework: what a learner does, and which one to build.
+
+Importing this module imports no framework. `make_learner` imports the chosen one and, for Paddle, switches its torch proxy
+on for `sonicmoe` before anything of `sonicmoe` that computes is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.errors import FrameworkError, expect
+
+from .model_config import ModelConfig, TrainConfig
+
+INSTALL_HINTS = {"paddle": "pip install 'sonicmoe[paddle]'", "torch": "pip install 'sonicmoe[torch]'"}
+
+
+class StepResult(NamedTuple):
+    """Numbers of one optimizer step: means over its micro-batches; `grad_norm` before clipping; tokens per expert int64 `[L_moe, E]`."""
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    expert_counts: np.ndarray
+
+
+class Learner(Protocol):
+    """A model with its optimizer in one framework. Equal calls on equal state give equal bits."""
+
+    device: str
+    num_parameters: int
+
+    def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
+        """One optimizer step on int64 tokens `[B, S + 1]`, split into the configured number of micro-batches."""
+
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """Mean cross entropy in nats on int64 tokens `[B, S + 1]`, without gradients."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Copies of parameters and optimizer state by name; `load_state` of them continues bit for bit."""
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take over `state()` of an equally configured learner.
+
+        Raises:
+            CheckpointError: an array is missing, unknown or has another shape; the message names the first.
+        """
+
+
+def node_config(precision: str, engine: str) -> SonicMoEConfig:
+    """The node's configuration: only `fp8` quantises; bf16 and fp32 differ in the dtype of the tokens alone."""
+    return SonicMoEConfig(fp8_mode="perf" if precision == "fp8" else "off", engine=engine)
+
+
+def token_dtype_name(precision: str) -> str:
+    """Dtype in which tokens enter the node."""
+    return "float32" if precision == "fp32" else "bfloat16"
+
+
+def default_framework() -> str:
+    """Paddle where it is installed, else PyTorch."""
+    return "paddle" if importlib.util.find_spec("paddle") is not None else "torch"
+
+
+def load_framework(framework: str) -> None:
+    """Import `framework` and bind this process's `sonicmoe` to it; does nothing the second time.
+
+    Raises:
+        FrameworkError: it is not installed, too old, or this process already runs `sonicmoe` on the other one.
+    """
+    interop = sys.modules.get("sonicmoe.interop")
+    if interop is not None:
+        bound = interop.FRAMEWORK
+        expect(
+            bound == framework,
+            FrameworkError,
+            f"this process already runs sonicmoe on {bound}; {framework} needs one of its own",
+        )
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle warns about a missing ccache whenever it is imported
+        try:
+            module = importlib.import_module(framework)
+        except ImportError as error:
+            raise FrameworkError(f"{framework} cannot be imported ({error}); {INSTALL_HINTS[framework]}") from None
+    if framework == "paddle":
+        expect(
+            hasattr(module, "enable_compat"),
+            FrameworkError,
+            f"paddle {module.__version__} has no torch proxy; needed: paddle >= 3.3 ({INSTALL_HINTS['paddle']})",
+        )
+        module.enable_compat(scope={"sonicmoe"}, silent=True)
+
+
+def make_learner(framework: str, model: ModelConfig, train: TrainConfig, precision: str, engine: str) -> Learner:
+    """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`.
+
+    Raises:
+        FrameworkError: see `load_framework`.
+        EngineUnavailableError, ConfigError, ShapeError: the engine cannot run here, or not at these sizes.
+    """
+    load_framework(framework)
+    backend: Any
+    if framework == "paddle":
+        from . import paddle_backend as backend
+    else:
+        from . import torch_backend as backend
+    return backend.make_learner(model, train, precision, engine)

@@ -1,0 +1,155 @@
+"""What a run records per step, the JSON-lines file it goes to, and the figures computed from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from sonicmoe.errors import SonicMoEError
+
+from .model_config import SMOOTHING_WINDOW
+
+GAP_TAIL = 0.25
+
+
+class MetricsError(SonicMoEError, ValueError):
+    """The metrics file cannot be written or does not hold metrics."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of the metrics file; `step` counts from 1.
+
+    tokens_per_s is that of the run itself, without the full-precision twin. expert_load: share of routed slots per expert,
+    `[L_moe][E]`, each row sums to 1. load_imbalance: the busiest expert's load over the mean, averaged over layers (1 = balanced).
+    full_precision_loss is None without `--compare`.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    seconds: float
+    load_imbalance: float
+    expert_load: tuple[tuple[float, ...], ...]
+    full_precision_loss: float | None = None
+
+    @classmethod
+    def from_json(cls, line: str) -> StepRecord:
+        """Inverse of `json.dumps(asdict(record))`."""
+        values: dict[str, Any] = json.loads(line)
+        values["expert_load"] = tuple(tuple(row) for row in values["expert_load"])
+        return cls(**values)
+
+
+class MetricsFile:
+    """Appends one JSON line per step, flushed at once; a context manager."""
+
+    def __init__(self, path: Path, records: Iterable[StepRecord] = ()) -> None:
+        """Replace `path` by exactly `records` (those before the step a resumed run continues from) and open it for appending.
+
+        Raises:
+            MetricsError: the file cannot be written.
+        """
+        temporary = path.with_name(f".{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("".join(_line(record) for record in records))
+            os.replace(temporary, path)
+            self._file = path.open("a")
+        except OSError as error:
+            raise MetricsError(f"cannot write {path}: {error.strerror}") from None
+
+    def append(self, record: StepRecord) -> None:
+        """Write one line."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def __enter__(self) -> MetricsFile:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
+    """Records of `path` in order, those after `up_to_step` left out; an absent file has none.
+
+    A last line cut short by a kill is ignored.
+
+    Raises:
+        MetricsError: another line is not a record.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(StepRecord.from_json(line))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None
+    return [record for record in records if up_to_step is None or record.step <= up_to_step]
+
+
+def expert_load(counts: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    """Share of routed slots per expert from counts `[L_moe, E]`; rows sum to 1."""
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return tuple(tuple(float(share) for share in row) for row in shares)
+
+
+def load_imbalance(counts: np.ndarray) -> float:
+    """The busiest expert's count over the mean count, averaged over layers: 1 when balanced, E when one expert gets all."""
+    mean = np.maximum(counts.mean(axis=1), 1e-9)
+    return float((counts.max(axis=1) / mean).mean())
+
+
+def smoothed(losses: Sequence[float], window: int = SMOOTHING_WINDOW) -> np.ndarray:
+    """Mean over the last `window` steps at every step (over all steps so far where there are fewer); fp64 `[N]`."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def loss_gap(
+    losses: Sequence[float], reference: Sequence[float], window: int = SMOOTHING_WINDOW, tail: float = GAP_TAIL
+) -> float:
+    """Mean of `|s - r| / r` over the last `tail` of the steps, `s` and `r` the two smoothed losses; a fraction, not percent.
+
+    Both curves see the same batches in the same order, so the noise of the batches cancels and what remains is the precision's.
+
+    Raises:
+        ValueError: the curves differ in length or are empty.
+    """
+    if len(losses) != len(reference) or not len(losses):
+        raise ValueError(f"loss_gap needs two curves of one length, got {len(losses)} and {len(reference)} steps")
+    last = max(1, round(len(losses) * tail))
+    s, r = smoothed(losses, window)[-last:], smoothed(reference, window)[-last:]
+    return float(np.mean(np.abs(s - r) / r))
+
+
+def recorded_loss_gap(records: Sequence[StepRecord]) -> float | None:
+    """`loss_gap` of a run against its full-precision twin; None when no twin was trained beside it."""
+    pairs = [(record.loss, record.full_precision_loss) for record in records if record.full_precision_loss is not None]
+    return loss_gap([loss for loss, _ in pairs], [reference for _, reference in pairs]) if pairs else None
+
+
+def _line(record: StepRecord) -> str:
+    return json.dumps(asdict(record)) + "\n"

@@ -1,0 +1,197 @@
+"""What is trained and how: frozen, validated settings without a framework.
+
+Legend: V vocabulary, H hidden, L layers, E experts, K experts per token, I expert intermediate size, S sequence length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from sonicmoe.errors import ConfigError, expect
+
+BYTE_VOCABULARY = 256
+FRAMEWORKS = ("paddle", "torch")
+PRECISIONS = ("fp8", "bf16", "fp32")
+SMOOTHING_WINDOW = 25
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the decoder: RMSNorm, rotary causal attention, `dense_layers` dense SwiGLU layers, then MoE layers on the node.
+
+    Raises:
+        ConfigError: a size is impossible; the message names the field, its value and what is needed.
+    """
+
+    vocab_size: int = BYTE_VOCABULARY
+    hidden_size: int = 128
+    num_layers: int = 3
+    num_heads: int = 4
+    num_experts: int = 8
+    topk: int = 4
+    intermediate_size: int = 128
+    seq_len: int = 96
+    dense_layers: int = 1
+    aux_loss_coef: float = 0.01
+    z_loss_coef: float = 1e-3
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Refuse impossible sizes."""
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_experts",
+            "topk",
+            "intermediate_size",
+            "seq_len",
+        ):
+            _require_positive(self, name)
+        expect(
+            self.hidden_size % self.num_heads == 0,
+            ConfigError,
+            f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}",
+        )
+        expect(
+            self.head_dim % 2 == 0,
+            ConfigError,
+            f"hidden_size / num_heads is {self.head_dim}; rotary attention needs an even head size",
+        )
+        expect(
+            self.topk <= self.num_experts,
+            ConfigError,
+            f"topk {self.topk} exceeds num_experts {self.num_experts}; a token cannot pick more experts than there are",
+        )
+        expect(
+            0 <= self.dense_layers < self.num_layers,
+            ConfigError,
+            f"dense_layers {self.dense_layers} leaves no MoE layer among num_layers {self.num_layers}",
+        )
+        for name in ("aux_loss_coef", "z_loss_coef"):
+            _require_finite(self, name, at_least=0.0)
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def dense_intermediate_size(self) -> int:
+        """Width of a dense layer's MLP: as many active columns as the K experts of a token."""
+        return self.topk * self.intermediate_size
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that route."""
+        return tuple(range(self.dense_layers, self.num_layers))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run: batch, optimizer, schedule, cadence. `batch_size` counts sequences of one optimizer step.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the field, its value and what is needed.
+    """
+
+    steps: int = 300
+    batch_size: int = 8
+    micro_batches: int = 1
+    lr: float = 8e-4
+    min_lr_ratio: float = 0.1
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_norm: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 100
+    eval_batches: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse values no run can have."""
+        for name in ("steps", "batch_size", "micro_batches"):
+            _require_positive(self, name)
+        expect(
+            self.batch_size % self.micro_batches == 0,
+            ConfigError,
+            f"batch_size {self.batch_size} is not a multiple of micro_batches {self.micro_batches}",
+        )
+        for name in ("lr", "clip_norm"):
+            _require_finite(self, name, at_least=0.0)
+            expect(getattr(self, name) > 0, ConfigError, f"{name} is {getattr(self, name)}; needed: above 0")
+        for name in ("seed", "checkpoint_every", "eval_batches"):
+            expect(getattr(self, name) >= 0, ConfigError, f"{name} is {getattr(self, name)}; needed: at least 0")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps over which the learning rate rises."""
+        return max(1, round(self.steps * self.warmup_ratio))
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then cosine down to `min_lr_ratio * lr`; `step` counts from 1."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        floor = self.min_lr_ratio
+        return self.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run's numbers, apart from the text itself."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    framework: str = "torch"
+    precision: str = "fp8"
+    engine: str = "auto"
+    compare: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names."""
+        expect(
+            self.framework in FRAMEWORKS, ConfigError, f"framework is {self.framework!r}; needed: one of {FRAMEWORKS}"
+        )
+        expect(
+            self.precision in PRECISIONS, ConfigError, f"precision is {self.precision!r}; needed: one of {PRECISIONS}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Nested plain values; inverse of `from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunConfig:
+        """Rebuild from `to_json` output.
+
+        Raises:
+            ConfigError: a field is missing, unknown or out of range.
+        """
+        try:
+            rest = {name: value for name, value in data.items() if name not in ("model", "train")}
+            return cls(model=ModelConfig(**data["model"]), train=TrainConfig(**data["train"]), **rest)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"run configuration is not readable: {error}") from None
+
+
+def _require_positive(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    integral = isinstance(value, int) and not isinstance(value, bool)
+    expect(integral and value > 0, ConfigError, f"{name} is {value!r}; needed: an integer of at least 1")
+
+
+def _require_finite(config: Any, name: str, at_least: float) -> None:
+    value = getattr(config, name)
+    expect(
+        math.isfinite(value) and value >= at_least,
+        ConfigError,
+        f"{name} is {value!r}; needed: a finite number >= {at_least}",
+    )

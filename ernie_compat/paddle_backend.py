@@ -1,0 +1,133 @@
+"""The learner in Paddle, wired as ERNIE trainers wire it: `MixPrecisionLayer` and `MixPrecisionOptimizer` around AdamW.
+
+Every parameter has an fp32 `main_grad`; the node adds its weight gradients there at `node.step()`, everything else arrives
+through Paddle's gradient hooks. Parameters are fp32, so they are their own master weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import paddle
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+from paddle.nn import functional as F
+
+from .checkpoint import require_matching_arrays
+from .initial_weights import has_weight_decay, initial_weights
+from .learner import StepResult, node_config, token_dtype_name
+from .model_config import ModelConfig, TrainConfig
+from .paddle_model import ErnieMoEDecoder
+
+Tensor: TypeAlias = paddle.Tensor
+MOMENTS = {
+    "moment1": "moment1_0",
+    "moment2": "moment2_0",
+    "beta1_power": "beta1_pow_acc_0",
+    "beta2_power": "beta2_pow_acc_0",
+}
+
+
+def make_learner(model: ModelConfig, train: TrainConfig, precision: str, engine: str) -> PaddleLearner:
+    """The decoder on Paddle's current device, at its initial weights."""
+    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype_name(precision))
+    return PaddleLearner(decoder, model, train)
+
+
+class PaddleLearner:
+    """`Learner` on a `paddle_model.ErnieMoEDecoder`."""
+
+    def __init__(self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig) -> None:
+        """Load the initial weights, give every parameter a `main_grad` and create the optimizer state."""
+        self.decoder, self.model, self.train = decoder, model, train
+        self.device = str(paddle.device.get_device())
+        self.parameters = dict(decoder.named_parameters())
+        self.num_parameters = sum(int(np.prod(p.shape)) for p in self.parameters.values())
+        self._load_weights(initial_weights(model, train.seed))
+        self.layer = MixPrecisionLayer(decoder, dtype="bfloat16")
+        for parameter in self.parameters.values():
+            # Allocated gradients keep an expert that got no token in the optimizer step, resumed or not.
+            parameter.main_grad = paddle.zeros(parameter.shape, dtype="float32")
+        self.optimizer = MixPrecisionOptimizer(self._adamw())
+
+    def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
+        """See `Learner.train_step`."""
+        parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
+        for node in self.decoder.nodes:
+            node.step()
+        grad_norm = self._grad_norm()
+        self.optimizer.set_lr(learning_rate)
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        loss, aux_loss, z_loss = paddle.stack([losses for losses, _ in parts]).mean(0).tolist()
+        counts = paddle.stack([counts for _, counts in parts]).sum(0)
+        return StepResult(loss, aux_loss, z_loss, grad_norm, counts.numpy())
+
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """See `Learner.evaluate`."""
+        with paddle.no_grad():
+            inputs, targets = _inputs_and_targets(tokens)
+            return float(F.cross_entropy(self.layer(inputs).logits, targets))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """See `Learner.state`."""
+        optimizer_state = self.optimizer.state_dict()
+        arrays = {}
+        for name, parameter in self.parameters.items():
+            arrays[f"weight/{name}"] = np.array(parameter.numpy())
+            for key, suffix in MOMENTS.items():
+                arrays[f"{key}/{name}"] = np.array(optimizer_state[f"{parameter.name}_{suffix}"].numpy())
+        return arrays
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Learner.load_state`."""
+        require_matching_arrays(arrays, {name: array.shape for name, array in self.state().items()})
+        self._load_weights({name: arrays[f"weight/{name}"] for name in self.parameters})
+        optimizer_state = self.optimizer.state_dict()
+        for name, parameter in self.parameters.items():
+            for key, suffix in MOMENTS.items():
+                optimizer_state[f"{parameter.name}_{suffix}"].set_value(arrays[f"{key}/{name}"])
+
+    def _adamw(self) -> paddle.optimizer.AdamW:
+        decayed = {p.name for name, p in self.parameters.items() if has_weight_decay(name)}
+        train = self.train
+        optimizer = paddle.optimizer.AdamW(
+            learning_rate=train.lr,
+            beta1=train.beta1,
+            beta2=train.beta2,
+            epsilon=train.adam_eps,
+            weight_decay=train.weight_decay,
+            apply_decay_param_fun=lambda name: name in decayed,
+            grad_clip=paddle.nn.ClipGradByGlobalNorm(train.clip_norm),
+            parameters=list(self.parameters.values()),
+        )
+        # Normally the first step does this; a checkpoint of step 0, and loading one, need the moments now.
+        optimizer._create_accumulators(
+            paddle.base.framework.default_main_program().global_block(), optimizer._parameter_list
+        )
+        return optimizer
+
+    def _grad_norm(self) -> float:
+        squares = [parameter.main_grad.square().sum() for parameter in self.parameters.values()]
+        return float(paddle.stack(squares).sum().sqrt())
+
+    def _micro_batch(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+        inputs, targets = _inputs_and_targets(tokens)
+        out = self.layer(inputs)
+        loss = F.cross_entropy(out.logits, targets)
+        total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
+        (total / self.train.micro_batches).backward()
+        return paddle.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
+
+    def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        require_matching_arrays(weights, {name: tuple(p.shape) for name, p in self.parameters.items()})
+        for name, parameter in self.parameters.items():
+            parameter.set_value(weights[name])
+        for node in self.decoder.nodes:
+            node.invalidate_caches()
+            node.prequantize_weights()  # an engine that cannot run here, or not at these sizes, says so now
+
+
+def _inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+    return paddle.to_tensor(np.ascontiguousarray(tokens[:, :-1])), paddle.to_tensor(tokens[:, 1:].reshape(-1))

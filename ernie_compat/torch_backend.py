@@ -1,0 +1,116 @@
+"""The learner in PyTorch: AdamW over fp32 parameters; the node adds its weight gradients into `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from .checkpoint import require_matching_arrays
+from .initial_weights import has_weight_decay, initial_weights
+from .learner import StepResult, node_config, token_dtype_name
+from .model_config import ModelConfig, TrainConfig
+from .torch_model import ErnieMoEDecoder
+
+Tensor = torch.Tensor
+MOMENTS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "steps": "step"}
+
+
+def make_learner(model: ModelConfig, train: TrainConfig, precision: str, engine: str) -> TorchLearner:
+    """The decoder on the GPU if there is one, else on the CPU, at its initial weights."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    decoder = ErnieMoEDecoder(model, node_config(precision, engine), getattr(torch, token_dtype_name(precision))).to(
+        device
+    )
+    return TorchLearner(decoder, model, train, device)
+
+
+class TorchLearner:
+    """`Learner` on a `torch_model.ErnieMoEDecoder`."""
+
+    def __init__(self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, device: str) -> None:
+        """Load the initial weights and create the optimizer state, so that a checkpoint has one shape at every step."""
+        self.decoder, self.model, self.train, self.device = decoder, model, train, device
+        self.parameters = dict(decoder.named_parameters())
+        self.num_parameters = sum(p.numel() for p in self.parameters.values())
+        self._load_weights(initial_weights(model, train.seed))
+        decayed = [p for name, p in self.parameters.items() if has_weight_decay(name)]
+        plain = [p for name, p in self.parameters.items() if not has_weight_decay(name)]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            betas=(train.beta1, train.beta2),
+            eps=train.adam_eps,
+        )
+        for parameter in self.parameters.values():
+            # Allocated gradients keep an expert that got no token in the optimizer step, resumed or not.
+            parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
+        """See `Learner.train_step`."""
+        parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
+        for node in self.decoder.nodes:
+            node.step()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.train.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        loss, aux_loss, z_loss = torch.stack([losses for losses, _ in parts]).mean(0).tolist()
+        counts = torch.stack([counts for _, counts in parts]).sum(0)
+        return StepResult(loss, aux_loss, z_loss, float(grad_norm), counts.cpu().numpy())
+
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """See `Learner.evaluate`."""
+        with torch.no_grad():
+            inputs, targets = self._inputs_and_targets(tokens)
+            return float(F.cross_entropy(self.decoder(inputs).logits, targets))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """See `Learner.state`."""
+        arrays = {}
+        for name, parameter in self.parameters.items():
+            arrays[f"weight/{name}"] = _to_numpy(parameter)
+            for key, torch_key in MOMENTS.items():
+                arrays[f"{key}/{name}"] = _to_numpy(self.optimizer.state[parameter][torch_key])
+        return arrays
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Learner.load_state`."""
+        require_matching_arrays(arrays, {name: array.shape for name, array in self.state().items()})
+        self._load_weights({name: arrays[f"weight/{name}"] for name in self.parameters})
+        for name, parameter in self.parameters.items():
+            for key, torch_key in MOMENTS.items():
+                value = torch.from_numpy(np.array(arrays[f"{key}/{name}"]))
+                self.optimizer.state[parameter][torch_key].copy_(value)
+
+    def _micro_batch(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._inputs_and_targets(tokens)
+        out = self.decoder(inputs)
+        loss = F.cross_entropy(out.logits, targets)
+        total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
+        (total / self.train.micro_batches).backward()
+        return torch.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
+
+    def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+        on_device = torch.from_numpy(tokens).to(self.device)
+        return on_device[:, :-1].contiguous(), on_device[:, 1:].reshape(-1)
+
+    @torch.no_grad()
+    def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        require_matching_arrays(weights, {name: tuple(p.shape) for name, p in self.parameters.items()})
+        for name, parameter in self.parameters.items():
+            parameter.copy_(torch.from_numpy(np.array(weights[name])))
+        for node in self.decoder.nodes:
+            node.invalidate_caches()
+            node.prequantize_weights()  # an engine that cannot run here, or not at these sizes, says so now
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy().copy()

@@ -1,0 +1,204 @@
+"""A small ERNIE-style MoE decoder on the node, in PyTorch; `paddle_model` is its twin, name by name and bit by bit at the start.
+
+Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E experts, K slots, I intermediate,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+from .initial_weights import causal_mask, half_turn, rotary_tables
+from .model_config import ModelConfig
+
+Tensor = torch.Tensor
+
+
+class RouterOutput(NamedTuple):
+    """Of one MoE layer: balance loss (1 when balanced), z loss, tokens per expert int64 `[E]`."""
+
+    aux_loss: Tensor
+    z_loss: Tensor
+    counts_E: Tensor
+
+
+class DecoderOutput(NamedTuple):
+    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, tokens per expert int64 `[L_moe, E]`."""
+
+    logits: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    expert_counts: Tensor
+
+
+class Projection(nn.Module):
+    """`x @ weight` with `weight [in, out]` and no bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        """Allocate; values are loaded afterwards."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        return x @ self.weight
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last axis, fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        """Allocate; values are loaded afterwards."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; plain products, so that gradients are the same bits every time."""
+
+    cos_S1D: Tensor
+    sin_S1D: Tensor
+    turn_DD: Tensor
+    mask_SS: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Allocate projections; tables and mask are constants."""
+        super().__init__()
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size)
+        self.o_proj = Projection(config.hidden_size, config.hidden_size)
+        cos, sin = rotary_tables(config)
+        self.register_buffer("cos_S1D", torch.from_numpy(cos[:, None]), persistent=False)
+        self.register_buffer("sin_S1D", torch.from_numpy(sin[:, None]), persistent=False)
+        self.register_buffer("turn_DD", torch.from_numpy(half_turn(self.head_dim)), persistent=False)
+        self.register_buffer("mask_SS", torch.from_numpy(causal_mask(config.seq_len)), persistent=False)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """`[B, S, H]` -> `[B, S, H]`."""
+        batch, length, hidden = x_BSH.shape
+        qk_BSH, v_BSH = self.qkv_proj(x_BSH).split([2 * hidden, hidden], dim=-1)
+        qk_BSND = self._rotate(qk_BSH.reshape(batch, length, 2 * self.num_heads, self.head_dim))
+        q_BNSD, k_BNSD = qk_BSND.transpose(1, 2).chunk(2, dim=1)
+        v_BNSD = v_BSH.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        scores = (q_BNSD * self.head_dim**-0.5) @ k_BNSD.transpose(-2, -1)
+        weights = torch.softmax(scores + self.mask_SS[:length, :length], dim=-1)
+        return self.o_proj((weights @ v_BNSD).transpose(1, 2).reshape(batch, length, hidden))
+
+    def _rotate(self, x_BSND: Tensor) -> Tensor:
+        length = x_BSND.shape[1]
+        turned = (x_BSND.reshape(-1, self.head_dim) @ self.turn_DD).reshape(x_BSND.shape)
+        return x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]
+
+
+class SwiGLUMlp(nn.Module):
+    """Gated MLP with the node's weight layout: `up_gate_proj.weight [H, 2I]` (gate first) and `down_proj.weight [I, H]`."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        """Allocate; as an expert only the weights are used, the node does the arithmetic."""
+        super().__init__()
+        self.up_gate_proj = Projection(hidden, 2 * intermediate)
+        self.down_proj = Projection(intermediate, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., H]` -> `[..., H]`."""
+        gate, up = self.up_gate_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class MoEMlp(nn.Module):
+    """Softmax router with top-k, then all experts through the node."""
+
+    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: torch.dtype) -> None:
+        """Allocate router and experts and hand the experts to a node."""
+        super().__init__()
+        self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
+        self.router = Projection(config.hidden_size, config.num_experts)
+        self.experts = nn.ModuleList(
+            SwiGLUMlp(config.hidden_size, config.intermediate_size) for _ in range(config.num_experts)
+        )
+        self.node = SonicMoEMlpNode(
+            list(self.experts), config.num_experts, config.hidden_size, config.intermediate_size, config=node_config
+        )
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
+        """`[T, H]` -> `[T, H]` and what the router did."""
+        logits_TE = self.router(x_TH)
+        probs_TE = torch.softmax(logits_TE, dim=-1)
+        top_TK, indices_TK = torch.topk(probs_TE, self.topk, dim=-1)
+        top_TK = top_TK / top_TK.sum(-1, keepdim=True)
+        counts_E = torch.bincount(indices_TK.reshape(-1), minlength=self.num_experts)
+        out_TH = self.node(x_TH.to(self.token_dtype), counts_E, indices_TK.to(torch.int32), top_TK)
+        # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of e); 1 when balanced.
+        share_E = counts_E.to(torch.float32) / indices_TK.numel()
+        aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
+        z_loss = torch.logsumexp(logits_TE, dim=-1).square().mean()
+        return out_TH.to(torch.float32), RouterOutput(aux_loss, z_loss, counts_E)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals; the MLP is dense or a mixture of experts."""
+
+    def __init__(self, config: ModelConfig, index: int, node_config: SonicMoEConfig, token_dtype: torch.dtype) -> None:
+        """Layer `index` of `config`."""
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp: MoEMlp | SwiGLUMlp
+        if index in config.moe_layers:
+            self.mlp = MoEMlp(config, node_config, token_dtype)
+        else:
+            self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size)
+
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterOutput | None]:
+        """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, what its router did."""
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
+        normed_BSH = self.mlp_norm(x_BSH)
+        if not isinstance(self.mlp, MoEMlp):
+            return x_BSH + self.mlp(normed_BSH), None
+        out_TH, router = self.mlp(normed_BSH.reshape(-1, normed_BSH.shape[-1]))
+        return x_BSH + out_TH.reshape(x_BSH.shape), router
+
+
+class ErnieMoEDecoder(nn.Module):
+    """Byte-level decoder; `node_config` and `token_dtype` decide only what happens inside the nodes."""
+
+    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: torch.dtype) -> None:
+        """Build the layers; load weights with `initial_weights` afterwards."""
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, node_config, token_dtype) for i in range(config.num_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Projection(config.hidden_size, config.vocab_size)
+
+    @property
+    def nodes(self) -> list[SonicMoEMlpNode]:
+        """The nodes of all MoE layers, first to last."""
+        return [layer.mlp.node for layer in self.layers if isinstance(layer.mlp, MoEMlp)]
+
+    def forward(self, tokens_BS: Tensor) -> DecoderOutput:
+        """int64 tokens `[B, S]` -> `DecoderOutput` with T = B * S rows."""
+        x_BSH = self.embedding(tokens_BS)
+        routers: list[RouterOutput] = []
+        for layer in self.layers:
+            x_BSH, router = layer(x_BSH)
+            routers += [router] if router is not None else []
+        logits_TV = self.lm_head(self.final_norm(x_BSH)).reshape(tokens_BS.numel(), -1)
+        return DecoderOutput(
+            logits_TV,
+            torch.stack([router.aux_loss for router in routers]).sum(),
+            torch.stack([router.z_loss for router in routers]).sum(),
+            torch.stack([router.counts_E for router in routers]),
+        )

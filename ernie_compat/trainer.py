@@ -1,0 +1,224 @@
+"""The training loop: framework-neutral, deterministic, interruptible between any two steps.
+
+A run and, on request, its full-precision twin step side by side on the same batches from the same initial weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sonicmoe.errors import SonicMoEError, expect
+
+from .checkpoint import CheckpointError, load_checkpoint, read_header, save_checkpoint
+from .corpus import Corpus
+from .learner import Learner, StepResult, make_learner
+from .metrics import (
+    MetricsFile,
+    StepRecord,
+    expert_load,
+    load_imbalance,
+    read_metrics,
+    recorded_loss_gap,
+)
+from .model_config import SMOOTHING_WINDOW, RunConfig
+
+CHECKPOINT_NAME = "checkpoint.npz"
+METRICS_NAME = "metrics.jsonl"
+MAIN, FULL_PRECISION = "main", "full_precision"
+
+
+class TrainingError(SonicMoEError, ArithmeticError):
+    """Training cannot go on: the loss is not finite."""
+
+
+@dataclass(eq=False)
+class Trainer:
+    """One run in one directory. Build it with `start` or `resume`, then call `train`.
+
+    Attributes:
+        step: optimizer steps done.
+        records: what the metrics file holds.
+    """
+
+    config: RunConfig
+    corpus: Corpus
+    directory: Path
+    learners: dict[str, Learner]
+    step: int = 0
+    records: list[StepRecord] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, config: RunConfig, corpus: Corpus, directory: Path) -> Trainer:
+        """A run at step 0.
+
+        Raises:
+            CorpusError: the text is shorter than a sequence.
+            FrameworkError, EngineUnavailableError: see `make_learner`.
+        """
+        corpus.require_length(config.model.seq_len)
+        return cls(config, corpus, directory, _make_learners(config))
+
+    @classmethod
+    def resume(cls, config: RunConfig, corpus: Corpus, directory: Path) -> Trainer:
+        """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for bit as if never stopped.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model, framework or precision.
+        """
+        path = directory / CHECKPOINT_NAME
+        require_resumable(read_header(path), config)
+        trainer = cls.start(config, corpus, directory)
+        header, arrays = load_checkpoint(path)
+        for name, learner in trainer.learners.items():
+            prefix = f"{name}/"
+            learner.load_state(
+                {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+            )
+        trainer.step = int(header["step"])
+        trainer.records = read_metrics(directory / METRICS_NAME, up_to_step=trainer.step)
+        return trainer
+
+    def train(
+        self,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Train up to `config.train.steps`; True when all steps are done, False when `should_stop` asked to end earlier.
+
+        A checkpoint is written every `checkpoint_every` steps (0: never in between) and at the end, however it comes about.
+
+        Raises:
+            TrainingError: the loss is not finite; the last good checkpoint stays.
+        """
+        train = self.config.train
+        with MetricsFile(self.directory / METRICS_NAME, self.records) as metrics:
+            while self.step < train.steps and not should_stop():
+                record = self._advance()
+                self.records.append(record)
+                metrics.append(record)
+                on_step(record)
+                due = train.checkpoint_every and self.step % train.checkpoint_every == 0
+                if due and self.step < train.steps:
+                    self.save()
+        self.save()
+        return self.step >= train.steps
+
+    def save(self) -> None:
+        """Write the checkpoint of this moment."""
+        arrays = {
+            f"{name}/{key}": array for name, learner in self.learners.items() for key, array in learner.state().items()
+        }
+        header = {"step": self.step, "text_sha256": self.corpus.sha256, "config": self.config.to_json()}
+        save_checkpoint(self.directory / CHECKPOINT_NAME, header, arrays)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean held-out loss by learner; empty when `eval_batches` is 0."""
+        train, length = self.config.train, self.config.model.seq_len
+        batches = [self.corpus.held_out_batch(i, train.batch_size, length) for i in range(train.eval_batches)]
+        if not batches:
+            return {}
+        return {name: float(np.mean([learner.evaluate(b) for b in batches])) for name, learner in self.learners.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Final figures, plain values.
+
+        `loss_end` and `load_imbalance` are means over the last steps, `tokens_per_s` the median, `loss_gap` a fraction
+        (see `metrics.loss_gap`), None without a twin.
+        """
+        main = self.learners[MAIN]
+        held_out = self.evaluate()
+        last = self.records[-SMOOTHING_WINDOW:]
+        return {
+            "framework": self.config.framework,
+            "precision": self.config.precision,
+            "engine": self.config.engine,
+            "device": main.device,
+            "parameters": main.num_parameters,
+            "steps": self.step,
+            "loss_start": self.records[0].loss if self.records else None,
+            "loss_end": float(np.mean([r.loss for r in last])) if last else None,
+            "held_out_loss": held_out.get(MAIN),
+            "held_out_loss_full_precision": held_out.get(FULL_PRECISION),
+            "loss_gap": recorded_loss_gap(self.records),
+            "tokens_per_s": float(np.median([r.tokens_per_s for r in self.records])) if self.records else None,
+            "load_imbalance": float(np.mean([r.load_imbalance for r in last])) if last else None,
+        }
+
+    def _advance(self) -> StepRecord:
+        train, step = self.config.train, self.step + 1
+        tokens = self.corpus.batch(step, train.batch_size, self.config.model.seq_len, train.seed)
+        rate = train.learning_rate(step)
+        started = time.perf_counter()
+        result = self.learners[MAIN].train_step(tokens, rate)
+        seconds = time.perf_counter() - started
+        twin = self.learners.get(FULL_PRECISION)
+        reference = twin.train_step(tokens, rate).loss if twin is not None else None
+        _require_finite(result, step)
+        self.step = step
+        num_tokens = train.batch_size * self.config.model.seq_len
+        return StepRecord(
+            step=step,
+            loss=result.loss,
+            aux_loss=result.aux_loss,
+            z_loss=result.z_loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            tokens_per_s=num_tokens / seconds,
+            seconds=seconds,
+            load_imbalance=load_imbalance(result.expert_counts),
+            expert_load=expert_load(result.expert_counts),
+            full_precision_loss=reference,
+        )
+
+
+def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
+    """Check that a checkpoint's run can be continued as `config`.
+
+    Only the schedule (steps, learning rate, ...) may differ. Raises:
+        CheckpointError: naming the first setting that differs, its saved and its requested value.
+    """
+    saved, wanted = header.get("config", {}), config.to_json()
+    for name in ("framework", "precision", "compare"):
+        _require_equal(name, saved.get(name), wanted[name])
+    for name, value in wanted["model"].items():
+        _require_equal(name, saved.get("model", {}).get(name), value)
+    for name in ("seed", "batch_size", "micro_batches"):
+        _require_equal(name, saved.get("train", {}).get(name), wanted["train"][name])
+    done, steps = int(header["step"]), config.train.steps
+    expect(done <= steps, CheckpointError, f"the checkpoint is at step {done}, past the {steps} steps asked for")
+
+
+def _make_learners(config: RunConfig) -> dict[str, Learner]:
+    def make(precision: str, engine: str) -> Learner:
+        return make_learner(config.framework, config.model, config.train, precision, engine)
+
+    learners = {MAIN: make(config.precision, config.engine)}
+    if config.compare:
+        # The reference engine computes in fp32 on every device; an engine for FP8 or BF16 would not be full precision.
+        learners[FULL_PRECISION] = make("fp32", "reference")
+    return learners
+
+
+def _require_equal(name: str, saved: Any, wanted: Any) -> None:
+    expect(
+        saved == wanted,
+        CheckpointError,
+        f"checkpoint has {name} = {saved!r}, this run {wanted!r}; resume with the saved value",
+    )
+
+
+def _require_finite(result: StepResult, step: int) -> None:
+    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    expect(
+        finite,
+        TrainingError,
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; the last checkpoint is whole: resume from it with "
+        "a lower learning rate",
+    )

@@ -1,0 +1,86 @@
+"""A model small enough for tests, text to train it on, and how to reach a framework that this process does not hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ernie_compat.corpus import load_corpus
+from ernie_compat.learner import make_learner
+from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SIZES = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16)
+SIZE_OPTIONS = "--hidden 32 --layers 2 --heads 2 --experts 4 --topk 2 --intermediate 32 --seq-len 16 --batch 4".split()  # noqa: SIM905
+SENTENCES = "the node adds, the router picks; every expert learns what the others leave. {} tokens went by.\n"
+
+
+def train_config(**changes: Any) -> TrainConfig:
+    """Four sequences a step, no checkpoint but the last."""
+    return TrainConfig(**{"steps": 6, "batch_size": 4, "checkpoint_every": 0, "eval_batches": 1, **changes})
+
+
+def run_config(**changes: Any) -> RunConfig:
+    """A `RunConfig` of the small model; keyword `train` replaces fields of its `TrainConfig`."""
+    train = train_config(**changes.pop("train", {}))
+    return RunConfig(**{"model": SIZES, "train": train, "framework": "torch", **changes})
+
+
+def write_text(directory: Path) -> Path:
+    """Some twenty kilobytes of text in two files; returns their directory."""
+    directory.mkdir(exist_ok=True)
+    for name in ("a.txt", "b.txt"):
+        (directory / name).write_text("".join(SENTENCES.format(i) for i in range(100)))
+    return directory
+
+
+def environment() -> dict[str, str]:
+    """The caller's, with the checkout importable and one computing thread, so that parallel test workers do not trip over each other."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+    }
+
+
+def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m sonicmoe.cli.train ARGUMENTS` to its end."""
+    command = [sys.executable, "-m", "sonicmoe.cli.train", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(), cwd=ROOT, timeout=300
+    )
+
+
+def run_program(program: str, *arguments: str) -> Any:
+    """Run Python source in a process of its own and return the JSON of its last line of output."""
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(), cwd=ROOT, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def first_steps(framework: str, precision: str, text: str | Path) -> dict[str, Any]:
+    """Held-out loss of the initial weights and the figures of four steps, plain values."""
+    corpus, train = load_corpus([text]), train_config()
+    learner = make_learner(framework, SIZES, train, precision, "auto")
+    held_out = learner.evaluate(corpus.held_out_batch(0, train.batch_size, SIZES.seq_len))
+    results = [learner.train_step(corpus.batch(step, train.batch_size, SIZES.seq_len, 0), 1e-2) for step in range(1, 5)]
+    return {
+        "held_out": held_out,
+        "loss": [r.loss for r in results],
+        "aux": [r.aux_loss for r in results],
+        "z": [r.z_loss for r in results],
+        "norm": [r.grad_norm for r in results],
+        "counts": results[0].expert_counts.tolist(),
+        "shapes": {
+            name: list(a.shape) for name, a in learner.state().items() if name.startswith(("weight/", "moment"))
+        },
+    }

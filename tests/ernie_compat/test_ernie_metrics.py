@@ -1,0 +1,123 @@
+"""The figures of a run, its metrics file, and that the plots show what they should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ernie_compat.metrics import (
+    MetricsError,
+    MetricsFile,
+    StepRecord,
+    expert_load,
+    load_imbalance,
+    loss_gap,
+    read_metrics,
+    recorded_loss_gap,
+    smoothed,
+)
+from ernie_compat.plots import binned, plot_expert_load, plot_loss
+
+
+def record(step: int, loss: float = 3.0, reference: float | None = None) -> StepRecord:
+    load = ((0.5, 0.25, 0.25), (0.2, 0.2, 0.6))
+    return StepRecord(step, loss, 1.0, 2.0, 0.5, 1e-3, 1000.0, 0.1, 1.65, load, reference)
+
+
+def test_expert_load_and_imbalance() -> None:
+    counts = np.array([[4, 0, 0, 0], [1, 1, 1, 1]])
+    assert expert_load(counts) == ((1.0, 0.0, 0.0, 0.0), (0.25, 0.25, 0.25, 0.25))
+    assert load_imbalance(counts) == pytest.approx((4 + 1) / 2)
+    assert load_imbalance(np.zeros((1, 4))) == 0
+
+
+def test_smoothing_is_the_mean_of_what_is_there() -> None:
+    assert smoothed([4.0, 2.0, 0.0, 6.0], window=2).tolist() == [4.0, 3.0, 1.0, 3.0]
+    assert smoothed([4.0, 2.0], window=25).tolist() == [4.0, 3.0]
+
+
+def test_loss_gap_is_the_mean_relative_difference_of_the_tail() -> None:
+    reference = [2.0] * 8
+    assert loss_gap(reference, reference) == 0
+    assert loss_gap([9.0] * 6 + [2.02, 1.96], reference, window=1, tail=0.25) == pytest.approx((0.01 + 0.02) / 2)
+    assert loss_gap([2.2] * 8, reference) == pytest.approx(0.1)
+    assert loss_gap([1.8] * 8, reference) == pytest.approx(0.1)  # better is a gap too
+    with pytest.raises(ValueError, match="3 and 8 steps"):
+        loss_gap([1.0] * 3, reference)
+
+
+def test_recorded_gap_needs_a_twin() -> None:
+    assert recorded_loss_gap([record(1)]) is None
+    assert recorded_loss_gap([record(1, 3.0, 2.0)]) == pytest.approx(0.5)
+
+
+def test_metrics_file_round_trip_and_restart(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [record(step, reference=2.5) for step in (1, 2, 3)]
+    with MetricsFile(path) as metrics:
+        for item in records:
+            metrics.append(item)
+    assert read_metrics(path) == records
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    with MetricsFile(path, read_metrics(path, up_to_step=2)) as metrics:
+        metrics.append(record(3, loss=9.0))
+    assert [(item.step, item.loss) for item in read_metrics(path)] == [(1, 3.0), (2, 3.0), (3, 9.0)]
+
+
+def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, [record(1), record(2)]):
+        pass
+    whole = path.read_text()
+    path.write_text(whole[:-40])
+    assert [item.step for item in read_metrics(path)] == [1]
+    path.write_text("{}\n" + whole)
+    with pytest.raises(MetricsError, match="line 1"):
+        read_metrics(path)
+
+
+def test_binning_keeps_means() -> None:
+    assert binned([[1.0], [3.0], [5.0], [7.0]], 2).tolist() == [[2.0], [6.0]]
+    assert binned([[1.0], [3.0]], 150).tolist() == [[1.0], [3.0]]
+
+
+def colours(path: Path) -> np.ndarray:
+    """RGB of a PNG, fp32 `[H, W, 3]`."""
+    from matplotlib.image import imread
+
+    return imread(path)[:, :, :3]
+
+
+def share_near(image: np.ndarray, colour: str) -> float:
+    from matplotlib.colors import to_rgb
+
+    return float((np.abs(image - np.array(to_rgb(colour))).max(axis=-1) < 0.1).mean())
+
+
+def test_loss_plot_shows_both_curves_and_the_gap(tmp_path: Path) -> None:
+    alone, both = tmp_path / "alone.png", tmp_path / "both.png"
+    plot_loss([record(step, 5 - step / 20) for step in range(1, 41)], alone, "fp8")
+    plot_loss([record(step, 5 - step / 20, 4 - step / 20) for step in range(1, 41)], both, "fp8")
+    first, second = colours(alone), colours(both)
+    assert min(first.shape[:2]) > 500 and min(second.shape[:2]) > 500
+    for image, blue, orange, red in ((first, True, False, False), (second, True, True, True)):
+        drawn = [share_near(image, colour) > 2e-4 for colour in ("tab:blue", "tab:orange", "tab:red")]
+        assert drawn == [blue, orange, red]
+    dark = (first.max(axis=-1) < 0.3).mean()
+    assert dark > 2e-3  # axes, ticks and labels
+
+
+def test_load_plot_is_bright_where_an_expert_is_busy(tmp_path: Path) -> None:
+    path = tmp_path / "load.png"
+    plot_expert_load([record(step) for step in range(1, 200)], path)
+    image = colours(path)
+    assert image.shape[0] > 500 and len(np.unique(image.reshape(-1, 3), axis=0)) > 50
+    # Loads relative to balance, of at most 2: layer 0 has 1.5, 0.75, 0.75; layer 1 has 0.6, 0.6, 1.8.
+    from matplotlib import colormaps
+
+    for relative in (1.5, 0.75, 0.6, 1.8):
+        expected = np.array(colormaps["viridis"](relative / 2)[:3])
+        assert (np.abs(image - expected).max(axis=-1) < 0.02).mean() > 0.02

@@ -1,0 +1,181 @@
+"""The loop on PyTorch: it learns, it is deterministic, and stopping it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_run import SIZES, run_config
+
+from ernie_compat.checkpoint import CheckpointError, load_checkpoint, read_header, save_checkpoint
+from ernie_compat.corpus import Corpus, CorpusError
+from ernie_compat.initial_weights import initial_weights, parameter_shapes
+from ernie_compat.learner import make_learner
+from ernie_compat.metrics import read_metrics
+from ernie_compat.trainer import CHECKPOINT_NAME, FULL_PRECISION, MAIN, METRICS_NAME, Trainer, TrainingError
+from sonicmoe.errors import EngineUnavailableError, FrameworkError
+
+
+def trained(config, corpus: Corpus, directory: Path) -> Trainer:
+    trainer = Trainer.start(config, corpus, directory)
+    assert trainer.train()
+    return trainer
+
+
+def arrays_of(directory: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_checkpoint(directory / CHECKPOINT_NAME)[1].items()}
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
+def test_loss_falls_and_every_parameter_learns(corpus: Corpus, tmp_path: Path, precision: str) -> None:
+    config = run_config(precision=precision, train={"steps": 40, "lr": 1e-2})
+    trainer = trained(config, corpus, tmp_path)
+    losses = [record.loss for record in trainer.records]
+    assert losses[0] == pytest.approx(np.log(256), abs=0.15)
+    assert np.mean(losses[-5:]) < losses[0] - 1.5
+    final = trainer.learners[MAIN].state()
+    for name, initial in initial_weights(SIZES, config.train.seed).items():
+        assert not np.array_equal(final[f"weight/{name}"], initial), name
+
+
+def test_precisions_differ_and_the_twin_is_the_fp32_run(corpus: Corpus, tmp_path: Path) -> None:
+    runs = {p: trained(run_config(precision=p), corpus, tmp_path / p).records for p in ("fp8", "bf16", "fp32")}
+    compared = trained(run_config(precision="fp8", compare=True), corpus, tmp_path / "compared")
+    assert [r.full_precision_loss for r in compared.records] == [r.loss for r in runs["fp32"]]
+    assert [r.loss for r in compared.records] == [r.loss for r in runs["fp8"]]
+    firsts = {records[0].loss for records in runs.values()}
+    assert len(firsts) == 3 and max(firsts) - min(firsts) < 5e-3
+    gap = compared.summary()["loss_gap"]
+    assert 0 < gap < 5e-3
+
+
+def test_equal_runs_are_equal_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
+    trained(run_config(), corpus, tmp_path / "a")
+    trained(run_config(), corpus, tmp_path / "b")
+    assert arrays_of(tmp_path / "a") == arrays_of(tmp_path / "b")
+    trained(run_config(train={"seed": 1}), corpus, tmp_path / "c")
+    assert arrays_of(tmp_path / "a") != arrays_of(tmp_path / "c")
+
+
+@pytest.mark.parametrize("stop_after", [0, 3])
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(corpus: Corpus, tmp_path: Path, stop_after: int) -> None:
+    config = run_config(compare=True)
+    whole = trained(config, corpus, tmp_path / "whole")
+    first = Trainer.start(config, corpus, tmp_path / "parts")
+    assert not first.train(should_stop=lambda: first.step >= stop_after)
+    assert first.step == stop_after
+    second = Trainer.resume(config, corpus, tmp_path / "parts")
+    assert second.train()
+    assert [r.loss for r in second.records] == [r.loss for r in whole.records]
+    assert [r.expert_load for r in second.records] == [r.expert_load for r in whole.records]
+    assert arrays_of(tmp_path / "parts") == arrays_of(tmp_path / "whole")
+
+
+def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(corpus: Corpus, tmp_path: Path) -> None:
+    config = run_config(train={"checkpoint_every": 4})
+    trainer = Trainer.start(config, corpus, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(on_step=lambda record: (_ for _ in ()).throw(KeyboardInterrupt) if record.step == 5 else None)
+    assert read_header(tmp_path / CHECKPOINT_NAME)["step"] == 4
+    assert [r.step for r in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3, 4, 5]
+    assert Trainer.resume(config, corpus, tmp_path).train()
+    assert [r.step for r in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_micro_batches_accumulate_to_the_whole_batch(corpus: Corpus, tmp_path: Path) -> None:
+    # The balance loss is a product of two batch means, so it alone depends on the split.
+    model = replace(SIZES, aux_loss_coef=0.0)
+    one = trained(run_config(model=model, precision="fp32"), corpus, tmp_path / "one")
+    four = trained(run_config(model=model, precision="fp32", train={"micro_batches": 4}), corpus, tmp_path / "four")
+    assert [r.loss for r in four.records] == pytest.approx([r.loss for r in one.records], rel=1e-4)
+    assert [r.grad_norm for r in four.records] == pytest.approx([r.grad_norm for r in one.records], rel=1e-3)
+
+
+def test_expert_load_counts_every_slot(corpus: Corpus) -> None:
+    config = run_config()
+    learner = make_learner("torch", SIZES, config.train, "fp8", "reference")
+    result = learner.train_step(corpus.batch(1, 4, SIZES.seq_len, 0), 1e-3)
+    assert result.expert_counts.shape == (len(SIZES.moe_layers), SIZES.num_experts)
+    assert (result.expert_counts.sum(axis=1) == 4 * SIZES.seq_len * SIZES.topk).all()
+
+
+def test_parameters_are_named_as_the_initial_weights(corpus: Corpus) -> None:
+    learner = make_learner("torch", SIZES, run_config().train, "fp8", "auto")
+    weights = {
+        name.removeprefix("weight/"): a.shape for name, a in learner.state().items() if name.startswith("weight/")
+    }
+    assert weights == parameter_shapes(SIZES)
+
+
+def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    config = run_config(train={"checkpoint_every": 2})
+    trainer = Trainer.start(config, corpus, tmp_path)
+
+    def poison_after_three(record):
+        if record.step == 3:
+            trainer.learners[MAIN].decoder.lm_head.weight.data.fill_(float("nan"))
+
+    with pytest.raises(TrainingError, match="step 4: loss nan"):
+        trainer.train(on_step=poison_after_three)
+    header, arrays = load_checkpoint(tmp_path / CHECKPOINT_NAME)
+    assert header["step"] == 2 and all(np.isfinite(a).all() for a in arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": replace(SIZES, hidden_size=64)}, "hidden_size = 32, this run 64"),
+        ({"model": replace(SIZES, vocab_size=300)}, "vocab_size = 256, this run 300"),
+        ({"framework": "paddle"}, "framework = 'torch', this run 'paddle'"),
+        ({"precision": "bf16"}, "precision = 'fp8', this run 'bf16'"),
+        ({"compare": True}, "compare = False, this run True"),
+        ({"train": {"seed": 5}}, "seed = 0, this run 5"),
+        ({"train": {"steps": 2}}, "at step 3, past the 2 steps"),
+    ],
+)
+def test_resume_refuses_another_run_by_name(corpus: Corpus, tmp_path: Path, change: dict, message: str) -> None:
+    trained(run_config(train={"steps": 3}), corpus, tmp_path)
+    change = {"train": {}, **change}
+    with pytest.raises(CheckpointError, match=message):
+        Trainer.resume(run_config(**{**change, "train": {"steps": 3, **change["train"]}}), corpus, tmp_path)
+
+
+def test_resume_refuses_arrays_that_contradict_their_header(corpus: Corpus, tmp_path: Path) -> None:
+    config = run_config(train={"steps": 1})
+    trained(config, corpus, tmp_path)
+    path = tmp_path / CHECKPOINT_NAME
+    header, arrays = load_checkpoint(path)
+    arrays["main/weight/lm_head.weight"] = arrays["main/weight/lm_head.weight"][:, :100]
+    save_checkpoint(path, {"step": header["step"], "config": header["config"]}, arrays)
+    with pytest.raises(
+        CheckpointError, match=r"'weight/lm_head.weight' has shape \(32, 100\); the model needs \(32, 256\)"
+    ):
+        Trainer.resume(config, corpus, tmp_path)
+
+
+def test_summary_is_plain_json(corpus: Corpus, tmp_path: Path) -> None:
+    trainer = trained(run_config(compare=True), corpus, tmp_path)
+    summary = json.loads(json.dumps(trainer.summary()))
+    assert set(trainer.evaluate()) == {MAIN, FULL_PRECISION}
+    assert summary["steps"] == 6 and summary["loss_end"] < summary["loss_start"]
+    assert all(value is not None for value in summary.values())
+
+
+def test_text_shorter_than_a_sequence_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="sequence length 100000"):
+        Trainer.start(run_config(model=replace(SIZES, seq_len=100_000)), corpus, tmp_path)
+
+
+def test_second_framework_in_one_process_is_refused() -> None:
+    with pytest.raises(FrameworkError, match="already runs sonicmoe on torch"):
+        make_learner("paddle", SIZES, run_config().train, "fp8", "auto")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the engine may run here")
+def test_unavailable_engine_is_refused_before_the_first_step() -> None:
+    with pytest.raises(EngineUnavailableError, match="hopper"):
+        make_learner("torch", SIZES, run_config().train, "fp8", "hopper")

@@ -1,0 +1,218 @@
+"""`sonicmoe train` as a user meets it: what it prints, what it leaves behind, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import ROOT, SIZE_OPTIONS, environment, run_train
+
+from ernie_compat.checkpoint import load_checkpoint, read_header, save_checkpoint
+from ernie_compat.metrics import read_metrics
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(text: Path, tmp_path: Path, framework: str) -> None:
+    out = tmp_path / "run"
+    result = run_train(
+        "--framework", framework, "--data", str(text), "--precision", "fp8", "--compare", "--steps", "25", "--lr", "0.01",
+        "--out", str(out), *SIZE_OPTIONS,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["loss_end"] < summary["loss_start"] - 0.5
+    assert 0 < summary["loss_gap"] < 0.05
+    assert summary["framework"] == framework
+    for word in (
+        "loss at start",
+        "loss at end",
+        "gap to full precision",
+        str(out / "loss.png"),
+        str(out / "expert_load.png"),
+    ):
+        assert word in result.stdout
+    assert f"{100 * summary['loss_gap']:.3f} %" in result.stdout
+    records = read_metrics(out / "metrics.jsonl")
+    assert [record.step for record in records] == list(range(1, 26))
+    assert all(
+        record.full_precision_loss and record.tokens_per_s > 0 and len(record.expert_load[0]) == 4 for record in records
+    )
+    assert read_header(out / "checkpoint.npz")["step"] == 25
+    for name in ("loss.png", "expert_load.png"):
+        content = (out / name).read_bytes()
+        assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000
+    assert "step 25/25" in result.stderr and "tokens/s" in result.stderr and "Warning" not in result.stderr
+
+
+def test_json_is_all_there_is_on_stdout_and_micro_batches_are_accepted(text: Path, tmp_path: Path) -> None:
+    result = run_train(
+        "--framework", "torch", "--data", str(text / "a.txt"), str(text / "b.txt"), "--steps", "2", "--micro-batches", "2",
+        "--precision", "bf16", "--engine", "reference", "--json", "--out", str(tmp_path / "run"), *SIZE_OPTIONS,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["steps"], summary["precision"], summary["engine"], summary["loss_gap"]) == (
+        2,
+        "bf16",
+        "reference",
+        None,
+    )
+    assert "2 files" in result.stderr
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
+    text: Path, tmp_path: Path, framework: str
+) -> None:
+    options = ["--framework", framework, "--data", str(text), "--steps", "40", *SIZE_OPTIONS]
+    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
+    command = [sys.executable, "-m", "sonicmoe.cli.train", *options, "--out", str(interrupted)]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+    )
+    metrics = interrupted / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 130, stderr
+    step = read_header(interrupted / "checkpoint.npz")["step"]
+    assert 3 <= step < 40
+    assert f"interrupted at step {step}; checkpoint saved" in stderr and "Traceback" not in stderr and stdout == ""
+    assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
+
+    resumed = run_train("--resume", "--out", str(interrupted), "--data", str(text))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming after step {step}" in resumed.stderr and "differs" not in resumed.stderr
+    assert run_train(*options, "--out", str(whole)).returncode == 0
+    ends = [load_checkpoint(path / "checkpoint.npz")[1] for path in (interrupted, whole)]
+    assert {name: array.tobytes() for name, array in ends[0].items()} == {
+        name: array.tobytes() for name, array in ends[1].items()
+    }
+    losses = [[record.loss for record in read_metrics(path / "metrics.jsonl")] for path in (interrupted, whole)]
+    assert losses[0] == losses[1] and len(losses[0]) == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "no/such/text"], "no such file or directory: no/such/text"),
+        (["--data", "{empty}"], "no text in"),
+        (["--data", "{short}"], "sequence length 16"),
+        (["--topk", "9", "--experts", "8"], "topk 9 exceeds num_experts 8"),
+        (["--hidden", "100", "--heads", "3"], "hidden_size 100 is not a multiple of num_heads 3"),
+        (["--steps", "0"], "steps is 0"),
+        (["--steps", "many"], "'many' is not a valid integer"),
+        (["--precision", "fp4"], "'fp4' is not one of"),
+        (["--no-such-option"], "No such option"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", "{new}"], "no checkpoint at"),
+        (["--resume", "--out", "{damaged}"], "damaged"),
+        (["--out", "{file}"], "cannot be a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(text: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+    places = {name: tmp_path / name for name in ("empty", "short", "new", "damaged", "file")}
+    places["empty"].mkdir()
+    places["damaged"].mkdir()
+    (places["damaged"] / "checkpoint.npz").write_text("not one")
+    places["short"].write_text("too short")
+    places["file"].touch()
+    options = [option.format(**places) for option in arguments]
+    if "--out" not in options and "--resume" not in options:
+        options += ["--out", str(places["new"])]
+    if "--data" not in options:
+        options += ["--data", str(text)]
+    sizes = [] if "--topk" in options or "--hidden" in options else SIZE_OPTIONS
+    result = run_command_in_process([*sizes, *options])
+    assert result.exit_code == 2, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and words in lines[0]
+    assert result.stdout == ""
+    assert not places["new"].exists()  # nothing is made before everything was checked
+
+
+def run_command_in_process(arguments: list[str]):
+    from click.testing import CliRunner
+
+    from sonicmoe.cli.train import train
+
+    return CliRunner().invoke(train, ["--framework", "torch", *arguments] if "--resume" not in arguments else arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the engine may run here")
+def test_unavailable_engine_is_one_line(text: Path, tmp_path: Path) -> None:
+    result = run_command_in_process(["--data", str(text), "--engine", "hopper", "--out", str(tmp_path), *SIZE_OPTIONS])
+    assert result.exit_code == 2 and "hopper" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_vocabulary_mismatch_on_resume_is_one_line(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = run_train("--framework", "torch", "--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS)
+    assert result.returncode == 0, result.stderr
+    path = out / "checkpoint.npz"
+    header, arrays = load_checkpoint(path)
+    for key in ("weight", "moment1", "moment2"):
+        arrays[f"main/{key}/embedding.weight"] = arrays[f"main/{key}/embedding.weight"][:128]
+    save_checkpoint(path, {name: value for name, value in header.items() if name != "format"}, arrays)
+    shape = run_command_in_process(["--resume", "--out", str(out), "--data", str(text), "--steps", "2"])
+    size = run_command_in_process(["--resume", "--out", str(out), "--data", str(text), "--hidden", "64"])
+    for result, words in (
+        (shape, "embedding.weight' has shape (128, 32); the model needs (256, 32)"),
+        (size, "hidden_size = 32, this run 64"),
+    ):
+        assert result.exit_code == 2 and words in result.stderr.splitlines()[-1]
+        assert "Traceback" not in result.stderr
+
+
+def test_starting_anew_keeps_the_earlier_checkpoint_aside(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]
+    assert run_command_in_process(arguments).exit_code == 0
+    before = (out / "checkpoint.npz").read_bytes()
+    second = run_command_in_process([*arguments, "--seed", "1"])
+    assert second.exit_code == 0 and "checkpoint.old.npz" in second.stderr
+    assert (out / "checkpoint.old.npz").read_bytes() == before
+    assert (out / "checkpoint.npz").read_bytes() != before
+
+
+def test_fp8_of_the_environment_does_not_reach_the_twin(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--data", str(text), "--steps", "2", "--precision", "fp32", *SIZE_OPTIONS]
+    plain, flagged = tmp_path / "plain", tmp_path / "flagged"
+    assert run_command_in_process([*arguments, "--out", str(plain)]).exit_code == 0
+    monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+    result = run_command_in_process([*arguments, "--out", str(flagged)])
+    assert result.exit_code == 0
+    losses = [[record.loss for record in read_metrics(path / "metrics.jsonl")] for path in (plain, flagged)]
+    assert losses[0] == losses[1]
+
+
+def test_importing_the_command_imports_no_framework() -> None:
+    program = "import sys, sonicmoe.cli.train, ernie_compat.trainer; print({'torch', 'paddle'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
+    )
+    assert result.stdout.strip() == "set()"
+
+
+def test_other_text_on_resume_is_said(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert (
+        run_command_in_process(["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]).exit_code == 0
+    )
+    result = run_command_in_process(["--resume", "--out", str(out), "--data", str(text / "a.txt"), "--steps", "2"])
+    assert result.exit_code == 0 and "the text differs" in result.stderr
