@@ -98,8 +98,8 @@ install_beside_host_torch() {
     local extras modules=(numpy click rich platformdirs filelock matplotlib) missing
     case $1 in
         demo) extras=plots ;;
-        tests) extras=plots,test && modules+=(pytest xdist hypothesis ml_dtypes) ;;
-        dev) extras=plots,test,lint && modules+=(pytest xdist hypothesis ml_dtypes ruff mypy) ;;
+        tests) extras=plots,test && modules+=(pytest xdist hypothesis) ;;
+        dev) extras=plots,test,lint && modules+=(pytest xdist hypothesis ruff mypy) ;;
     esac
     missing=$(missing_modules "${modules[@]}")
     if [ -z "$missing" ]; then
