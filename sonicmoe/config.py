@@ -49,6 +49,12 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _parse_directory(text: str) -> Path:
+    if not text.strip():  # Path("") would be the current directory
+        raise ValueError("a directory, or leave it unset")
+    return Path(text).expanduser()
+
+
 def _parse_fp8_mode(text: str) -> str:
     lowered = text.strip().lower()
     if lowered in {"", "0", "none"}:
@@ -104,9 +110,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag("SONIC_MOE_FP8_WGRAD", "fp8_wgrad", _parse_bool, True, "0, 1",
          "FP8 weight gradients in the FP8 modes; `0`: wgrad on unquantised operands"),
     Flag("SONIC_MOE_FP8_ASSUME_ALIGNED", "fp8_assume_aligned", _parse_bool, False, "0, 1",
-         "the caller guarantees that every expert's count is a multiple of 128: skip the padding check"),
+         "accepted for source compatibility: experts are padded inside the routing metadata, so no engine has a check to skip"),
     Flag("SONIC_MOE_FP8_ISO32_WEIGHT", "iso_weight", _parse_bool, False, "0, 1",
-         "one FP8 buffer per weight serves forward and backward (needs a recipe with isotropic weight blocks)"),
+         "refuse a recipe whose weights need one FP8 buffer for forward and another for backward; with the other recipes "
+         "one buffer always serves both"),
     Flag("SONIC_MOE_FP8_SAVE_Z", "save_z", _enum_parser(ZCode), ZCode.INT8, "int8, e4m3, bf16",
          "storage of the pre-activation `z` kept for backward; the 8-bit codes use one scale per 128 columns"),
     Flag("SONIC_MOE_FP8_RECOMPUTE_Z", "recompute_z", _parse_bool, False, "0, 1",
@@ -114,12 +121,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag("SONIC_MOE_FP8_RECIPE", "recipe", _parse_recipe, "iso128", "a name from `sonicmoe numerics --list`",
          "block shapes and scale format of every FP8 operand (docs/numerics.md)"),
     Flag("SONIC_MOE_STAGEWISE_MEMORY", "stagewise_memory", _parse_bool, False, "0, 1",
-         "drop every saved activation as soon as its last stage has read it"),
+         "drop the saved `z` in the middle of backward; a second backward through the same graph is refused (node only)"),
     Flag("SONIC_MOE_ENGINE", "engine", _enum_parser(EngineName), EngineName.AUTO, "auto, reference, bf16, hopper",
          "the engine to run; `auto` chooses and logs the reason"),
-    Flag("SONIC_MOE_CACHE_DIR", "cache_dir", Path, None, "a directory",
+    Flag("SONIC_MOE_CACHE_DIR", "cache_dir", _parse_directory, None, "a directory",
          "compile cache, may lie on a shared file system; default: the platform's user cache directory /sonicmoe"),
-    Flag("SONIC_MOE_LOCAL_CACHE_DIR", "local_cache_dir", Path, None, "a directory",
+    Flag("SONIC_MOE_LOCAL_CACHE_DIR", "local_cache_dir", _parse_directory, None, "a directory",
          "node-local copy of the compile cache: read after it, written when it is read-only or full; default: "
          "sonicmoe-<uid> in the temporary directory"),
     Flag("SONIC_MOE_LOCK_TIMEOUT", "lock_timeout_s", _parse_seconds, 600.0, "seconds > 0",

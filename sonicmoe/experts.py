@@ -17,7 +17,16 @@ from .engine.activations import pre_activation_width
 from .engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
 from .enums import ActivationType, is_glu
 from .errors import DTypeError, LayoutError, ShapeError, expect
-from .interop import IS_PADDLE, data_ptr, dtype_name, numel, plain_ops, require_framework_tensor, requires_grad
+from .interop import (
+    IS_PADDLE,
+    data_ptr,
+    dtype_name,
+    numel,
+    plain_ops,
+    require_framework_tensor,
+    require_same_device,
+    requires_grad,
+)
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -262,7 +271,7 @@ class ExpertWeights:
             return
         for parameter in self.source.parameters():  # before the first addition: a repeated flush may add nothing twice
             if requires_grad(parameter):
-                check_main_grad(parameter)
+                check_main_grad(parameter, self._accumulators.dw1)
         with plain_ops():
             for parameter, gradient in self.source.user_gradients(self._accumulators):
                 if requires_grad(parameter):
@@ -308,11 +317,11 @@ def _weighted_sum(values: Tensor) -> Tensor:
     return (values * positions).sum()
 
 
-def check_main_grad(parameter: Tensor) -> None:
-    """Check that a gradient can be added into `parameter.main_grad`, where there is one.
+def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`, where there is one.
 
     Raises:
-        DTypeError, ShapeError: `main_grad` is not fp32, or not of the parameter's shape.
+        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape, or on another device.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
@@ -323,6 +332,7 @@ def check_main_grad(parameter: Tensor) -> None:
         ShapeError,
         f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(parameter.shape)}",
     )
+    require_same_device([("the gradient", gradient), ("main_grad", main_grad)])
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
@@ -331,11 +341,11 @@ def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
     `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while it is not None.
 
     Raises:
-        DTypeError, ShapeError: see `check_main_grad`.
+        DTypeError, ShapeError, DeviceError: see `check_main_grad`.
     """
     if not hasattr(parameter, "main_grad"):
         return False
-    check_main_grad(parameter)
+    check_main_grad(parameter, gradient)
     if parameter.main_grad is None:
         parameter.main_grad = gradient
     else:

@@ -8,25 +8,15 @@ The torch API used in the package stays inside what the proxy supports.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .errors import DeviceError, FrameworkError
 
 MINIMUM_PADDLE = (3, 3)
 HOW_TO_ENABLE = 'call paddle.enable_compat(scope={"sonicmoe"}, silent=True) before the first `import sonicmoe`'
-
-
-def paddle_version() -> tuple[int, ...] | None:
-    """The installed Paddle's (major, minor), or None; reads metadata, imports nothing."""
-    for distribution in ("paddlepaddle", "paddlepaddle-gpu"):
-        try:
-            return parse_version(version(distribution))
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -117,6 +107,48 @@ def plain_ops() -> Iterator[None]:
     else:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
+
+
+_IEEE = threading.Lock()
+_ieee_depth = 0
+_ieee_saved: tuple[Any, ...] = ()
+
+
+@contextmanager
+def ieee_matmul() -> Iterator[None]:
+    """fp32 matrix products in fp32: without the TF32 or bf16 short cuts that programs switch on (and Paddle has on) for speed.
+
+    The switches are process-wide: products that other threads run meanwhile are exact too. Nests, also across threads.
+    """
+    global _ieee_depth, _ieee_saved
+    with _IEEE:
+        if _ieee_depth == 0:
+            _ieee_saved = _swap_matmul_precision(_EXACT)
+        _ieee_depth += 1
+    try:
+        yield
+    finally:
+        with _IEEE:
+            _ieee_depth -= 1
+            if _ieee_depth == 0:
+                _swap_matmul_precision(_ieee_saved)
+
+
+_EXACT: tuple[Any, ...] = (False,) if IS_PADDLE else ("ieee", "ieee")
+
+
+def _swap_matmul_precision(wanted: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Set the framework's switches and return what they were."""
+    if IS_PADDLE:
+        core = sys.modules["paddle"].base.core
+        found: tuple[Any, ...] = (core.get_cublas_switch(),)
+        core.set_cublas_switch(*wanted)
+        return found
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    found = tuple(backend.fp32_precision for backend in backends)
+    for backend, precision in zip(backends, wanted, strict=True):
+        backend.fp32_precision = precision
+    return found
 
 
 def is_cuda(tensor: Any) -> bool:

@@ -9,7 +9,7 @@ from .enums import ActivationType
 from .errors import DeviceError, expect
 from .jit.cache import default_cache
 from .jit.errors import CompileError
-from .jit.plan import ModelSpec
+from .jit.plan import CompileJob, ModelSpec, plan
 from .jit.warmup import FAILED, Progress, WarmUpReport, warm_up
 
 # The device decides nothing but whether there is anything to compile: the CPU runs the reference engine.
@@ -61,8 +61,8 @@ def warmup_jit(
     if cache_dir is not None:
         settings = settings.replace(cache_dir=Path(cache_dir))
     spec = ModelSpec(E, H, I, dtype, ActivationType(activation).value, arch)
-    nothing = () if kind == "cpu" else None
-    report = warm_up(spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=nothing)
+    needed: tuple[CompileJob, ...] = () if kind == "cpu" else plan(spec, settings)
+    report = warm_up(spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=needed)
     failed = [outcome.message for outcome in report.kernels if outcome.state == FAILED]
     if failed:
         raise CompileError(f"{len(failed)} of {len(report.kernels)} kernels did not compile:\n" + "\n".join(failed))

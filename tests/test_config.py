@@ -45,7 +45,11 @@ ACCEPTED = {
     "save_z": {"int8": ZCode.INT8, "E4M3": ZCode.E4M3, " bf16 ": ZCode.BF16},
     "recipe": {"1x128": "1x128", "iso256": "iso256", "iso128-pow2": "iso128-pow2"},
     "engine": {"auto": EngineName.AUTO, "Reference": EngineName.REFERENCE, "hopper": EngineName.HOPPER},
-    "cache_dir": {"/some/where": Path("/some/where"), "relative": Path("relative")},
+    "cache_dir": {
+        "/some/where": Path("/some/where"),
+        "relative": Path("relative"),
+        "~/kernels": Path.home() / "kernels",
+    },
     "local_cache_dir": {"/node/local": Path("/node/local")},
     "lock_timeout_s": {"1": 1.0, "2.5": 2.5, "1e3": 1000.0},
 }
@@ -54,8 +58,8 @@ REFUSED = {
     "save_z": ["int4", "", "fp8"],
     "recipe": ["iso100", "ISO128", ""],
     "engine": ["cpu", ""],
-    "cache_dir": [],
-    "local_cache_dir": [],
+    "cache_dir": ["", "  "],
+    "local_cache_dir": [""],
     "lock_timeout_s": ["0", "-1", "inf", "nan", "soon", ""],
 }
 

@@ -77,6 +77,7 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         ("device", device_line(report)),
         ("engine", f"{report.engine}: {report.engine_reason}" if report.engine else "none"),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
+        *(("warmed", line) for state in report.caches for line in state.warmed),
         *((name, value) for name, value in report.honoured.items() if value),
     ]
 

@@ -32,6 +32,7 @@ from ..config import (
     unknown_flags,
 )
 from ..errors import FrameworkError, SonicMoEError
+from ..jit.warmup import read_records
 
 if TYPE_CHECKING:
     from .selftest import Device, TensorCheck
@@ -72,7 +73,10 @@ class FlagState:
 
 @dataclass(frozen=True)
 class CacheState:
-    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while it does not exist."""
+    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while it does not exist.
+
+    `warmed` says what complete warm-ups recorded there: one line a model, with the versions that compiled it.
+    """
 
     role: str
     path: str
@@ -80,6 +84,7 @@ class CacheState:
     writable: bool
     size_bytes: int
     free_bytes: int
+    warmed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -200,8 +205,9 @@ def examine_cache(report: Report, flag: Flag, path: Path) -> CacheState:
         report.error(f"{role} {path}: {existing} is not a directory", f"set {flag.env} to a directory")
         return CacheState(role, str(path), path.exists(), False, 0, 0)
     state = CacheState(
-        role, str(path), path.exists(), is_writable(existing), tree_size(path), shutil.disk_usage(existing).free
-    )
+        role, str(path), path.exists(), is_writable(existing), tree_size(path), shutil.disk_usage(existing).free,
+        warmed_models(path),
+    )  # fmt: skip
     if not state.writable:
         report.warning(
             f"{role} {path} is not writable", f"only what is already compiled there can be used; set {flag.env}"
@@ -209,6 +215,19 @@ def examine_cache(report: Report, flag: Flag, path: Path) -> CacheState:
     elif state.free_bytes < LOW_SPACE_BYTES:
         report.warning(f"{role} {path} has {state.free_bytes >> 20} MiB free", f"free some space or set {flag.env}")
     return state
+
+
+def warmed_models(path: Path) -> tuple[str, ...]:
+    """A line for each warm-up record of a cache directory; a record of another layout is left out."""
+    lines = []
+    for record in read_records(path):
+        try:
+            model = ", ".join(f"{name}={value}" for name, value in record["model"].items())
+            compilers = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found != "absent")
+            lines.append(f"{model}: {len(record['kernels'])} kernels at {record['at']} ({compilers})")
+        except (KeyError, TypeError, AttributeError):
+            continue
+    return tuple(lines)
 
 
 def nearest_existing(path: Path) -> Path:

@@ -12,7 +12,7 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,12 +50,13 @@ class EngineSettings:
         """Settings of a resolved configuration.
 
         Raises:
-            ConfigError: `iso_weight` with a recipe whose weight blocks are not isotropic.
+            ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad than in forward.
         """
         recipe = RECIPES[config.recipe] if config.fp8 else None
         if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
             raise ConfigError(
-                f"iso_weight needs isotropic weight blocks; {recipe.name!r} has {recipe.w1} and {recipe.w1_dgrad}"
+                f"iso_weight needs a recipe with the same weight blocks in forward and dgrad, as isotropic ones are; {recipe.name!r} "
+                f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}"
             )
         return cls(
             activation=activation,
@@ -371,8 +372,3 @@ def check_dout(dout: Any, saved: Saved) -> Tensor:
         f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}",
     )
     return dout.detach().contiguous()
-
-
-def without_recompute(settings: EngineSettings) -> EngineSettings:
-    """The same settings with `z` stored; how a recomputing backward rebuilds it."""
-    return replace(settings, recompute_z=False)

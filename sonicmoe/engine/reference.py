@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..enums import ZCode
-from ..interop import is_cuda, plain_ops
+from ..interop import ieee_matmul, is_cuda, plain_ops
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
@@ -67,7 +67,7 @@ class ReferenceEngine(Engine):
     ) -> tuple[Tensor, Saved | None]:
         """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per token."""
         check_forward(x, routing, weights, settings)
-        with plain_ops():
+        with plain_ops(), ieee_matmul():
             x = x.detach()
             z = _up_projection(x, routing, weights, settings)
             y1 = _operand(activate(z, settings.activation), "y1", settings, x.dtype)
@@ -81,7 +81,7 @@ class ReferenceEngine(Engine):
     def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
         """dgated (dout x W2, activation backward, dprobs), then dgrad (dz x W1), then an unweighted gather-and-sum per token."""
         dout = check_dout(dout, saved)
-        with plain_ops():
+        with plain_ops(), ieee_matmul():
             settings, routing, x = saved.settings, saved.routing, saved.x
             assert x is not None
             z = self._restore_z(saved, weights)
@@ -104,7 +104,7 @@ class ReferenceEngine(Engine):
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
-        with plain_ops():
+        with plain_ops(), ieee_matmul():
             dout_rows = _gather_rows(dout, routing)
             if accumulators.db1 is not None and accumulators.db2 is not None:
                 _accumulate_bias(accumulators.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing)

@@ -2,7 +2,8 @@
 
 Rules of PyLayer that shape this page: backward returns one gradient per *tensor* argument; None for a non-leaf input that wants a
 gradient crashes the process, a gradient for a `stop_gradient` input raises; None for a leaf parameter is fine and still fires its
-hooks, once per backward; `saved_tensor` is a method, and only what went through `save_for_backward` takes part in recompute.
+hooks, once per backward; a second backward through one PyLayer crashes the process (Paddle 3.3); `saved_tensor` is a method, and
+only what went through `save_for_backward` takes part in recompute.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved
 from ..enums import FlushMode
 from ..experts import ExpertWeights
@@ -20,8 +21,11 @@ class MlpCall:
     """Arguments of one call. Holds no activation: those live in the autograd context, so any number of calls may be outstanding.
 
     engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference.
+    config is in force in both passes, so that kernels of the node's own cache directory serve it; backward may run on another
+    thread, and after the caller's `activate()` block has ended.
     """
 
+    config: SonicMoEConfig
     engine: Engine
     settings: EngineSettings
     experts: ExpertWeights
@@ -34,21 +38,23 @@ class MlpCall:
 
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
-        routing = build_metadata(
-            self.indices,
-            probs,
-            self.num_experts,
-            self.tokens_per_expert,
-            alignment=self.settings.row_alignment,
-            validate=self.validate,
-        )
-        return self.engine.forward(x, routing, self.engine_weights, self.settings, save=save)
+        with self.config.activate():
+            routing = build_metadata(
+                self.indices,
+                probs,
+                self.num_experts,
+                self.tokens_per_expert,
+                alignment=self.settings.row_alignment,
+                validate=self.validate,
+            )
+            return self.engine.forward(x, routing, self.engine_weights, self.settings, save=save)
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and flushed where the mode says so."""
         trainable = self.experts.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None
-        dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
+        with self.config.activate():
+            dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
         if trainable:
             self.experts.note_backward()
             if self.flush is FlushMode.BACKWARD:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 
-from ..config import ResolvedConfig, SonicMoEConfig, current_config, warn_unknown_flags
+from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config, warn_unknown_flags
 from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, announce, choose_engine
 from ..enums import ActivationType, FlushMode
-from ..errors import ShapeError, expect
+from ..errors import ConfigError, ShapeError, expect
 from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
-from ..interop import IS_PADDLE, device_name, dtype_name, grad_enabled, require_framework_tensor, requires_grad
+from ..interop import IS_PADDLE, device_name, dtype_name, grad_enabled, is_cuda, require_framework_tensor, requires_grad
 from ..jit_warmup import warmup_jit
+from ..kernels import DEFAULT_ARCH
+from ..routing.backends import arch_of
 from ..routing.validation import check_indices_and_probs
 from .deepep_metadata import check_dispatched_tokens
 from .mlp_call import MlpCall
@@ -27,6 +30,7 @@ else:
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
+Named = TypeVar("Named", bound=Enum)
 
 
 class SonicMoEMlpNode:
@@ -46,13 +50,14 @@ class SonicMoEMlpNode:
             `down_proj.weight [I, H]`, in local-id order; `None` entries (other ranks' experts) are skipped.
         n_experts: local experts E.
         hidden_size, intermediate_size: H, I.
-        activation_type: one of `ActivationType`.
+        activation_type: a member of `ActivationType`, or its value.
         config: settings of this node; None follows the activated configuration and the environment at every call.
         flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every backward does (needed when
             communication overlaps backward), and the framework's gradient hooks then see complete gradients, once per weight.
 
     Raises:
         LayoutError, ShapeError, DTypeError: an expert does not have the weights named above.
+        ConfigError: an unknown activation or flush mode, or settings that contradict each other.
     """
 
     def __init__(
@@ -61,13 +66,14 @@ class SonicMoEMlpNode:
         n_experts: int,
         hidden_size: int,
         intermediate_size: int,
-        activation_type: ActivationType = ActivationType.SWIGLU,
+        activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
-        flush: str = "step",
+        flush: FlushMode | str = "step",
     ) -> None:
         """See the class."""
-        source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation_type)
+        activation = _member(ActivationType, activation_type, "activation_type")
+        source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation)
         self._init(source, config, flush)
 
     @classmethod
@@ -75,19 +81,23 @@ class SonicMoEMlpNode:
         cls,
         weight1: Tensor,
         weight2: Tensor,
-        activation_type: ActivationType = ActivationType.SWIGLU,
+        activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
-        flush: str = "step",
+        flush: FlushMode | str = "step",
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`."""
         node = cls.__new__(cls)
-        node._init(FusedParameters(weight1, weight2, activation_type), config, flush)
+        node._init(
+            FusedParameters(weight1, weight2, _member(ActivationType, activation_type, "activation_type")),
+            config,
+            flush,
+        )
         return node
 
-    def _init(self, source: ExpertParameters, config: SonicMoEConfig | None, flush: str) -> None:
+    def _init(self, source: ExpertParameters, config: SonicMoEConfig | None, flush: FlushMode | str) -> None:
         warn_unknown_flags()
-        self.flush_mode = FlushMode(flush)
+        self.flush_mode = _member(FlushMode, flush, "flush")
         self._explicit_config = config
         self._experts = ExpertWeights(source)
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = source.native_shapes()
@@ -126,6 +136,7 @@ class SonicMoEMlpNode:
         config, settings = self._current()
         choice = self._choose(x, config)
         call = MlpCall(
+            config=self._explicit_config or active_config(),
             engine=choice.engine,
             settings=settings,
             experts=self._experts,
@@ -179,13 +190,15 @@ class SonicMoEMlpNode:
             CompileError: a kernel does not compile, or compiling is forbidden.
         """
         weight = self._experts.source.parameters()[0]
+        device = device_name(weight)
         report = warmup_jit(
             self.n_experts,
             self.hidden_size,
             self.intermediate_size,
-            device_name(weight),
+            device,
             dtype=dtype_name(weight.dtype),
             activation=self.activation_type,
+            arch=arch_of(device) if is_cuda(weight) else DEFAULT_ARCH,
             config=self._explicit_config,
         )
         return tuple(outcome.kernel for outcome in report.kernels)
@@ -215,3 +228,10 @@ class SonicMoEMlpNode:
 
     def _wants_gradient(self, x: Tensor, probs: Tensor) -> bool:
         return grad_enabled() and (requires_grad(x) or requires_grad(probs) or self._experts.trainable)
+
+
+def _member(enum: type[Named], value: Any, argument: str) -> Named:
+    try:
+        return enum(value)
+    except ValueError:
+        raise ConfigError(f"{argument} is {value!r}; needed: one of {[member.value for member in enum]}") from None

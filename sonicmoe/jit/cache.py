@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -74,6 +75,21 @@ class CompileCache:
     def try_load(self, key: CompileKey) -> Artefact | None:
         """The verified artefact of `key`, or None. Takes no lock, writes nothing, never raises."""
         return self._shared.lookup(key).artefact or self._local.lookup(key).artefact
+
+    def share(self, key: CompileKey) -> Artefact | None:
+        """The artefact of `key`, copied into the cache directory where only this node had it; None where there is none.
+
+        Warm-up calls it: a machine that compiled for itself alone must not pass for a cluster that is warm.
+        """
+        found = self._shared.lookup(key).artefact
+        local = None if found else self._local.lookup(key).artefact
+        if local is None or key.toolchain is None:  # without the toolchain an artefact has no place of its own
+            return found or local
+        try:
+            return self._shared.build(key, lambda folder: _copy_files(local, folder))
+        except StoreProblemError as problem:
+            self._explain(problem)
+            return local
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The artefact of `key`; `builder(folder)` is called to fill an empty private folder only if there is none.
@@ -167,6 +183,13 @@ class CompileCache:
                 "compile cache %s; what it holds is still used, new artefacts go to %s on this node. %s",
                 problem, self.local_root, HOW_TO_HELP,
             )  # fmt: skip
+
+
+def _copy_files(artefact: Artefact, folder: Path) -> None:
+    for name in artefact.manifest["files"]:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artefact.file(name), target)
 
 
 @lru_cache(maxsize=8)

@@ -86,7 +86,7 @@ def warm_up(
     pending: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
     for job in planned:
         key = job.key()
-        if cache.try_load(key) is not None:
+        if cache.share(key) is not None:
             collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
         else:
             cache.require_compiler(key, "not warmed")

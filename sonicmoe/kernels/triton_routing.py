@@ -15,7 +15,6 @@ from ..jit.triton_kernel import stored_jit
 
 Tensor = torch.Tensor
 
-MAX_EXPERTS = 512
 _MAX_PROGRAMS = 1024
 _MIN_SLOTS_PER_PROGRAM = 256
 _ONE_HOT_ELEMENTS = 8192

@@ -181,6 +181,20 @@ def test_cache_size_is_counted_and_nothing_is_created(tmp_path: Path) -> None:
     assert cache.free_bytes > 0 and not (tmp_path / "new").exists()
 
 
+def test_what_was_warmed_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "warmed").mkdir()
+    good = {
+        "model": {"E": 8, "H": 64}, "versions": {"triton": "3.6.0", "quack-kernels": "absent"}, "kernels": [{}, {}],
+        "at": "2026-01-02T03:04:05Z",
+    }  # fmt: skip
+    for name, record in {"good": good, "of another layout": {"model": 1}, "no record": []}.items():
+        (tmp_path / "warmed" / f"{name}.json").write_text(json.dumps(record))
+    state = examine_cache(Report(), FLAGS_BY_ENV["SONIC_MOE_CACHE_DIR"], tmp_path)
+    assert state.warmed == ("E=8, H=64: 2 kernels at 2026-01-02T03:04:05Z (triton 3.6.0)",)
+    done = run_doctor(SONIC_MOE_CACHE_DIR=str(tmp_path), COLUMNS="200")
+    assert f"warmed         {state.warmed[0]}" in done.stdout
+
+
 def test_cache_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     report = Report()

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import Field
+from processes import NOT_RUN, Field
 from racer import FakeCompiler, make_key
 
 from sonicmoe.jit import CompileCache, CompileKey
 
-NOT_RUN = "NOT RUN: "
 WITH_MOUNTS = ("unshare", "-m", "sh", "-c")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 RACER = Path(__file__).with_name("racer.py")
 PACKAGE_ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
+NOT_RUN = "NOT RUN: "  # begins the reason of a skip that the summary repeats
 
 
 def environment(**more: str) -> dict[str, str]:

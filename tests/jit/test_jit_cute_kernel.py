@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import NOT_RUN
-from processes import environment
+from processes import NOT_RUN, environment
 
 from sonicmoe.jit import CompileCache
 from sonicmoe.jit.cuda_source import resource_usage

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NOT_RUN
-from processes import environment
+from processes import NOT_RUN, environment
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache, no_compile

@@ -15,7 +15,9 @@ from fake_jobs import DyingJob, FailingJob, FakeJob
 from processes import Field, environment
 from racer import load
 
+import sonicmoe.jit.plan as plan_module
 from sonicmoe.cli.warmup import warmup
+from sonicmoe.config import SonicMoEConfig
 from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
@@ -43,6 +45,18 @@ def test_everything_is_compiled_in_other_processes_then_forbidden(cache: Compile
         again = warm_up(SPEC, cache, compile_jobs=jobs)
         assert set(states(again.kernels).values()) == {"cached"}
         assert all(load(job.compile(cache)) == 4096 for job in jobs)
+
+
+def test_what_only_this_node_has_is_copied_and_not_compiled(cache: CompileCache, field: Field) -> None:
+    jobs = [FakeJob(size, field.log) for size in (1, 2)]
+    warm_up(SPEC, CompileCache(field.local, field.local), compile_jobs=jobs)
+    report = warm_up(SPEC, cache, compile_jobs=jobs)
+    assert set(states(report.kernels).values()) == {"cached"} and set(field.builds().values()) == {1}
+    elsewhere = CompileCache(field.root, field.root.with_name("another_node"))
+    assert (
+        check(SPEC, elsewhere, jobs).complete and report.record is not None and report.record.is_relative_to(field.root)
+    )
+    assert all(load(elsewhere.try_load(job.key())) == 4096 for job in jobs)
 
 
 def test_failures_do_not_stop_the_others(cache: CompileCache, field: Field) -> None:
@@ -116,7 +130,16 @@ def test_in_process_refuses_an_unknown_device_and_skips_the_cpu(tmp_path: Path) 
     assert report.kernels == () and report.record is None and list(tmp_path.iterdir()) == []
 
 
-def test_command_checks_without_compiling(tmp_path: Path) -> None:
+def test_in_process_plans_for_the_configuration_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    provider = lambda spec, config: seen.append((config.fp8_mode, config.recipe)) or ()  # noqa: E731
+    monkeypatch.setattr(plan_module, "_PROVIDERS", {"seen": provider})
+    warmup_jit(8, 64, 64, cache_dir=tmp_path, config=SonicMoEConfig(fp8_mode="mem", recipe="dx256"))
+    assert seen == [("mem", "dx256")]
+
+
+def test_command_checks_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))  # this machine's own may be warm
     result = CliRunner().invoke(warmup, [*DIMENSIONS, "--cache-dir", str(tmp_path), "--check", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 1 and not report["complete"] and report["kernels"][0]["state"] == "missing"

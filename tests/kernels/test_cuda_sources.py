@@ -12,13 +12,18 @@ from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.resources import require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import cuda_sources
+from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
+
+SOURCES = (*cuda_sources(), fp8_grouped_gemm_source())
 
 EXPORTS = {
     "routing_metadata": ("build_metadata", "gather_or_zero", "scratch_per_expert", "max_experts"),
     "aggregate": ("aggregate_rows",),
+    "fp8_grouped_gemm": ("grouped_gemm", "gather_gated_gemm"),
 }
 # entry functions: {int32, int64} and the gather; 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
-KERNELS = {"routing_metadata": 3, "aggregate": 21}
+# ... and the plain GEMM, {SwiGLU, GeGLU, ReGLU} x {with z, without}
+KERNELS = {"routing_metadata": 3, "aggregate": 21, "fp8_grouped_gemm": 7}
 
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
@@ -32,7 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
     return CompileCache(root / "shared", root / "local")
 
 
-@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None:
     resources = resource_usage(source.compile(cache))
     assert len(resources) == KERNELS[source.name]
@@ -45,7 +50,7 @@ def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None
     assert all(item.stack_bytes == 0 for item in resources)
 
 
-@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_loads_without_a_gpu(source, cache: CompileCache) -> None:
     module = source.load(cache)
     for name in EXPORTS[source.name]:

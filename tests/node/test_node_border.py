@@ -15,8 +15,9 @@ from node.node_harness import (
     counts_of,
 )
 
-from sonicmoe.config import SonicMoEConfig
+from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, FlushMode, ZCode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, LayoutError, RoutingError, ShapeError
@@ -101,8 +102,42 @@ class TestConfiguration:
         assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode
 
     def test_unknown_flush_mode(self):
-        with pytest.raises(ValueError, match="sometimes"):
+        with pytest.raises(ConfigError, match=r"flush is 'sometimes'; needed: one of \['step', 'backward'\]"):
             Layer(flush="sometimes")
+
+    def test_activation_by_value_or_member(self):
+        problem = make_problem(ActivationType.GEGLU)
+        layer = Layer(problem)
+        sizes = (problem.num_experts, problem.x.shape[1], problem.intermediate)
+        by_value = SonicMoEMlpNode(layer.experts, *sizes, "geglu")
+        assert by_value.activation_type is layer.node.activation_type is ActivationType.GEGLU
+
+    def test_unknown_activation(self):
+        with pytest.raises(ConfigError, match=r"activation_type is 'tanh'; needed: one of \['swiglu', "):
+            SonicMoEMlpNode(Layer().experts, 4, 80, 48, "tanh")
+
+    @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "activated"])
+    def test_is_in_force_inside_both_passes(self, explicit, monkeypatch, tmp_path):
+        """Kernels are loaded inside the passes: from the node's own cache directory, and under its own ban on compiling."""
+        seen = []
+
+        def watch(name, original):
+            def spy(*args, **kwargs):
+                seen.append((name, current_config().cache_dir, current_config().forbid_compile))
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(ReferenceEngine, name, spy)
+
+        for name in ("forward", "backward_dx", "backward_dw"):
+            watch(name, getattr(ReferenceEngine, name))
+        config = SonicMoEConfig(cache_dir=tmp_path, forbid_compile=True)
+        if explicit:
+            Layer(config=config).call().backward()
+        else:
+            with config.activate():
+                call = Layer(config=None).call()
+            call.backward()
+        assert seen == [(name, tmp_path, True) for name in ("forward", "backward_dx", "backward_dw")]
 
 
 class TestRefusals:

@@ -13,7 +13,7 @@ from node.node_harness import FP8, FULL, Layer, problems
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.errors import RoutingError
+from sonicmoe.errors import DeviceError, RoutingError
 
 if IS_PADDLE:
     pytest.skip("what only PyTorch has; tests/paddle has Paddle's", allow_module_level=True)
@@ -103,6 +103,19 @@ class TestHooks:
         layer.weights[3].requires_grad_(False)
         layer.run()
         assert sorted(i for i, _ in fired) == [i for i in range(len(layer.weights)) if i != 3]
+
+
+def test_main_grad_on_another_device_is_refused_and_nothing_is_half_added():
+    layer = Layer()
+    layer.set_main_grad(0.0)
+    good, layer.weights[-1].main_grad = layer.weights[-1].main_grad, torch.zeros(layer.weights[-1].shape, device="meta")
+    layer.run()
+    with pytest.raises(DeviceError, match="main_grad is on meta but the gradient is on cpu"):
+        layer.node.step()
+    assert not any(weight.main_grad.any() for weight in layer.weights[:-1])
+    layer.weights[-1].main_grad = good
+    layer.node.step()
+    assert good.any()
 
 
 class TestCheckpoint:

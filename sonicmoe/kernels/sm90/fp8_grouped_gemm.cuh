@@ -1,0 +1,338 @@
+// Block-scaled FP8 grouped GEMM for Hopper: C[rows of expert e] = A[rows of expert e] * B[e]^T, A and B K-major e4m3.
+//
+// One persistent CTA per SM, paired in clusters of two that take neighbouring 128-row tiles and share B's 256 columns by
+// multicast. A producer warpgroup fills a ring of stages; two consumer warpgroups hold 64 x 256 fp32 accumulators each.
+//
+// Scales: A has one per row and 128 of K, B one per 128 x 128 block. The accumulator is kept in units of the current
+// k-block's scale product and multiplied by the ratio of old to new at every boundary, so there is one accumulator and not
+// two, which leaves registers for 256 columns. How far a scale may fall within a row is bounded (kMaxDrop), or a block of
+// zeros would make the accumulator overflow: a block 2^44 below the largest before it counts as if it were 2^44 below.
+//
+// Padding rows of A are zeros (the gather) or whatever the caller's finite rows hold; a token is read at its own rows only.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace sonicmoe::sm90 {
+
+constexpr int kTileM = 128, kTileN = 256, kTileK = 128;  // 128 bytes of K are one swizzle row
+constexpr int kCluster = 2;
+constexpr int kStages = 4;
+constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
+constexpr int kProducerThreads = 128, kConsumerWarps = 8;
+constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
+constexpr int kGatherLag = 1;              // copies in flight before the oldest is published
+constexpr int kPatchBytes = 16 * 128;      // what one consumer warp hands to the copy engine at a time
+constexpr float kMaxDrop = 0x1p-44f;       // a scale more than this below the largest before it is treated as this far below
+constexpr float kAmaxFloor = 0x1p-100f;    // the quantiser's, see sonicmoe/quant/reference.py
+
+struct GemmParams {
+  const uint8_t* a;               // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
+  const float* a_scale;           // [rows of A, K / 128]
+  const float* b_scale;           // [E, N / 128, K / 128]
+  const int32_t* row_token;       // [R], -1 in padding rows
+  const int64_t* padded_offsets;  // [E + 1], multiples of 128
+  int64_t max_rows;               // R: offsets beyond it are not followed
+  int experts, n, k;
+  float* z_scale;                 // [R, N / 128]
+  float* y1_scale;                // [R, N / 256]
+};
+
+struct Tile {
+  int expert, row, col;
+  bool active;  // false: this CTA only keeps its cluster company
+};
+
+// This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster row tiles at a time.
+class Scheduler {
+ public:
+  __device__ __forceinline__ explicit Scheduler(const GemmParams& p)
+      : p_(p), n_tiles_((p.n + kTileN - 1) / kTileN), index_(blockIdx.x / kCluster), rank_(blockIdx.x % kCluster) {
+    enter(0);
+  }
+  __device__ __forceinline__ int rank() const { return rank_; }
+  __device__ __forceinline__ bool next(Tile& tile) {
+    while (index_ >= (first_group_ + groups_) * n_tiles_) {
+      if (expert_ + 1 >= p_.experts) return false;
+      first_group_ += groups_;
+      enter(expert_ + 1);
+    }
+    const int local = index_ - first_group_ * n_tiles_;
+    tile.expert = expert_;
+    tile.row = row_begin_ + (local / n_tiles_ * kCluster + rank_) * kTileM;
+    tile.col = local % n_tiles_ * kTileN;
+    tile.active = tile.row < row_end_;
+    index_ += gridDim.x / kCluster;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void enter(int expert) {
+    expert_ = expert;
+    row_begin_ = clamped(p_.padded_offsets[expert]);
+    row_end_ = clamped(p_.padded_offsets[expert + 1]);
+    groups_ = ((row_end_ - row_begin_) / kTileM + kCluster - 1) / kCluster;
+  }
+  __device__ __forceinline__ int clamped(int64_t offset) const {
+    return static_cast<int>(offset < p_.max_rows ? offset : p_.max_rows);
+  }
+  const GemmParams& p_;
+  int n_tiles_, index_, rank_, expert_ = 0, first_group_ = 0, groups_ = 0, row_begin_ = 0, row_end_ = 0;
+};
+
+struct alignas(1024) SharedStorage {
+  uint8_t a[kStages][kBytesA];
+  uint8_t b[kStages][kBytesB];
+  uint8_t patch[kConsumerWarps][2][kPatchBytes];
+  uint64_t full[kStages], empty[kStages];
+};
+
+struct Ring {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <bool kGather>
+__device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* map_a, const CUtensorMap* map_b, SharedStorage& s) {
+  const int thread = threadIdx.x, lane_row = thread / 8, chunk = thread % 8;
+  const int k_blocks = (p.k + kTileK - 1) / kTileK;
+  Ring ring;
+  int issued = 0;
+  Tile tile;
+  for (Scheduler scheduler(p); scheduler.next(tile);) {
+    uint32_t source[8];  // in units of 16 bytes: 32 bits reach 64 GiB and spare the producer's few registers
+    uint32_t valid = 0;
+    if constexpr (kGather) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int token = tile.active ? p.row_token[tile.row + lane_row + 16 * i] : -1;
+        valid |= static_cast<uint32_t>(token >= 0) << i;
+        source[i] = static_cast<uint32_t>(max(token, 0)) * (p.k / 16) + chunk;
+      }
+    }
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
+      uint64_t* full = &s.full[ring.stage];
+      if (thread == 0) {
+        const bool loads_a = !kGather && tile.active;
+        barrier_arrive_expect(full, loads_a ? kBytesA + kBytesB : kBytesB);
+        // each CTA of the pair fetches half of the columns for both
+        const int half = scheduler.rank();
+        tma_load_2d_multicast(map_b, full, s.b[ring.stage] + half * (kBytesB / kCluster), kb * kTileK,
+                              tile.expert * p.n + tile.col + half * (kTileN / kCluster), (1 << kCluster) - 1);
+        if (loads_a) tma_load_2d(map_a, full, s.a[ring.stage], kb * kTileK, tile.row);
+      }
+      if constexpr (kGather) {
+        const uint32_t base = smem_address(s.a[ring.stage]);
+        const bool inside = kb * kTileK + chunk * 16 < p.k;  // K need not be a multiple of 128
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int row = lane_row + 16 * i;
+          const bool read = inside && ((valid >> i) & 1);
+          const uint8_t* from = read ? p.a + (static_cast<int64_t>(source[i]) + kb * (kTileK / 16)) * 16 : p.a;
+          cp_async_16(base + row * kTileK + ((chunk ^ (row & 7)) << 4), from, read);
+        }
+        cp_async_commit();
+        if (++issued > kGatherLag) {  // generic-proxy writes: fenced by their writer before the tensor cores may read
+          cp_async_wait<kGatherLag>();
+          fence_async_proxy();
+          barrier_arrive(&s.full[(ring.stage + kStages - kGatherLag) % kStages]);
+        }
+      }
+      ring.advance();
+    }
+  }
+  if constexpr (kGather) {
+    cp_async_wait<0>();
+    fence_async_proxy();
+    for (int i = min(issued, kGatherLag); i > 0; --i) barrier_arrive(&s.full[(ring.stage + kStages - i) % kStages]);
+  }
+}
+
+__device__ __forceinline__ void release(SharedStorage& s, int stage, int lane) {
+  // No .release.cluster here: the wait for the products orders the reads already, and the fence would cost 15 % of the GEMM.
+  if (lane < kCluster) barrier_arrive_remote(&s.empty[stage], lane);
+}
+
+// A warp's way out: fill a patch of 16 rows x 128 bytes (swizzled), hand it to the copy engine, go on with the other one.
+struct WarpStore {
+  uint8_t (*patch)[kPatchBytes];
+  int turn = 0;
+  __device__ __forceinline__ uint32_t acquire(int lane) {
+    if (lane == 0) bulk_wait_read<1>();
+    __syncwarp();
+    return smem_address(patch[turn & 1]);
+  }
+  __device__ __forceinline__ void publish(const CUtensorMap* map, int x, int y, int lane) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      tma_store_2d(map, patch[turn & 1], x, y);
+      bulk_commit();
+    }
+    ++turn;
+  }
+};
+__device__ __forceinline__ uint32_t chunk_address(uint32_t patch, int row, int chunk) {
+  return patch + row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+// Accumulators of one thread: acc[half][4 j' + 2 h + c] is row (lane / 4 + 8 h), column 128 half + 8 j' + 2 (lane % 4) + c.
+using Accumulators = float[2][64];
+
+__device__ __forceinline__ void rescale(float (&acc)[64], float low, float high) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    acc[4 * j] *= low;
+    acc[4 * j + 1] *= low;
+    acc[4 * j + 2] *= high;
+    acc[4 * j + 3] *= high;
+  }
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// The scales one thread needs (two rows, two column blocks), four k-blocks at a time and one batch ahead: a load then has
+// thousands of cycles to arrive. Entries behind the end repeat the last one.
+struct Scales {
+  const float* source[4];
+  int count;
+  float now[4][4], next[4][4], peak[4];
+  __device__ __forceinline__ void load(int first) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (count % 4 == 0) {
+        const float4 v = __ldg(reinterpret_cast<const float4*>(source[i] + min(first, count - 4)));
+        next[i][0] = v.x, next[i][1] = v.y, next[i][2] = v.z, next[i][3] = v.w;
+      } else {
+#pragma unroll
+        for (int u = 0; u < 4; ++u) next[i][u] = __ldg(source[i] + min(first + u, count - 1));
+      }
+    }
+  }
+  // The loaded batch becomes the current one, each scale at most kMaxDrop below the largest before it.
+  __device__ __forceinline__ void enter() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        now[i][u] = fmaxf(next[i][u], peak[i] * kMaxDrop);
+        peak[i] = fmaxf(peak[i], now[i][u]);
+      }
+  }
+};
+
+template <bool kGather, class Epilogue>
+__device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap* map_c, const CUtensorMap* map_d, SharedStorage& s) {
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int k_blocks = (p.k + kTileK - 1) / kTileK, n_blocks = (p.n + 127) / 128;
+  Ring ring;
+  Tile tile;
+  Accumulators acc;
+  WarpStore store{s.patch[group * 4 + warp]};
+  if (group == 1) named_barrier_arrive(1, 256);  // the first turn is warpgroup 0's
+  for (Scheduler scheduler(p); scheduler.next(tile);) {
+    if (!tile.active) {
+      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+        barrier_wait(&s.full[ring.stage], ring.phase);
+        named_barrier_sync(1 + group, 256);
+        named_barrier_arrive(2 - group, 256);
+        release(s, ring.stage, lane);
+      }
+      continue;
+    }
+    const int row = tile.row + group * 64 + warp * 16 + lane / 4;
+    Scales scales;
+    scales.count = k_blocks;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t source = kGather ? max(p.row_token[row + 8 * h], 0) : row + 8 * h;
+      scales.source[h] = p.a_scale + source * k_blocks;
+      const int block = min(tile.col / 128 + h, n_blocks - 1);
+      scales.source[2 + h] = p.b_scale + (static_cast<int64_t>(tile.expert) * n_blocks + block) * k_blocks;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scales.peak[i] = 0.f;
+    scales.load(0);
+    scales.enter();
+    float current[4] = {scales.now[0][0], scales.now[1][0], scales.now[2][0], scales.now[3][0]};
+    for (int first = 0; first < k_blocks; first += 4) {
+      scales.load(first + 4);
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        if (first + u >= k_blocks) break;
+        const bool last = first + u + 1 == k_blocks;
+        barrier_wait(&s.full[ring.stage], ring.phase);
+        named_barrier_sync(1 + group, 256);  // the warpgroups issue in turns
+        const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
+        const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
+        constexpr uint64_t kHalf = (128 * kTileK) >> 4;
+        fence_registers(acc[0]);
+        fence_registers(acc[1]);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
+        wgmma_commit();
+#pragma unroll
+        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+        wgmma_commit();
+        named_barrier_arrive(2 - group, 256);
+        if (u == 3) scales.enter();
+        float step[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float following = scales.now[i][(u + 1) % 4];
+          step[i] = current[i] * reciprocal(following);
+          current[i] = last ? current[i] : following;
+        }
+        wgmma_wait<1>();
+        fence_registers(acc[0]);
+        if (!last) rescale(acc[0], step[0] * step[2], step[1] * step[2]);
+        wgmma_wait<0>();
+        fence_registers(acc[1]);
+        release(s, ring.stage, lane);
+        ring.advance();
+        if (!last) rescale(acc[1], step[0] * step[3], step[1] * step[3]);
+      }
+    }
+    const float unit[2][2] = {{current[0] * current[2], current[0] * current[3]}, {current[1] * current[2], current[1] * current[3]}};
+    Epilogue::run(acc, unit, p, map_c, map_d, tile.col, tile.row + group * 64 + warp * 16, lane, store);
+  }
+  if (lane == 0) bulk_wait<0>();
+}
+
+template <bool kGather, class Epilogue>
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
+fp8_grouped_gemm(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+                 const __grid_constant__ CUtensorMap map_c, const __grid_constant__ CUtensorMap map_d, const __grid_constant__ GemmParams p) {
+  extern __shared__ uint8_t raw[];
+  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.full[i], kGather ? kProducerThreads + 1 : 1);
+      barrier_init(&s.empty[i], kConsumerWarps * kCluster);
+    }
+    barrier_init_fence();
+    tma_prefetch_descriptor(&map_b);
+  }
+  cluster_sync();
+  if (threadIdx.x < kProducerThreads) {
+    registers_lower<40>();
+    if (kGather || threadIdx.x < 32) produce<kGather>(p, &map_a, &map_b, s);
+  } else {
+    registers_raise<232>();
+    consume<kGather, Epilogue>(p, &map_c, &map_d, s);
+  }
+  cluster_sync();  // a CTA that left could not take its peer's last arrivals
+}
+
+}  // namespace sonicmoe::sm90

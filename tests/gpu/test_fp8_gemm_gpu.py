@@ -1,0 +1,217 @@
+"""The FP8 grouped GEMM on the GPU against fp64 products of the same quantised operands, per expert and per 128-row block."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
+from sonicmoe.quant.format import BlockScaledTensor, Code
+from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.routing.gpu import build_routing_gpu
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = torch.float8_e4m3fn
+BF16_ROUNDING = 2.5e-3  # relative RMSE of rounding to bf16 is 1.7e-3; the rest is the tensor cores' accumulation
+ACTIVATIONS = {
+    "swiglu": (0, torch.nn.functional.silu),
+    "geglu": (1, torch.nn.functional.gelu),
+    "reglu": (2, torch.nn.functional.relu),
+}
+# (T, H, I, E, K): counts around the tile, odd tile pairs, a K tail (2880), scales not in fours (768, 384), one expert, many
+SHAPES = [
+    (300, 512, 256, 4, 2),
+    (1000, 1024, 384, 8, 3),
+    (130, 2880, 768, 3, 1),
+    (4096, 2048, 768, 64, 8),
+    (129, 256, 128, 1, 1),
+    (1, 128, 128, 16, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return fp8_grouped_gemm_source().load()
+
+
+def make_case(shape, seed=0, spread=0.0):
+    """Tokens, native w1 and w2, routing; `spread` octaves of random scale per token and 128 channels."""
+    tokens, hidden, intermediate, experts, topk = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator, device="cuda")
+
+    x = normal(tokens, hidden)
+    if spread:
+        blocks = torch.rand((tokens, -(-hidden // 128)), generator=generator, device="cuda") - 0.5
+        x = x * torch.exp2(spread * blocks).repeat_interleave(128, 1)[:, :hidden]
+    scores = torch.rand((tokens, experts), generator=generator, device="cuda")
+    indices = scores.topk(topk, 1).indices
+    probs = torch.rand((tokens, topk), generator=generator, device="cuda")
+    w1, w2 = (
+        normal(experts, 2 * intermediate, hidden) * hidden**-0.5,
+        normal(experts, hidden, intermediate) * intermediate**-0.5,
+    )
+    return x, w1, w2, build_routing_gpu(indices, probs, experts)
+
+
+def poisoned(shape, dtype):
+    """Fresh memory that reads as NaN, or as the byte 0x7F."""
+    if dtype in (torch.int8, torch.uint8):
+        return torch.full(shape, 0x7F, dtype=dtype, device="cuda")
+    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+def up_projection(module, x, w1, routing, activation=0, store_z=True):
+    """`(z, y1)` as block-scaled tensors."""
+    r, n = routing.num_rows, w1.shape[1]
+    z, y1 = poisoned((r, n), torch.int8), poisoned((r, n // 2), torch.uint8).view(E4M3)
+    z_scale, y1_scale = poisoned((r, n // 128), torch.float32), poisoned((r, n // 256), torch.float32)
+    module.gather_gated_gemm(
+        x.codes, x.scale_inv, w1.codes, w1.scale_inv, routing.row_token, routing.padded_offsets, z, z_scale, y1, y1_scale,
+        activation, store_z, current_stream(z),
+    )  # fmt: skip
+    return BlockScaledTensor(z, z_scale, rows(128), Code.INT8), BlockScaledTensor(y1, y1_scale, rows(128), Code.E4M3)
+
+
+def grouped(module, a, w, routing):
+    out = poisoned((a.shape[0], w.shape[1]), torch.bfloat16)
+    module.grouped_gemm(a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, current_stream(out))
+    return out
+
+
+def golden(values, w, routing):
+    """fp64 `values[rows of e] @ w[e]^T` for the rows of every expert, padding included."""
+    weights = dequantize(w).double()
+    result = torch.zeros((int(routing.padded_offsets[-1]), w.shape[1]), dtype=torch.float64, device="cuda")
+    offsets = routing.padded_offsets.tolist()
+    for e, (first, last) in enumerate(itertools.pairwise(offsets)):
+        result[first:last] = values[first:last].double() @ weights[e].T
+    return result
+
+
+def gathered(x, routing):
+    """Dequantised tokens in row order, zeros in padding rows."""
+    used = int(routing.padded_offsets[-1])
+    token = routing.row_token[:used].long()
+    return dequantize(x)[token.clamp(min=0)] * (token >= 0).unsqueeze(1)
+
+
+def block_errors(actual, wanted):
+    """Relative RMSE of each 128-row block; a block of zeros must be zero."""
+    difference = (actual.double() - wanted).reshape(-1, 128, wanted.shape[1])
+    norm = wanted.reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
+    error = difference.norm(dim=(1, 2))
+    return torch.where(norm > 0, error / norm.clamp(min=1e-300), error)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_up_projection(module, shape, activation):
+    number, function = ACTIVATIONS[activation]
+    x, w1, _, routing = make_case(shape)
+    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    z, y1 = up_projection(module, xq, wq, routing, number)
+    wanted_z = golden(gathered(xq, routing), wq, routing)
+    wanted_y1 = function(wanted_z[:, ::2]) * wanted_z[:, 1::2]
+    used = wanted_z.shape[0]
+    # The codes of exact values are the yardstick: the kernel may be one code off where its sum is a little off.
+    for name, got, wanted, code in (("z", z, wanted_z, Code.INT8), ("y1", y1, wanted_y1, Code.E4M3)):
+        exact = dequantize(quantize(wanted.float(), rows(128), code))
+        errors = block_errors(dequantize(got)[:used], wanted)
+        assert bool((errors <= 1.03 * block_errors(exact, wanted) + 1e-4).all()), (name, float(errors.max()))
+    padding = routing.row_token[:used] < 0
+    assert bool((dequantize(z)[:used][padding] == 0).all()) and bool((dequantize(y1)[:used][padding] == 0).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plain_gemm(module, shape):
+    """Down-projection and dgrad: A in expert order through the copy engine, any N."""
+    _, w1, w2, routing = make_case(shape, seed=1)
+    for width, weight in ((w2.shape[2], w2), (w1.shape[1], w1.transpose(1, 2).contiguous())):
+        values = torch.randn((routing.num_rows, width), device="cuda")
+        a, w = quantize(values, rows(128)), quantize(weight, iso(128))
+        out, wanted = grouped(module, a, w, routing), golden(dequantize(a), w, routing)
+        assert float(block_errors(out[: wanted.shape[0]], wanted).max()) <= BF16_ROUNDING
+        assert bool(torch.isnan(out[wanted.shape[0] :]).all()), "rows that no expert owns were written"
+
+
+def test_inference_stores_no_z(module):
+    x, w1, _, routing = make_case(SHAPES[0], seed=2)
+    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    with_z, y1 = up_projection(module, xq, wq, routing)
+    without, y1_alone = up_projection(module, xq, wq, routing, store_z=False)
+    assert torch.equal(y1.codes.view(torch.uint8), y1_alone.codes.view(torch.uint8))
+    assert bool((without.codes == 0x7F).all()) and not bool((with_z.codes == 0x7F).all())
+
+
+def test_scales_that_differ_wildly(module):
+    """Blocks of zeros, and blocks 2^40 apart, overflow nothing and lose nothing, even where the largest meets zero weights."""
+    x, w1, _, routing = make_case((700, 1024, 256, 4, 2), seed=3, spread=40.0)
+    x[:, 128:384] = 0
+    x[::3, 512:] = 0
+    w1[:, :, 640:768] = 0
+    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    values = gathered(xq, routing)
+    wanted = golden(values, wq, routing)
+    z, _ = up_projection(module, xq, wq, routing)
+    got = dequantize(z)[: wanted.shape[0]].double()
+    assert bool(torch.isfinite(got).all())
+    error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-300)
+    assert float(error[routing.row_token[: wanted.shape[0]] >= 0].max()) < 0.05
+
+
+def test_nan_stays_in_its_rows(module):
+    x, w1, _, routing = make_case(SHAPES[1], seed=4)
+    clean, _ = up_projection(module, quantize(x, rows(128)), wq := quantize(w1, iso(128)), routing)
+    x[17, 5], x[400, 900] = float("nan"), float("inf")
+    z, y1 = up_projection(module, quantize(x, rows(128)), wq, routing)
+    used = int(routing.padded_offsets[-1])
+    token = routing.row_token[:used]
+    bad = (token == 17) | (token == 400)
+    assert bool((~torch.isfinite(dequantize(z)[:used][bad])).all()) and bool(
+        (~torch.isfinite(dequantize(y1)[:used][bad])).all()
+    )
+    assert torch.equal(z.codes[:used][~bad], clean.codes[:used][~bad])
+
+
+def test_bit_exact_repetition(module):
+    x, w1, _, routing = make_case((4096, 2048, 768, 8, 4), seed=5)
+    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    used = int(routing.padded_offsets[-1])
+    first = up_projection(module, xq, wq, routing)
+    for _ in range(10):
+        again = up_projection(module, xq, wq, routing)
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a.codes[:used].view(torch.uint8), b.codes[:used].view(torch.uint8))
+            assert torch.equal(a.scale_inv[:used], b.scale_inv[:used])
+
+
+def test_offsets_beyond_the_rows_are_not_followed(module):
+    """Counts larger than the buffer (a dispatcher's mistake) write nothing outside it."""
+    _, _, w2, routing = make_case(SHAPES[0], seed=6)
+    a, w = quantize(torch.randn((256, w2.shape[2]), device="cuda"), rows(128)), quantize(w2, iso(128))
+    guarded = poisoned((256 + 128, w.shape[1]), torch.bfloat16)
+    stream = current_stream(guarded)
+    module.grouped_gemm(a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets * 4, guarded[:256], stream)
+    torch.cuda.synchronize()
+    assert bool(torch.isnan(guarded[256:]).all())
+
+
+def test_wrong_arguments_are_named(module):
+    _, _, w2, routing = make_case(SHAPES[0], seed=7)
+    a, w = quantize(torch.randn((routing.num_rows, 256), device="cuda"), rows(128)), quantize(w2, iso(128))
+    out = poisoned((routing.num_rows, w.shape[1]), torch.bfloat16)
+    rest = (w.codes, w.scale_inv, routing.padded_offsets)
+    with pytest.raises(Exception, match="a has K"):
+        module.grouped_gemm(a.codes[:, :128].contiguous(), a.scale_inv, *rest, out, 0)
+    with pytest.raises(Exception, match="out must have 16-bit"):
+        module.grouped_gemm(a.codes, a.scale_inv, *rest, out.float(), 0)
+    with pytest.raises(Exception, match="a_scale has"):
+        module.grouped_gemm(a.codes, a.scale_inv[:1], *rest, out, 0)
