@@ -115,7 +115,7 @@ class MoE(nn.Module):
         """
         shape = hidden_states.shape
         expect(
-            int(shape[-1]) == self.hidden_size,
+            tuple(shape[-1:]) == (self.hidden_size,),
             ShapeError,
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
@@ -132,7 +132,7 @@ class MoE(nn.Module):
         return out.reshape(shape), switch_loss(logits, counts)
 
     def invalidate_caches(self) -> None:
-        """Forget prepared weights; needed only after writing through `.data`."""
+        """Forget prepared weights; needed after a write through `.data`, or by an optimizer that is no `torch.optim.Optimizer`."""
         self._weight_cache.clear()
 
     @staticmethod

@@ -5,22 +5,18 @@ Sentinels: an expert id of -1, or >= E, drops its slot at no cost: no output, ex
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from .. import layouts
-from ..config import SonicMoEConfig, current_config
+from ..config import active_config, current_config
 from ..enums import ActivationType, is_glu
-from ..errors import DTypeError, FrameworkError, RoutingError, ShapeError, expect
-from ..interop import IS_PADDLE, dtype_name, is_cuda
+from ..errors import DTypeError, RoutingError, ShapeError, expect
+from ..interop import dtype_name, is_cuda
 from .autograd import WeightCache, expert_mlp
-
-if IS_PADDLE:
-    raise FrameworkError(
-        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
-    )
 
 Tensor = torch.Tensor
 
@@ -30,7 +26,7 @@ __all__ = ["count_cumsum", "enable_quack_gemm", "moe_TC_softmax_topk_layer", "mo
 @contextmanager
 def enable_quack_gemm(enable: bool = True) -> Iterator[None]:
     """Accepted for source compatibility: the engine is chosen by `SonicMoEConfig.engine`, not by this switch."""
-    with SonicMoEConfig(use_quack_gemm=enable).activate():
+    with dataclasses.replace(active_config(), use_quack_gemm=enable).activate():
         yield
 
 
@@ -82,14 +78,20 @@ def moe_TC_softmax_topk_layer(
 
     Returns:
         `(out [T, H], router_logits [T, E], expert_frequency int32 [E])`.
+
+    Raises:
+        ShapeError: K is not in [1, E], or router, weights and tokens do not fit together.
     """
+    experts = int(router_w.shape[0])
+    _check_weights(w1, w2, experts, "the rows of router_w")
+    expect(1 <= K <= experts, ShapeError, f"K is {K}; needed: 1 to {experts}, the number of experts")
     logits = torch.nn.functional.linear(x, router_w)
     chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
     probs = torch.softmax(chosen, dim=-1)
     out = _run_experts(
         x, indices, probs, w1, b1, w2, b2, activation_type, is_inference_mode_enabled, concat_layout, weight_cache
     )
-    counts = count_cumsum(indices.reshape(-1), int(router_w.shape[0]), do_cumsum=False)
+    counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
     return out, logits, counts
 
@@ -123,10 +125,12 @@ def moe_general_routing_inputs(
         `(out [T, H], expert_frequency int32 [E])`.
 
     Raises:
-        ShapeError, RoutingError: the triples differ in length, or `token_indices` is not ascending.
+        ShapeError: the triples differ in length, or E or the tokens do not fit the weights.
+        DTypeError: scores are no floating type, or indices are neither int32 nor int64.
+        RoutingError: `token_indices` is not ascending (checked on the host, or with `validate_dispatch`), or names no row of x.
     """
     experts = int(w2.shape[-1])
-    expect(E is None or experts == E, ShapeError, f"w2 holds {experts} experts (last axis), E is {E}")
+    _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
     indices, probs = _triples_to_topk(router_scores, token_indices, expert_indices, int(x.shape[0]))
     out = _run_experts(
         x, indices, probs, w1, b1, w2, b2, activation_type, is_inference_mode_enabled, concat_layout, None
@@ -138,12 +142,7 @@ def moe_general_routing_inputs(
 
 def _triples_to_topk(scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Sorted triples -> `[T, Kmax]` indices (-1 filled) and fp32 probabilities, differentiable in the scores."""
-    for name, value in (("token_indices", tokens), ("expert_indices", experts)):
-        expect(
-            tuple(value.shape) == tuple(scores.shape),
-            ShapeError,
-            f"{name} has shape {tuple(value.shape)}; router_scores {tuple(scores.shape)}",
-        )
+    _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
     if current_config().validate_dispatch or not is_cuda(tokens):
         expect(
@@ -151,12 +150,12 @@ def _triples_to_topk(scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens
             RoutingError,
             "token_indices is not ascending; sort the triples by token",
         )
-    per_token = torch.bincount(tokens, minlength=num_tokens)
-    expect(
-        int(per_token.shape[0]) == num_tokens,
-        RoutingError,
-        f"token_indices holds {int(tokens.max())}; x has {num_tokens} rows",
-    )
+    # A row outside x counts in an extra bin, so one look at one number finds it.
+    inside = (tokens >= 0) & (tokens < num_tokens)
+    counted = torch.bincount(torch.where(inside, tokens, torch.full_like(tokens, num_tokens)), minlength=num_tokens + 1)
+    strays = int(counted[num_tokens])
+    expect(strays == 0, RoutingError, f"token_indices holds {strays} ids outside [0, {num_tokens}), the rows of x")
+    per_token = counted[:num_tokens]
     topk = max(1, int(per_token.max())) if num_tokens else 1
     first = torch.cumsum(per_token, 0) - per_token
     slot = tokens * topk + torch.arange(int(tokens.shape[0]), device=tokens.device) - first[tokens]
@@ -166,6 +165,31 @@ def _triples_to_topk(scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens
         (slot,), scores.to(torch.float32)
     )
     return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk)
+
+
+def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
+    shape = tuple(scores.shape)
+    expect(len(shape) == 1, ShapeError, f"router_scores has shape {shape}; needed: one axis")
+    expect(
+        scores.is_floating_point(), DTypeError, f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type"
+    )
+    for name, ids in (("token_indices", tokens), ("expert_indices", experts)):
+        expect(tuple(ids.shape) == shape, ShapeError, f"{name} has shape {tuple(ids.shape)}; router_scores {shape}")
+        expect(
+            ids.dtype in (torch.int32, torch.int64),
+            DTypeError,
+            f"{name} is {dtype_name(ids.dtype)}; needed: int32 or int64",
+        )
+
+
+def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
+    """Three axes, and as many experts on the last as `source` says; what else must fit, the engine checks."""
+    for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
+        shape = tuple(weight.shape)
+        expect(len(shape) == 3, ShapeError, f"{name} has shape {shape}; needed: {axes}")
+        expect(
+            shape[2] == experts, ShapeError, f"{name} {axes} has shape {shape}; needed: {experts} experts ({source})"
+        )
 
 
 def _run_experts(

@@ -10,36 +10,64 @@ from ..config import current_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
 from ..engine.select import announce, choose_engine
 from ..enums import ActivationType
-from ..interop import device_name
+from ..errors import FrameworkError
+from ..interop import IS_PADDLE, device_name
 from ..routing.build import build_metadata
+
+if IS_PADDLE:
+    raise FrameworkError(
+        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
+    )
+
+from torch.optim.optimizer import register_optimizer_step_post_hook  # Paddle's proxy has no such module
 
 Tensor = torch.Tensor
 
 
-class WeightCache:
-    """Prepared weights of one layer, reused while the parameters' storage and version counters stand still.
+_optimizer_steps = 0
 
-    PyTorch's in-place operations, optimizers included, move the version counter; a write through `.data` does not: call `clear`.
+
+def _count_optimizer_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers move no version counter
+
+
+class WeightCache:
+    """Prepared weights of one layer, reused while storage and version counters stand still and no `torch.optim.Optimizer` steps.
+
+    PyTorch's in-place operations move the version counter; a write through `.data` moves nothing: call `clear`.
+    Inference tensors have no version counter, so nothing is kept of them. A copied or unpickled cache is empty.
     """
 
     def __init__(self) -> None:
         """Empty."""
         self._key: tuple[Any, ...] = ()
         self._weights: EngineWeights | None = None
+        self._sources: tuple[Tensor | None, ...] = ()  # kept alive: freed memory could return under the same address
+
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        """Copies and pickles are empty: prepared weights can always be made again."""
+        return WeightCache, ()
 
     def get(self, engine: Engine, tensors: tuple[Tensor | None, ...], settings: EngineSettings) -> EngineWeights:
         """Prepare `(w1, w2, b1, b2)` for `engine`, or return what was prepared from the same bytes."""
+        w1, w2, b1, b2 = tensors
+        assert w1 is not None and w2 is not None
+        if any(t is not None and t.is_inference() for t in tensors):
+            return engine.prepare_weights(w1, w2, b1, b2, settings)
         versions = tuple((t.data_ptr(), t._version) if t is not None else None for t in tensors)
-        key = (engine.name, settings, versions)
+        key = (engine.name, settings, versions, _optimizer_steps)
         if self._weights is None or key != self._key:
-            w1, w2, b1, b2 = tensors
-            assert w1 is not None and w2 is not None
-            self._weights, self._key = engine.prepare_weights(w1, w2, b1, b2, settings), key
+            self._weights = engine.prepare_weights(w1, w2, b1, b2, settings)
+            self._key, self._sources = key, tensors
         return self._weights
 
     def clear(self) -> None:
         """Forget the prepared weights."""
-        self._weights = None
+        self._weights, self._sources = None, ()
 
 
 def expert_mlp(
@@ -92,7 +120,9 @@ class _ExpertMlp(torch.autograd.Function):
         out, saved = engine.forward(x, routing, prepared, settings)
         assert saved is not None
         tensors, ctx.spec = saved.pack()
-        ctx.save_for_backward(*tensors)
+        # Unquantised weights are views of the user's: autograd then refuses a backward after they were changed in place.
+        views = weights if settings.recipe is None else (None,) * len(weights)
+        ctx.save_for_backward(*views, *tensors)
         ctx.engine, ctx.prepared = engine, prepared
         ctx.weight_dtypes = [None if weight is None else weight.dtype for weight in weights]
         return out
@@ -101,7 +131,7 @@ class _ExpertMlp(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, probs, w1, w2, b1, b2."""
-        saved = ctx.spec.unpack(ctx.saved_tensors)
+        saved = ctx.spec.unpack(ctx.saved_tensors[len(ctx.weight_dtypes) :])
         x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[5:]
         accumulators = _zeros_like_weights(ctx.prepared, dout) if any(weights_wanted) else None
         dx, dprobs = ctx.engine.backward(dout, saved, ctx.prepared, accumulators)

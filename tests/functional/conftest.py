@@ -1,0 +1,36 @@
+"""Fixtures of the PyTorch face's suites."""
+
+from __future__ import annotations
+
+import framework  # noqa: F401  before anything of sonicmoe
+import pytest
+
+from sonicmoe.engine.reference import ReferenceEngine
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """How often weights were prepared, and with which recipe."""
+    recipes, original = [], ReferenceEngine.prepare_weights
+
+    def count(self, *arguments):
+        recipes.append(arguments[-1].recipe)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(ReferenceEngine, "prepare_weights", count)
+    return recipes
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """The `save` argument of every engine forward."""
+    asked, original = [], ReferenceEngine.forward
+
+    def record(self, *arguments, save=True):
+        asked.append(save)
+        out, saved = original(self, *arguments, save=save)
+        assert (saved is not None) == save
+        return out, saved
+
+    monkeypatch.setattr(ReferenceEngine, "forward", record)
+    return asked

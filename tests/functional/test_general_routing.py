@@ -1,0 +1,256 @@
+"""`moe_general_routing_inputs`: any sorted (token, expert, score) triples, the sentinels, the layouts and the border."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import ALL_ACTIVATIONS, golden
+from framework import cosine, numpy, relative_rmse, torch
+from functional.layer_golden import make_layer, make_tokens, native, native_gradients, problem_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.errors import DTypeError, LayoutError, RoutingError, ShapeError
+
+SWIGLU = ActivationType.SWIGLU
+EXPERTS, HIDDEN, INTERMEDIATE = 5, 32, 24
+
+# Tokens that come not at all, once, many times, and twice to one expert; both sentinels, first and last.
+TOKENS = [0, 0, 1, 3, 3, 3, 3, 3, 3, 4, 4, 6, 6, 6]
+EXPERT_IDS = [-1, 2, 0, 4, 1, 5, 0, 2, -1, 3, 3, 1, 99, 0]
+NUM_TOKENS = 8  # tokens 2, 5 and 7 have no triple
+DROPPED = [i for i, e in enumerate(EXPERT_IDS) if not 0 <= e < EXPERTS]
+
+
+def views(moe):
+    """The layer's weights as upstream takes them: `w1 [N1, H, E]`, `b1`, `w2 [H, I, E]`, `b2`."""
+    return moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias
+
+
+def triples(dtype=torch.float32, index=torch.int64):
+    scores = torch.rand(len(TOKENS), generator=torch.Generator().manual_seed(5)) + 0.1
+    scores = scores.to(dtype).requires_grad_()
+    return scores, torch.tensor(TOKENS, dtype=index), torch.tensor(EXPERT_IDS, dtype=index)
+
+
+def padded(scores, tokens, experts, num_tokens):
+    """Triples as `[T, K]` numpy indices (-1 filled), scores, and each triple's place."""
+    slots = [[] for _ in range(num_tokens)]
+    for i, token in enumerate(tokens):
+        slots[token].append(i)
+    width = max([1, *map(len, slots)])
+    indices, probs = np.full((num_tokens, width), -1), np.zeros((num_tokens, width))
+    places = np.zeros((len(tokens), 2), int)
+    for t, row in enumerate(slots):
+        for k, i in enumerate(row):
+            indices[t, k], probs[t, k], places[i] = experts[i], scores[i], (t, k)
+    return indices, probs, places
+
+
+def golden_triples(moe, x, scores, tokens, experts, dout):
+    """Golden `out` and gradients by name, in native layout."""
+    weights = [native(w) for w in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)]
+    indices, probs, places = padded(numpy(scores), tokens, experts, x.shape[0])
+    problem = problem_of(*weights, moe.activation_function, numpy(x), indices, probs, numpy(dout))
+    result = golden(problem)
+    dw1, dw2, db1, db2 = native_gradients(problem, result)
+    named = {"out": result.out, "x": result.dx, "scores": result.dprobs[places[:, 0], places[:, 1]]}
+    named |= {"c_fc.weight": dw1, "c_proj.weight": dw2, "c_fc.bias": db1, "c_proj.bias": db2}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def run_triples(moe, x, scores, tokens, experts, dout, weights=None, **options):
+    x = x.detach().clone().requires_grad_()
+    out, frequency = moe_general_routing_inputs(
+        x, scores, tokens, experts, *(weights or views(moe)), EXPERTS, None, moe.activation_function, **options
+    )
+    leaves = {"x": x, "scores": scores, **{n: p for n, p in moe.named_parameters() if n != "router.weight"}}
+    gradients = torch.autograd.grad((out.float() * dout.float()).sum(), list(leaves.values()))
+    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}, frequency
+
+
+def compare(run, expected, bound, least_norm=0.0):
+    """Errors relative to the golden's norm, or to `least_norm` where little is left after cancellation."""
+    assert set(run) == set(expected)
+    for name, got in run.items():
+        error = np.linalg.norm(numpy(got) - expected[name])
+        assert error <= bound * max(np.linalg.norm(expected[name]), least_norm), name
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("activation", [SWIGLU, ActivationType.GELU], ids=lambda a: a.value)
+def test_against_the_golden(activation, bias, index):
+    moe, x, dout = make_layer(activation, bias=bias), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    inputs = triples(index=index)
+    run, frequency = run_triples(moe, x, *inputs, dout)
+    compare(run, golden_triples(moe, x, inputs[0], TOKENS, EXPERT_IDS, dout), 2e-6)
+    assert frequency.dtype == torch.int32
+    assert frequency.tolist() == [EXPERT_IDS.count(e) for e in range(EXPERTS)]
+    untouched = [t for t in range(NUM_TOKENS) if t not in TOKENS]
+    assert not run["out"][untouched].any() and not run["x"][untouched].any()
+
+
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+def test_dropped_triples_leave_no_trace(use_fp8):
+    """Poison where nothing may look: NaN scores of dropped triples reach neither output nor gradient, theirs is exactly 0."""
+    moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    scores, tokens, experts = triples()
+    kept = [i for i in range(len(TOKENS)) if i not in DROPPED]
+    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
+        poisoned = scores.detach().clone()
+        poisoned[DROPPED] = float("nan")
+        run, _ = run_triples(moe, x, poisoned.requires_grad_(), tokens, experts, dout)
+        fewer = scores.detach()[kept].requires_grad_()
+        expected, _ = run_triples(moe, x, fewer, tokens[kept], experts[kept], dout)
+    gradient = run.pop("scores")
+    assert gradient[DROPPED].tolist() == [0.0] * len(DROPPED)
+    assert torch.equal(gradient[kept], expected.pop("scores")) and gradient[kept].all()
+    for name, got in run.items():
+        assert torch.equal(got, expected[name]), name
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_routing(data):
+    num_tokens = data.draw(st.integers(0, 6), "tokens")
+    pairs = st.tuples(st.integers(0, max(0, num_tokens - 1)), st.integers(-1, EXPERTS + 2))
+    drawn = sorted(data.draw(st.lists(pairs, max_size=12 if num_tokens else 0), "pairs"), key=lambda pair: pair[0])
+    tokens, experts = [t for t, _ in drawn], [e for _, e in drawn]
+    moe, x, dout = make_layer(), make_tokens(num_tokens, 32), make_tokens(num_tokens, 32, seed=2)
+    scores = torch.linspace(-1, 2, len(drawn)).requires_grad_()
+    ids = [torch.tensor(values, dtype=torch.int64) for values in (tokens, experts)]
+    run, frequency = run_triples(moe, x, scores, *ids, dout)
+    compare(run, golden_triples(moe, x, scores, tokens, experts, dout), 2e-6, least_norm=5.0)
+    assert frequency.tolist() == [experts.count(e) for e in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+def test_no_triples(num_tokens, use_fp8):
+    moe, x = make_layer(bias=True), make_tokens(num_tokens, 32)
+    none = torch.zeros(0, dtype=torch.int64)
+    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
+        run, frequency = run_triples(moe, x, torch.zeros(0, requires_grad=True), none, none, torch.ones(num_tokens, 32))
+    assert run["out"].shape == (num_tokens, 32) and run["scores"].shape == (0,)
+    assert not any(value.any() for value in run.values()) and frequency.tolist() == [0] * EXPERTS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"])
+def test_score_dtypes(dtype):
+    moe, x, dout = make_layer(), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    scores, tokens, experts = triples(dtype)
+    run, _ = run_triples(moe, x, scores, tokens, experts, dout)
+    assert run["scores"].dtype == dtype and run["out"].dtype == torch.float32
+    expected = golden_triples(moe, x, scores.detach(), TOKENS, EXPERT_IDS, dout)
+    rounded = run.pop("scores")
+    assert relative_rmse(numpy(rounded), expected.pop("scores")) <= 2 * torch.finfo(dtype).eps + 1e-6
+    compare(run, expected, 2e-6)
+
+
+def test_fp8_bounds_have_no_scale():
+    moe = make_layer(hidden=256, intermediate=128)
+    scores, tokens, experts = triples()
+    x = make_tokens(8, 256) * 2.0 ** torch.arange(-14.0, 2.0, 2.0).unsqueeze(-1)
+    dout = 2.0**-15 * make_tokens(8, 256, seed=2)
+    with SonicMoEConfig(fp8_mode="perf").activate():
+        run, _ = run_triples(moe, x, scores, tokens, experts, dout)
+    expected = golden_triples(moe, x, scores, TOKENS, EXPERT_IDS, dout)
+    for name, got in run.items():
+        assert 0.005 <= relative_rmse(numpy(got), expected[name]) <= 0.1, name
+        assert cosine(numpy(got), expected[name]) >= 0.995, name
+
+
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_split_half_weights_equal_interleaved_ones(activation, use_fp8):
+    """`concat_layout`: the same bits out, and every gradient in the order of its weight."""
+    moe, split = (make_layer(activation, bias=True) for _ in range(2))
+    x, dout = make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    order = [*range(0, 48, 2), *range(1, 48, 2)] if is_glu(activation) else list(range(24))
+    with torch.no_grad():
+        split.c_fc.weight.copy_(moe.c_fc.weight[:, order])
+        split.c_fc.bias.copy_(moe.c_fc.bias[:, order])
+    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
+        expected, _ = run_triples(moe, x, *triples(), dout)
+        run, _ = run_triples(split, x, *triples(), dout, concat_layout=True)
+        wrong, _ = run_triples(split, x, *triples(), dout, concat_layout=False)
+    for name in ("c_fc.weight", "c_fc.bias"):
+        expected[name] = expected[name][:, order]
+    for name, got in run.items():
+        assert torch.equal(got, expected[name]), name
+    assert torch.equal(wrong["out"], expected["out"]) != is_glu(activation)
+
+
+def test_inference_keeps_nothing(saves):
+    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
+    arguments = (x, scores, tokens, experts, *views(moe))
+    recorded, _ = moe_general_routing_inputs(*arguments)
+    quiet, _ = moe_general_routing_inputs(*arguments, is_inference_mode_enabled=True)
+    assert saves == [True, False]
+    assert recorded.requires_grad and not quiet.requires_grad and torch.equal(recorded, quiet)
+    with torch.inference_mode():
+        split, _ = moe_general_routing_inputs(*arguments, concat_layout=True)
+    assert split.shape == x.shape
+
+
+@pytest.mark.parametrize("wanted", ["x", "scores", "c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
+def test_one_wanted_gradient(wanted):
+    """Frozen inputs get no gradient, and freezing them changes no bit of the others'."""
+    moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    scores, tokens, experts = triples()
+    expected, _ = run_triples(moe, x, scores, tokens, experts, dout)
+    leaves = {"x": x, "scores": scores, **dict(moe.named_parameters())}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name == wanted)
+    out, _ = moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
+    (out * dout).sum().backward()
+    assert torch.equal(leaves[wanted].grad, expected[wanted])
+    assert all(leaf.grad is None for name, leaf in leaves.items() if name != wanted)
+
+
+def ids(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+REFUSED = {
+    "unsorted tokens": ({"token_indices": ids(0, 2, 1)}, RoutingError, "token_indices is not ascending"),
+    "token beyond x": ({"token_indices": ids(0, 1, 8)}, RoutingError, r"1 ids outside \[0, 8\)"),
+    "negative token": ({"token_indices": ids(-2, -1, 3)}, RoutingError, r"2 ids outside \[0, 8\)"),
+    "fewer tokens": ({"token_indices": ids(0, 1)}, ShapeError, r"token_indices has shape \(2,\); router_scores \(3,\)"),
+    "more experts": ({"expert_indices": ids(0, 1, 2, 3)}, ShapeError, r"expert_indices has shape \(4,\)"),
+    "scores with two axes": ({"router_scores": torch.ones(3, 1)}, ShapeError, r"router_scores has shape \(3, 1\)"),
+    "integer scores": ({"router_scores": ids(1, 1, 1)}, DTypeError, "router_scores is int64"),
+    "float tokens": ({"token_indices": torch.zeros(3)}, DTypeError, "token_indices is float32"),
+    "float experts": ({"expert_indices": torch.zeros(3)}, DTypeError, "expert_indices is float32"),
+    "wrong E": ({"E": 4}, ShapeError, r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts"),
+    "w1 of fewer experts": ({"w1": torch.zeros(48, 32, 4)}, ShapeError, "w1 .* needed: 5 experts"),
+    "w1 with two axes": ({"w1": torch.zeros(48, 5)}, ShapeError, r"w1 has shape \(48, 5\); needed: \[N1, H, E\]"),
+    "w1 of another width": ({"w1": torch.zeros(46, 32, 5)}, ShapeError, "w1 has 46 rows per expert"),
+    "w2 of another hidden size": ({"w2": torch.zeros(16, 24, 5)}, ShapeError, "w2 has shape"),
+    "odd split-half": ({"w1": torch.zeros(47, 32, 5), "concat_layout": True}, LayoutError, "even number of rows"),
+    "one bias": ({"b1": torch.zeros(5, 48)}, ShapeError, "both or neither"),
+    "tokens of another hidden size": ({"x": torch.zeros(8, 16)}, ShapeError, r"x has shape \(8, 16\)"),
+    "double tokens": ({"x": torch.zeros(8, 32, dtype=torch.float64)}, DTypeError, "x is float64"),
+    "integer tokens": ({"x": torch.zeros(8, 32, dtype=torch.int32)}, DTypeError, "x is int32"),
+    "unknown activation": ({"activation_type": "swish"}, ValueError, "swish"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    changes, error, message = REFUSED[case]
+    w1, b1, w2, b2 = views(make_layer())
+    arguments = {"x": make_tokens(8, 32), "router_scores": torch.ones(3), "token_indices": ids(0, 0, 4)}
+    arguments |= {"expert_indices": ids(0, 1, 2), "w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    moe_general_routing_inputs(**arguments)
+    with pytest.raises(error, match=message):
+        moe_general_routing_inputs(**arguments | changes)
+
+
+def test_validation_names_a_repeated_expert():
+    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
+    with SonicMoEConfig(validate_dispatch=True).activate(), pytest.raises(RoutingError, match="names expert 3 twice"):
+        moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))

@@ -1,0 +1,243 @@
+"""`MoE` against the fp64 golden, against its plain PyTorch backend, in every precision, and the load-balancing loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import ALL_ACTIVATIONS
+from framework import cosine, numpy, relative_rmse, torch
+from functional.layer_golden import (
+    assert_close,
+    assert_same_bits,
+    flat,
+    golden_layer,
+    make_layer,
+    make_tokens,
+    run_layer,
+)
+
+from sonicmoe import KernelBackendMoE, SonicMoEConfig
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError
+from sonicmoe.moe import switch_loss
+
+SWIGLU = ActivationType.SWIGLU
+PLAIN = {"kernel_backend_moe": KernelBackendMoE.torch}
+BIASES = pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+
+
+def wide_layer(bias=True):
+    """Several FP8 blocks along every contracted axis."""
+    return make_layer(experts=4, hidden=256, intermediate=128, bias=bias, idle=3)
+
+
+@BIASES
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_both_backends_match_the_golden(activation, bias):
+    moe, x, dout = make_layer(activation, bias=bias, idle=3), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    expected = golden_layer(moe, x, dout)
+    engine, plain = run_layer(moe, x, dout), run_layer(moe, x, dout, **PLAIN)
+    assert_close(engine, expected, 2e-6)
+    assert_close(plain, expected, 2e-6)
+    assert_close(engine, plain, 2e-6)
+
+
+def test_an_expert_without_tokens_gets_an_exactly_zero_gradient():
+    moe, x = make_layer(bias=True, idle=3), make_tokens(19, 32)
+    _, _, gradients = run_layer(moe, x, make_tokens(19, 32, seed=2))
+    for name in ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"):
+        quiet = [e for e in range(5) if not gradients[name][e].any()]
+        assert quiet == [3], name
+
+
+def test_every_expert_chosen():
+    moe, x, dout = make_layer(experts=3, topk=3), make_tokens(11, 32), make_tokens(11, 32, seed=2)
+    assert_close(run_layer(moe, x, dout), golden_layer(moe, x, dout), 2e-6)
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_one_expert_per_token(experts):
+    """Its weight is 1 whatever its logit, so the router learns from the load-balancing loss alone."""
+    moe, x, dout = make_layer(experts=experts, topk=1), make_tokens(11, 32), make_tokens(11, 32, seed=2)
+    run, expected = flat(run_layer(moe, x, dout)), flat(golden_layer(moe, x, dout))
+    for name, got in run.items():
+        scale = np.abs(expected[name]).max() if name != "router.weight" else 1.0
+        np.testing.assert_allclose(numpy(got), expected[name], rtol=0, atol=2e-6 * scale, err_msg=name)
+    assert bool(run["router.weight"].any()) == (experts > 1)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)], ids=["bf16", "fp16"])
+@BIASES
+def test_half_precision_parameters(dtype, bound, bias):
+    moe = make_layer(bias=bias).to(dtype)
+    x, dout = make_tokens(19, 32, dtype=dtype), make_tokens(19, 32, seed=2, dtype=dtype)
+    run = run_layer(moe, x, dout)
+    dtypes = {name: value.dtype for name, value in flat(run).items()}
+    assert dtypes.pop("aux") == torch.float32
+    assert set(dtypes.values()) == {dtype}
+    # The golden chooses experts from exact logits: this seed's choice does not hang on the rounding.
+    assert_close(run, golden_layer(moe, x, dout), bound, floor=1e-5)
+    assert_close(run, run_layer(moe, x, dout, **PLAIN), 2 * bound)
+
+
+def test_autocast():
+    # Values that bf16 holds: rounding the operands then changes nothing, the choice of experts included.
+    moe = make_layer(bias=True).bfloat16().float()
+    x, dout = (make_tokens(19, 32, seed=seed, dtype=torch.bfloat16).float() for seed in (1, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        run, plain = run_layer(moe, x, dout), run_layer(moe, x, dout, **PLAIN)
+    assert run[0].dtype == torch.bfloat16, "the experts computed in the dtype of the parameters"
+    assert {gradient.dtype for gradient in run[2].values()} == {torch.float32}
+    expected = golden_layer(moe, x, dout)
+    assert_close(run, expected, 0.03, floor=1e-4)
+    assert_close(plain, expected, 0.03, floor=1e-4)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert_close(run_layer(moe, x, dout), expected, 2e-6)
+
+
+@pytest.mark.parametrize("backend", list(KernelBackendMoE)[1:], ids=lambda b: b.value)
+def test_any_leading_shape(backend):
+    moe, dout = make_layer(bias=True), make_tokens(24, 32, seed=2)
+    tokens = make_tokens(24, 32)
+    wide = torch.zeros(24, 64)
+    wide[:, ::2] = tokens
+    shapes = {
+        "3-D": tokens.reshape(2, 12, 32),
+        "4-D": tokens.reshape(2, 3, 4, 32),
+        "transposed": tokens.reshape(12, 2, 32).transpose(0, 1).contiguous().transpose(0, 1),
+        "strided": wide[:, ::2],
+    }
+    expected = run_layer(moe, tokens, dout, kernel_backend_moe=backend)
+    assert not shapes["transposed"].is_contiguous() and not shapes["strided"].is_contiguous()
+    for name, x in shapes.items():
+        leaf = x.detach().requires_grad_()
+        out, aux = moe(leaf, backend)
+        assert out.shape == x.shape and aux.shape == (), name
+        assert torch.equal(out.reshape(24, 32), expected[0]) and torch.equal(aux, expected[1]), name
+        ((out.reshape(24, 32) * dout).sum() + 0.3 * aux).backward()
+        assert torch.equal(leaf.grad.reshape(24, 32), expected[2]["x"]), name
+    torch.testing.assert_close(moe(tokens[0], backend)[0], expected[0][0])  # one row: another matrix kernel
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+def test_no_tokens(shape, use_fp8):
+    moe, x = make_layer(bias=True), torch.zeros(shape, requires_grad=True)
+    out, aux = moe(x, use_fp8=use_fp8)
+    assert out.shape == shape and aux.item() == 0.0
+    (out.sum() + aux).backward()
+    assert x.grad.shape == shape
+    assert all(not parameter.grad.any() for parameter in moe.parameters())
+
+
+# The load-balancing loss
+
+
+def test_aux_loss_is_upstreams_product_of_normalised_shares():
+    torch.manual_seed(0)
+    frequency = torch.tensor([7, 0, 3, 2], dtype=torch.int32)
+    values = []
+    for formula in (switch_loss, upstream_loss):
+        logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        loss = formula(logits, frequency)
+        loss.backward()
+        values.append((loss.item(), numpy(logits.grad)))
+    assert values[0][0] == pytest.approx(values[1][0], rel=1e-6)
+    np.testing.assert_allclose(values[0][1], values[1][1], atol=1e-8)
+    assert np.abs(values[0][1]).max() > 1e-3
+
+
+def upstream_loss(logits, frequency):
+    """E times the inner product of the L1-normalised probability mass and the L1-normalised slot counts."""
+    mass = torch.softmax(logits, -1).sum(0)
+    l1 = torch.nn.functional.normalize
+    return logits.shape[1] * torch.dot(l1(mass, p=1, dim=0), l1(frequency.float(), p=1, dim=0))
+
+
+def test_aux_loss_extremes():
+    even = torch.zeros(8, 4)
+    assert switch_loss(even, torch.full((4,), 2)).item() == pytest.approx(1.0)
+    certain = torch.tensor([[50.0, 0, 0, 0]] * 8)
+    assert switch_loss(certain, torch.tensor([8, 0, 0, 0])).item() == pytest.approx(4.0)
+    assert switch_loss(torch.zeros(0, 4), torch.zeros(4, dtype=torch.int32)).item() == 0.0
+
+
+# FP8
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 1.0, 2.0**12], ids=["tiny", "one", "huge"])
+def test_fp8_error_has_no_scale(scale):
+    """Relative bounds on every tensor, whatever the magnitude of the incoming gradient; and FP8 did run."""
+    moe, x, dout = wide_layer(), make_tokens(48, 256), scale * make_tokens(48, 256, seed=2)
+    run, expected = flat(run_layer(moe, x, dout, use_fp8=True)), flat(golden_layer(moe, x, dout))
+    assert run.pop("aux").item() == pytest.approx(expected["aux"], rel=1e-5), "the router is not quantised"
+    for name, got in run.items():
+        error = relative_rmse(numpy(got), expected[name])
+        assert error <= 0.08, f"{name}: relative RMSE {error:.3g}"
+        assert cosine(numpy(got), expected[name]) >= 0.997, name
+        if "bias" not in name:
+            assert error >= 0.005, f"{name}: nothing was quantised (relative RMSE {error:.3g})"
+
+
+def test_fp8_of_ungated_experts_does_not_feel_the_scale_of_the_weights():
+    """Powers of two pass through block scales exactly: ReLU experts give the same bits, scaled."""
+    moe, x = make_layer(ActivationType.RELU, experts=4, hidden=128, intermediate=128), make_tokens(32, 128)
+    with torch.no_grad(), SonicMoEConfig(fp8_mode="perf").activate():
+        small = moe(x)[0]
+        moe.c_fc.weight.mul_(2.0**10)
+        moe.c_proj.weight.mul_(2.0**7)
+        assert relative_rmse(numpy(moe(x)[0]) * 2.0**-17, numpy(small)) < 1e-6
+
+
+FP8_CASES = [
+    # activated fp8_mode, environment, use_fp8, FP8 runs
+    (None, None, None, False),
+    (None, None, True, True),
+    (None, "perf", None, True),
+    (None, "perf", False, False),
+    ("perf", None, None, True),
+    ("mem", None, True, True),
+    ("perf", "mem", False, False),
+    ("off", "perf", None, False),
+    ("off", "perf", True, True),
+]
+
+
+@pytest.mark.parametrize(("activated", "environment", "use_fp8", "wanted"), FP8_CASES)
+def test_who_decides_about_fp8(activated, environment, use_fp8, wanted, monkeypatch, prepared):
+    if environment is not None:
+        monkeypatch.setenv("SONIC_MOE_FP8_MODE", environment)
+    moe, x, dout = make_layer(), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    with SonicMoEConfig(fp8_mode=activated).activate():
+        run = run_layer(moe, x, dout, use_fp8=use_fp8)
+    assert [recipe is not None for recipe in prepared] == [wanted]
+    assert (relative_rmse(numpy(run[0]), golden_layer(moe, x, dout)[0]) > 0.005) == wanted
+
+
+def test_use_fp8_keeps_the_rest_of_the_configuration(prepared):
+    moe, x = make_layer(), make_tokens(5, 32)
+    with SonicMoEConfig(recipe="deepseek-v3").activate():
+        moe(x, use_fp8=True)
+    assert [recipe.name for recipe in prepared] == ["deepseek-v3"]
+
+
+@pytest.mark.parametrize("options", [{"recompute_z": True}, {"fp8_mode": "mem"}, {"stagewise_memory": True}])
+def test_memory_options_change_no_bit(options):
+    moe, x, dout = make_layer(bias=True), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    with SonicMoEConfig(**options).activate():
+        run = run_layer(moe, x, dout, use_fp8=True)
+    assert_same_bits(run, run_layer(moe, x, dout, use_fp8=True))
+
+
+def test_fp8_needs_the_engine():
+    moe, x = make_layer(), make_tokens(5, 32)
+    with pytest.raises(ConfigError, match="use_fp8=True needs kernel_backend_moe"):
+        moe(x, KernelBackendMoE.torch, use_fp8=True)
+    with SonicMoEConfig(fp8_mode="perf").activate():
+        assert relative_rmse(numpy(moe(x, **PLAIN)[0]), golden_layer(moe, x, x)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+def test_runs_repeat_bit_for_bit(use_fp8):
+    moe, x, dout = make_layer(bias=True), make_tokens(40, 32), make_tokens(40, 32, seed=2)
+    assert_same_bits(run_layer(moe, x, dout, use_fp8=use_fp8), run_layer(moe, x, dout, use_fp8=use_fp8))

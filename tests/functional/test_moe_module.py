@@ -1,0 +1,248 @@
+"""`MoE` as a module: names and shapes, inference modes, activation checkpointing, autograd's rules, training, and the border."""
+
+from __future__ import annotations
+
+import pytest
+from framework import torch
+from functional.layer_golden import AUX_WEIGHT, assert_same_bits, flat, make_layer, make_tokens, run_layer
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import EngineUnavailableError, RoutingError, ShapeError
+
+MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+
+
+def tokens(seed=1):
+    return make_tokens(19, 32, seed=seed), make_tokens(19, 32, seed=seed + 100)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("activation", "width"), [(ActivationType.GEGLU, 48), (ActivationType.RELU_SQ, 24)])
+def test_state_dict(activation, width, bias):
+    moe = MoE(5, 2, 32, 24, activation, add_bias=bias, std=0.05)
+    shapes = {name: tuple(value.shape) for name, value in moe.state_dict().items()}
+    expected = {"router.weight": (5, 32), "c_fc.weight": (5, width, 32), "c_proj.weight": (5, 32, 24)}
+    if bias:
+        expected |= {"c_fc.bias": (5, width), "c_proj.bias": (5, 32)}
+        assert not moe.c_fc.bias.any() and not moe.c_proj.bias.any()
+    assert shapes == expected
+    assert all(parameter.requires_grad for parameter in moe.parameters())
+    for weight in (moe.c_fc.weight, moe.c_proj.weight):
+        assert weight.std().item() == pytest.approx(0.05, rel=0.1) and abs(weight.mean().item()) < 0.005
+
+
+def test_representation_and_attributes():
+    moe = make_layer()
+    assert "num_experts=5, in_features=32, out_features=48" in repr(moe)
+    assert (moe.num_experts, moe.top_k, moe.hidden_size, moe.intermediate_size) == (5, 2, 32, 24)
+    assert MoE(2, 1, 8, 4, "relu").activation_function is ActivationType.RELU
+
+
+# Inference
+
+
+def asked_for(moe, x, **options):
+    return moe(x, is_inference_mode=True, **options)
+
+
+def evaluated(moe, x, **options):
+    return moe.eval()(x, **options)
+
+
+def without_grad(moe, x, **options):
+    with torch.no_grad():
+        return moe(x, **options)
+
+
+def in_inference_mode(moe, x, **options):
+    with torch.inference_mode():
+        return moe(x, **options)
+
+
+@MODES
+@pytest.mark.parametrize("infer", [asked_for, evaluated, without_grad, in_inference_mode])
+def test_inference_keeps_nothing(infer, use_fp8, saves):
+    moe, (x, _) = make_layer(bias=True), tokens()
+    x.requires_grad_()
+    expected, expected_aux = moe(x, use_fp8=use_fp8)
+    out, aux = infer(moe, x, use_fp8=use_fp8)
+    assert saves == [True, False]
+    assert expected.requires_grad and not out.requires_grad
+    assert torch.equal(out, expected) and torch.equal(aux, expected_aux)
+    if infer is not evaluated:
+        assert moe(x, use_fp8=use_fp8)[0].requires_grad, "the mode stuck to the layer"
+
+
+def test_frozen_layer_keeps_nothing(saves):
+    moe, (x, _) = make_layer().requires_grad_(False), tokens()
+    assert not moe(x)[0].requires_grad
+    assert moe(x.requires_grad_())[0].requires_grad
+    assert saves == [False, True]
+
+
+def test_training_memory_is_what_autograd_sees():
+    """Every byte kept for backward passes through the saved-tensor hooks (offloading, checkpointing): 8-bit `z` among it."""
+    moe, (x, _) = make_layer(), tokens()
+    dtypes = []
+
+    def keep(tensor):
+        dtypes.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        moe(x, use_fp8=True)[0].sum().backward()
+    assert torch.int8 in dtypes
+
+
+# Activation checkpointing and autograd
+
+
+@MODES
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpoint(reentrant, use_fp8, saves):
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    expected = run_layer(moe, x, dout, use_fp8=use_fp8)
+    leaf = x.clone().requires_grad_()
+    out, aux = checkpoint(lambda h: moe(h, use_fp8=use_fp8), leaf, use_reentrant=reentrant)
+    ((out * dout).sum() + AUX_WEIGHT * aux).backward()
+    assert len(saves) == 3, "forward did not run again"
+    gradients = {"x": leaf.grad, **{name: parameter.grad for name, parameter in moe.named_parameters()}}
+    assert_same_bits((out.detach(), aux.detach(), gradients), expected)
+
+
+@MODES
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_forwards_before_backwards(order, use_fp8):
+    moe, batches = make_layer(bias=True), [tokens(seed) for seed in (1, 2, 3)]
+    alone = [flat(run_layer(moe, x, dout, use_fp8=use_fp8)) for x, dout in batches]
+    leaves = [x.clone().requires_grad_() for x, _ in batches]
+    outputs = [moe(leaf, use_fp8=use_fp8) for leaf in leaves]
+    for i in order:
+        out, aux = outputs[i]
+        ((out * batches[i][1]).sum() + AUX_WEIGHT * aux).backward()
+    for leaf, run in zip(leaves, alone, strict=True):
+        assert torch.equal(leaf.grad, run["x"])
+    for name, parameter in moe.named_parameters():
+        first, second, third = (alone[i][name] for i in order)
+        assert torch.equal(parameter.grad, first + second + third), name
+
+
+@MODES
+def test_backward_twice(use_fp8):
+    moe, (x, dout) = make_layer(), tokens()
+    with SonicMoEConfig(stagewise_memory=True).activate():
+        loss = (moe(x, use_fp8=use_fp8)[0] * dout).sum()
+    once = torch.autograd.grad(loss, list(moe.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(moe.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused():
+    moe, x = make_layer(), tokens()[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(moe(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_gradient_of_any_stride():
+    moe, (x, _) = make_layer(), tokens()
+    wide = make_tokens(19, 64, seed=5)
+    for dout in (wide[:, ::2], torch.ones(1, 1).expand(19, 32), wide[:, :32].t().contiguous().t()):
+        assert not dout.is_contiguous()
+        strided, packed = (
+            torch.autograd.grad(moe(x)[0], list(moe.parameters()), gradient)
+            for gradient in (dout, dout.clone(memory_format=torch.contiguous_format))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(strided, packed, strict=True))
+
+
+def test_configuration_of_the_forward_serves_its_backward():
+    moe, (x, dout) = make_layer(), tokens()
+    expected = run_layer(moe, x, dout, use_fp8=True)[2]
+    with SonicMoEConfig(fp8_mode="perf").activate():
+        loss = (moe(x)[0] * dout).sum()
+    gradient = torch.autograd.grad(loss, moe.c_fc.weight)[0]
+    assert torch.equal(gradient, expected["c_fc.weight"])
+
+
+# Training
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8", "bf16"])
+def test_training_learns_and_moves_every_expert(precision):
+    """A student with the teacher's router regresses on its outputs."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    teacher, student = (make_layer(experts=4, seed=seed).to(dtype) for seed in (0, 1))
+    student.router.load_state_dict(teacher.router.state_dict())
+    before = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    x = make_tokens(64, 32, dtype=dtype)
+    target = teacher.eval()(x)[0].float()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.02, weight_decay=0.0)
+    losses = []
+    for _ in range(30):
+        out, aux = student(x, use_fp8=precision == "fp8")
+        loss = (out.float() - target).square().mean()
+        (loss + 0.01 * aux).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.4 * losses[0], losses
+    for name, parameter in student.named_parameters():
+        moved = (parameter - before[name]).abs().flatten(1).amax(1)
+        assert (moved > 0.01).all(), f"{name}: experts {torch.nonzero(moved <= 0.01).flatten().tolist()} stood still"
+
+
+# Border
+
+BAD_SIZES = {
+    "K above E": ((4, 5, 8, 8), "num_experts_per_tok is 5; only 4 experts"),
+    "no experts": ((0, 1, 8, 8), "num_experts is 0; needed: at least 1"),
+    "no experts per token": ((4, 0, 8, 8), "num_experts_per_tok is 0"),
+    "no hidden size": ((4, 1, 0, 8), "hidden_size is 0"),
+    "negative intermediate size": ((4, 1, 8, -8), "intermediate_size is -8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SIZES)
+def test_bad_sizes(case):
+    sizes, message = BAD_SIZES[case]
+    with pytest.raises(ShapeError, match=message):
+        MoE(*sizes)
+
+
+def test_unknown_activation():
+    with pytest.raises(ValueError, match="swish"):
+        MoE(4, 1, 8, 8, "swish")
+
+
+@pytest.mark.parametrize("shape", [(4, 31), (31,), ()], ids=str)
+@pytest.mark.parametrize("backend", list(KernelBackendMoE)[1:], ids=lambda b: b.value)
+def test_wrong_hidden_size(backend, shape):
+    with pytest.raises(ShapeError, match=r"hidden_states has shape .*; needed: \[..., 32\]"):
+        make_layer()(torch.zeros(shape), backend)
+
+
+@pytest.mark.parametrize("backend", [KernelBackendMoE.scattermoe, "sonicmoe", None], ids=str)
+def test_unsupported_backend(backend):
+    with pytest.raises(EngineUnavailableError, match=r"kernel_backend_moe=.*available: sonicmoe, torch"):
+        make_layer()(torch.zeros(2, 32), backend)
+
+
+def test_unavailable_engine():
+    with (
+        SonicMoEConfig(engine="hopper").activate(),
+        pytest.raises(EngineUnavailableError, match=r"'hopper'.*available: \["),
+    ):
+        make_layer()(torch.zeros(2, 32))
+
+
+def test_validation_finds_a_broken_router():
+    moe, (x, _) = make_layer(), tokens()
+    with torch.no_grad():
+        moe.router.weight[1, 3] = float("nan")
+    with SonicMoEConfig(validate_dispatch=True).activate(), pytest.raises(RoutingError, match=r"dispatched_probs\[0, "):
+        moe(x)

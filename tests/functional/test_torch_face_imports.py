@@ -1,0 +1,91 @@
+"""The package's front door in processes of their own: without PyTorch, under Paddle's proxy, and as upstream's users enter it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # `import torch` then fails as where it is not installed
+"""
+UNDER_PADDLE = """
+import paddle
+paddle.enable_compat(scope={"sonicmoe"}, silent=True)
+"""
+IMPORT = """
+try:
+    %s
+except ImportError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def python(*arguments):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))}
+    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "3"}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=clean, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()
+
+
+IMPORTS = [
+    "from sonicmoe import MoE",
+    "import sonicmoe; sonicmoe.MoE",
+    "from sonicmoe import moe_general_routing_inputs",
+    "import sonicmoe.moe",
+    "import sonicmoe.functional",
+]
+
+
+def test_without_torch():
+    """Every door says what to install, at the first knock and at the next."""
+    attempts = "".join(IMPORT % statement for statement in IMPORTS[:3] * 2)
+    lines = python("-c", textwrap.dedent(WITHOUT_TORCH + attempts))
+    assert len(lines) == 6
+    for line in lines:
+        assert line.startswith("FrameworkError: sonicmoe needs PyTorch (pip install 'sonicmoe[torch]'), or Paddle"), (
+            line
+        )
+
+
+def test_framework_free_names_without_torch():
+    names = "from sonicmoe import SonicMoEConfig, ActivationType, KernelBackendMoE"
+    lines = python(
+        "-c", f"{WITHOUT_TORCH}\n{names}\nprint(KernelBackendMoE.torch.value, ActivationType('swiglu').name)"
+    )
+    assert lines == ["torch SWIGLU"]
+
+
+@pytest.mark.paddle
+def test_under_paddle():
+    """The PyTorch face is not for Paddle, and says which one is; the node still works afterwards."""
+    attempts = "".join(IMPORT % statement for statement in IMPORTS * 2)
+    lines = python(
+        "-c", UNDER_PADDLE + attempts + "from sonicmoe.ernie_compat import SonicMoEMlpNode as N\nprint(N.__name__)"
+    )
+    assert lines.pop() == "SonicMoEMlpNode"
+    assert len(lines) == 10
+    for line in lines:
+        assert line.startswith("FrameworkError:") and "PyTorch face" in line, line
+        assert "sonicmoe.ernie_compat.SonicMoEMlpNode" in line
+
+
+def test_upstream_script_runs_unchanged():
+    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), "cpu")
+    assert line.startswith("shape (4, 16, 64), aux loss ")
+
+
+@pytest.mark.gpu
+def test_upstream_script_runs_unchanged_on_a_gpu():
+    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), "cuda")
+    assert line.startswith("shape (4, 16, 64), aux loss ")

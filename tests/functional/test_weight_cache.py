@@ -1,0 +1,230 @@
+"""Prepared weights of `MoE`: made once while the weights stand still, never stale, never copied or stored."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+from framework import torch
+from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
+
+from sonicmoe import moe_TC_softmax_topk_layer
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.functional.autograd import WeightCache
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.reference import dequantize
+
+FP8 = {"use_fp8": True}
+MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "sgd foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+}
+
+
+def tokens():
+    return make_tokens(19, 32), make_tokens(19, 32, seed=2)
+
+
+def without_cache(moe, x, **options):
+    """The output of a layer with the same parameters that has prepared nothing yet."""
+    fresh = make_layer(bias=True, seed=99)
+    fresh.load_state_dict(moe.state_dict())
+    return fresh(x, **options)[0]
+
+
+@MODES
+def test_prepared_once(options, prepared):
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    runs = [run_layer(moe, x, dout, **options) for _ in range(3)]
+    moe.eval()(x, **options)
+    with torch.inference_mode():
+        moe(x, **options)
+    assert len(prepared) == 1
+    assert_same_bits(runs[0], runs[2])
+
+
+def test_prepared_again_for_another_precision(prepared):
+    moe, (x, _) = make_layer(), tokens()
+    for options in ({}, FP8, FP8, {}):
+        moe(x, **options)
+    assert [recipe is not None for recipe in prepared] == [False, True, False]
+
+
+@MODES
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_step(name, options, prepared):
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    optimizer = OPTIMIZERS[name](moe.parameters())
+    outputs = []
+    for _ in range(2):
+        out, aux = moe(x, **options)
+        ((out * dout).sum() + aux).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(out.detach())
+    assert len(prepared) == 2
+    assert not torch.equal(*outputs)
+    assert torch.equal(moe(x, **options)[0], without_cache(moe, x, **options))
+
+
+@MODES
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_load_state_dict(options, assign, prepared):
+    moe, other, (x, _) = make_layer(bias=True), make_layer(bias=True, seed=7), tokens()
+    moe(x, **options)
+    expected = other(x, **options)[0]
+    moe.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(moe(x, **options)[0], expected)
+    assert len(prepared) == 3
+
+
+@MODES
+@pytest.mark.parametrize("name", ["c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
+def test_every_weight_counts(name, options):
+    moe, (x, _) = make_layer(bias=True), tokens()
+    before = moe(x, **options)[0]
+    with torch.no_grad():
+        moe.get_parameter(name).mul_(-1.5)
+    after = moe(x, **options)[0]
+    assert not torch.equal(before, after) and torch.equal(after, without_cache(moe, x, **options))
+
+
+def test_write_through_data_needs_invalidation():
+    moe, (x, _) = make_layer(bias=True), tokens()
+    before = moe(x, **FP8)[0]
+    moe.c_fc.weight.data.mul_(-1.5)
+    assert torch.equal(moe(x, **FP8)[0], before), "documented: `.data` leaves no trace"
+    moe.invalidate_caches()
+    after = moe(x, **FP8)[0]
+    assert not torch.equal(after, before) and torch.equal(after, without_cache(moe, x, **FP8))
+
+
+def test_freed_memory_cannot_pass_for_old_weights():
+    """Converting twice may put new values where the old ones were, under the same version counter."""
+    moe, (x, _) = make_layer(bias=True), tokens()
+    for _ in range(5):
+        before = moe(x, **FP8)[0]
+        moe.half()
+        moe.c_fc.weight.data = moe.c_fc.weight.data * -1.5
+        moe.float()
+        after = moe(x, **FP8)[0]
+        assert not torch.equal(after, before) and torch.equal(after, without_cache(moe, x, **FP8))
+
+
+def test_an_address_alone_does_not_name_weights():
+    """Where the allocator hands out the same block again and again, the cache must hold on to what it compares with."""
+    cache, engine, settings = WeightCache(), ReferenceEngine(), EngineSettings(recipe=RECIPES["iso128"])
+    w2 = torch.ones(1, 128, 64)
+    for value in range(1, 20):
+        w1 = torch.full((1, 128, 128), float(value))
+        prepared = cache.get(engine, (w1, w2, None, None), settings)
+        assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
+        del w1, prepared
+
+
+def test_rearranged_weights_of_every_call_are_its_own():
+    """Split-half weights are interleaved into fresh memory at each call: its address says nothing about its contents."""
+    moe, (x, _), cache = make_layer(bias=True), tokens(), WeightCache()
+
+    def layer(weight_cache):
+        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
+        biases = (moe.c_fc.bias, moe.c_proj.bias)
+        with torch.no_grad():
+            return moe_TC_softmax_topk_layer(
+                x, moe.router.weight, w1, biases[0], w2, biases[1], 2, concat_layout=True, weight_cache=weight_cache
+            )[0]
+
+    for _ in range(5):
+        assert torch.equal(layer(cache), layer(None))
+        with torch.no_grad():
+            moe.c_fc.weight.mul_(-1.5)
+            moe.c_fc.bias.add_(0.5)
+
+
+@MODES
+def test_layer_made_in_inference_mode(options):
+    """Inference tensors have no version counter: in-place changes must be seen all the same."""
+    x, _ = tokens()
+    expected = make_layer(bias=True)
+    with torch.inference_mode():
+        moe = make_layer(bias=True)
+        assert torch.equal(moe(x, **options)[0], expected(x, **options)[0])
+        moe.c_proj.weight.mul_(-1.5)
+        after = moe(x, **options)[0]
+    with torch.no_grad():
+        expected.c_proj.weight.mul_(-1.5)
+    assert torch.equal(after, expected(x, **options)[0])
+
+
+@MODES
+def test_prepared_in_inference_mode_used_in_training(options, prepared):
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    with torch.inference_mode():
+        moe(x, **options)
+    run = run_layer(moe, x, dout, **options)
+    assert len(prepared) == 1
+    moe.invalidate_caches()
+    assert_same_bits(run, run_layer(moe, x, dout, **options))
+
+
+@MODES
+def test_backward_after_a_change_of_the_weights(options):
+    """FP8 operands are copies, so their backward is the forward's; plain ones are the user's own, and autograd refuses."""
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    expected = run_layer(moe, x, dout, **options)[2]
+    out, _ = moe(x, **options)
+    with torch.no_grad():
+        moe.c_fc.weight.mul_(-1.5)
+    wanted = [moe.c_fc.weight, moe.c_proj.weight]
+    if not options:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad((out * dout).sum(), wanted)
+        return
+    for gradient, name in zip(torch.autograd.grad((out * dout).sum(), wanted), ("c_fc", "c_proj"), strict=True):
+        assert torch.equal(gradient, expected[f"{name}.weight"])
+
+
+# Copies
+
+
+def deep_copied(moe):
+    return copy.deepcopy(moe)
+
+
+def pickled(moe):
+    return pickle.loads(pickle.dumps(moe))
+
+
+def reloaded(moe):
+    fresh = make_layer(bias=True, seed=99)
+    fresh.load_state_dict(moe.state_dict())
+    return fresh
+
+
+@MODES
+@pytest.mark.parametrize("duplicate", [deep_copied, pickled, reloaded])
+def test_copies_are_equal_and_independent(duplicate, options, prepared):
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    expected = run_layer(moe, x, dout, **options)
+    twin = duplicate(moe)
+    assert_same_bits(run_layer(twin, x, dout, **options), expected)
+    assert len(prepared) == 2, "a copy prepares its own weights"
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.zero_()
+    assert not moe(x, **options)[0].any()
+    assert_same_bits(run_layer(twin, x, dout, **options), expected)
+
+
+def test_prepared_weights_are_not_stored():
+    moe, (x, _) = make_layer(bias=True), tokens()
+    size = len(pickle.dumps(moe))
+    moe(x, **FP8)
+    assert len(pickle.dumps(moe)) == size
+    assert copy.deepcopy(moe)._weight_cache is not moe._weight_cache
+    assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
