@@ -63,10 +63,15 @@ def build_routing_gpu(
         kernels = plain_kernels(f"{num_experts} experts; the GPU kernels take at most {MAX_EXPERTS}")
     chosen = kernels or kernels_for(indices)
     chosen.build_metadata(indices, probs, outputs, num_experts, alignment)
-    if validate and given is not None:
-        check_counts(given, [int(count) for count in outputs[0].tolist()])
+    host_counts = (
+        None  # what the caller gave may be rounded up, or wrong: it sizes the rows, and is not passed on as known
+    )
+    if validate:
+        host_counts = tuple(int(count) for count in outputs[0].tolist())
+        if given is not None:
+            check_counts(given, host_counts)
     named = dict(zip(RoutingMetadata.TENSOR_FIELDS, outputs, strict=True))
-    return RoutingMetadata(tokens, topk, num_experts, alignment, rows, host_counts=_true_counts(given), **named)
+    return RoutingMetadata(tokens, topk, num_experts, alignment, rows, host_counts=host_counts, **named)
 
 
 def num_rows_bound(num_slots: int, num_experts: int, alignment: int, given: tuple[int, ...] | None = None) -> int:
@@ -75,13 +80,6 @@ def num_rows_bound(num_slots: int, num_experts: int, alignment: int, given: tupl
         return sum(round_up(count, alignment) for count in given)
     # Each expert that has rows wastes at most alignment - 1, and the sum is a multiple of the alignment.
     return (num_slots + min(num_experts, num_slots) * (alignment - 1)) // alignment * alignment
-
-
-def _true_counts(given: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """`given` where it cannot be a rounded-up version of the true counts: some count is odd, or all are zero."""
-    if given is None or not (any(count % 2 for count in given) or not any(given)):
-        return None
-    return given
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:

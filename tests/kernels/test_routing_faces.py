@@ -67,15 +67,14 @@ def test_row_bound_is_reached(slots):
     assert num_rows_bound(slots, 2, 128) == max(two_experts)
 
 
-@pytest.mark.parametrize(
-    ("counts", "known"), [([3, 2], True), ([0, 0], True), ([2, 2], False), ([128, 256], False), ([128, 1], True)]
-)
-def test_counts_are_taken_for_true_only_where_they_cannot_be_aligned_ones(counts, known):
-    """Even counts may be true or rounded up to 2, 4, ..., 128: rows fit either way, but the host then claims nothing."""
-    indices = tensor(np.zeros((0, 2), np.int64))
-    routing = build_routing_gpu(indices, tensor(np.zeros((0, 2)), torch.float32), 2, counts)
-    assert routing.host_counts == (tuple(counts) if known else None)
+@pytest.mark.parametrize("counts", [[3, 2], [0, 0], [128, 256], [128, 1]])
+def test_given_counts_size_the_rows_and_are_not_taken_for_true(counts):
+    """They may be rounded up, or wrong: only `validate` looks, and then the host knows the counts of the indices."""
+    indices, probs = tensor(np.zeros((0, 2), np.int64)), tensor(np.zeros((0, 2)), torch.float32)
+    routing = build_routing_gpu(indices, probs, 2, counts)
+    assert routing.host_counts is None and routing.counts_on_host() == (0, 0)
     assert routing.num_rows == sum(round_up(count, 128) for count in counts)
+    assert build_routing_gpu(indices, probs, 2, [0, 0], validate=True).host_counts == (0, 0)
 
 
 def test_aligned_counts_are_accepted_and_wrong_ones_refused_when_validating():
