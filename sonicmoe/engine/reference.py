@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..enums import ZCode
-from ..interop import ieee_matmul, is_cuda, plain_ops
+from ..interop import ieee_matmul, plain_ops
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
@@ -72,7 +72,7 @@ class ReferenceEngine(Engine):
             z = _up_projection(x, routing, weights, settings)
             y1 = _operand(activate(z, settings.activation), "y1", settings, x.dtype)
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
-            out = _combine(_round(y2, x.dtype), routing, x.dtype, weighted=True)
+            out = aggregate(_round(y2, x.dtype), routing, weighted=True, dtype=x.dtype)
             if not save:
                 return out, None
             kept = None if settings.recompute_z else _save_z(z, settings, x.dtype)
@@ -91,8 +91,8 @@ class ReferenceEngine(Engine):
             y1s = y1 * routing.row_prob.unsqueeze(-1)
             del z, y1
             dx_rows = _grouped(_operand(dz, "dz", settings, x.dtype), weights.w1_dgrad, routing, transpose_weight=False)
-            dx = _combine(_round(dx_rows, x.dtype), routing, x.dtype, weighted=False)
-            dprobs = _scatter_to_slots(row_dprob, routing)
+            dx = aggregate(_round(dx_rows, x.dtype), routing, weighted=False, dtype=x.dtype)
+            dprobs = scatter_to_slots(row_dprob, routing)
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if settings.frees_stagewise:
                 saved.x = None
@@ -234,36 +234,3 @@ def _accumulate(accumulator: Tensor, left: Tensor, right: Tensor, routing: Routi
 def _accumulate_bias(accumulator: Tensor, rows: Tensor, routing: RoutingMetadata) -> None:
     for expert, first, count, _ in _experts(routing):
         accumulator[expert].add_(rows[first : first + count].sum(0))
-
-
-def _combine(rows: Tensor, routing: RoutingMetadata, dtype: torch.dtype, *, weighted: bool) -> Tensor:
-    """`[T, C]` in `dtype`: per token the fp32 sum of its rows in slot order, each times its probability when `weighted`.
-
-    A token without a slot gets exact zeros. GPU tensors go through the aggregation kernel, whose bits are the same.
-    """
-    if is_cuda(rows):
-        return aggregate(rows, routing, weighted=weighted, dtype=dtype)
-    total = torch.zeros((routing.num_tokens, int(rows.shape[1])), dtype=torch.float32, device=rows.device)
-    if routing.num_tokens == 0 or routing.num_rows == 0:
-        return total.to(dtype)
-    for slot in range(routing.topk):
-        row = routing.slot_row[:, slot]
-        tokens = torch.nonzero(row >= 0).reshape([-1])
-        if int(tokens.shape[0]) == 0:
-            continue
-        source = row.index_select(0, tokens)
-        term = rows.index_select(0, source)
-        if weighted:
-            term = term * routing.row_prob.index_select(0, source).unsqueeze(-1)
-        total[tokens] = total.index_select(0, tokens) + term
-    return total.to(dtype)
-
-
-def _scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
-    """fp32 `[R]` -> `[T, K]`; exactly 0 in invalid slots."""
-    if is_cuda(row_values):
-        return scatter_to_slots(row_values, routing)
-    slots = torch.zeros((routing.num_tokens * routing.topk,), dtype=torch.float32, device=row_values.device)
-    for _, first, count, _ in _experts(routing):
-        slots[routing.row_slot[first : first + count]] = row_values[first : first + count]
-    return slots.reshape([routing.num_tokens, routing.topk])
