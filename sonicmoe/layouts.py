@@ -12,9 +12,11 @@ Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from .errors import LayoutError, expect
+from .errors import LayoutError, ShapeError, expect
 
 Tensor = torch.Tensor
 
@@ -75,6 +77,51 @@ def deinterleave_bias(bias: Tensor) -> Tensor:
 def stack(tensors: list[Tensor]) -> Tensor:
     """Per-expert tensors -> one `[E, ...]` tensor (a copy)."""
     return torch.stack([tensor.detach() for tensor in tensors])
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSource:
+    """The user's weights where they lie: E matrices each, views of one stacked tensor or parameters of their own; never copied.
+
+    up `[H, N1]`, down `[I, H]` when `transposed` (ERNIE, Fleet), else up `[N1, H]`, down `[H, I]`; each contiguous.
+    split_half: the N1 = 2I gate and up rows (columns) are [gate; up] halves, else interleaved pairs (or ungated).
+    """
+
+    up: tuple[Tensor, ...]
+    down: tuple[Tensor, ...]
+    transposed: bool
+    split_half: bool
+
+    def __post_init__(self) -> None:
+        """Refuse sources that no engine could read in place."""
+        expect(
+            len(self.up) == len(self.down) > 0,
+            ShapeError,
+            f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert",
+        )
+
+    @property
+    def n1(self) -> int:
+        """Rows of a native w1."""
+        return int(self.up[0].shape[1 if self.transposed else 0])
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.up[0].shape[0 if self.transposed else 1])
+
+    @property
+    def intermediate_size(self) -> int:
+        """I."""
+        return int(self.down[0].shape[0 if self.transposed else 1])
+
+
+def native_matrices(source: WeightSource) -> tuple[Tensor, Tensor]:
+    """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the weights' dtype."""
+    up, down = stack(list(source.up)), stack(list(source.down))
+    if source.transposed:
+        up, down = up.transpose(-2, -1).contiguous(), down.transpose(-2, -1).contiguous()
+    return interleave_gate_up(up) if source.split_half else up, down
 
 
 def _transposed(matrix: Tensor) -> Tensor:

@@ -67,25 +67,18 @@ class BlockScaledTensor:
     orientation: Orientation = Orientation.ROWS
 
     def __post_init__(self) -> None:
-        """Check dtypes and the scale grid."""
-        name = dtype_name(self.codes.dtype)
-        expect(
-            self.codes.dtype == self.code.dtype,
-            DTypeError,
-            f"codes are {name}, the {self.code.value} code needs {dtype_name(self.code.dtype)}",
-        )
-        expect(
-            self.scale_inv.dtype == torch.float32,
-            DTypeError,
-            f"scale_inv is {dtype_name(self.scale_inv.dtype)}, needed: float32",
-        )
+        """Check dtypes and the scale grid; a dozen of these are made in every step, so messages are composed for errors only."""
+        if self.codes.dtype != self.code.dtype:
+            name, needed = dtype_name(self.codes.dtype), dtype_name(self.code.dtype)
+            raise DTypeError(f"codes are {name}, the {self.code.value} code needs {needed}")
+        if self.scale_inv.dtype != torch.float32:
+            raise DTypeError(f"scale_inv is {dtype_name(self.scale_inv.dtype)}, needed: float32")
         wanted = scale_shape(tuple(self.codes.shape), self._stored_block())
-        expect(
-            tuple(self.scale_inv.shape) == wanted,
-            ShapeError,
-            f"scale_inv has shape {tuple(self.scale_inv.shape)}; codes {tuple(self.codes.shape)} in "
-            f"{self._stored_block()} blocks need {wanted}",
-        )
+        if tuple(self.scale_inv.shape) != wanted:
+            raise ShapeError(
+                f"scale_inv has shape {tuple(self.scale_inv.shape)}; codes {tuple(self.codes.shape)} in "
+                f"{self._stored_block()} blocks need {wanted}"
+            )
 
     def _stored_block(self) -> BlockShape:
         return self.block if self.orientation is Orientation.ROWS else self.block.transposed
@@ -121,6 +114,7 @@ class BlockScaledTensor:
 
 def scale_shape(shape: tuple[int, ...], block: BlockShape) -> tuple[int, ...]:
     """Shape of the scales of a stored `[..., R, C]` matrix: partial blocks at the right and bottom edge count."""
-    expect(len(shape) >= 2, ShapeError, f"a block-scaled tensor has at least two axes, got shape {shape}")
+    if len(shape) < 2:
+        raise ShapeError(f"a block-scaled tensor has at least two axes, got shape {shape}")
     *lead, n_rows, n_cols = shape
     return (*(int(n) for n in lead), -(-int(n_rows) // block.rows), -(-int(n_cols) // block.cols))

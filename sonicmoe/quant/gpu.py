@@ -1,0 +1,253 @@
+"""FP8 quantisation on the GPU: tokens by rows, expert weights once per optimizer step. No host sync.
+
+Codes and scales equal those of `reference` bit for bit, and host tensors are served by it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..errors import DTypeError, LayoutError, ShapeError, expect
+from ..interop import (
+    current_stream,
+    data_ptr,
+    device_name,
+    dtype_name,
+    is_cuda,
+    require_framework_tensor,
+    require_same_device,
+)
+from ..kernels.cuda_quantize import quantize_source
+from ..layouts import WeightSource, native_matrices
+from ..routing.backends import arch_of
+from .format import BlockScaledTensor, Code, Orientation, scale_shape
+from .recipes import BlockShape, iso, rows
+from .reference import quantize, transpose_storage
+
+Tensor = torch.Tensor
+
+ALIGNMENT = 16  # bytes of an address, and elements of an axis that is quantised
+ROW_BLOCK, WEIGHT_BLOCK = rows(128), iso(128)
+_ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbered as the kernels number them
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(device: str) -> Any:
+    """The compiled module; errors as `CudaSource.load`."""
+    return quantize_source(arch_of(device)).load()
+
+
+def quantize_rows(x: Tensor) -> BlockScaledTensor:
+    """`[T, C]` bf16, fp16 or fp32 -> E4M3 with one fp32 scale per row and 128 columns, `[T, ceil(C/128)]`; one launch.
+
+    NaN and infinity: as `reference.quantize`.
+
+    Raises:
+        DTypeError, ShapeError: `x` is of another dtype, no matrix, or C is no multiple of 16.
+    """
+    require_framework_tensor(x, "x")
+    expect(x.dtype in _ELEMENTS, DTypeError, f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
+    shape = tuple(int(size) for size in x.shape)
+    expect(
+        len(shape) == 2 and shape[1] % ALIGNMENT == 0,
+        ShapeError,
+        f"x has shape {shape}; needed: [T, C] with C a multiple of {ALIGNMENT}",
+    )
+    if not is_cuda(x) or 0 in shape:
+        return quantize(x, ROW_BLOCK)
+    x = x.detach().contiguous()
+    if data_ptr(x) % ALIGNMENT:
+        x = x.clone()
+    codes, scale_inv = _empty_codes(shape, ROW_BLOCK, x.device)
+    _kernels(device_name(x)).quantize_rows(x, codes, scale_inv, current_stream(x))
+    return _block_scaled(codes, scale_inv, ROW_BLOCK)
+
+
+class QuantizedWeights:
+    """FP8 codes of one layer's expert weights in the orders that forward and dgrad read, kept current on the device.
+
+    `update` compares a sample of the weights with checksums and quantises them again only where it differs; both happen on the
+    device, so that nothing waits and a CUDA graph of `update` follows later weight updates by itself. The sample is 256 bytes of
+    one row in every 128, of every matrix: some of it changes in any optimizer step. A change by hand of a few values may miss
+    it; `update(force=True)`, or `invalidate` before, always quantises. A weight that moved is always quantised.
+
+    Before a capture, call `update` once: a graph does not learn new addresses, and codes that are not current would be made at
+    every replay. Buffers are overwritten in place, in stream order: no forward may be outstanding whose backward still needs the old codes.
+    """
+
+    def __init__(self, iso_weight: bool = False) -> None:
+        """`iso_weight`: keep forward's order only; dgrad's is made in a scratch that all layers share, when it is read."""
+        self._iso_weight = iso_weight
+        self._layout: tuple[Any, ...] | None = None
+        self._pointers: tuple[int, ...] = ()
+        self._current = False
+        self._forward: tuple[BlockScaledTensor, ...] = ()
+        self._dgrad: tuple[BlockScaledTensor, ...] = ()
+        self._launch_buffers: tuple[Any, ...] = ()
+
+    def invalidate(self) -> None:
+        """Make the next `update` quantise, whatever the guard finds."""
+        self._current = False
+
+    def update(self, source: WeightSource, force: bool = False) -> None:
+        """Bring the codes up to date with the user's weights; host tensors are always quantised.
+
+        Raises:
+            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that the kernels cannot read in place.
+        """
+        if not is_cuda(source.up[0]):
+            self._update_on_host(source)
+            return
+        matrices = (*source.up, *source.down)
+        pointers = tuple(data_ptr(matrix) for matrix in matrices)
+        layout = _layout_of(source)
+        if layout != self._layout or pointers != self._pointers:
+            _check_source(source)
+            self._current = False
+        if layout != self._layout:
+            self._allocate(source, layout)
+        kernels, stream = _kernels(device_name(source.up[0])), current_stream(source.up[0])
+        table, checksums, state, outputs = self._launch_buffers
+        if pointers != self._pointers:
+            kernels.store_addresses(list(pointers), table, stream)
+            self._pointers = pointers
+        element, flags = _ELEMENTS[source.up[0].dtype], (source.transposed, source.split_half)
+        sizes = (source.n1, source.hidden_size, source.intermediate_size)
+        kernels.check_weights(table, *sizes, source.transposed, element, checksums, state, stream)
+        kernels.quantize_weights(table, *outputs, *flags, element, state, force or not self._current, stream)
+        self._current = True
+
+    @property
+    def w1(self) -> BlockScaledTensor:
+        """`[E, N1, H]`, gate and up rows interleaved, as forward reads it."""
+        return self._forward[0]
+
+    @property
+    def w2(self) -> BlockScaledTensor:
+        """`[E, H, I]`, as forward reads it."""
+        return self._forward[1]
+
+    @property
+    def w1_dgrad(self) -> BlockScaledTensor:
+        """The same matrices as `w1`, stored `[E, H, N1]`. Under `iso_weight` every read launches a transposition: see `to_scratch`."""
+        return to_scratch(self.w1, "w1") if self._iso_weight else self._dgrad[0]
+
+    @property
+    def w2_dgrad(self) -> BlockScaledTensor:
+        """The same matrices as `w2`, stored `[E, I, H]`; `iso_weight` as for `w1_dgrad`."""
+        return to_scratch(self.w2, "w2") if self._iso_weight else self._dgrad[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales held; the shared scratch is not counted."""
+        return sum(q.nbytes for q in (*self._forward, *self._dgrad))
+
+    def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:
+        experts, device = len(source.up), source.up[0].device
+        n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
+        forward = [
+            _empty_codes(shape, WEIGHT_BLOCK, device) for shape in ((experts, n1, hidden), (experts, hidden, inner))
+        ]
+        dgrad = [
+            _empty_codes(shape, WEIGHT_BLOCK, device)
+            for shape in ((experts, hidden, n1), (experts, inner, hidden))
+            if not self._iso_weight
+        ]
+        self._forward = tuple(_block_scaled(*pair, WEIGHT_BLOCK) for pair in forward)
+        self._dgrad = tuple(_block_scaled(*pair, WEIGHT_BLOCK, Orientation.COLUMNS) for pair in dgrad)
+        table = torch.empty((2 * experts,), dtype=torch.int64, device=device)
+        element = _ELEMENTS[source.up[0].dtype]
+        count = _kernels(device_name(table)).num_checksums(table, n1, hidden, inner, source.transposed, element)
+        checksums = torch.empty((int(count),), dtype=torch.int32, device=device)
+        state = torch.zeros((2,), dtype=torch.int32, device=device)
+        outputs = [tensor for pair in (*forward, *dgrad) for tensor in pair] + [None] * (4 if self._iso_weight else 0)
+        self._launch_buffers = (table, checksums, state, tuple(outputs))
+        self._layout, self._pointers = layout, ()
+
+    def _update_on_host(self, source: WeightSource) -> None:
+        self._forward = tuple(quantize(native, WEIGHT_BLOCK) for native in native_matrices(source))
+        self._dgrad = () if self._iso_weight else tuple(transpose_storage(q) for q in self._forward)
+        self._layout = None
+
+
+_scratch: dict[tuple[Any, ...], BlockScaledTensor] = {}
+
+
+def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
+    """The same `[E, R, C]` matrices in the other memory order, in a buffer that every caller of equal arguments shares.
+
+    Valid until the next call with this `role` and shape on this stream: the backwards of a stream's layers run one after the
+    other, so one buffer serves them all. Each stream has its own. A CUDA graph keeps the buffer of the stream it was captured on:
+    graphs of one capture stream must not run at the same time.
+    """
+    if not is_cuda(q.codes):
+        return transpose_storage(q)
+    matrices, n_rows, n_cols = (int(size) for size in q.codes.shape)
+    stream = current_stream(q.codes)
+    key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.orientation)
+    if key not in _scratch:
+        other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
+        codes, scale_inv = _empty_codes((matrices, n_cols, n_rows), WEIGHT_BLOCK, q.codes.device)
+        _scratch[key] = _block_scaled(codes, scale_inv, WEIGHT_BLOCK, other)
+    target = _scratch[key]
+    _kernels(key[0]).transpose_bytes(_bytes(q.codes), q.scale_inv, _bytes(target.codes), target.scale_inv, stream)
+    return target
+
+
+def release_scratch() -> None:
+    """Drop every shared buffer of `to_scratch`; tensors it returned stay valid as long as they are held."""
+    _scratch.clear()
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
+
+
+def _empty_codes(shape: tuple[int, ...], block: BlockShape, device: Any) -> tuple[Tensor, Tensor]:
+    """Unwritten `(bytes, scale_inv)`."""
+    codes = torch.empty(shape, dtype=torch.uint8, device=device)
+    return codes, torch.empty(scale_shape(shape, block), dtype=torch.float32, device=device)
+
+
+def _block_scaled(
+    codes: Tensor, scale_inv: Tensor, block: BlockShape, orientation: Orientation = Orientation.ROWS
+) -> BlockScaledTensor:
+    return BlockScaledTensor(codes.view(Code.E4M3.dtype), scale_inv, block, Code.E4M3, orientation)
+
+
+def _layout_of(source: WeightSource) -> tuple[Any, ...]:
+    sizes = (len(source.up), source.n1, source.hidden_size, source.intermediate_size)
+    return (*sizes, source.transposed, source.split_half, source.up[0].dtype, device_name(source.up[0]))
+
+
+def _check_source(source: WeightSource) -> None:
+    n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
+    expect(
+        all(size > 0 and size % ALIGNMENT == 0 for size in (n1, hidden, inner)),
+        ShapeError,
+        f"weights have N1={n1}, H={hidden}, I={inner}; needed: multiples of {ALIGNMENT}",
+    )
+    expect(
+        not source.split_half or n1 == 2 * inner, ShapeError, f"split halves need N1 = 2 I, got N1={n1} and I={inner}"
+    )
+    dtype, first = source.up[0].dtype, ("up[0]", source.up[0])
+    expect(dtype in _ELEMENTS, DTypeError, f"up[0] is {dtype_name(dtype)}; needed: bfloat16, float16 or float32")
+    for kind, matrices, shape in (("up", source.up, (n1, hidden)), ("down", source.down, (hidden, inner))):
+        wanted = shape[::-1] if source.transposed else shape
+        for index, matrix in enumerate(matrices):
+            name = f"{kind}[{index}]"
+            found = tuple(int(size) for size in matrix.shape)
+            expect(found == wanted, ShapeError, f"{name} has shape {found}; needed: {wanted}")
+            expect(
+                matrix.dtype == dtype, DTypeError, f"{name} is {dtype_name(matrix.dtype)}, up[0] is {dtype_name(dtype)}"
+            )
+            expect(matrix.is_contiguous(), LayoutError, f"{name} is not contiguous; needed: a contiguous matrix")
+            expect(
+                data_ptr(matrix) % ALIGNMENT == 0,
+                LayoutError,
+                f"{name} starts at {data_ptr(matrix):#x}; needed: a multiple of {ALIGNMENT} bytes",
+            )
+            require_same_device([first, (name, matrix)])

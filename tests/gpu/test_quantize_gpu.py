@@ -1,0 +1,356 @@
+"""The GPU quantisers against the reference, bit for bit: rows, weights in every layout, and the guard that finds stale codes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sonicmoe.errors import DTypeError, LayoutError, ShapeError
+from sonicmoe.layouts import WeightSource, deinterleave_gate_up
+from sonicmoe.quant import gpu
+from sonicmoe.quant.format import Orientation
+from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+UNWRITTEN = 0x55
+# (E, H, I): less than a tile, edges in both axes, whole tiles, public models' (GPT-OSS, Qwen3-30B-A3B, the reference shape)
+SIZES = [(1, 16, 16), (3, 144, 80), (2, 256, 128), (4, 400, 208), (2, 2880, 2880), (16, 2048, 768), (8, 3072, 1536)]
+LAYOUTS = list(itertools.product([False, True], repeat=2))
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Every `torch.empty` comes back full of NaN and of the largest integers: what a kernel does not write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert bool(torch.isnan(torch.empty(7, device="cuda")).all()), "the poison is not active"
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def values(shape, dtype, seed=0, special=True):
+    """Rows of very different sizes, with zero blocks, denormals, huge values, NaN and infinity."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device="cuda")
+    x = (x * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator, device="cuda"))).to(dtype)
+    if special and x.numel():
+        flat = x.view(-1)
+        info = torch.finfo(dtype)
+        for value in (
+            float("nan"),
+            -float("nan"),
+            float("inf"),
+            -float("inf"),
+            info.tiny / 4,
+            info.max,
+            -info.max,
+            -0.0,
+        ):
+            flat[torch.randint(0, flat.numel(), (2,), generator=generator, device="cuda")] = value
+        flat[: min(256, flat.numel() // 2)] = 0.0
+    return x
+
+
+def assert_same(ours, wanted, label=""):
+    assert ours.block == wanted.block and ours.orientation == wanted.orientation, label
+    assert torch.equal(ours.codes.view(torch.uint8), wanted.codes.view(torch.uint8)), label
+    assert torch.equal(ours.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32)), label
+
+
+class TestRows:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_equals_the_reference(self, dtype):
+        for seed, (tokens, columns) in enumerate(
+            itertools.product((1, 3, 129, 1000), (16, 112, 128, 144, 384, 2880, 3072, 7168))
+        ):
+            x = values((tokens, columns), dtype, seed)
+            assert_same(gpu.quantize_rows(x), quantize(x, rows(128)), (tokens, columns))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_bit_pattern(self, dtype):
+        """All 65536 of them, beside neighbours of like size and beside any other."""
+        patterns = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16)
+        shuffled = patterns[torch.randperm(2**16, device="cuda")]
+        finite = patterns.view(dtype)[torch.isfinite(patterns.view(dtype))]
+        for flat in (patterns.view(dtype), shuffled.view(dtype), finite):
+            x = flat.reshape(-1, 128)
+            assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
+
+    def test_random_bits_of_fp32(self):
+        bits = torch.randint(-(2**31), 2**31, (4096, 640), device="cuda").to(torch.int32)
+        near = (bits & 0x00FFFFFF) + 0x3F000000  # two binades: every rounding of the codes
+        for x in (bits.view(torch.float32), near.view(torch.float32)):
+            assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
+
+    @pytest.mark.parametrize("shape", [(0, 128), (5, 0)])
+    def test_empty(self, shape):
+        q = gpu.quantize_rows(torch.zeros(shape, device="cuda"))
+        assert q.shape == shape and q.codes.is_cuda
+
+    def test_views(self):
+        wide, base = values((64, 512), torch.bfloat16), values((1, 64 * 128 + 1), torch.bfloat16)[0]
+        for x in (wide[:, :256], wide.t()[:, :48], base[1:].reshape(64, 128), wide[3:]):
+            assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
+
+    @pytest.mark.parametrize("columns", [3072, 3088], ids=["whole blocks", "partial blocks"])
+    def test_past_two_to_the_31_elements(self, columns):
+        repeats, tokens = 700, 1024
+        pattern = values((tokens, columns), torch.bfloat16)
+        x = pattern.repeat(repeats, 1)
+        assert x.numel() > 2**31
+        q, wanted = gpu.quantize_rows(x), quantize(pattern, rows(128))
+        for piece in range(repeats):
+            part = slice(piece * tokens, (piece + 1) * tokens)
+            assert torch.equal(q.codes[part].view(torch.uint8), wanted.codes.view(torch.uint8)), piece
+            assert torch.equal(q.scale_inv[part].view(torch.int32), wanted.scale_inv.view(torch.int32)), piece
+
+    def test_graph_and_no_sync(self):
+        x = values((2048, 1024), torch.bfloat16, special=False)
+        gpu.quantize_rows(x)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                q = gpu.quantize_rows(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        x.mul_(-3)
+        graph.replay()
+        assert_same(q, quantize(x, rows(128)))
+
+    def test_border(self):
+        with pytest.raises(ShapeError, match=r"x has shape \(4, 24\)"):
+            gpu.quantize_rows(torch.zeros((4, 24), device="cuda"))
+        with pytest.raises(DTypeError, match="x is float64"):
+            gpu.quantize_rows(torch.zeros((4, 32), device="cuda", dtype=torch.float64))
+
+
+def user_weights(sizes, dtype, transposed, split_half, seed=0, special=True):
+    """A `WeightSource` of matrices at addresses that are odd multiples of 16 bytes, and a function for its native form."""
+    experts, hidden, inner = sizes
+    up = values((experts, 2 * inner, hidden), dtype, seed, special)
+    down = values((experts, hidden, inner), dtype, seed + 1, special)
+    if split_half:
+        up = deinterleave_gate_up(up)
+    if transposed:
+        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return WeightSource(scattered(up), scattered(down), transposed, split_half)
+
+
+def scattered(stacked):
+    offset = 16 // stacked.element_size()
+    places = []
+    for matrix in stacked:
+        room = torch.empty(matrix.numel() + 2 * offset, dtype=matrix.dtype, device="cuda")
+        places.append(room[offset:-offset].view(matrix.shape).copy_(matrix))
+        assert places[-1].data_ptr() % 32 == 16
+    return tuple(places)
+
+
+def check(weights, source, label=""):
+    natives = gpu.native_matrices(source)
+    for native, forward, dgrad in zip(
+        natives, (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), strict=True
+    ):
+        wanted = quantize(native, iso(128))
+        assert_same(forward, wanted, label)
+        assert_same(dgrad, transpose_storage(wanted), label)
+
+
+def scribble(weights):
+    """Spoil the codes, so that only a launch that quantises makes them right again."""
+    codes = weights.w1.codes.view(torch.uint8)
+    codes.fill_(UNWRITTEN)
+    return codes
+
+
+def untouched(weights):
+    return bool((weights.w1.codes.view(torch.uint8) == UNWRITTEN).all())
+
+
+class TestWeights:
+    @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("iso_weight", [False, True])
+    def test_equals_the_reference(self, dtype, transposed, split_half, iso_weight):
+        weights = gpu.QuantizedWeights(iso_weight)
+        for seed, sizes in enumerate(SIZES):
+            source = user_weights(sizes, dtype, transposed, split_half, seed)
+            weights.update(source)
+            check(weights, source, sizes)
+
+    def test_ungated(self):
+        up, down = values((3, 80, 144), torch.bfloat16), values((3, 144, 80), torch.bfloat16)
+        source = WeightSource(tuple(up), tuple(down), False, False)
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        check(weights, source)
+
+    def test_parameters_of_modules(self):
+        """What the node hands over: leaves that want gradients."""
+        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
+        as_parameters = [tuple(torch.nn.Parameter(m) for m in group) for group in (source.up, source.down)]
+        weights = gpu.QuantizedWeights()
+        weights.update(WeightSource(*as_parameters, True, True))
+        check(weights, source)
+
+    def test_past_two_to_the_31_elements(self):
+        experts, hidden, inner = 17, 8192, 8192
+        up = torch.randint(-127, 127, (experts, hidden, 2 * inner), dtype=torch.int8, device="cuda").to(torch.bfloat16)
+        down = torch.randint(-127, 127, (experts, inner, hidden), dtype=torch.int8, device="cuda").to(torch.bfloat16)
+        assert up.numel() > 2**31
+        weights = gpu.QuantizedWeights()
+        weights.update(WeightSource(tuple(up), tuple(down), True, True))
+        for e in (0, 1, experts - 1):
+            one = WeightSource((up[e],), (down[e],), True, True)
+            for native, forward, dgrad in zip(
+                gpu.native_matrices(one), (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), strict=True
+            ):
+                wanted = quantize(native[0], iso(128))
+                assert_same(forward[e], wanted, e)
+                assert_same(dgrad[e], transpose_storage(wanted), e)
+
+    def test_iso_weight_shares_one_scratch(self):
+        gpu.release_scratch()
+        layers = [gpu.QuantizedWeights(iso_weight=True) for _ in range(2)]
+        full = gpu.QuantizedWeights()
+        sources = [user_weights((2, 256, 128), torch.bfloat16, True, True, seed, special=False) for seed in range(2)]
+        for layer, source in zip(layers, sources, strict=True):
+            layer.update(source)
+        full.update(sources[0])
+        assert full.nbytes == 2 * layers[0].nbytes
+        first = layers[0].w1_dgrad
+        assert first.orientation is Orientation.COLUMNS
+        assert torch.equal(dequantize(first), dequantize(layers[0].w1))
+        second = layers[1].w1_dgrad
+        assert first.codes.data_ptr() == second.codes.data_ptr() != layers[1].w2_dgrad.codes.data_ptr()
+        assert torch.equal(dequantize(second), dequantize(layers[1].w1))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert layers[0].w1_dgrad.codes.data_ptr() != second.codes.data_ptr()
+        torch.cuda.synchronize()
+        gpu.release_scratch()
+
+    def test_border(self):
+        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
+        down = (source.down[0], torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256))
+        with pytest.raises(LayoutError, match=r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes"):
+            gpu.QuantizedWeights().update(WeightSource(source.up, down, True, True))
+        with pytest.raises(LayoutError, match=r"up\[0\] is not contiguous"):
+            up = (source.up[0].t().contiguous().t(), source.up[1])
+            gpu.QuantizedWeights().update(WeightSource(up, source.down, True, True))
+
+
+class TestGuard:
+    @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+    def source(self, request):
+        return user_weights((8, 1024, 384), request.param, True, True, special=False)
+
+    def test_unchanged_weights_are_left_alone(self, source):
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        scribble(weights)
+        for _ in range(5):
+            weights.update(source)
+        assert untouched(weights)
+
+    @pytest.mark.parametrize("matrix", [0, 5, 8, 15])
+    def test_a_change_of_one_matrix_is_seen(self, source, matrix):
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        scribble(weights)
+        changed = (*source.up, *source.down)[matrix]
+        changed.add_(torch.randn(changed.shape, device="cuda").to(changed.dtype), alpha=1e-2)
+        weights.update(source)
+        check(weights, source)
+        scribble(weights)
+        weights.update(source)
+        assert untouched(weights), "the flag was not cleared"
+
+    def test_every_optimizer_step_is_seen(self, source):
+        parameters = [torch.nn.Parameter(m) for m in (*source.up, *source.down)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        weights = gpu.QuantizedWeights()
+        for seed in range(5):
+            weights.update(source)
+            check(weights, source, seed)
+            scribble(weights)
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+
+    def test_force_and_invalidate(self, source):
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        scribble(weights)
+        weights.update(source, force=True)
+        check(weights, source)
+        scribble(weights)
+        weights.invalidate()
+        weights.update(source)
+        check(weights, source)
+        scribble(weights)
+        weights.update(source)
+        assert untouched(weights)
+
+    def test_moved_weights_are_quantised(self, source):
+        """Even to equal bytes: the old address may belong to somebody else."""
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        scribble(weights)
+        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), True, True)
+        weights.update(moved)
+        check(weights, moved)
+
+    def test_no_sync_from_the_first_update_on(self, source):
+        gpu.QuantizedWeights().update(source)  # loads the module
+        weights = gpu.QuantizedWeights()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            weights.update(source)
+            weights.update(source)
+            weights.update(source, force=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        check(weights, source)
+
+    def test_graph_follows_weight_updates(self, source):
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            weights.update(source)
+        for _ in range(3):
+            scribble(weights)
+            graph.replay()
+            assert untouched(weights)
+            for matrix in (*source.up, *source.down):
+                matrix.mul_(-0.7)
+            graph.replay()
+            check(weights, source)
+
+    def test_moved_weights_are_refused_in_a_capture(self, source):
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), True, True)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(Exception, match="have moved within a CUDA graph capture"), torch.cuda.graph(graph):
+            weights.update(moved)
+        weights.update(moved)
+        check(weights, moved)
+
+    def test_repetition_is_bit_exact(self, source):
+        weights = gpu.QuantizedWeights()
+        weights.update(source)
+        first = [
+            q.codes.view(torch.uint8).clone() for q in (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
+        ]
+        for _ in range(10):
+            weights.update(source, force=True)
+            again = (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
+            assert all(torch.equal(a, b.codes.view(torch.uint8)) for a, b in zip(first, again, strict=True))

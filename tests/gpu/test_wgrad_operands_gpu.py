@@ -1,0 +1,212 @@
+"""FP8 operands of the weight gradients on the GPU against the exact quantiser on the host, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.routing_cases import distinct_probs, sentinels, topk_of
+
+from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair, transpose_codes
+from sonicmoe.quant.recipes import iso
+from sonicmoe.quant.reference import quantize
+from sonicmoe.routing.gpu import build_routing_gpu
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# (T, C, experts here, K, experts everywhere): one tile, a partial last block, blocks of one octet pair, empty experts, a full grid,
+# more tiles of an expert than experts, more experts than tiles of one
+SHAPES = [
+    (1, 128, 1, 1, 1),
+    (300, 256, 4, 2, 4),
+    (257, 2064, 8, 3, 24),
+    (64, 16, 16, 1, 16),
+    (700, 2880, 6, 4, 64),
+    (4096, 1536, 8, 8, 8),
+    (5000, 144, 3, 2, 3),
+    (2000, 384, 40, 8, 40),
+]
+
+
+def case(shape, dtype, seed=0):
+    """Tokens and routing with the worst-case number of rows; tokens that nobody routes to are NaN."""
+    tokens, width, experts, topk, everywhere = shape
+    indices = sentinels(topk_of(tokens, topk, everywhere, seed), experts, seed % 3)
+    routing = build_routing_gpu(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn((tokens, width), generator=generator, device="cuda")
+    x = x * torch.exp2(24 * torch.rand((tokens, 1), generator=generator, device="cuda") - 12)
+    x[((indices < 0) | (indices >= experts)).all(1).cuda()] = float("nan")
+    return x.to(dtype), routing
+
+
+def used_rows(routing):
+    return int(routing.padded_offsets[-1])
+
+
+def assert_bits(got, want, rows):
+    """Equal codes and scales of the first `rows` rows."""
+    assert got.orientation is Orientation.COLUMNS
+    assert got.shape[1] == want.shape[1]
+    ours, golden = (q.codes.view(torch.uint8)[:, :rows].cpu() for q in (got, want))
+    assert torch.equal(ours, golden), f"{int((ours != golden).sum())} codes differ"
+    ours, golden = (q.scale_inv[:, : rows // 128].cpu().view(torch.int32) for q in (got, want))
+    assert torch.equal(ours, golden), f"{int((ours != golden).sum())} scales differ"
+
+
+def on_host(x, routing):
+    return gather_transpose_quantize(x.cpu(), routing.row_token.cpu(), routing.padded_offsets.cpu())
+
+
+def gathered(x, routing):
+    return gather_transpose_quantize(x, routing.row_token, routing.padded_offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(shape, dtype):
+    x, routing = case(shape, dtype)
+    assert_bits(gathered(x, routing), on_host(x, routing), used_rows(routing))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(dtype):
+    """NaN keeps its place, infinity makes its block NaN, zero blocks get codes 0, the smallest values are not flushed."""
+    x, routing = case((900, 400, 5, 2, 5), dtype, seed=3)
+    generator = torch.Generator("cuda").manual_seed(1)
+    draw = torch.rand(x.shape, generator=generator, device="cuda")
+    x[:, :128] = torch.where(draw[:, :128] < 1e-3, float("nan"), x[:, :128])
+    x[:100, 128:256] = torch.where(draw[:100, 128:256] < 1e-4, -float("inf"), x[:100, 128:256])
+    x[:, 256:300] = 0.0
+    x[:, 256:300:7] = -0.0
+    tiny = 1e-40 if dtype is not torch.float16 else 6e-8
+    x[:, 300:] = (draw[:, 300:] * 4 * tiny).to(dtype)
+    want = on_host(x, routing)
+    used = want.codes.view(torch.uint8)[:, : used_rows(routing)]
+    assert bool((used == 0x7F).any()) and bool(torch.isinf(want.scale_inv).any())
+    assert_bits(gathered(x, routing), want, used_rows(routing))
+
+
+def test_a_matrix_of_nothing_but_nan_or_zeros():
+    _, routing = case((200, 128, 2, 1, 2), torch.bfloat16)
+    for value in (float("nan"), 0.0, -0.0, float("inf"), -448.0):
+        x = torch.full((200, 128), value, device="cuda", dtype=torch.bfloat16)
+        assert_bits(gathered(x, routing), on_host(x, routing), used_rows(routing))
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_no_rows(tokens):
+    indices = torch.full((tokens, 2), -1, device="cuda")
+    routing = build_routing_gpu(indices, torch.zeros((tokens, 2), device="cuda"), 4)
+    x = torch.full((tokens, 256), float("nan"), device="cuda", dtype=torch.bfloat16)
+    assert gathered(x, routing).codes.shape == (256, routing.num_rows)
+
+
+def test_pair_is_both():
+    x, routing = case(SHAPES[4], torch.bfloat16)
+    dout = x.flip(0).contiguous()
+    rows = used_rows(routing)
+    for got, source in zip(
+        gather_transpose_quantize_pair(x, dout, routing.row_token, routing.padded_offsets), (x, dout), strict=True
+    ):
+        assert_bits(got, on_host(source, routing), rows)
+
+
+def test_rows_behind_the_last_expert_stay_untouched_and_their_tokens_unread():
+    module = wgrad_operands_source().load()
+    x, routing = case((500, 272, 16, 4, 256), torch.bfloat16)
+    rows, used = routing.num_rows, used_rows(routing)
+    assert used < rows
+    row_token = routing.row_token.clone()
+    row_token[used:] = 7
+    codes = torch.full((272, rows), 0xAB, dtype=torch.uint8, device="cuda")
+    scale = torch.full((3, rows // 128), -5.0, device="cuda")
+    stream = current_stream(x)
+    module.gather_transpose_quantize(x, row_token, routing.padded_offsets, codes, scale, stream)
+    assert bool((codes[:, used:] == 0xAB).all()) and bool((scale[:, used // 128 :] == -5).all())
+    q = BlockScaledTensor(codes.view(torch.float8_e4m3fn), scale, iso(128), Code.E4M3, Orientation.COLUMNS)
+    assert_bits(q, on_host(x, routing), used)
+
+    source = torch.randint(0, 256, (rows, 272), dtype=torch.uint8, device="cuda")
+    blocks = torch.rand((rows // 128, 3), device="cuda")
+    codes.fill_(0xAB)
+    scale.fill_(-5.0)
+    module.transpose_codes(source, blocks, routing.padded_offsets, codes, scale, stream)
+    assert torch.equal(codes[:, :used], source[:used].T) and bool((codes[:, used:] == 0xAB).all())
+    assert torch.equal(scale[:, : used // 128], blocks[: used // 128].T) and bool((scale[:, used // 128 :] == -5).all())
+
+
+def test_views_that_start_anywhere():
+    x, routing = case(SHAPES[1], torch.bfloat16)
+    off = torch.cat([x.new_zeros(3), x.reshape(-1)])[3:].view(x.shape)
+    assert off.data_ptr() % 16 and off.is_contiguous()
+    assert_bits(gathered(off, routing), on_host(x, routing), used_rows(routing))
+
+
+def test_tokens_out_of_range_are_zeros():
+    x = torch.ones((4, 128), device="cuda", dtype=torch.bfloat16)
+    row_token = torch.full((128,), -1, dtype=torch.int32, device="cuda")
+    row_token[:4] = torch.tensor([3, 4, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    q = gather_transpose_quantize(x, row_token, torch.tensor([0, 128], device="cuda"))
+    bits = q.codes.view(torch.uint8)
+    assert bool((bits[:, 0] == 0x7E).all()) and not bool(bits[:, 1:].any())
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (384, 2064), (1280, 16), (4096, 3072)])
+def test_transpose_codes(shape):
+    q = quantize(torch.randn(shape, device="cuda"), iso(128))
+    offsets = torch.tensor([0, 128, shape[0]], device="cuda")
+    got = transpose_codes(q, offsets)
+    assert torch.equal(got.codes.view(torch.uint8), q.codes.view(torch.uint8).T)
+    assert torch.equal(got.scale_inv, q.scale_inv.T)
+
+
+def test_past_two_to_the_31_elements():
+    tokens, width, rows = 4096, 4096, 128 * 4200
+    assert rows * width > 2**31
+    x = torch.randn((tokens, width), device="cuda").to(torch.bfloat16)
+    row_token = torch.randint(-1, tokens, (rows,), dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, rows], device="cuda")
+    q = gather_transpose_quantize(x, row_token, offsets)
+    for first in (0, 2**31 // width // 128 * 128, rows - 128):
+        block = row_token[first : first + 128]
+        want = gather_transpose_quantize(x.cpu(), block.cpu(), torch.tensor([0, 128]))
+        assert torch.equal(q.codes.view(torch.uint8)[:, first : first + 128].cpu(), want.codes.view(torch.uint8)), first
+        assert torch.equal(q.scale_inv[:, first // 128].cpu(), want.scale_inv[:, 0]), first
+    del q
+    codes = torch.randint(0, 120, (rows, width), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    scale = torch.rand((rows // 128, width // 128), device="cuda")
+    got = transpose_codes(BlockScaledTensor(codes, scale, iso(128), Code.E4M3), offsets)
+    assert torch.equal(got.codes.view(torch.uint8), codes.view(torch.uint8).T)
+    assert torch.equal(got.scale_inv, scale.T)
+
+
+def test_graph_and_no_sync():
+    x, routing = case(SHAPES[4], torch.bfloat16)
+    want = gathered(x, routing)
+    rows = used_rows(routing)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = gathered(x, routing)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    assert_bits(got, want, rows)
+
+
+def test_border():
+    x, routing = case(SHAPES[1], torch.bfloat16)
+    with pytest.raises(ShapeError, match="250 columns"):
+        gather_transpose_quantize(x[:, :250], routing.row_token, routing.padded_offsets)
+    with pytest.raises(ShapeError, match="127 rows"):
+        gather_transpose_quantize(x, routing.row_token[:127], routing.padded_offsets)
+    with pytest.raises(DTypeError, match="row_token is int64"):
+        gather_transpose_quantize(x, routing.row_token.long(), routing.padded_offsets)
+    with pytest.raises(DTypeError, match="padded_offsets is int32"):
+        gather_transpose_quantize(x, routing.row_token, routing.padded_offsets.int())

@@ -1,0 +1,62 @@
+"""CUDA sources rewritten for the host compiler, so that the very kernels run, on host tensors, where there is no GPU.
+
+Launches become loops over host threads (`host_cuda.h`); the few PTX instructions and runtime calls become functions of the same
+meaning. A source that uses anything else does not compile.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+HEADER = Path(__file__).with_name("host_cuda.h")
+NUM_SMS = 2
+
+REWRITES = (
+    (r"([\w:]+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", r"host_cuda::launch([](auto... a) { \1(a...); }, \2)("),
+    (r'asm volatile\("ld\.global\.nc\..*?: "l"\(address\)\);', "host_cuda::load16(word, address);"),
+    (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 [^;]*;" : "=h"\((\w+)\) : "f"\((\w)\), "f"\((\w)\)\);',
+     r"\1 = host_cuda::e4m3x2(\2, \3);"),
+    (r'asm\(instruction .*?"\+r"\((.*?)\) : "r"\((.*?)\)\);', r"\1 = host_cuda::max_of_halves<Vector16>(\1, \2);"),
+    (r"#include <tvm/ffi/extra/cuda/device_guard.h>", ""),
+    (r"tensor\.device\(\)\.device_type == kDLCUDA", "tensor.device().device_type == kDLCPU"),
+    (r"cudaGetLastError\(\)", "cuda_success()"),
+    (r"cudaDeviceGetAttribute\(&sms, .*?, device\)", f"(sms = {NUM_SMS}, cuda_success())"),
+    (r"cudaStreamIsCapturing\(.*?, &capturing\)", "cuda_success()"),
+)  # fmt: skip
+
+
+def rewritten(source: str) -> str:
+    """The source in standard C++."""
+    for pattern, replacement in REWRITES:
+        source = re.sub(pattern, replacement, source, flags=re.DOTALL)
+    return f'#include "{HEADER}"\n{source}'
+
+
+def load(sources: tuple[Path, ...], folder: Path, cuda_include: Path) -> Any:
+    """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder`; streams are ignored."""
+    import tvm_ffi
+
+    for file in (*sources, *sources[0].parent.glob("*.cuh")):
+        target = folder / file.with_suffix(".cpp").name if file.suffix == ".cu" else folder / file.name
+        target.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")
+    library = folder / "host.so"
+    headers = [Path(path) for path in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        "-w",
+        "-ffp-contract=off",
+        "-o",
+        str(library),
+    ]
+    command += [f"-I{path}" for path in (*headers, cuda_include)]
+    command += [str(folder / file.with_suffix(".cpp").name) for file in sources]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return tvm_ffi.load_module(str(library))

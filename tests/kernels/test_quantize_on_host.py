@@ -1,0 +1,177 @@
+"""The quantisers' CUDA kernels themselves, compiled for the host, against the reference quantiser bit for bit.
+
+Proves indices, edges, layouts and the guard; rounding, NaN and infinity are the GPU's own in tests/gpu/test_quantize_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+
+import pytest
+import torch
+from kernels import host_cuda
+
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels.cuda_quantize import quantize_source
+from sonicmoe.layouts import deinterleave_gate_up
+from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.reference import quantize, transpose_storage
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+UNWRITTEN = 0x55
+
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    return host_cuda.load(quantize_source().files, tmp_path_factory.mktemp("host"), find_toolkit().home / "include")
+
+
+def values(shape, dtype, seed=0):
+    """Rows of very different sizes, with zeros, denormals, NaN and infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(
+        torch.randint(-12, 12, (shape[-2], 1), generator=generator)
+    )
+    x = x.to(dtype)
+    flat = x.view(-1)
+    for special in (float("nan"), float("inf"), torch.finfo(dtype).tiny / 4):
+        flat[torch.randint(0, flat.numel(), (3,), generator=generator)] = special
+    flat[:16], flat[1] = 0.0, -0.0
+    return x
+
+
+def unwritten(*shape):
+    """Codes and scales of 128 x 128 blocks."""
+    scales = torch.full((shape[0], -(-shape[1] // 128), -(-shape[2] // 128)), float("nan"))
+    return torch.full(shape, UNWRITTEN, dtype=torch.uint8), scales
+
+
+def assert_same(q, codes, scale_inv, label=""):
+    assert torch.equal(q.codes.view(torch.uint8), codes), label
+    assert torch.equal(q.scale_inv.view(torch.int32), scale_inv.view(torch.int32)), label
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 128), (1, 16), (5, 144), (37, 384), (9, 272)], ids=str)
+def test_rows(module, dtype, shape):
+    x = values(shape, dtype)
+    codes, scale_inv = (
+        torch.full(shape, UNWRITTEN, dtype=torch.uint8),
+        torch.full((shape[0], -(-shape[1] // 128)), -1.0),
+    )
+    module.quantize_rows(x, codes, scale_inv, 0)
+    assert_same(quantize(x, rows(128)), codes, scale_inv)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_bit_pattern(module, dtype):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(-1, 128)
+    codes, scale_inv = torch.full(tuple(x.shape), UNWRITTEN, dtype=torch.uint8), torch.full((x.shape[0], 1), -1.0)
+    module.quantize_rows(x, codes, scale_inv, 0)
+    assert_same(quantize(x, rows(128)), codes, scale_inv)
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 128), (3, 144, 272), (1, 16, 400)], ids=str)
+def test_transposition(module, shape):
+    q = quantize(values(shape, torch.float32), iso(128))
+    codes, scale_inv = unwritten(shape[0], shape[2], shape[1])
+    module.transpose_bytes(q.codes.view(torch.uint8), q.scale_inv, codes, scale_inv, 0)
+    assert_same(transpose_storage(q), codes, scale_inv)
+
+
+class Weights:
+    """Native weights, the user's matrices made of them, and everything a launch needs."""
+
+    def __init__(self, module, dtype, transposed, split_half, sizes, both=True):
+        experts, self.hidden, self.inner = sizes
+        self.module, self.element, self.n1 = module, DTYPES.index(dtype), 2 * self.inner
+        self.transposed, self.split_half = transposed, split_half
+        self.w1, self.w2 = (
+            values((experts, self.n1, self.hidden), dtype, 1),
+            values((experts, self.hidden, self.inner), dtype, 2),
+        )
+        up = deinterleave_gate_up(self.w1) if split_half else self.w1
+        order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
+        self.matrices = [matrix.clone() for stacked in (order(up), order(self.w2)) for matrix in stacked]
+        self.table = torch.zeros(2 * experts, dtype=torch.int64)
+        module.store_addresses([matrix.data_ptr() for matrix in self.matrices], self.table, 0)
+        forward = (experts, self.n1, self.hidden), (experts, self.hidden, self.inner)
+        self.forward = [unwritten(*shape) for shape in forward]
+        self.dgrad = [unwritten(shape[0], shape[2], shape[1]) for shape in forward] if both else [(None, None)] * 2
+        self.state = torch.zeros(2, dtype=torch.int32)
+        sizes = (self.n1, self.hidden, self.inner)
+        self.checksums = torch.full(
+            (int(module.num_checksums(self.table, *sizes, transposed, self.element)),), -1, dtype=torch.int32
+        )
+
+    def update(self, force):
+        """Whether the guard saw a change."""
+        where = (self.table, self.n1, self.hidden, self.inner, self.transposed, self.element)
+        self.module.check_weights(*where, self.checksums, self.state, 0)
+        changed = bool(self.state[0])
+        outputs = [tensor for pair in (*self.forward, *self.dgrad) for tensor in pair]
+        flags = (self.transposed, self.split_half, self.element)
+        self.module.quantize_weights(self.table, *outputs, *flags, self.state, force, 0)
+        assert self.state.tolist() == [0, 0]
+        return changed
+
+    def check(self):
+        for native, forward, dgrad in zip((self.w1, self.w2), self.forward, self.dgrad, strict=True):
+            q = quantize(native, iso(128))
+            assert_same(q, *forward)
+            if dgrad[0] is not None:
+                assert_same(transpose_storage(q), *dgrad)
+
+
+LAYOUTS = list(itertools.product([False, True], repeat=2))
+
+
+@pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights(module, dtype, transposed, split_half):
+    for sizes, both in (((2, 144, 80), True), ((1, 256, 128), False)):
+        weights = Weights(module, dtype, transposed, split_half, sizes, both)
+        weights.update(force=True)
+        weights.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_guard(module, dtype):
+    weights = Weights(module, dtype, True, True, (2, 144, 80))
+    weights.update(force=True)
+    scribbled = weights.forward[0][0]
+    scribbled.fill_(UNWRITTEN)
+    assert not weights.update(force=False) and bool((scribbled == UNWRITTEN).all())
+    assert not weights.update(force=True)
+    weights.check()
+    scribbled.fill_(UNWRITTEN)
+    weights.matrices[-1].neg_()
+    weights.w2[-1].neg_()
+    assert weights.update(force=False)
+    weights.check()
+    assert not weights.update(force=False)
+
+
+def test_guard_reads_one_row_of_every_stripe(module):
+    """Each row touched alone: one row of each 128 (and one of the last, short stripe) shows."""
+    weights = Weights(module, torch.bfloat16, False, False, (1, 128, 80))
+    weights.update(force=True)
+    seen = []
+    for row in range(weights.n1):
+        weights.matrices[0][row] += 1
+        if weights.update(force=False):
+            seen.append(row // 128)
+    assert seen == [0, 1]
+
+
+def test_addresses_off_the_boundary_are_refused(module):
+    with pytest.raises(Exception, match="weight 1 does not start on a 16-byte boundary"):
+        module.store_addresses([4096, 4100], torch.zeros(2, dtype=torch.int64), 0)

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Time what is around the weight-gradient GEMMs, operands before and flush behind, beside a copy of as many bytes in the same run.
+
+    python tools/ci/wgrad_operands_bench.py [--json FILE]
+
+The variants of one shape are captured in CUDA graphs and replayed in turns, so that all see the same clocks. Bytes are those a
+perfect cache would move: each token once, each output once; a gradient, its destination and the zeros once.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from sonicmoe import gradients
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.cuda_wgrad import flush_source
+from sonicmoe.quant.format import BlockScaledTensor, Code
+from sonicmoe.quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair, transpose_codes
+from sonicmoe.quant.recipes import iso
+from sonicmoe.routing.gpu import build_routing_gpu
+
+Tensor = torch.Tensor
+# (T, H, I, E, K)
+SHAPES = ((8192, 3072, 1536, 8, 8), (2048, 3072, 1536, 8, 8), (8192, 3072, 1536, 32, 8), (16384, 2048, 768, 128, 8))
+Variants = dict[str, tuple[Callable[[], object], float]]
+
+
+def operand_variants(tokens: int, hidden: int, intermediate: int, experts: int, topk: int) -> Variants:
+    """`name -> (launch, bytes)`, bf16 tokens and balanced random routing."""
+    indices = torch.rand((tokens, max(experts, topk)), device="cuda").topk(topk, 1).indices % experts
+    counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
+    routing = build_routing_gpu(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
+    rows, n1 = routing.num_rows, 2 * intermediate
+    x, dout = (torch.randn((tokens, hidden), device="cuda").to(torch.bfloat16) for _ in range(2))
+    codes = torch.randint(0, 120, (rows, n1), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    dz = BlockScaledTensor(codes, torch.rand((rows // 128, -(-n1 // 128)), device="cuda"), iso(128), Code.E4M3)
+    one = hidden * (2.0 * tokens + rows)
+    arguments = routing.row_token, routing.padded_offsets
+    return {
+        "x^T": (lambda: gather_transpose_quantize(x, *arguments), one),
+        "x^T and dout^T, one launch": (lambda: gather_transpose_quantize_pair(x, dout, *arguments), 2 * one),
+        "dz^T": (lambda: transpose_codes(dz, routing.padded_offsets), 2.0 * rows * n1),
+        "copy of as much as x^T": copy_of(one),
+    }
+
+
+def flush_variants(hidden: int, intermediate: int, experts: int) -> Variants:
+    """Added to fp32 main_grad, and written to a fresh bf16 gradient, per expert in the layout of ERNIE's weights."""
+    n1 = 2 * intermediate
+    kernel = flush_source().load().flush_gradients
+    dw1 = torch.zeros((experts, n1, hidden), device="cuda")
+    dw2 = torch.zeros((experts, hidden, intermediate), device="cuda")
+    elements = float(dw1.numel() + dw2.numel())
+
+    def launch(dtype: torch.dtype, fresh: bool) -> Callable[[], object]:
+        shapes = [(hidden, n1)] * experts + [(intermediate, hidden)] * experts
+        targets = [torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes]
+        table = gradients.destination_table([gradients.Destination(t, t, fresh) for t in targets], experts)
+        # `targets` as a default keeps the memory that the table points to.
+        return lambda targets=targets: kernel(dw1, dw2, table, True, True, current_stream(dw1))
+
+    return {
+        "flush, added to fp32 main_grad": (launch(torch.float32, False), 16 * elements),
+        "flush, written to bf16 grad": (launch(torch.bfloat16, True), 10 * elements),
+        "copy of as much as the former": copy_of(16 * elements),
+    }
+
+
+def copy_of(size: float) -> tuple[Callable[[], object], float]:
+    """A device copy that reads and writes `size` bytes in all."""
+    source = torch.zeros(int(size) // 32, dtype=torch.int64, device="cuda").repeat(2)
+    target = torch.empty_like(source)
+    return (lambda: target.copy_(source)), size
+
+
+def interleaved_us(variants: Variants, rounds: int, calls: int = 4) -> dict[str, float]:
+    """Median microseconds of GPU time per call."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, (launch, _) in variants.items():
+        launch()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(calls):
+                launch()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for number in range(rounds + 2):
+        for name, graph in graphs.items():
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            if number >= 2:
+                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measured(shape: tuple[int, ...], variants: Variants, rounds: int) -> list[dict[str, Any]]:
+    """One result and one printed line per variant."""
+    results = []
+    times = interleaved_us(variants, rounds)
+    copy = next(variants[name][1] / us for name, us in times.items() if name.startswith("copy"))
+    for name, us in times.items():
+        rate = variants[name][1] / us
+        results.append({"shape": shape, "name": name, "us": us, "GB/s": rate / 1e3, "of_copy": rate / copy})
+        click.echo(f"{shape!s:30} {name:32} {us:8.1f} us {rate / 1e3:7.0f} GB/s {rate / copy:5.0%} of copy")
+    return results
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here.")
+@click.option("--rounds", default=20, show_default=True, help="Timed replays of each variant.")
+def main(json_path: Path | None, rounds: int) -> None:
+    """Print microseconds and bandwidth of each kernel at every shape."""
+    report = []
+    for shape in SHAPES:
+        report += measured(shape, operand_variants(*shape), rounds)
+        torch.cuda.empty_cache()
+        report += measured(shape, flush_variants(*shape[1:4]), rounds)
+        torch.cuda.empty_cache()
+    if json_path:
+        json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
