@@ -20,7 +20,14 @@ from .cache import CompileCache
 from .key import CompileKey
 from .manifest import Artefact
 
-PROVIDER_MODULES: tuple[str, ...] = ("sonicmoe.jit.probe", "sonicmoe.kernels")
+PROVIDER_MODULES: tuple[str, ...] = (
+    "sonicmoe.jit.probe",
+    "sonicmoe.kernels",
+    "sonicmoe.kernels.cuda_quantize",
+    "sonicmoe.kernels.cuda_wgrad",
+    "sonicmoe.kernels.quack_gemm",
+    "sonicmoe.kernels.sm90",
+)
 DTYPES = ("bfloat16", "float16", "float32")
 
 

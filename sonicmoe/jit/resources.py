@@ -1,4 +1,4 @@
-"""What ptxas says about a kernel: registers, shared memory, spills, serialised WGMMA. Standard library only."""
+"""What ptxas says about a kernel: registers, shared memory, spills, what it could not keep. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized.*?function '([^']+)'")
+_LOSS = re.compile(r"\(C\d+\) Potential Performance Loss: .*\S")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
     for name in _SERIALISED.findall(report):
         found[name] = replace(found.get(name, KernelResources(name, "")), wgmma_serialised=True)
     return tuple(found.values())
+
+
+def performance_losses(report: str) -> tuple[str, ...]:
+    """Distinct "Potential Performance Loss" lines of a ptxas report, with their codes; most name no kernel.
+
+    C7510 and C7514 serialise WGMMA; C7508 and its neighbours ignore `setmaxnreg`, which leaves consumers the registers of producers.
+    """
+    return tuple(dict.fromkeys(_LOSS.findall(report)))
 
 
 def require_no_spills(resources: Iterable[KernelResources], allowed_bytes: int = 0) -> None:

@@ -22,6 +22,7 @@ from sonicmoe.jit.toolchain import CudaToolkit, find_toolkit
 
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs nvcc")
 DIMENSIONS = ["--E", "8", "--H", "256", "--I", "128"]
+ENGINE = "reference"  # whose plan has CUDA sources only
 # Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to keep them in.
 SPILLING = """\
 __global__ void __launch_bounds__(1024) hungry(float* x) {
@@ -39,6 +40,7 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "sonicmoe.cli.warmup", *DIMENSIONS, "--json", *arguments]
     # The machine's own node-local cache may be warm.
     env.setdefault("SONIC_MOE_LOCAL_CACHE_DIR", f"{arguments[arguments.index('--cache-dir') + 1]}-local")
+    env.setdefault("SONIC_MOE_ENGINE", ENGINE)
     return subprocess.run(line, env=environment(**env), capture_output=True, text=True, check=False)
 
 

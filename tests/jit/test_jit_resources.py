@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sonicmoe.jit.errors import SpillError
-from sonicmoe.jit.resources import KernelResources, parse_ptxas, require_no_spills
+from sonicmoe.jit.resources import KernelResources, parse_ptxas, performance_losses, require_no_spills
 
 REPORT = """\
 [1/2] nvcc -Xptxas -v -c gemm.cu
@@ -46,6 +46,14 @@ def test_spills_raise_and_name_the_kernel() -> None:
 def test_serialised_wgmma_raises() -> None:
     with pytest.raises(SpillError, match="clean: ptxas serialised"):
         require_no_spills(parse_ptxas(REPORT + SERIALISED)[1:])
+
+
+def test_performance_losses_are_read_once_each() -> None:
+    ignored = "(C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry."
+    found = performance_losses(f"ptxas info    : {ignored}\n{REPORT}ptxas info    : {ignored}\n{SERIALISED}")
+    assert found[0] == ignored and found[1].startswith("(C7514) Potential Performance Loss: wgmma")
+    assert len(found) == 2
+    assert performance_losses(REPORT) == ()
 
 
 def test_nothing_to_read() -> None:

@@ -7,23 +7,44 @@ from pathlib import Path
 
 import pytest
 
+from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.jit.cuda_source import resource_usage
-from sonicmoe.jit.resources import require_no_spills
+from sonicmoe.jit.cuda_source import BUILD_LOG, resource_usage
+from sonicmoe.jit.resources import performance_losses, require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import cuda_sources
-from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
+from sonicmoe.kernels.cuda_quantize import quantize_source
+from sonicmoe.kernels.sm90 import gemm_sources
 
-SOURCES = (*cuda_sources(), fp8_grouped_gemm_source())
+SOURCES = (*cuda_sources(), quantize_source(), *gemm_sources())
 
 EXPORTS = {
     "routing_metadata": ("build_metadata", "gather_or_zero", "scratch_per_expert", "max_experts"),
     "aggregate": ("aggregate_rows",),
+    "quantize": (
+        "quantize_rows",
+        "transpose_bytes",
+        "store_addresses",
+        "num_checksums",
+        "check_weights",
+        "quantize_weights",
+    ),
     "fp8_grouped_gemm": ("grouped_gemm", "gather_gated_gemm"),
+    "fp8_dgated": ("gather_dgated_gemm",),
+    "fp8_wgrad": ("grouped_wgrad",),
 }
 # entry functions: {int32, int64} and the gather; 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
-# ... and the plain GEMM, {SwiGLU, GeGLU, ReGLU} x {with z, without}
-KERNELS = {"routing_metadata": 3, "aggregate": 21, "fp8_grouped_gemm": 7}
+# ... rows and weights of 3 dtypes each, transposition, guard, addresses
+# ... the plain GEMM, {SwiGLU, GeGLU, ReGLU} x {with z, without}
+# ... {SwiGLU, GeGLU, ReGLU} x {FP8, plain} operands of wgrad
+KERNELS = {
+    "routing_metadata": 3,
+    "aggregate": 21,
+    "quantize": 9,
+    "fp8_grouped_gemm": 7,
+    "fp8_dgated": 6,
+    "fp8_wgrad": 1,
+}
 
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
@@ -39,10 +60,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None:
-    resources = resource_usage(source.compile(cache))
+    artefact = source.compile(cache)
+    resources = resource_usage(artefact)
     assert len(resources) == KERNELS[source.name]
     assert {item.arch for item in resources} == {"sm_90a"}
     require_no_spills(resources)
+    assert performance_losses(artefact.file(BUILD_LOG).read_text(encoding="utf-8")) == ()
     if (
         source.name == "routing_metadata"
     ):  # 1024 threads of 64 registers fill the register file: a wider kernel would not launch
@@ -74,8 +97,13 @@ def test_host_tensors_are_refused_by_name(cache: CompileCache) -> None:
         module.gather_or_zero(index, values, values, 0)
 
 
-def test_warm_up_plans_both_sources() -> None:
+def test_warm_up_plans_every_source() -> None:
     from sonicmoe.jit.plan import ModelSpec, plan
 
-    names = {job.name for job in plan(ModelSpec(E=8, H=3072, I=1536))}
-    assert {source.name for source in cuda_sources()} <= names
+    def names(**options) -> set[str]:
+        return {job.name for job in plan(ModelSpec(E=8, H=3072, I=1536), current_config(SonicMoEConfig(**options)))}
+
+    always = {source.name for source in cuda_sources()}
+    fp8 = {source.name for source in (quantize_source(), *gemm_sources())}
+    assert always | fp8 <= names(fp8_mode="perf")
+    assert always <= names() and not fp8 & names()

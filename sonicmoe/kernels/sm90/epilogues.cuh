@@ -5,28 +5,6 @@
 
 namespace sonicmoe::sm90 {
 
-// Butterfly transpose of a 4x4 matrix of words that the four lanes of a quad hold one row each.
-__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4], int q) {
-  const bool odd = q & 1, high = q & 2;
-  uint32_t a = odd ? w[0] : w[1], b = odd ? w[2] : w[3];
-  a = __shfl_xor_sync(~0u, a, 1);
-  b = __shfl_xor_sync(~0u, b, 1);
-  if (odd) {
-    w[0] = a, w[2] = b;
-  } else {
-    w[1] = a, w[3] = b;
-  }
-  a = high ? w[0] : w[2];
-  b = high ? w[1] : w[3];
-  a = __shfl_xor_sync(~0u, a, 2);
-  b = __shfl_xor_sync(~0u, b, 2);
-  if (high) {
-    w[0] = a, w[1] = b;
-  } else {
-    w[2] = a, w[3] = b;
-  }
-}
-
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
@@ -48,25 +26,80 @@ __device__ __forceinline__ uint32_t e4m3x2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
 }
-// The low byte is x rounded to the nearest even integer; |x| < 2^22.
-__device__ __forceinline__ uint32_t int8_bits(float x) { return __float_as_uint(__fadd_rn(x, 12582912.f)); }
+// The low byte is x * by rounded to the nearest even integer; |x * by| < 2^22.
+__device__ __forceinline__ uint32_t int8_bits(float x, float by) { return __float_as_uint(__fmaf_rn(x, by, 12582912.f)); }
 
+__device__ __forceinline__ float exp2_approx(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// value(x); and both value and derivative for backward, given x and kArgument * x (x may come as a code and its scale: one product less).
 struct Silu {
-  __device__ static __forceinline__ float value(float x) { return x * reciprocal(1.f + __expf(-x)); }
+  static constexpr float kArgument = -1.4426950408889634f;
+  __device__ static __forceinline__ float value(float x) { return x * reciprocal(1.f + exp2_approx(x * kArgument)); }
+  __device__ static __forceinline__ void both(float x, float argument, float& value, float& slope) {
+    const float s = reciprocal(1.f + exp2_approx(argument));
+    value = x * s;
+    slope = fmaf(value, 1.f - s, s);
+  }
 };
+// Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its tail and density share a factor.
 struct Gelu {
-  __device__ static __forceinline__ float value(float x) { return x * (0.5f * (1.f + erff(x * 0.70710678118654752f))); }
+  static constexpr float kArgument = 1.f;
+  __device__ static __forceinline__ float cdf(float x, float& gauss) {
+    const float t = reciprocal(fmaf(fabsf(x), 0.23164190f, 1.f));  // 0.3275911 / sqrt(2)
+    gauss = exp2_approx(x * x * -0.72134752044448170f);
+    float tail = fmaf(t, 0.53070271f, -0.72657601f);  // halves of the published coefficients
+    tail = fmaf(t, tail, 0.71070687f);
+    tail = fmaf(t, tail, -0.14224837f);
+    tail = fmaf(t, tail, 0.12741480f) * t * gauss;
+    return x > 0.f ? 1.f - tail : tail;
+  }
+  __device__ static __forceinline__ float value(float x) {
+    float gauss;
+    return x * cdf(x, gauss);
+  }
+  __device__ static __forceinline__ void both(float x, float, float& value, float& slope) {
+    float gauss;
+    const float c = cdf(x, gauss);
+    value = x * c;
+    slope = fmaf(x * 0.39894228f, gauss, c);
+  }
 };
 struct Relu {
+  static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float value(float x) { return x > 0.f ? x : x * 0.f; }  // x * 0 keeps NaN
+  __device__ static __forceinline__ void both(float x, float, float& value, float& slope) {
+    value = Relu::value(x);
+    slope = x > 0.f ? 1.f : x * 0.f;
+  }
 };
 
-struct StoreBf16 {
-  __device__ static __forceinline__ void run(const Accumulators& acc, const float (&unit)[2][2], const GemmParams&, const CUtensorMap* out,
-                                             const CUtensorMap*, int col, int row0, int lane, WarpStore& store) {
+// Base of the epilogues that leave through per-warp patches.
+struct PatchEpilogue {
+  static constexpr bool kAdjacentRows = false, kNeedsRegisters = false;
+  const GemmParams& p;
+  const TensorMaps& maps;
+  WarpStore way_out;
+  int lane;
+  __device__ __forceinline__ PatchEpilogue(const GemmParams& params, const TensorMaps& tensor_maps, SharedStorage& s, int warp, int lane_)
+      : p(params), maps(tensor_maps), way_out(s.patch[warp]), lane(lane_) {}
+  __device__ __forceinline__ void begin(int, const Tile&) {}
+  __device__ __forceinline__ void finish() { way_out.finish(lane); }
+};
+
+struct StoreBf16 : PatchEpilogue {
+  static constexpr int kColumnGroup = 0;
+  struct Params {};
+  __device__ __forceinline__ StoreBf16(const GemmParams& params, const Params&, const TensorMaps& tensor_maps, SharedStorage& s, int warp, int lane_)
+      : PatchEpilogue(params, tensor_maps, s, warp, lane_) {}
+
+  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0, const Tile& tile) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {  // 64 columns, 128 bytes
-      const uint32_t patch = store.acquire(lane);
+      const uint32_t patch = way_out.acquire(lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // four 8x8 matrices: rows 0-7 | 8-15, columns 0-7 | 8-15
         uint32_t w[4];
@@ -79,96 +112,104 @@ struct StoreBf16 {
         }
         stmatrix_x4(chunk_address(patch, lane / 8 % 2 * 8 + lane % 8, 2 * i + lane / 16), w);
       }
-      store.publish(out, col + 64 * c, row0, lane);
+      way_out.publish(&maps.c, tile.col + 64 * c, row0, lane);
     }
   }
 };
 
 // z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in one quad's registers.
+// `up`, and with it y1 until it is quantised, stays in units of the accumulator's scale: maxima are scaled, not elements.
 template <class Activation, bool kStoreZ>
-struct GatedFp8 {
-  __device__ static __forceinline__ void run(Accumulators& acc, const float (&unit)[2][2], const GemmParams& p, const CUtensorMap* map_y,
-                                             const CUtensorMap* map_z, int col, int row0, int lane, WarpStore& store) {
-    const int q = lane % 4;
+struct GatedFp8 : PatchEpilogue {
+  static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are neighbours: no exchange before they are stored
+  struct Params {
+    float* y1_scale;  // [R, ceil(N / 256)]
+    float* z_scale;   // [R, N / 128]
+  };
+  Params out;
+  __device__ __forceinline__ GatedFp8(const GemmParams& params, const Params& e, const TensorMaps& tensor_maps, SharedStorage& s, int warp, int lane_)
+      : PatchEpilogue(params, tensor_maps, s, warp, lane_), out(e) {}
+
+  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0, const Tile& tile) {
+    if (tile.col + 128 >= p.n) {  // the second half lies behind the last column
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[1][i] = 0.f;
+    }
     uint32_t y8[2][8];
     float multiply_z[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t row = row0 + lane / 4 + 8 * h;
-      float y[32], amax_y = 0.f, amax_z[2] = {0.f, 0.f};
+      float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f};
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
-        float& gate = acc[j / 16][4 * (j % 16) + 2 * h];
-        float& up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
-        gate *= unit[h][j / 16];
-        up *= unit[h][j / 16];
-        if constexpr (kStoreZ) amax_z[j / 16] = max_nan(amax_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
-        y[j] = Activation::value(gate) * up;
-        amax_y = fmaxf(amax_y, fabsf(y[j]));
+        const float gate = acc[j / 16][4 * (j % 16) + 2 * h], up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
+        if constexpr (kStoreZ) top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
+        y[j] = Activation::value(gate * unit[h][j / 16]) * up;
+        top_y[j / 16] = fmaxf(top_y[j / 16], fabsf(y[j]));
       }
-      amax_y = fmaxf(quad_max(amax_y), kAmaxFloor);
-      const float multiply_y = __fdiv_rn(448.f, amax_y);
-      if (q == 0) p.y1_scale[row * (p.n / 256) + col / 256] = __fdiv_rn(amax_y, 448.f);
-      if constexpr (kStoreZ) {
-        float2 scale;
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          amax_z[b] = max_nan(quad_max_nan(amax_z[b]), kAmaxFloor);
-          multiply_z[h][b] = __fdiv_rn(127.f, amax_z[b]);
-          (b ? scale.y : scale.x) = __fdiv_rn(amax_z[b], 127.f);
-        }
-        if (q == 0) *reinterpret_cast<float2*>(p.z_scale + row * (p.n / 128) + col / 128) = scale;
-      }
+      const float amax_y = quad_max(fmaxf(top_y[0] * unit[h][0], top_y[1] * unit[h][1]));
+      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[h][0]), quad_max_nan(top_z[1] * unit[h][1])};
+      const float multiply_y = scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h), tile.col, multiply_z[h]);
+      const float by[2] = {multiply_y * unit[h][0], multiply_y * unit[h][1]};
+      multiply_z[h][0] *= unit[h][0];
+      multiply_z[h][1] *= unit[h][1];
 #pragma unroll
       for (int m = 0; m < 8; ++m)
-        y8[h][m] = e4m3x2(y[4 * m] * multiply_y, y[4 * m + 1] * multiply_y) | e4m3x2(y[4 * m + 2] * multiply_y, y[4 * m + 3] * multiply_y) << 16;
+        y8[h][m] = e4m3x4(y[4 * m] * by[m / 4], y[4 * m + 1] * by[m / 4], y[4 * m + 2] * by[m / 4], y[4 * m + 3] * by[m / 4]);
     }
-    store_y1(y8, map_y, col / 2, row0, lane, store);
-    if constexpr (kStoreZ) store_z(acc, multiply_z, map_z, col, row0, lane, store);
+    store_y1(y8, tile.col / 2, row0);
+    if constexpr (kStoreZ) store_z(acc, multiply_z, tile.col, row0);
   }
 
  private:
-  static __device__ __forceinline__ void store_y1(const uint32_t (&y8)[2][8], const CUtensorMap* map, int col, int row0, int lane, WarpStore& store) {
+  // Divisions are dear and every lane of a quad needs the same three pairs: lane 0 makes y1's, lanes 1 and 2 z's.
+  __device__ __forceinline__ float scales_of_row(float amax_y, const float (&amax_z)[2], int64_t row, int col, float (&multiply_z)[2]) const {
     const int q = lane % 4;
-    const uint32_t patch = store.acquire(lane);
+    const float limit = kStoreZ && q > 0 ? 127.f : kE4m3Max;
+    const float amax = max_nan(!kStoreZ || q == 0 ? amax_y : q == 1 ? amax_z[0] : amax_z[1], kAmaxFloor);
+    const float multiply = __fdiv_rn(limit, amax), scale = __fdiv_rn(amax, limit);
+    if (q == 0) out.y1_scale[row * ((p.n + 255) / 256) + col / 256] = scale;
+    if constexpr (kStoreZ) {
+      const int block = col / 128 + q - 1;
+      if ((q == 1 || q == 2) && block < p.n / 128) out.z_scale[row * (p.n / 128) + block] = scale;
+#pragma unroll
+      for (int b = 0; b < 2; ++b) multiply_z[b] = __shfl_sync(~0u, multiply, (lane & ~3) + 1 + b);
+    }
+    return __shfl_sync(~0u, multiply, lane & ~3);
+  }
+
+  __device__ __forceinline__ void store_y1(const uint32_t (&y8)[2][8], int col, int row0) {
+    const int q = lane % 4;
+    const uint32_t patch = way_out.acquire(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int g = 0; g < 2; ++g) {  // 64 columns
-        uint32_t w[4] = {y8[h][4 * g], y8[h][4 * g + 1], y8[h][4 * g + 2], y8[h][4 * g + 3]};
-        quad_transpose(w, q);  // word p, byte i: column 4 (j0 + i) + p with j0 = 16 g + 4 q
-        const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
-        const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
-        store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632),
-                        __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632));
-      }
-    store.publish(map, col, row0, lane);
+      for (int g = 0; g < 4; ++g)  // 32 columns, eight a thread
+        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * g + q / 2) + q % 2 * 8, y8[h][2 * g], y8[h][2 * g + 1]);
+    way_out.publish(&maps.c, col, row0, lane);
   }
 
-  static __device__ __forceinline__ void store_z(const Accumulators& acc, const float (&multiply)[2][2], const CUtensorMap* map, int col, int row0,
-                                                 int lane, WarpStore& store) {
+  __device__ __forceinline__ void store_z(const Accumulators& acc, const float (&multiply)[2][2], int col, int row0) {
     const int q = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 128 columns
-      const uint32_t patch = store.acquire(lane);
+      const uint32_t patch = way_out.acquire(lane);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int g = 0; g < 2; ++g) {  // 64 columns
+        for (int g = 0; g < 2; ++g) {  // 64 columns, 16 a thread
           uint32_t w[4];
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             const float* v = &acc[half][4 * (8 * g + 2 * m) + 2 * h];
             const float by = multiply[h][half];
-            const uint32_t low = __byte_perm(int8_bits(__fmul_rn(v[0], by)), int8_bits(__fmul_rn(v[1], by)), 0x0040);
-            const uint32_t high = __byte_perm(int8_bits(__fmul_rn(v[4], by)), int8_bits(__fmul_rn(v[5], by)), 0x0040);
+            const uint32_t low = __byte_perm(int8_bits(v[0], by), int8_bits(v[1], by), 0x0040);
+            const uint32_t high = __byte_perm(int8_bits(v[4], by), int8_bits(v[5], by), 0x0040);
             w[m] = __byte_perm(low, high, 0x5410);
           }
-          quad_transpose(w, q);  // word p: bytes of lane p for two neighbouring groups of eight columns
-          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
-                          __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632));
+          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), w[0], w[1], w[2], w[3]);
         }
-      store.publish(map, col + 128 * half, row0, lane);
+      way_out.publish(&maps.d, col + 128 * half, row0, lane);
     }
   }
 };

@@ -11,6 +11,7 @@
 // Padding rows of A are zeros (the gather) or whatever the caller's finite rows hold; a token is read at its own rows only.
 #pragma once
 
+#include "../cuda/quantize.cuh"
 #include "ptx.cuh"
 
 namespace sonicmoe::sm90 {
@@ -24,18 +25,21 @@ constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
 constexpr int kGatherLag = 1;              // copies in flight before the oldest is published
 constexpr int kPatchBytes = 16 * 128;      // what one consumer warp hands to the copy engine at a time
 constexpr float kMaxDrop = 0x1p-44f;       // a scale more than this below the largest before it is treated as this far below
-constexpr float kAmaxFloor = 0x1p-100f;    // the quantiser's, see sonicmoe/quant/reference.py
 
 struct GemmParams {
   const uint8_t* a;               // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
-  const float* a_scale;           // [rows of A, K / 128]
+  const float* a_scale;           // [rows of A, K / 128], or one per 128 rows
+  int a_scale_shift;              // log2 of the rows that share a scale: 0 or 7
   const float* b_scale;           // [E, N / 128, K / 128]
   const int32_t* row_token;       // [R], -1 in padding rows
   const int64_t* padded_offsets;  // [E + 1], multiples of 128
   int64_t max_rows;               // R: offsets beyond it are not followed
   int experts, n, k;
-  float* z_scale;                 // [R, N / 128]
-  float* y1_scale;                // [R, N / 256]
+};
+
+// A kernel's four tensor maps: the operands, and up to two outputs.
+struct TensorMaps {
+  CUtensorMap a, b, c, d;
 };
 
 struct Tile {
@@ -44,46 +48,43 @@ struct Tile {
 };
 
 // This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster row tiles at a time.
+// Two numbers of state: what can be read again costs less than a register for the length of a tile.
 class Scheduler {
  public:
-  __device__ __forceinline__ explicit Scheduler(const GemmParams& p)
-      : p_(p), n_tiles_((p.n + kTileN - 1) / kTileN), index_(blockIdx.x / kCluster), rank_(blockIdx.x % kCluster) {
-    enter(0);
-  }
-  __device__ __forceinline__ int rank() const { return rank_; }
+  __device__ __forceinline__ explicit Scheduler(const GemmParams& p) : p_(p), index_(blockIdx.x / kCluster) {}
+  __device__ static __forceinline__ int rank() { return blockIdx.x % kCluster; }
   __device__ __forceinline__ bool next(Tile& tile) {
-    while (index_ >= (first_group_ + groups_) * n_tiles_) {
-      if (expert_ + 1 >= p_.experts) return false;
-      first_group_ += groups_;
-      enter(expert_ + 1);
+    const int n_tiles = (p_.n + kTileN - 1) / kTileN;
+    for (; expert_ < p_.experts; ++expert_) {
+      const int first = clamped(p_.padded_offsets[expert_]), last = clamped(p_.padded_offsets[expert_ + 1]);
+      const int groups = ((last - first) / kTileM + kCluster - 1) / kCluster;
+      if (index_ < groups * n_tiles) {
+        tile.expert = expert_;
+        tile.row = first + (index_ / n_tiles * kCluster + rank()) * kTileM;
+        tile.col = index_ % n_tiles * kTileN;
+        tile.active = tile.row < last;
+        index_ += gridDim.x / kCluster;
+        return true;
+      }
+      index_ -= max(groups, 0) * n_tiles;
     }
-    const int local = index_ - first_group_ * n_tiles_;
-    tile.expert = expert_;
-    tile.row = row_begin_ + (local / n_tiles_ * kCluster + rank_) * kTileM;
-    tile.col = local % n_tiles_ * kTileN;
-    tile.active = tile.row < row_end_;
-    index_ += gridDim.x / kCluster;
-    return true;
+    return false;
   }
 
  private:
-  __device__ __forceinline__ void enter(int expert) {
-    expert_ = expert;
-    row_begin_ = clamped(p_.padded_offsets[expert]);
-    row_end_ = clamped(p_.padded_offsets[expert + 1]);
-    groups_ = ((row_end_ - row_begin_) / kTileM + kCluster - 1) / kCluster;
-  }
   __device__ __forceinline__ int clamped(int64_t offset) const {
     return static_cast<int>(offset < p_.max_rows ? offset : p_.max_rows);
   }
   const GemmParams& p_;
-  int n_tiles_, index_, rank_, expert_ = 0, first_group_ = 0, groups_ = 0, row_begin_ = 0, row_end_ = 0;
+  int index_, expert_ = 0;
 };
 
 struct alignas(1024) SharedStorage {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
   uint8_t patch[kConsumerWarps][2][kPatchBytes];
+  float amax[2][kConsumerWarps];  // an epilogue's exchange between warps
+  int2 destination;               // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row of y1s^T + 1, or -1
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -97,8 +98,23 @@ struct Ring {
   }
 };
 
-template <bool kGather>
-__device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* map_a, const CUtensorMap* map_b, SharedStorage& s) {
+// Which of its warp's 16 rows a thread's `high` accumulators belong to: 8 below the others, or, where an epilogue wants
+// neighbouring tokens in one thread, the next one. Only a gather can lay A out for the second.
+template <bool kAdjacentRows>
+__device__ __forceinline__ int slab_row(int lane, int high) {
+  return kAdjacentRows ? 2 * (lane / 4) + high : lane / 4 + 8 * high;
+}
+
+// This warp's copies into the stage have landed: each lane fences its own, one arrives for all (128 arrivals a stage would queue up).
+__device__ __forceinline__ void publish_gathered(SharedStorage& s, int stage) {
+  fence_async_proxy();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(&s.full[stage]);
+}
+
+template <bool kGather, class Epilogue>
+__device__ __forceinline__ void produce(const GemmParams& p, const typename Epilogue::Params& e, const TensorMaps& maps, SharedStorage& s) {
+  static_assert(kGather || !Epilogue::kAdjacentRows);
   const int thread = threadIdx.x, lane_row = thread / 8, chunk = thread % 8;
   const int k_blocks = (p.k + kTileK - 1) / kTileK;
   Ring ring;
@@ -108,9 +124,10 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
     uint32_t source[8];  // in units of 16 bytes: 32 bits reach 64 GiB and spare the producer's few registers
     uint32_t valid = 0;
     if constexpr (kGather) {
+      const int from_row = tile.row + slab_row<Epilogue::kAdjacentRows>(lane_row % 8 * 4, lane_row / 8);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int token = tile.active ? p.row_token[tile.row + lane_row + 16 * i] : -1;
+        const int token = tile.active ? p.row_token[from_row + 16 * i] : -1;
         valid |= static_cast<uint32_t>(token >= 0) << i;
         source[i] = static_cast<uint32_t>(max(token, 0)) * (p.k / 16) + chunk;
       }
@@ -122,10 +139,16 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
         const bool loads_a = !kGather && tile.active;
         barrier_arrive_expect(full, loads_a ? kBytesA + kBytesB : kBytesB);
         // each CTA of the pair fetches half of the columns for both
-        const int half = scheduler.rank();
-        tma_load_2d_multicast(map_b, full, s.b[ring.stage] + half * (kBytesB / kCluster), kb * kTileK,
-                              tile.expert * p.n + tile.col + half * (kTileN / kCluster), (1 << kCluster) - 1);
-        if (loads_a) tma_load_2d(map_a, full, s.a[ring.stage], kb * kTileK, tile.row);
+        const int half = Scheduler::rank();
+        const int b_row = tile.expert * p.n + tile.col + half * (kTileN / kCluster);
+        uint8_t* b_stage = s.b[ring.stage] + half * (kBytesB / kCluster);
+        constexpr uint16_t kEveryone = (1 << kCluster) - 1;
+        if constexpr (Epilogue::kColumnGroup > 0) {
+          tma_load_5d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row / Epilogue::kColumnGroup, kEveryone);
+        } else {
+          tma_load_2d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row, kEveryone);
+        }
+        if (loads_a) tma_load_2d(&maps.a, full, s.a[ring.stage], kb * kTileK, tile.row);
       }
       if constexpr (kGather) {
         const uint32_t base = smem_address(s.a[ring.stage]);
@@ -138,10 +161,9 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
           cp_async_16(base + row * kTileK + ((chunk ^ (row & 7)) << 4), from, read);
         }
         cp_async_commit();
-        if (++issued > kGatherLag) {  // generic-proxy writes: fenced by their writer before the tensor cores may read
+        if (++issued > kGatherLag) {
           cp_async_wait<kGatherLag>();
-          fence_async_proxy();
-          barrier_arrive(&s.full[(ring.stage + kStages - kGatherLag) % kStages]);
+          publish_gathered(s, (ring.stage + kStages - kGatherLag) % kStages);
         }
       }
       ring.advance();
@@ -149,8 +171,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
   }
   if constexpr (kGather) {
     cp_async_wait<0>();
-    fence_async_proxy();
-    for (int i = min(issued, kGatherLag); i > 0; --i) barrier_arrive(&s.full[(ring.stage + kStages - i) % kStages]);
+    for (int i = min(issued, kGatherLag); i > 0; --i) publish_gathered(s, (ring.stage + kStages - i) % kStages);
   }
 }
 
@@ -163,6 +184,7 @@ __device__ __forceinline__ void release(SharedStorage& s, int stage, int lane) {
 struct WarpStore {
   uint8_t (*patch)[kPatchBytes];
   int turn = 0;
+  __device__ __forceinline__ explicit WarpStore(uint8_t (*patches)[kPatchBytes]) : patch(patches) {}
   __device__ __forceinline__ uint32_t acquire(int lane) {
     if (lane == 0) bulk_wait_read<1>();
     __syncwarp();
@@ -177,12 +199,26 @@ struct WarpStore {
     }
     ++turn;
   }
+  __device__ __forceinline__ void publish_add(const CUtensorMap* map, int x, int y, int z, int lane) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      tma_reduce_add_3d(map, patch[turn & 1], x, y, z);
+      bulk_commit();
+    }
+    ++turn;
+  }
+  __device__ __forceinline__ void finish(int lane) {
+    if (lane == 0) bulk_wait<0>();
+  }
 };
 __device__ __forceinline__ uint32_t chunk_address(uint32_t patch, int row, int chunk) {
   return patch + row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
 // Accumulators of one thread: acc[half][4 j' + 2 h + c] is row (lane / 4 + 8 h), column 128 half + 8 j' + 2 (lane % 4) + c.
+// An epilogue with a column group of g has B's rows permuted on their way in, so that a thread holds g / 4 columns in a row:
+// of group number i, column g i + (g / 4) (lane % 4) + 2 j + c in place of g i + 8 j + 2 (lane % 4) + c.
 using Accumulators = float[2][64];
 
 __device__ __forceinline__ void rescale(float (&acc)[64], float low, float high) {
@@ -204,18 +240,25 @@ __device__ __forceinline__ float reciprocal(float x) {
 // The scales one thread needs (two rows, two column blocks), four k-blocks at a time and one batch ahead: a load then has
 // thousands of cycles to arrive. Entries behind the end repeat the last one.
 struct Scales {
-  const float* source[4];
+  const GemmParams& p;
+  uint32_t first_of[4];  // index of the first scale; kNone in a padding row: its scale is 1, not that of some token that may be infinite
   int count;
   float now[4][4], next[4][4], peak[4];
+  static constexpr uint32_t kNone = ~0u;
+  __device__ __forceinline__ explicit Scales(const GemmParams& params) : p(params), count((params.k + kTileK - 1) / kTileK) {}
   __device__ __forceinline__ void load(int first) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (count % 4 == 0) {
-        const float4 v = __ldg(reinterpret_cast<const float4*>(source[i] + min(first, count - 4)));
+      const float* source = (i < 2 ? p.a_scale : p.b_scale) + first_of[i];
+      if (i < 2 && first_of[i] == kNone) {
+#pragma unroll
+        for (int u = 0; u < 4; ++u) next[i][u] = 1.f;
+      } else if (count % 4 == 0) {
+        const float4 v = __ldg(reinterpret_cast<const float4*>(source + min(first, count - 4)));
         next[i][0] = v.x, next[i][1] = v.y, next[i][2] = v.z, next[i][3] = v.w;
       } else {
 #pragma unroll
-        for (int u = 0; u < 4; ++u) next[i][u] = __ldg(source[i] + min(first + u, count - 1));
+        for (int u = 0; u < 4; ++u) next[i][u] = __ldg(source + min(first + u, count - 1));
       }
     }
   }
@@ -232,13 +275,12 @@ struct Scales {
 };
 
 template <bool kGather, class Epilogue>
-__device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap* map_c, const CUtensorMap* map_d, SharedStorage& s) {
+__device__ __forceinline__ void consume(const GemmParams& p, const typename Epilogue::Params& e, const TensorMaps& maps, SharedStorage& s) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int k_blocks = (p.k + kTileK - 1) / kTileK, n_blocks = (p.n + 127) / 128;
   Ring ring;
   Tile tile;
-  Accumulators acc;
-  WarpStore store{s.patch[group * 4 + warp]};
+  Epilogue epilogue(p, e, maps, s, group * 4 + warp, lane);
   if (group == 1) named_barrier_arrive(1, 256);  // the first turn is warpgroup 0's
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     if (!tile.active) {
@@ -250,15 +292,21 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap* 
       }
       continue;
     }
-    const int row = tile.row + group * 64 + warp * 16 + lane / 4;
-    Scales scales;
-    scales.count = k_blocks;
+    const int row0 = tile.row + group * 64 + warp * 16;
+    Accumulators acc;
+    if constexpr (Epilogue::kNeedsRegisters) {  // else the first products, which overwrite them, seem to read the last tile's
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.f;
+    }
+    epilogue.begin(row0, tile);
+    Scales scales(p);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t source = kGather ? max(p.row_token[row + 8 * h], 0) : row + 8 * h;
-      scales.source[h] = p.a_scale + source * k_blocks;
+      const int row = row0 + slab_row<Epilogue::kAdjacentRows>(lane, h);
+      const int source = kGather ? p.row_token[row] : row >> p.a_scale_shift;
+      scales.first_of[h] = source >= 0 ? static_cast<uint32_t>(source) * k_blocks : Scales::kNone;
       const int block = min(tile.col / 128 + h, n_blocks - 1);
-      scales.source[2 + h] = p.b_scale + (static_cast<int64_t>(tile.expert) * n_blocks + block) * k_blocks;
+      scales.first_of[2 + h] = (static_cast<uint32_t>(tile.expert) * n_blocks + block) * k_blocks;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales.peak[i] = 0.f;
@@ -279,11 +327,18 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap* 
         fence_registers(acc[0]);
         fence_registers(acc[1]);
         wgmma_fence();
+        // A gather and its epilogue leave less shared-memory bandwidth: there it pays to read A once for all 256 columns, elsewhere to
+        // rescale one half of the columns while the other is computed.
+        if constexpr (kGather) {
 #pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
-        wgmma_commit();
+          for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n256k32(acc[0], acc[1], a + 2 * k, b + 2 * k, first + u + k != 0);
+        } else {
 #pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+          for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
+          wgmma_commit();
+#pragma unroll
+          for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+        }
         wgmma_commit();
         named_barrier_arrive(2 - group, 256);
         if (u == 3) scales.enter();
@@ -294,43 +349,49 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap* 
           step[i] = current[i] * reciprocal(following);
           current[i] = last ? current[i] : following;
         }
-        wgmma_wait<1>();
-        fence_registers(acc[0]);
-        if (!last) rescale(acc[0], step[0] * step[2], step[1] * step[2]);
+        if constexpr (!kGather) {
+          wgmma_wait<1>();
+          fence_registers(acc[0]);
+          if (!last) rescale(acc[0], step[0] * step[2], step[1] * step[2]);
+        }
         wgmma_wait<0>();
+        if constexpr (kGather) fence_registers(acc[0]);
         fence_registers(acc[1]);
         release(s, ring.stage, lane);
         ring.advance();
+        if constexpr (kGather) {
+          if (!last) rescale(acc[0], step[0] * step[2], step[1] * step[2]);
+        }
         if (!last) rescale(acc[1], step[0] * step[3], step[1] * step[3]);
       }
     }
     const float unit[2][2] = {{current[0] * current[2], current[0] * current[3]}, {current[1] * current[2], current[1] * current[3]}};
-    Epilogue::run(acc, unit, p, map_c, map_d, tile.col, tile.row + group * 64 + warp * 16, lane, store);
+    epilogue.store(acc, unit, row0, tile);
   }
-  if (lane == 0) bulk_wait<0>();
+  epilogue.finish();
 }
 
 template <bool kGather, class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
-fp8_grouped_gemm(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-                 const __grid_constant__ CUtensorMap map_c, const __grid_constant__ CUtensorMap map_d, const __grid_constant__ GemmParams p) {
+fp8_grouped_gemm(const __grid_constant__ TensorMaps maps, const __grid_constant__ GemmParams p,
+                 const __grid_constant__ typename Epilogue::Params e) {
   extern __shared__ uint8_t raw[];
   SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], kGather ? kProducerThreads + 1 : 1);
+      barrier_init(&s.full[i], kGather ? kProducerThreads / 32 + 1 : 1);
       barrier_init(&s.empty[i], kConsumerWarps * kCluster);
     }
     barrier_init_fence();
-    tma_prefetch_descriptor(&map_b);
+    tma_prefetch_descriptor(&maps.b);
   }
   cluster_sync();
   if (threadIdx.x < kProducerThreads) {
     registers_lower<40>();
-    if (kGather || threadIdx.x < 32) produce<kGather>(p, &map_a, &map_b, s);
+    if (kGather || threadIdx.x < 32) produce<kGather, Epilogue>(p, e, maps, s);
   } else {
     registers_raise<232>();
-    consume<kGather, Epilogue>(p, &map_c, &map_d, s);
+    consume<kGather, Epilogue>(p, e, maps, s);
   }
   cluster_sync();  // a CTA that left could not take its peer's last arrivals
 }

@@ -44,9 +44,34 @@ __device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, ui
       "l"(map), "r"(smem_address(bar)), "h"(mask), "r"(x), "r"(y)
       : "memory");
 }
+// the same through a five-dimensional map whose dimensions 1 to 3 are taken whole
+__device__ __forceinline__ void tma_load_5d_multicast(const CUtensorMap* map, uint64_t* bar, void* destination, int x, int group, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %6, %6, %6, %5}], [%2], %3;" ::"r"(
+          smem_address(destination)),
+      "l"(map), "r"(smem_address(bar)), "h"(mask), "r"(x), "r"(group), "r"(0)
+      : "memory");
+}
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void* source, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(smem_address(source)), "r"(x), "r"(y)
                : "memory");
+}
+// adds the box to global memory, element by element
+__device__ __forceinline__ void tma_reduce_add_3d(const CUtensorMap* map, const void* source, int x, int y, int z) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(smem_address(source)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+// read-only data, at this point of the program: the compiler would put the load off until its value is used
+__device__ __forceinline__ uint4 load_early_16(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ float load_early(const float* address) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(address));
+  return v;
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -59,6 +84,17 @@ __device__ __forceinline__ void bulk_wait() {
 }
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&w)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+}
+// each stored row is a column of the fragments
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_8(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 __device__ __forceinline__ void store_shared_16(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -125,6 +161,9 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define R64(i) R16(i), R16(i + 16), R16(i + 32), R16(i + 48)
+#define H4(i) "+f"(h[i]), "+f"(h[i + 1]), "+f"(h[i + 2]), "+f"(h[i + 3])
+#define H16(i) H4(i), H4(i + 4), H4(i + 8), H4(i + 12)
+#define H64(i) H16(i), H16(i + 16), H16(i + 32), H16(i + 48)
 
 // D[64,128] (+)= A[64,32] B[128,32]^T
 __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
@@ -139,7 +178,28 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uin
       : R64(0)
       : "l"(a), "l"(b), "r"(accumulate));
 }
+// D[64,256] (+)= A[64,32] B[256,32]^T; the first 128 columns in `low`
+__device__ __forceinline__ void wgmma_m64n256k32(float (&low)[64], float (&high)[64], uint64_t a, uint64_t b, int accumulate) {
+  float(&d)[64] = low, (&h)[64] = high;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, p, 1, 1;\n}"
+      : R64(0), H64(0)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
 #undef R64
 #undef R16
 #undef R4
+#undef H64
+#undef H16
+#undef H4
 }  // namespace sonicmoe::sm90

@@ -1,0 +1,177 @@
+"""Compile the grouped GEMMs of quack-kernels for fake tensors of symbolic size: imported by build processes only.
+
+Each builder returns a compiled function with a flat argument list, so that a launch converts a handful of tensors and loading
+it needs neither quack nor CuTe DSL. R rows in expert order; `cu_rows` int32 `[E+1]` cuts them into experts.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+from quack.compile_utils import make_fake_tensor
+from quack.epilogue.frontend import EpiMod
+from quack.gemm_default_epi import GemmDefaultSm90
+from quack.layout_utils import select
+from quack.rounding import RoundingMode
+from quack.tile_scheduler import TileSchedulerOptions
+from quack.varlen_utils import VarlenArguments
+
+from .quack_epilogues import dgated_epilogue, up_epilogue
+
+_DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+_SM90 = 9
+
+
+def compile_up(
+    *, activation: str, gated: bool, bias: bool, store_z: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+) -> Any:
+    """`f(x [T, H], w1 [E, N1, H], z [R, N1] | None, y1 [R, I], bias [E, N1] | None, cu_rows, gather_index [R], max_clusters)`."""
+    mod = up_epilogue(activation, gated=gated, bias=bias, store_z=store_z)
+    kinds = (("bias", "row"),) if bias else ()
+    gemm, arguments = _gemm_of(mod, kinds, dtype, tile, cluster, pingpong, gather=True, paired=gated)
+
+    @cute.jit
+    def launch(x: cute.Tensor, w1: cute.Tensor, z, y1: cute.Tensor, bias_en, cu_rows: cute.Tensor,
+               gather_index: cute.Tensor, max_clusters: Int32, stream):  # fmt: skip
+        gemm(x, w1, z, None, arguments(y1=y1, bias=bias_en) if cutlass.const_expr(bias_en is not None) else arguments(y1=y1),
+             _schedule(max_clusters, swizzle), VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
+
+    sixteen, (experts, rows, n1, hidden) = _DTYPES[dtype], _sizes(4)
+    half = _sizes(1)[0] if gated else n1
+    return _compile(
+        launch,
+        _matrix(sixteen, _sizes(1)[0], hidden),
+        _matrix(sixteen, experts, n1, hidden),
+        _matrix(sixteen, rows, n1) if store_z else None,
+        _matrix(sixteen, rows, half),
+        _matrix(Float32, experts, n1) if bias else None,
+        _vector(Int32),
+        _vector(Int32, rows),
+    )
+
+
+def compile_down(
+    *, bias: bool, transpose: bool, gather: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+) -> Any:
+    """`f(a [R, K], w, d [R, N], bias [E, N] | None, cu_rows, gather_index | None, max_clusters)`.
+
+    w: `[E, N, K]`, or `[E, K, N]` when `transpose`. a: `[T, K]`, read through `gather_index [R]` when `gather`.
+    """
+    gemm = GemmDefaultSm90(
+        Float32, _DTYPES[dtype], tile, (*cluster, 1), pingpong=pingpong, gather_A=gather, use_pdl=False
+    )
+    gemm.b_transposed = transpose
+
+    @cute.jit
+    def launch(a: cute.Tensor, w: cute.Tensor, d: cute.Tensor, bias_en, cu_rows: cute.Tensor, gather_index,
+               max_clusters: Int32, stream):  # fmt: skip
+        epilogue = GemmDefaultSm90.EpilogueArguments(mRowVecBroadcast=bias_en)
+        gemm(a, w, d, None, epilogue, _schedule(max_clusters, swizzle),
+             VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
+
+    sixteen, (experts, rows, n, k) = _DTYPES[dtype], _sizes(4)
+    return _compile(
+        launch,
+        _matrix(sixteen, _sizes(1)[0] if gather else rows, k),
+        _matrix(sixteen, experts, k, n) if transpose else _matrix(sixteen, experts, n, k),
+        _matrix(sixteen, rows, n),
+        _matrix(Float32, experts, n) if bias else None,
+        _vector(Int32),
+        _vector(Int32, rows) if gather else None,
+    )
+
+
+def compile_dgated(*, activation: str, gated: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int) -> Any:
+    """`f(dout [T, H], w2 [E, H, I], dz [R, N1], z [R, N1], y1s [R, I], prob [R], dprob [R, tiles], cu_rows, gather_index, max_clusters)`.
+
+    dprob holds one partial sum for each of the `ceil(I / tile_n)` column tiles.
+    """
+    mod = dgated_epilogue(activation, gated=gated)
+    kinds = (("c", "c"), ("prob", "col"))
+    gemm, arguments = _gemm_of(mod, kinds, dtype, tile, cluster, pingpong, gather=True, packed=gated)
+    gemm.b_transposed = True
+
+    @cute.jit
+    def launch(dout: cute.Tensor, w2: cute.Tensor, dz: cute.Tensor, z: cute.Tensor, y1s: cute.Tensor, prob: cute.Tensor,
+               dprob: cute.Tensor, cu_rows: cute.Tensor, gather_index: cute.Tensor, max_clusters: Int32, stream):  # fmt: skip
+        gemm(dout, w2, dz, z, arguments(prob=prob, y1s=y1s, dprob=dprob), _schedule(max_clusters, swizzle),
+             VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
+
+    sixteen, (experts, rows, intermediate, hidden) = _DTYPES[dtype], _sizes(4)
+    n1 = _sizes(1)[0] if gated else intermediate
+    return _compile(
+        launch,
+        _matrix(sixteen, _sizes(1)[0], hidden),
+        _matrix(sixteen, experts, hidden, intermediate),
+        _matrix(sixteen, rows, n1),
+        _matrix(sixteen, rows, n1),
+        _matrix(sixteen, rows, intermediate),
+        _vector(Float32, rows),
+        make_fake_tensor(Float32, (rows, _sizes(1)[0]), leading_dim=1, divisibility=1),
+        _vector(Int32),
+        _vector(Int32, rows),
+    )
+
+
+def compile_wgrad(*, transpose: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int) -> Any:
+    """`f(tokens [T, M], rows [R, N], dw fp32, cu_rows, gather_index [R], max_clusters)`: `dw[e] += tokens[gather_index]^T rows`.
+
+    dw: `[E, M, N]`, or `[E, N, M]` (the transposed product) when `transpose`. Every element is added to by one thread block,
+    so equal calls give equal bits; an expert without rows has +0 added.
+    """
+    gemm = GemmDefaultSm90(
+        Float32, _DTYPES[dtype], tile, (*cluster, 1), pingpong=pingpong, gather_A=True, use_pdl=False
+    )
+
+    @cute.jit
+    def launch(tokens: cute.Tensor, rows: cute.Tensor, dw: cute.Tensor, cu_rows: cute.Tensor, gather_index: cute.Tensor,
+               max_clusters: Int32, stream):  # fmt: skip
+        d = select(dw, [0, 2, 1]) if cutlass.const_expr(transpose) else dw
+        epilogue = GemmDefaultSm90.EpilogueArguments(add_to_output=True)
+        gemm(select(tokens, [1, 0]), select(rows, [1, 0]), d, None, epilogue, _schedule(max_clusters, swizzle),
+             VarlenArguments(mCuSeqlensK=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
+
+    sixteen, (experts, rows, m, n) = _DTYPES[dtype], _sizes(4)
+    return _compile(
+        launch,
+        _matrix(sixteen, _sizes(1)[0], m),
+        _matrix(sixteen, rows, n),
+        _matrix(Float32, experts, n, m) if transpose else _matrix(Float32, experts, m, n),
+        _vector(Int32),
+        _vector(Int32, rows),
+    )
+
+
+def _gemm_of(mod: EpiMod, kinds, dtype, tile, cluster, pingpong, *, gather, paired=False, packed=False):
+    """The GEMM object that runs `mod`, and its argument tuple type."""
+    # The public door to this class, EpiMod.gemm, wants real tensors and a device.
+    cls = mod._mint(kinds, _SM90, paired, packed, (), RoundingMode.RN, (), False)
+    gemm = cls(Float32, _DTYPES[dtype], tile, (*cluster, 1), pingpong=pingpong, gather_A=gather, use_pdl=False)
+    if packed:
+        gemm.cd_packed, gemm.implicit_dtype = "n", _DTYPES[dtype]
+    return gemm, cls.EpilogueArguments
+
+
+def _schedule(max_clusters, swizzle: int) -> TileSchedulerOptions:
+    return TileSchedulerOptions(max_active_clusters=max_clusters, max_swizzle_size=Int32(swizzle))
+
+
+def _compile(launch, *fakes) -> Any:
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(launch, *fakes, Int32(1), stream, options="--enable-tvm-ffi")
+
+
+def _sizes(count: int) -> tuple[Any, ...]:
+    return tuple(cute.sym_int() for _ in range(count))
+
+
+def _matrix(dtype, *shape):
+    """Row-major with free outer strides that keep rows on 16 bytes, as TMA needs."""
+    return make_fake_tensor(dtype, shape, leading_dim=len(shape) - 1, divisibility=128 // dtype.width)
+
+
+def _vector(dtype, size=None):
+    return make_fake_tensor(dtype, (_sizes(1)[0] if size is None else size,), leading_dim=0, divisibility=4)

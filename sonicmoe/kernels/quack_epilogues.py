@@ -1,0 +1,118 @@
+"""Epilogue functions of the grouped GEMMs, in the form quack-kernels traces: imported by build processes only.
+
+Values are fp32 scalars, one accumulator element (or gate and up pair) a call. The formulas are those of `engine.activations`:
+GELU is the exact one through erf, slopes at a kink are 0, and NaN stays NaN where a bare maximum would drop it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from cutlass import Float32
+from quack.activation import dgelu_erf, drelu, dswiglu, gelu_erf, relu, sigmoid, silu, swiglu
+from quack.epilogue.frontend import EpiMod, gemm_epilogue
+from quack.epilogue.math import pack, unpack
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
+
+Backward = Callable[..., Any]
+
+
+def _silu_slope(x):
+    sigma = sigmoid(x)
+    value = x * sigma
+    return value, sigma + value * (1.0 - sigma)
+
+
+def _gelu_slope(x):
+    slope, value = dgelu_erf(x, Float32(1.0))
+    return value, slope
+
+
+def _relu(x):
+    return relu(x) + x * 0.0
+
+
+def _relu_slope(x):
+    step, positive = drelu(x, Float32(1.0))
+    return positive + x * 0.0, step + x * 0.0
+
+
+def _relu_sq(x):
+    positive = _relu(x)
+    return positive * positive
+
+
+def _relu_sq_slope(x):
+    positive = _relu(x)
+    return positive * positive, 2.0 * positive
+
+
+_UNGATED = {
+    "silu": (silu, _silu_slope),
+    "gelu": (gelu_erf, _gelu_slope),
+    "relu": (_relu, _relu_slope),
+    "relu_sq": (_relu_sq, _relu_sq_slope),
+}
+_BASE_OF_GATED = {"geglu": "gelu", "reglu": "relu"}
+
+
+def _gated(value: Callable[..., Any], value_and_slope: Callable[..., Any]) -> tuple[Callable[..., Any], Backward]:
+    """`(y1(gate, up), (dgate, dup, y1)(gate, up, dy1))` of an activation on the gate."""
+
+    def forward(gate, up):
+        return value(gate) * up
+
+    def backward(gate, up, dy1):
+        act, slope = value_and_slope(gate)
+        return dy1 * up * slope, dy1 * act, act * up
+
+    return forward, backward
+
+
+@functools.cache
+def gate_functions(activation: str) -> tuple[Callable[..., Any], Backward]:
+    """Forward and backward of a gated activation. SwiGLU's come from quack, which spends fewer instructions on them."""
+    return (swiglu, dswiglu) if activation == "swiglu" else _gated(*_UNGATED[_BASE_OF_GATED[activation]])
+
+
+@functools.cache
+def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> EpiMod:
+    """`z = acc (+ bias)` as D when `store_z`, `y1 = act(z)` from the unrounded z as the output "y1"."""
+    act = gate_functions(activation)[0] if gated else _UNGATED[activation][0]
+
+    def finish(z):
+        y1 = act(*unpack(z)) if gated else act(z)
+        return {"D": z, "y1": y1} if store_z else {"y1": y1}
+
+    def without_bias(acc):
+        return finish(acc)
+
+    def with_bias(acc, bias):
+        return finish(acc + bias)
+
+    ops = {"bias": RowVecLoad("bias")} if bias else {}
+    mode = "acc_pair" if gated else None
+    return gemm_epilogue(outputs=("y1",), ops=ops, mode=mode)(with_bias if bias else without_bias)
+
+
+@functools.cache
+def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
+    """From `acc = dy1` and c = z: D = dz of `prob * dy1`, "y1s" = prob * y1, "dprob" = partial row sums of dy1 * y1."""
+
+    def of_pair(acc, c, prob):
+        dgate, dup, y1 = gate_functions(activation)[1](*unpack(c), acc * prob)
+        return {"D": pack(dgate, dup), "y1s": y1 * prob, "dprob": (y1, acc)}
+
+    def of_element(acc, c, prob):
+        y1, slope = _UNGATED[activation][1](c)
+        return {"D": acc * prob * slope, "y1s": y1 * prob, "dprob": (y1, acc)}
+
+    return gemm_epilogue(
+        outputs=("y1s",),
+        ops={"prob": ColVecLoad("prob")},
+        reduces={"dprob": ColVecReduce("dprob", scaled=True)},
+        mode="packed_cd_b16x2" if gated else None,
+    )(of_pair if gated else of_element)

@@ -1,0 +1,352 @@
+"""The BF16 grouped GEMMs of an expert MLP, on the kernels of quack-kernels: which variant, compiled how, called with what.
+
+Compiled ahead of time into this package's own cache, not through quack's: a warm machine needs neither quack nor CuTe DSL,
+`no_compile()` holds, and no variant depends on a token count. Tensors are handed on as they come: no framework is imported.
+
+Legend: R padded rows in expert order, cut by `cu_rows`; other letters as in `engine.interface`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..config import ResolvedConfig
+from ..enums import ActivationType, EngineName, is_glu
+from ..jit.cache import CompileCache, default_cache
+from ..jit.cuda_source import CudaSource
+from ..jit.cute_kernel import CuteKernel
+from ..jit.key import package_versions
+from ..jit.plan import CompileJob, ModelSpec, provides
+
+_HERE = Path(__file__).parent
+_BUILDER = f"{__package__}.quack_build"
+ARCH = "sm_90a"
+DTYPES = ("bfloat16", "float16")
+SIZE_MULTIPLE = 8  # rows of 16 bytes, as TMA wants them
+PACKAGES = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
+
+Launch = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One tiling: the thread block's tile, blocks of a cluster along M and N, two consumers on two tiles or on one.
+
+    swizzle: tiles along N that consecutive clusters take before the next along M, for reuse in L2.
+    """
+
+    tile: tuple[int, int]
+    cluster: tuple[int, int] = (2, 1)
+    pingpong: bool = False
+    swizzle: int = 8
+
+    @property
+    def statics(self) -> dict[str, Any]:
+        """What of it is compiled in."""
+        return {"tile": self.tile, "cluster": self.cluster, "pingpong": self.pingpong, "swizzle": self.swizzle}
+
+    def tiles(self, width: int) -> int:
+        """Tiles across a result of `width` columns."""
+        return -(-width // self.tile[1])
+
+    def columns(self, width: int) -> int:
+        """Columns computed for a result of `width`, the surplus of the last cluster included."""
+        return -(-self.tiles(width) // self.cluster[1]) * self.cluster[1] * self.tile[1]
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer thread that hold sums: one warpgroup computes a tile when `pingpong`, two otherwise."""
+        return self.tile[0] * self.tile[1] // (128 if self.pingpong else 256)
+
+
+# Candidates per product, the fastest first, each with its time relative to the fastest: measured on one H200 with
+# `python tools/ci/bf16_bench.py --sweep`, at widths that these tiles divide. A gather takes no cluster along N. Not listed: tilings
+# that spill, and those whose rows are no multiple of the 128 that experts are padded to.
+Candidates = tuple[tuple[GemmConfig, float], ...]
+_WGRAD: Candidates = (
+    (GemmConfig((256, 192)), 1.00),
+    (GemmConfig((128, 256)), 1.03),
+    (GemmConfig((256, 128)), 1.07),
+)
+CANDIDATES: dict[str, Candidates] = {
+    "up": (
+        (GemmConfig((128, 192), pingpong=True), 1.00),
+        (GemmConfig((128, 256)), 1.03),
+        (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.04),
+    ),
+    "down": (
+        (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
+        (GemmConfig((128, 192), pingpong=True), 1.01),
+        (GemmConfig((128, 256), swizzle=16), 1.04),
+        (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.05),
+    ),
+    # It holds z, dz, y1s and both factors of dprobs beside the accumulator: wider tiles spill or lose a pipeline stage.
+    "dgated": ((GemmConfig((128, 128), pingpong=True, swizzle=16), 1.00),),
+    "dgrad": (
+        (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
+        (GemmConfig((128, 192), pingpong=True), 1.01),
+        (GemmConfig((128, 256), swizzle=16), 1.02),
+        (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.04),
+    ),
+    "wgrad_down": _WGRAD,
+    "wgrad_up": _WGRAD,
+}
+
+
+@dataclass(frozen=True)
+class MlpShape:
+    """What the variants of one expert MLP are compiled for; static over a training run.
+
+    dtype: "bfloat16" or "float16". bias: whether z and y2 get one.
+    """
+
+    hidden: int
+    intermediate: int
+    activation: ActivationType
+    dtype: str = "bfloat16"
+    bias: bool = False
+
+    @property
+    def n1(self) -> int:
+        """Columns of z."""
+        return self.intermediate * (2 if is_glu(self.activation) else 1)
+
+    def width(self, product: str) -> int:
+        """Columns of a product's result."""
+        if product in ("up", "wgrad_up"):
+            return self.n1
+        return self.hidden if product in ("down", "dgrad") else self.intermediate
+
+    def problem(self) -> str | None:
+        """Why no variant exists for this shape, or None."""
+        if self.dtype not in DTYPES:
+            return f"dtype is {self.dtype}; the GEMMs take {' or '.join(DTYPES)}"
+        for name, size in (("H", self.hidden), ("I", self.intermediate)):
+            if size % SIZE_MULTIPLE:
+                return f"{name}={size}; the GEMMs need a multiple of {SIZE_MULTIPLE}, rows of whole 16 bytes"
+        return None
+
+
+def candidates(product: str, shape: MlpShape) -> Candidates:
+    """The tilings of a product that do not spill: beside a bias or an ungated activation, `up` has no room for 192 sums."""
+    crowded = product == "up" and (shape.bias or not is_glu(shape.activation))
+    return tuple(found for found in CANDIDATES[product] if not crowded or found[0].accumulators <= 128)
+
+
+def choose_config(product: str, shape: MlpShape) -> GemmConfig:
+    """The tiling of a product: least columns times relative time."""
+    width = shape.width(product)
+    best, _ = min(candidates(product, shape), key=lambda candidate: candidate[0].columns(width) * candidate[1])
+    return best
+
+
+def expert_rows_source(arch: str = ARCH) -> CudaSource:
+    """Exports `index_rows`, `row_sums`, `column_sums`. One artefact serves every model."""
+    return CudaSource.make("expert_rows", _HERE / "cuda" / "expert_rows.cu", arch=arch)
+
+
+def up_kernel(shape: MlpShape, *, store_z: bool, config: GemmConfig | None = None) -> CuteKernel:
+    """`z = x w1^T + b1` (kept when `store_z`), `y1 = act(z)`; x gathered."""
+    special = {**_activation(shape), "bias": shape.bias, "store_z": store_z}
+    return _kernel("up", "compile_up", shape, config or choose_config("up", shape), special)
+
+
+def up_again_kernel(shape: MlpShape) -> CuteKernel:
+    """z alone, for backward when forward did not keep it: the sums, and so the bits, of `up_kernel`."""
+    special = {"bias": shape.bias, "transpose": False, "gather": True}
+    return _kernel("up_again", "compile_down", shape, choose_config("up", shape), special)
+
+
+def down_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+    """`y2 = y1 w2^T + b2`."""
+    special = {"bias": shape.bias, "transpose": False, "gather": False}
+    return _kernel("down", "compile_down", shape, config or choose_config("down", shape), special)
+
+
+def dgated_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+    """`dy1 = dout w2` (dout gathered), then dz, probability-weighted y1 and partial row sums of `dy1 * y1`."""
+    config = config or choose_config("dgated", shape)
+    return _kernel("dgated", "compile_dgated", shape, config, _activation(shape))
+
+
+def dgrad_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+    """`dx_rows = dz w1`."""
+    special = {"bias": False, "transpose": True, "gather": False}
+    return _kernel("dgrad", "compile_down", shape, config or choose_config("dgrad", shape), special)
+
+
+def wgrad_down_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+    """`dw2[e] += dout^T y1s` over the rows of e; dout gathered."""
+    config = config or choose_config("wgrad_down", shape)
+    return _kernel("wgrad_down", "compile_wgrad", shape, config, {"transpose": False})
+
+
+def wgrad_up_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+    """`dw1[e] += dz^T x` over the rows of e; x gathered."""
+    return _kernel("wgrad_up", "compile_wgrad", shape, config or choose_config("wgrad_up", shape), {"transpose": True})
+
+
+def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKernel, ...]:
+    """Every variant that training and inference of `shape` launch."""
+    kernels = (
+        up_kernel(shape, store_z=True),
+        up_kernel(shape, store_z=False),
+        down_kernel(shape),
+        dgated_kernel(shape),
+        dgrad_kernel(shape),
+        wgrad_down_kernel(shape),
+        wgrad_up_kernel(shape),
+    )
+    return (*kernels, up_again_kernel(shape)) if recompute_z else kernels
+
+
+def _activation(shape: MlpShape) -> dict[str, Any]:
+    return {"activation": shape.activation.value, "gated": is_glu(shape.activation)}
+
+
+def _kernel(name: str, builder: str, shape: MlpShape, config: GemmConfig, special: dict[str, Any]) -> CuteKernel:
+    statics = {**special, "dtype": shape.dtype, **config.statics}
+    sources = (_HERE / "quack_build.py", _HERE / "quack_epilogues.py")
+    return CuteKernel.make(f"bf16_{name}", f"{_BUILDER}:{builder}", statics, *sources, arch=ARCH)
+
+
+def missing_package() -> str | None:
+    """Why this machine cannot compile the GEMMs, naming both versions, or None."""
+    for name, found in package_versions(*PACKAGES):
+        if found != PACKAGES[name]:
+            return f"{name} {PACKAGES[name]} compiles its GEMMs, and it is {found}"
+    return None
+
+
+def is_warm(shape: MlpShape, cache: CompileCache | None = None) -> bool:
+    """Whether every variant of `shape` is in the cache, so that nothing has to be compiled."""
+    cache = cache or default_cache()
+    return all(cache.try_load(kernel.key()) is not None for kernel in all_kernels(shape))
+
+
+@provides("bf16")
+def bf16_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CompileJob, ...]:
+    """The GEMMs of unquantised training on Hopper, with and without biases; of FP8 training those of its unquantised wgrad."""
+    engine = EngineName.HOPPER if config.fp8 else EngineName.BF16
+    needed = not (config.fp8 and config.fp8_wgrad)
+    if not needed or config.engine not in (EngineName.AUTO, engine) or spec.arch != ARCH:
+        return ()
+    activation = ActivationType(spec.activation)
+    shapes = [MlpShape(spec.H, spec.I, activation, spec.dtype, bias) for bias in (False, True)]
+    if shapes[0].problem() or missing_package():
+        return ()
+    if config.fp8:
+        return expert_rows_source(), wgrad_down_kernel(shapes[0]), wgrad_up_kernel(shapes[0])
+    kernels = [kernel for shape in shapes for kernel in all_kernels(shape, recompute_z=config.recompute_z)]
+    return (expert_rows_source(), *dict.fromkeys(kernels))
+
+
+class GroupedGemms:
+    """The loaded variants of one shape on one device; each is loaded, or compiled, at its first launch.
+
+    Every method launches on the current stream, waits for nothing, and raises CompileForbiddenError or ToolchainError when a
+    variant is neither cached nor to be compiled.
+    """
+
+    def __init__(self, shape: MlpShape, multiprocessors: int) -> None:
+        """For a device of that many multiprocessors, on which the persistent kernels run one thread block each."""
+        self.shape = shape
+        configs = {product: choose_config(product, shape) for product in CANDIDATES}
+        self._clusters = {name: multiprocessors // math.prod(config.cluster) for name, config in configs.items()}
+        self.dprob_tiles = configs["dgated"].tiles(shape.intermediate)  # columns of the partial sums of dprobs
+
+    def up(self, x: Any, w1: Any, z: Any | None, y1: Any, b1: Any | None, cu_rows: Any, index: Any) -> None:
+        """x `[T, H]`, w1 `[E, N1, H]`, b1 fp32 `[E, N1]` -> z `[R, N1]` unless None, y1 `[R, I]`."""
+        launch = self._up if z is not None else self._up_only
+        launch(x, w1, z, y1, b1, cu_rows, index, self._clusters["up"])
+
+    def up_again(self, x: Any, w1: Any, z: Any, b1: Any | None, cu_rows: Any, index: Any) -> None:
+        """The z that `up` would have written."""
+        self._up_again(x, w1, z, b1, cu_rows, index, self._clusters["up"])
+
+    def down(self, y1: Any, w2: Any, y2: Any, b2: Any | None, cu_rows: Any) -> None:
+        """y1 `[R, I]`, w2 `[E, H, I]`, b2 fp32 `[E, H]` -> y2 `[R, H]`."""
+        self._down(y1, w2, y2, b2, cu_rows, None, self._clusters["down"])
+
+    def dgated(
+        self, dout: Any, w2: Any, dz: Any, z: Any, y1s: Any, prob: Any, partials: Any, cu_rows: Any, index: Any
+    ) -> None:
+        """dout `[T, H]`, w2, z, prob fp32 `[R]` -> dz `[R, N1]`, y1s `[R, I]`, partials fp32 `[R, dprob_tiles]`."""
+        clusters = self._clusters["dgated"]
+        self._dgated(dout, w2, dz, z, y1s, prob, partials, cu_rows, index, clusters)
+
+    def dgrad(self, dz: Any, w1: Any, dx_rows: Any, cu_rows: Any) -> None:
+        """dz `[R, N1]`, w1 -> dx_rows `[R, H]`."""
+        self._dgrad(dz, w1, dx_rows, None, cu_rows, None, self._clusters["dgrad"])
+
+    def wgrad_down(self, dout: Any, y1s: Any, dw2: Any, cu_rows: Any, index: Any) -> None:
+        """dout `[T, H]`, y1s `[R, I]` -> added to dw2 fp32 `[E, H, I]`."""
+        clusters = self._clusters["wgrad_down"]
+        self._wgrad_down(dout, y1s, dw2, cu_rows, index, clusters)
+
+    def wgrad_up(self, x: Any, dz: Any, dw1: Any, cu_rows: Any, index: Any) -> None:
+        """x `[T, H]`, dz `[R, N1]` -> added to dw1 fp32 `[E, N1, H]`."""
+        self._wgrad_up(x, dz, dw1, cu_rows, index, self._clusters["wgrad_up"])
+
+    @cached_property
+    def _up(self) -> Launch:
+        return _load(up_kernel(self.shape, store_z=True))
+
+    @cached_property
+    def _up_only(self) -> Launch:
+        return _load(up_kernel(self.shape, store_z=False))
+
+    @cached_property
+    def _up_again(self) -> Launch:
+        return _load(up_again_kernel(self.shape))
+
+    @cached_property
+    def _down(self) -> Launch:
+        return _load(down_kernel(self.shape))
+
+    @cached_property
+    def _dgated(self) -> Launch:
+        return _load(dgated_kernel(self.shape))
+
+    @cached_property
+    def _dgrad(self) -> Launch:
+        return _load(dgrad_kernel(self.shape))
+
+    @cached_property
+    def _wgrad_down(self) -> Launch:
+        return _load(wgrad_down_kernel(self.shape))
+
+    @cached_property
+    def _wgrad_up(self) -> Launch:
+        return _load(wgrad_up_kernel(self.shape))
+
+
+def _load(kernel: CuteKernel) -> Launch:
+    launch: Launch = kernel.load()
+    return launch
+
+
+@lru_cache(maxsize=64)
+def grouped_gemms(shape: MlpShape, multiprocessors: int) -> GroupedGemms:
+    """The process's GEMMs of a shape."""
+    return GroupedGemms(shape, multiprocessors)
+
+
+@lru_cache(maxsize=1)
+def expert_rows_module() -> Any:
+    """The process's loaded `expert_rows_source`; errors as `CudaSource.load`."""
+    return expert_rows_source().load()
+
+
+def launching_on(device_index: int, stream: int) -> AbstractContextManager[Any]:
+    """The stream that GEMMs inside the block run on. For Paddle: from PyTorch's tensors apache-tvm-ffi takes it by itself."""
+    import tvm_ffi
+
+    context: AbstractContextManager[Any] = tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", device_index), stream)
+    return context

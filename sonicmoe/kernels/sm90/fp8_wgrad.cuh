@@ -1,0 +1,220 @@
+// Block-scaled FP8 weight gradient for Hopper: C[e] += A[:, rows of expert e] * B[:, rows of expert e]^T, fp32, A and B token-major.
+//
+// The same tiles, ring and rescaled accumulator as fp8_grouped_gemm.cuh; here K is an expert's padded rows, and both operands have one
+// scale per 128 x 128 block, so one number per k-block and half of the columns rescales a whole warpgroup. A tile belongs to one CTA
+// and is added to C by the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is not touched.
+#pragma once
+
+#include "fp8_grouped_gemm.cuh"
+
+namespace sonicmoe::sm90 {
+
+struct WgradParams {
+  const float* a_scale;           // [ceil(M / 128), R / 128]
+  const float* b_scale;           // [ceil(N / 128), R / 128]
+  const int64_t* padded_offsets;  // [E + 1], multiples of 128
+  int64_t rows;                   // R: offsets beyond it are not followed
+  int experts, m, n;
+};
+
+struct WgradTile {
+  int expert, row, col, first_block, k_blocks;
+  bool active;
+};
+
+// Tiles of experts that have rows: expert by expert, columns fastest, two row tiles (a cluster) at a time.
+class WgradScheduler {
+ public:
+  __device__ __forceinline__ explicit WgradScheduler(const WgradParams& p) : p_(p), index_(blockIdx.x / kCluster) {}
+  __device__ __forceinline__ bool next(WgradTile& tile) {
+    const int n_tiles = (p_.n + kTileN - 1) / kTileN, tiles = ((p_.m + kTileM - 1) / kTileM + kCluster - 1) / kCluster * n_tiles;
+    for (; expert_ < p_.experts; ++expert_) {
+      const int64_t first = clamped(p_.padded_offsets[expert_]), last = clamped(p_.padded_offsets[expert_ + 1]);
+      if (last <= first) continue;
+      if (index_ < tiles) {
+        tile.expert = expert_;
+        tile.row = (index_ / n_tiles * kCluster + Scheduler::rank()) * kTileM;
+        tile.col = index_ % n_tiles * kTileN;
+        tile.first_block = static_cast<int>(first / kTileK);
+        tile.k_blocks = static_cast<int>((last - first) / kTileK);
+        tile.active = tile.row < p_.m;
+        index_ += gridDim.x / kCluster;
+        return true;
+      }
+      index_ -= tiles;
+    }
+    return false;
+  }
+
+ private:
+  __device__ __forceinline__ int64_t clamped(int64_t offset) const { return offset < p_.rows ? offset : p_.rows; }
+  const WgradParams& p_;
+  int index_, expert_ = 0;
+};
+
+__device__ __forceinline__ void produce_wgrad(const WgradParams& p, const TensorMaps& maps, SharedStorage& s) {
+  if (threadIdx.x != 0) return;
+  Ring ring;
+  WgradTile tile;
+  for (WgradScheduler scheduler(p); scheduler.next(tile);) {
+    const int half = Scheduler::rank();
+    for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
+      barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
+      uint64_t* full = &s.full[ring.stage];
+      const int k = (tile.first_block + kb) * kTileK;
+      barrier_arrive_expect(full, tile.active ? kBytesA + kBytesB : kBytesB);
+      tma_load_2d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k, tile.col + half * (kTileN / kCluster),
+                            (1 << kCluster) - 1);
+      if (tile.active) tma_load_2d(&maps.a, full, s.a[ring.stage], k, tile.row);
+    }
+  }
+}
+
+// Scale products of 32 k-blocks, one lane each; the next 32 are on their way.
+struct BlockScales {
+  const float *a, *b[2];
+  int count, lane;
+  float now[2], next[2], peak[2];
+  __device__ __forceinline__ BlockScales(const WgradParams& p, const WgradTile& tile, int lane_) : count(tile.k_blocks), lane(lane_) {
+    const int64_t blocks = p.rows / kTileK;
+    const int n_blocks = (p.n + 127) / 128;
+    a = p.a_scale + tile.row / 128 * blocks + tile.first_block;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      b[h] = p.b_scale + min(tile.col / 128 + h, n_blocks - 1) * blocks + tile.first_block;
+      peak[h] = 0.f;
+    }
+    load(0);
+    enter();
+  }
+  // Entries behind the end repeat the last one.
+  __device__ __forceinline__ void load(int first) {
+    const int block = min(first + lane, count - 1);
+    const float scale = __ldg(a + block);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) next[h] = scale * __ldg(b[h] + block);
+  }
+  // The loaded batch becomes the current one, each product at most kMaxDrop^2 below the largest before it.
+  __device__ __forceinline__ void enter() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = next[h];
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const float below = __shfl_up_sync(~0u, top, distance);
+        top = lane >= distance ? fmaxf(top, below) : top;
+      }
+      top = fmaxf(top, peak[h]);
+      now[h] = fmaxf(next[h], top * (kMaxDrop * kMaxDrop));
+      peak[h] = __shfl_sync(~0u, top, 31);
+    }
+  }
+  __device__ __forceinline__ float at(int half, int block) const { return __shfl_sync(~0u, now[half], block % 32); }
+};
+
+// fp32 rows of 32 columns at a time through a patch; the copy engine adds them to C and drops what lies outside.
+__device__ __forceinline__ void add_to_output(const Accumulators& acc, const float (&unit)[2], const CUtensorMap* map, const WgradTile& tile, int row0,
+                                              int lane, WarpStore& way_out) {
+  const int q = lane % 4;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    const uint32_t patch = way_out.acquire(lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* v = &acc[c / 4][4 * (4 * (c % 4) + j) + 2 * h];
+        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8, v[0] * unit[c / 4], v[1] * unit[c / 4]);
+      }
+    way_out.publish_add(map, tile.col + 32 * c, row0, tile.expert, lane);
+  }
+}
+
+__device__ __forceinline__ void consume_wgrad(const WgradParams& p, const TensorMaps& maps, SharedStorage& s) {
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  Ring ring;
+  WgradTile tile;
+  WarpStore way_out(s.patch[group * 4 + warp]);
+  if (group == 1) named_barrier_arrive(1, 256);
+  for (WgradScheduler scheduler(p); scheduler.next(tile);) {
+    if (!tile.active) {
+      for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
+        barrier_wait(&s.full[ring.stage], ring.phase);
+        named_barrier_sync(1 + group, 256);
+        named_barrier_arrive(2 - group, 256);
+        release(s, ring.stage, lane);
+      }
+      continue;
+    }
+    Accumulators acc;
+    BlockScales scales(p, tile, lane);
+    float unit[2] = {scales.at(0, 0), scales.at(1, 0)};
+    for (int first = 0; first < tile.k_blocks; first += 32) {
+      scales.load(first + 32);
+      const int end = min(tile.k_blocks - first, 32);
+#pragma unroll 2
+      for (int u = 0; u < end; ++u) {
+        const bool last = first + u + 1 == tile.k_blocks;
+        barrier_wait(&s.full[ring.stage], ring.phase);
+        named_barrier_sync(1 + group, 256);
+        const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
+        const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
+        constexpr uint64_t kHalf = (128 * kTileK) >> 4;
+        fence_registers(acc[0]);
+        fence_registers(acc[1]);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
+        wgmma_commit();
+#pragma unroll
+        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+        wgmma_commit();
+        named_barrier_arrive(2 - group, 256);
+        if (u == 31) scales.enter();
+        float step[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float following = last ? unit[h] : scales.at(h, u + 1);
+          step[h] = unit[h] * reciprocal(following);
+          unit[h] = following;
+        }
+        wgmma_wait<1>();
+        fence_registers(acc[0]);
+        if (!last) rescale(acc[0], step[0], step[0]);
+        wgmma_wait<0>();
+        fence_registers(acc[1]);
+        release(s, ring.stage, lane);
+        ring.advance();
+        if (!last) rescale(acc[1], step[1], step[1]);
+      }
+    }
+    add_to_output(acc, unit, &maps.c, tile, tile.row + group * 64 + warp * 16, lane, way_out);
+  }
+  way_out.finish(lane);
+}
+
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
+fp8_wgrad(const __grid_constant__ TensorMaps maps, const __grid_constant__ WgradParams p) {
+  extern __shared__ uint8_t raw[];
+  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], kConsumerWarps * kCluster);
+    }
+    barrier_init_fence();
+    tma_prefetch_descriptor(&maps.a);
+    tma_prefetch_descriptor(&maps.b);
+  }
+  cluster_sync();
+  if (threadIdx.x < kProducerThreads) {
+    registers_lower<40>();
+    produce_wgrad(p, maps, s);
+  } else {
+    registers_raise<232>();
+    consume_wgrad(p, maps, s);
+  }
+  cluster_sync();
+}
+
+}  // namespace sonicmoe::sm90

@@ -1,0 +1,276 @@
+"""The dgated and weight-gradient GEMMs on the GPU against fp64 arithmetic on the same quantised operands, block by block."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_wgrad_source
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.routing.gpu import build_routing_gpu
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = torch.float8_e4m3fn
+ACTIVATIONS = ("swiglu", "geglu", "reglu")
+# (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert, many and empty ones
+SHAPES = [
+    (300, 512, 256, 4, 2),
+    (1000, 1024, 384, 8, 3),
+    (130, 2880, 192, 3, 1),
+    (4096, 2048, 768, 64, 8),
+    (129, 256, 64, 1, 1),
+    (1, 128, 128, 16, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def dgated():
+    return fp8_dgated_source().load().gather_dgated_gemm
+
+
+@pytest.fixture(scope="module")
+def wgrad():
+    return fp8_wgrad_source().load().grouped_wgrad
+
+
+def poisoned(shape, dtype):
+    if dtype in (torch.int8, torch.uint8):
+        return torch.full(shape, 0x7F, dtype=dtype, device="cuda")
+    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+def normal(generator, *size):
+    return torch.randn(size, generator=generator, device="cuda")
+
+
+def make_routing(shape, generator):
+    tokens, _, _, experts, topk = shape
+    scores = torch.rand((tokens, experts), generator=generator, device="cuda")
+    scores[:, experts // 2] -= 2.0 if experts > 2 * topk else 0.0  # an expert without tokens
+    probs = torch.rand((tokens, topk), generator=generator, device="cuda")
+    return build_routing_gpu(scores.topk(topk, 1).indices, probs, experts)
+
+
+class Backward:
+    """Operands and poisoned outputs of one dgated launch."""
+
+    def __init__(self, shape, seed=0, spread=0.0):
+        tokens, hidden, inner, experts, _ = shape
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.routing = make_routing(shape, generator)
+        r = self.rows = self.routing.num_rows
+        self.used = int(self.routing.padded_offsets[-1])
+        octaves = torch.rand((tokens, 1), generator=generator, device="cuda") - 0.5
+        self.dout = quantize(normal(generator, tokens, hidden) * torch.exp2(spread * octaves), rows(128))
+        # native w2 [E, H, I]; dgrad reads it as [E, I, H]
+        self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, iso(128))
+        z = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
+        self.z = quantize(z, rows(128), Code.INT8)
+        self.dz, self.dz_t = poisoned((r, 2 * inner), torch.uint8), poisoned((2 * inner, r), torch.uint8)
+        self.y1s_t = poisoned((inner, r), torch.uint8)
+        self.dz_scale = poisoned((r // 128, inner // 64), torch.float32)
+        self.dz_t_scale = poisoned((inner // 64, r // 128), torch.float32)
+        self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
+        self.parts = poisoned((-(-inner // 256), r), torch.float32)
+
+    def run(self, launch, activation=0, wide=None):
+        dz_t, y1s_t = wide or (self.dz_t, self.y1s_t)
+        routing = self.routing
+        launch(
+            self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, routing.row_token, routing.row_prob,
+            routing.padded_offsets, self.z.codes, self.z.scale_inv, self.dz, self.dz_scale, self.parts,
+            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None, activation, current_stream(self.dz),
+        )  # fmt: skip
+
+    def golden(self, activation):
+        """fp64 `(dz, y1s, dprob)` of the used rows."""
+        routing, used = self.routing, self.used
+        token = routing.row_token[:used].long()
+        rows_of_dout = dequantize(self.dout).double()[token.clamp(min=0)] * (token >= 0).unsqueeze(1)
+        weights = dequantize(self.w2).double()
+        dy1 = torch.zeros((used, weights.shape[1]), dtype=torch.float64, device="cuda")
+        for e, (first, last) in enumerate(itertools.pairwise(routing.padded_offsets.tolist())):
+            dy1[first:last] = rows_of_dout[first:last] @ weights[e].T
+        z = dequantize(self.z)[:used].double().requires_grad_()
+        function = {
+            "swiglu": torch.nn.functional.silu,
+            "geglu": torch.nn.functional.gelu,
+            "reglu": torch.nn.functional.relu,
+        }[activation]
+        y1 = function(z[:, ::2]) * z[:, 1::2]
+        prob = routing.row_prob[:used].double().unsqueeze(1)
+        (dz,) = torch.autograd.grad(y1, z, dy1 * prob)
+        return dz, (y1 * prob).detach(), (dy1 * y1).sum(1).detach()
+
+    def outputs(self):
+        """The block-scaled outputs as dequantised `[used, features]` matrices."""
+        dz = BlockScaledTensor(self.dz.view(E4M3), self.dz_scale, iso(128), Code.E4M3)
+        pairs = ((self.dz_t, self.dz_t_scale), (self.y1s_t, self.y1s_t_scale))
+        transposed = [BlockScaledTensor(c.view(E4M3), s, iso(128), Code.E4M3, Orientation.COLUMNS) for c, s in pairs]
+        return [dequantize(q)[: self.used] for q in (dz, *transposed)]
+
+
+def block_errors(actual, wanted):
+    """Relative RMSE of each 128-row block; a block of zeros must be zero."""
+    difference = (actual.double() - wanted).reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
+    norm = wanted.reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
+    return torch.where(norm > 0, difference / norm.clamp(min=1e-300), difference)
+
+
+def check_quantised(name, got, wanted):
+    """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little off, moves few of them."""
+    yardstick = dequantize(quantize(wanted.float(), iso(128)))
+    errors = block_errors(got, wanted)
+    assert bool((errors <= 1.03 * block_errors(yardstick, wanted) + 1e-4).all()), (name, float(errors.max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_dgated(dgated, shape, activation):
+    case = Backward(shape)
+    case.run(dgated, ACTIVATIONS.index(activation))
+    dz, y1s, dprob = case.golden(activation)
+    got_dz, got_dz_t, got_y1s = case.outputs()
+    assert torch.equal(got_dz, got_dz_t), "the two orders of dz hold other codes"
+    check_quantised("dz", got_dz, dz)
+    check_quantised("y1s", got_y1s, y1s)
+    got_dprob = case.parts.double().sum(0)[: case.used]
+    # the tensor cores keep 14 bits of an FP8 sum
+    assert float((got_dprob - dprob).norm() / dprob.norm().clamp(min=1e-30)) < 3e-3
+    padding = case.routing.row_token[: case.used] < 0
+    for name, got in (("dz", got_dz), ("y1s", got_y1s), ("dprob", got_dprob.unsqueeze(1))):
+        assert bool((got[padding] == 0).all()), name
+    assert bool((case.dz[case.used :] == 0x7F).all()) and bool((case.dz_t[:, case.used :] == 0x7F).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_dgated_with_unquantised_wgrad_operands(dgated, shape):
+    case = Backward(shape, seed=1)
+    inner = shape[2]
+    wide = (poisoned((case.rows, 2 * inner), torch.bfloat16), poisoned((case.rows, inner), torch.bfloat16))
+    case.run(dgated, wide=wide)
+    dz, y1s, _ = case.golden("swiglu")
+    for got, wanted in zip(wide, (dz, y1s), strict=True):
+        assert float(block_errors(got[: case.used], wanted).max()) < 3e-3
+    check_quantised(
+        "dz", dequantize(BlockScaledTensor(case.dz.view(E4M3), case.dz_scale, iso(128), Code.E4M3))[: case.used], dz
+    )
+    assert bool((case.dz_t == 0x7F).all())
+
+
+def test_dgated_repeats_bit_for_bit(dgated):
+    names = ("dz", "dz_scale", "dz_t", "dz_t_scale", "y1s_t", "y1s_t_scale", "parts")
+    case = Backward((4096, 2048, 768, 8, 4), seed=2)
+    results = []
+    for _ in range(10):
+        for name in names:
+            getattr(case, name).view(torch.uint8).fill_(0x7F)
+        case.run(dgated)
+        results.append({name: getattr(case, name).view(torch.uint8).clone() for name in names})
+    for again in results[1:]:
+        for name in names:
+            assert torch.equal(results[0][name], again[name]), name
+
+
+def test_an_infinite_first_token_spoils_no_padding_row(dgated):
+    """Padding rows gather no token, so token 0's scale, which may be infinite, must not reach them."""
+    case = Backward(SHAPES[0], seed=3)
+    case.dout.scale_inv[0] = float("inf")
+    case.run(dgated)
+    got_dprob = case.parts.sum(0)[: case.used]
+    token = case.routing.row_token[: case.used]
+    assert bool(torch.isfinite(got_dprob[token != 0]).all())
+    assert bool((got_dprob[token < 0] == 0).all())
+
+
+def wgrad_operands(shape, seed=0, spread=0.0):
+    """`(a [R, M], b [R, N])` in 128x128 blocks, zero in padding rows, and the routing."""
+    _, hidden, inner, _, _ = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+    routing = make_routing(shape, generator)
+    real = (routing.row_token >= 0).unsqueeze(1)
+    octaves = torch.rand((routing.num_rows // 128, 1), generator=generator, device="cuda") - 0.5
+    growth = torch.exp2(spread * octaves).repeat_interleave(128, 0)
+    a, b = (torch.where(real, normal(generator, routing.num_rows, n) * growth, 0.0) for n in (hidden, 2 * inner))
+    return quantize(a, iso(128)), quantize(b, iso(128)), routing
+
+
+def run_wgrad(launch, a, b, routing, accumulator):
+    a_t, b_t = transpose_storage(a), transpose_storage(b)
+    launch(
+        a_t.codes,
+        a_t.scale_inv,
+        b_t.codes,
+        b_t.scale_inv,
+        routing.padded_offsets,
+        accumulator,
+        current_stream(accumulator),
+    )
+
+
+def golden_wgrad(a, b, routing, base):
+    left, right, result = dequantize(a).double(), dequantize(b).double(), base.double().clone()
+    for e, (first, last) in enumerate(itertools.pairwise(routing.padded_offsets.tolist())):
+        result[e] += left[first:last].T @ right[first:last]
+    return result
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spread", [0.0, 24.0])
+def test_wgrad(wgrad, shape, spread):
+    a, b, routing = wgrad_operands(shape, spread=spread)
+    base = torch.randn((shape[3], a.shape[1], b.shape[1]), device="cuda")
+    accumulator = base.clone()
+    run_wgrad(wgrad, a, b, routing, accumulator)
+    wanted = golden_wgrad(a, b, routing, base)
+    for e in range(shape[3]):
+        added = wanted[e] - base[e].double()
+        if not bool(added.any()):
+            assert torch.equal(accumulator[e], base[e]), "an expert without tokens was touched"
+        else:
+            # the tensor cores keep 14 bits of an FP8 sum, and fp32 keeps 24 of the total
+            error = (accumulator[e].double() - wanted[e]).norm() / added.norm()
+            assert float(error) < 2e-3 + 1e-6 * float(base[e].norm() / added.norm()), e
+
+
+def test_wgrad_accumulates_and_repeats_bit_for_bit(wgrad):
+    a, b, routing = wgrad_operands((4096, 1024, 512, 8, 4), seed=4)
+    results = []
+    for _ in range(5):
+        accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
+        run_wgrad(wgrad, a, b, routing, accumulator)
+        once = accumulator.clone()
+        run_wgrad(wgrad, a, b, routing, accumulator)
+        results.append((once, accumulator))
+    for once, twice in results:
+        assert torch.equal(once, results[0][0]) and torch.equal(twice, results[0][1])
+        assert torch.equal(twice, 2 * once)
+
+
+def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
+    a, b, routing = wgrad_operands(SHAPES[0], seed=5)
+    accumulator = torch.zeros((4, a.shape[1], b.shape[1]), device="cuda")
+    a_t, b_t = transpose_storage(a), transpose_storage(b)
+    launch_args = (a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets * 4, accumulator)
+    wgrad(*launch_args, current_stream(accumulator))
+    torch.cuda.synchronize()
+    assert bool(torch.isfinite(accumulator).all())
+
+
+def test_wrong_arguments_are_named(wgrad, dgated):
+    a, b, routing = wgrad_operands(SHAPES[1], seed=6)
+    accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
+    a_t, b_t = transpose_storage(a), transpose_storage(b)
+    with pytest.raises(Exception, match=r"a is \["):
+        wgrad(b_t.codes, b_t.scale_inv, a_t.codes, a_t.scale_inv, routing.padded_offsets, accumulator, 0)
+    with pytest.raises(Exception, match="accumulator must have 32-bit"):
+        wgrad(a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets, accumulator.half(), 0)
+    case = Backward(SHAPES[0], seed=7)
+    with pytest.raises(Exception, match="activation is 3"):
+        case.run(dgated, 3)
