@@ -108,14 +108,15 @@ FLAGS: tuple[Flag, ...] = (
     Flag("SONIC_MOE_FP8_MODE", "fp8_mode", _parse_fp8_mode, "off", "perf, mem, off",
          "`perf`: full FP8; `mem`: FP8 with stage-wise memory reuse; `off`: the dtype of the tokens (BF16)"),
     Flag("SONIC_MOE_FP8_WGRAD", "fp8_wgrad", _parse_bool, True, "0, 1",
-         "FP8 weight gradients in the FP8 modes; `0`: wgrad on unquantised operands"),
+         "FP8 weight gradients in the FP8 modes; `0`: wgrad on unquantised operands (engine `hopper`: BF16 GEMMs of engine `bf16`)"),
     Flag("SONIC_MOE_FP8_ASSUME_ALIGNED", "fp8_assume_aligned", _parse_bool, False, "0, 1",
-         "accepted for source compatibility: experts are padded inside the routing metadata, so no engine has a check to skip"),
+         "accepted for source compatibility: the routing metadata pads every expert, so there is neither a check nor a copy to skip"),
     Flag("SONIC_MOE_FP8_ISO32_WEIGHT", "iso_weight", _parse_bool, False, "0, 1",
-         "refuse a recipe whose weights need one FP8 buffer for forward and another for backward; with the other recipes "
-         "one buffer always serves both"),
+         "one FP8 buffer per weight serves forward and backward: engine `hopper` keeps forward's order only and transposes into a "
+         "scratch shared by all layers in every backward; a recipe with other weight blocks in backward is refused"),
     Flag("SONIC_MOE_FP8_SAVE_Z", "save_z", _enum_parser(ZCode), ZCode.INT8, "int8, e4m3, bf16",
-         "storage of the pre-activation `z` kept for backward; the 8-bit codes use one scale per 128 columns"),
+         "storage of the pre-activation `z` kept for backward in the FP8 modes; the 8-bit codes use one scale per 128 columns. "
+         "Engine `reference` has all three, `hopper` `int8`; without FP8, z has the dtype of the tokens"),
     Flag("SONIC_MOE_FP8_RECOMPUTE_Z", "recompute_z", _parse_bool, False, "0, 1",
          "do not store `z`: rerun the up-projection in backward"),
     Flag("SONIC_MOE_FP8_RECIPE", "recipe", _parse_recipe, "iso128", "a name from `sonicmoe numerics --list`",
@@ -123,7 +124,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("SONIC_MOE_STAGEWISE_MEMORY", "stagewise_memory", _parse_bool, False, "0, 1",
          "drop the saved `z` in the middle of backward; a second backward through the same graph is refused (node only)"),
     Flag("SONIC_MOE_ENGINE", "engine", _enum_parser(EngineName), EngineName.AUTO, "auto, reference, bf16, hopper",
-         "the engine to run; `auto` chooses and logs the reason"),
+         "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` in the FP8 modes, else `bf16`; "
+         "`reference` where that one cannot run and on a host; the log says which and why (docs/design.md)"),
     Flag("SONIC_MOE_CACHE_DIR", "cache_dir", _parse_directory, None, "a directory",
          "compile cache, may lie on a shared file system; default: the platform's user cache directory /sonicmoe"),
     Flag("SONIC_MOE_LOCAL_CACHE_DIR", "local_cache_dir", _parse_directory, None, "a directory",

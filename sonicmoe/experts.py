@@ -12,21 +12,25 @@ from typing import Any
 
 import torch
 
-from . import layouts
+from . import gradients, layouts
 from .engine.activations import pre_activation_width
 from .engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
 from .enums import ActivationType, is_glu
 from .errors import DTypeError, LayoutError, ShapeError, expect
+from .gradients import Destination, add_to_grad, add_to_main_grad, check_main_grad
 from .interop import (
     IS_PADDLE,
+    current_stream,
     data_ptr,
+    device_name,
     dtype_name,
+    is_cuda,
     numel,
     plain_ops,
     require_framework_tensor,
-    require_same_device,
     requires_grad,
 )
+from .layouts import WeightSource, native_matrices
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -35,21 +39,31 @@ PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertParameters(ABC):
-    """The user's weights of E local experts in one of the supported arrangements."""
+    """The user's weights of E local experts in one of the supported arrangements: up `[H, N1]`, gate half first, down `[I, H]`."""
 
     activation: ActivationType
+    transposed = True
+
+    @property
+    def split_half(self) -> bool:
+        """Whether up has a gate and an up half."""
+        return is_glu(self.activation)
 
     @abstractmethod
     def parameters(self) -> list[Tensor]:
         """Every parameter, in a fixed order."""
 
-    @abstractmethod
     def native(self) -> tuple[Tensor, Tensor]:
         """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype."""
+        return native_matrices(self.source())
 
     @abstractmethod
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Shapes of `native()` without making it."""
+
+    @abstractmethod
+    def source(self) -> WeightSource:
+        """The parameters where they lie, one matrix per expert and projection."""
 
     @abstractmethod
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,25 +111,24 @@ class PerExpertParameters(ExpertParameters):
         """up_gate of every expert, then down of every expert; read from the modules, which may replace them."""
         return [e.up_gate_proj.weight for e in self._experts] + [e.down_proj.weight for e in self._experts]
 
-    def native(self) -> tuple[Tensor, Tensor]:
-        """Stack and convert."""
-        gated = is_glu(self.activation)
-        up_gates, downs = ([e.up_gate_proj.weight for e in self._experts], [e.down_proj.weight for e in self._experts])
-        w1 = layouts.stack([layouts.native_w1_from_split_half(weight.detach(), gated) for weight in up_gates])
-        w2 = layouts.stack([layouts.native_w2_from_user(weight.detach()) for weight in downs])
-        return w1, w2
-
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """From the first expert."""
         first, count = self._experts[0], len(self._experts)
         hidden, n1 = (int(size) for size in first.up_gate_proj.weight.shape)
         return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
 
+    def source(self) -> WeightSource:
+        """The modules' weights."""
+        up_gates, downs = ([e.up_gate_proj.weight for e in self._experts], [e.down_proj.weight for e in self._experts])
+        return WeightSource(tuple(up_gates), tuple(downs), self.transposed, self.split_half)
+
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
         """One pair per expert and projection."""
-        gated = is_glu(self.activation)
         for index, expert in enumerate(self._experts):
-            yield expert.up_gate_proj.weight, layouts.split_half_from_native_w1(accumulators.dw1[index], gated)
+            yield (
+                expert.up_gate_proj.weight,
+                layouts.split_half_from_native_w1(accumulators.dw1[index], self.split_half),
+            )
             yield expert.down_proj.weight, layouts.user_w2_from_native(accumulators.dw2[index])
 
 
@@ -140,20 +153,20 @@ class FusedParameters(ExpertParameters):
         """`[weight1, weight2]`."""
         return list(self._weights)
 
-    def native(self) -> tuple[Tensor, Tensor]:
-        """Convert."""
-        weight1, weight2 = (weight.detach() for weight in self._weights)
-        return layouts.native_w1_from_split_half(weight1, is_glu(self.activation)), layouts.native_w2_from_user(weight2)
-
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """The fused shapes, transposed."""
         experts, hidden, n1 = (int(size) for size in self._weights[0].shape)
         return (experts, n1, hidden), (experts, hidden, int(self._weights[1].shape[1]))
 
+    def source(self) -> WeightSource:
+        """Views of each expert's matrices."""
+        ups, downs = (tuple(weight.detach().unbind(0)) for weight in self._weights)
+        return WeightSource(ups, downs, self.transposed, self.split_half)
+
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
         """The two stacked gradients."""
         weight1, weight2 = self._weights
-        yield weight1, layouts.split_half_from_native_w1(accumulators.dw1, is_glu(self.activation))
+        yield weight1, layouts.split_half_from_native_w1(accumulators.dw1, self.split_half)
         yield weight2, layouts.user_w2_from_native(accumulators.dw2)
 
 
@@ -166,9 +179,9 @@ class ExpertWeights:
         """Wrap the user's parameters; allocates nothing."""
         self.source = source
         self._prepared: EngineWeights | None = None
-        self._prepared_for: tuple[str, EngineSettings] | None = None
-        self._pointers: tuple[int, ...] = ()
+        self._prepared_for: tuple[Any, ...] | None = None
         self._fingerprint: tuple[int, ...] = ()
+        self._stale = True
         self._accumulators: GradAccumulators | None = None
         self._backwards = 0
         self._warned_forgotten_step = False
@@ -191,32 +204,36 @@ class ExpertWeights:
             self._warn_forgotten_step(f"{self._backwards} backward passes have run since node.step()")
 
     def prepared(self, engine: Engine, settings: EngineSettings) -> EngineWeights:
-        """What `engine` reads: cached until `invalidate`, a new pointer, other settings, or changed bytes.
+        """What `engine` reads: cached until `invalidate`, a new pointer or other settings.
+
+        A write that no event announces is noticed by an engine that follows its weights, and on the host, where their bytes are
+        compared; on a GPU that would wait for the device, so there the other engines go by PyTorch's version counters.
 
         Raises:
             LayoutError: the framework has freed the memory of a weight.
         """
         with plain_ops():
             parameters = self.source.parameters()
-            key = (engine.name, settings)
             freed = [index for index, parameter in enumerate(parameters) if not _holds_memory(parameter)]
             expect(
                 not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them"
             )
-            pointers = tuple(data_ptr(parameter) for parameter in parameters)
-            fingerprint = weight_fingerprint(parameters)
-            if self._prepared is not None and self._prepared_for == key and pointers == self._pointers:
-                if fingerprint == self._fingerprint:
-                    return self._prepared
+            key = (engine.name, settings, tuple(data_ptr(parameter) for parameter in parameters))
+            fingerprint = () if engine.follows_weights else weight_fingerprint(parameters)
+            previous = self._prepared if key == self._prepared_for else None
+            changed = self._stale or previous is None
+            if not changed and fingerprint != self._fingerprint:
+                changed = True
                 self._report_changed_weights()
-            w1, w2 = self.source.native()
-            self._prepared = engine.prepare_weights(w1, w2, None, None, settings)
-            self._prepared_for, self._pointers, self._fingerprint = key, pointers, fingerprint
+            if changed or engine.follows_weights:
+                self._prepared = engine.prepare_source(self.source.source(), settings, previous, changed)
+            self._prepared_for, self._fingerprint, self._stale = key, fingerprint, False
+            assert self._prepared is not None
             return self._prepared
 
     def invalidate(self) -> None:
-        """Forget everything derived from the weights; the next forward builds it anew."""
-        self._prepared = None
+        """Trust nothing derived from the weights; the next forward makes it anew."""
+        self._stale = True
 
     def accumulators(self, device: Any) -> GradAccumulators:
         """The native fp32 accumulators, allocated and zeroed on `device` at first use."""
@@ -245,33 +262,68 @@ class ExpertWeights:
 
         Does nothing when no backward ran since the last flush.
         """
+        if self._flush_in_one_launch(through_autograd=False) is not None:
+            return
         for parameter, gradient in self._drain():
             if not add_to_main_grad(parameter, gradient):
-                _add_to_grad(parameter, gradient)
+                add_to_grad(parameter, gradient)
 
     def flush_through_autograd(self) -> list[Tensor | None]:
         """Like `flush`, from inside a backward: a gradient without a `main_grad` to go to is returned, in `parameters()` order.
 
         Autograd then accumulates it into `.grad`; either way the framework fires each parameter's hooks exactly once.
         """
+        flushed = self._flush_in_one_launch(through_autograd=True)
+        if flushed is not None:
+            return [entry.tensor if entry is not None and entry.returned else None for entry in flushed]
         returned: dict[int, Tensor] = {}
         for parameter, gradient in self._drain():
             if not add_to_main_grad(parameter, gradient):
                 earlier = returned.get(id(parameter))  # of another expert that shares the parameter
                 returned[id(parameter)] = gradient if earlier is None else earlier + gradient
-        gradients = [returned.pop(id(parameter), None) for parameter in self.source.parameters()]
+        ordered = [returned.pop(id(parameter), None) for parameter in self.source.parameters()]
         return [
             gradient if gradient is None else gradient.to(p.dtype)
-            for gradient, p in zip(gradients, self.source.parameters(), strict=True)
+            for gradient, p in zip(ordered, self.source.parameters(), strict=True)
         ]
+
+    def _flush_in_one_launch(self, through_autograd: bool) -> list[Destination | None] | None:
+        """Serve all parameters by the kernel: where the gradient of each went, None for frozen ones.
+
+        None where there is nothing to flush, or no kernel for it: experts that share memory need one addition after the other.
+        """
+        held, parameters = self._accumulators, self.source.parameters()
+        if not self.unflushed or held is None or len({id(parameter) for parameter in parameters}) < len(parameters):
+            return None
+        kernel = gradients.kernel_for(held.dw1)
+        if kernel is None:
+            return None
+        self._check_main_grads(held)
+        with plain_ops():
+            destinations = [
+                Destination.of(p, through_autograd, held.dw1.device) if requires_grad(p) else None for p in parameters
+            ]
+            wanted = [destination for destination in destinations if destination is not None]
+            if not gradients.fit_one_launch(wanted, device_name(held.dw1)):
+                return None
+            table, source = gradients.destination_table(destinations, int(held.dw1.shape[0])), self.source
+            kernel(held.dw1, held.dw2, table, source.transposed, source.split_half, current_stream(held.dw1))
+            for destination in wanted:
+                destination.bind()
+        self._backwards = 0
+        return destinations
+
+    def _check_main_grads(self, held: GradAccumulators) -> None:
+        """Before the first addition: a repeated flush may add nothing twice."""
+        for parameter in self.source.parameters():
+            if requires_grad(parameter):
+                check_main_grad(parameter, held.dw1)
 
     def _drain(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`(trainable parameter, gradient)` pairs; zeroes the accumulators when all were taken."""
         if not self.unflushed or self._accumulators is None:
             return
-        for parameter in self.source.parameters():  # before the first addition: a repeated flush may add nothing twice
-            if requires_grad(parameter):
-                check_main_grad(parameter, self._accumulators.dw1)
+        self._check_main_grads(self._accumulators)
         with plain_ops():
             for parameter, gradient in self.source.user_gradients(self._accumulators):
                 if requires_grad(parameter):
@@ -299,11 +351,13 @@ def _holds_memory(parameter: Tensor) -> bool:
 
 
 def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Two checksums of every parameter's bits as integers, weighted by column and by row.
+    """Two checksums of every parameter's bits as integers, weighted by column and by row; version counters on a GPU.
 
-    Any change of one value and any exchange of two shows. It guards the caches where an event was missed; optimizers move no
-    version counter that could be asked instead.
+    Any change of one value and any exchange of two shows in the checksums. They guard the caches where an event was missed;
+    fused optimizers move no version counter that could be asked instead.
     """
+    if any(is_cuda(parameter) for parameter in parameters):
+        return () if IS_PADDLE else tuple(parameter._version for parameter in parameters)
     sums = []
     for parameter in parameters:
         bits = parameter.detach().view(torch.int32 if parameter.dtype == torch.float32 else torch.int16)
@@ -315,51 +369,6 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 def _weighted_sum(values: Tensor) -> Tensor:
     positions = torch.arange(1, int(values.shape[0]) + 1, dtype=torch.int64, device=values.device)
     return (values * positions).sum()
-
-
-def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
-    """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`, where there is one.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape, or on another device.
-    """
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
-        return
-    expect(main_grad.dtype == torch.float32, DTypeError, f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32")
-    expect(
-        tuple(main_grad.shape) == tuple(parameter.shape),
-        ShapeError,
-        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(parameter.shape)}",
-    )
-    require_same_device([("the gradient", gradient), ("main_grad", main_grad)])
-
-
-def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
-    """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False where there is no such attribute.
-
-    `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while it is not None.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: see `check_main_grad`.
-    """
-    if not hasattr(parameter, "main_grad"):
-        return False
-    check_main_grad(parameter, gradient)
-    if parameter.main_grad is None:
-        parameter.main_grad = gradient
-    else:
-        parameter.main_grad.add_(gradient)
-    return True
-
-
-def _add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
-    elif IS_PADDLE:  # whose CPU build adds no bf16
-        parameter.grad = (parameter.grad.to(torch.float32) + gradient).to(parameter.dtype)
-    else:
-        parameter.grad.add_(gradient.to(parameter.dtype))
 
 
 def _projection(expert: Any, index: int, name: str) -> Any:

@@ -105,8 +105,12 @@ def plain_ops() -> Iterator[None]:
         with torch.no_grad(), sys.modules["paddle"].amp.auto_cast(False):
             yield
     else:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            yield
+        with torch.no_grad():
+            if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+                yield  # the usual case, without the price of two context managers
+            else:
+                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                    yield
 
 
 _IEEE = threading.Lock()
@@ -184,7 +188,8 @@ def current_stream(tensor: Any) -> int:
     if IS_PADDLE:
         paddle = sys.modules["paddle"]
         return int(paddle.base.libpaddle._get_current_raw_stream(tensor.place.gpu_device_id()))
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+    # PyTorch's Stream object costs more than a launch.
+    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
 
 
 def data_ptr(tensor: Any) -> int:

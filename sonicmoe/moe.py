@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import nn
 
-from .config import SonicMoEConfig, active_config
 from .engine.activations import activate, pre_activation_width
 from .enums import ActivationType, KernelBackendMoE
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
-from .functional import moe_TC_softmax_topk_layer
-from .functional.autograd import WeightCache
+from .functional import softmax_topk_layer
+from .functional.weights import forget
+from .interop import current_stream
 
 Tensor = torch.Tensor
 
@@ -89,7 +87,6 @@ class MoE(nn.Module):
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
         self.c_fc = Experts(num_experts, hidden_size, width, add_bias, std)
         self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
-        self._weight_cache = WeightCache()
 
     def forward(
         self,
@@ -122,8 +119,15 @@ class MoE(nn.Module):
         tokens = hidden_states.reshape(-1, self.hidden_size)
         if kernel_backend_moe is KernelBackendMoE.sonicmoe:
             inference = is_inference_mode or not self.training
-            with self._with_fp8(use_fp8).activate():
-                out, logits, counts = self._run_engine(tokens, inference)
+            out, logits, counts = softmax_topk_layer(
+                tokens,
+                self.router.weight,
+                (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias),
+                self.top_k,
+                self.activation_function,
+                inference=inference,
+                use_fp8=use_fp8,
+            )
         elif kernel_backend_moe is KernelBackendMoE.torch:
             expect(not use_fp8, ConfigError, "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe")
             out, logits, counts = self._run_plain(tokens)
@@ -131,32 +135,14 @@ class MoE(nn.Module):
             raise EngineUnavailableError(f"kernel_backend_moe={kernel_backend_moe}; available: sonicmoe, torch")
         return out.reshape(shape), switch_loss(logits, counts)
 
+    @property
+    def stream_id(self) -> int:
+        """The caller's current stream, for the `stream_id` arguments of upstream's functions; 0 on the host."""
+        return current_stream(self.router.weight)
+
     def invalidate_caches(self) -> None:
         """Forget prepared weights; needed after a write through `.data`, or by an optimizer that is no `torch.optim.Optimizer`."""
-        self._weight_cache.clear()
-
-    @staticmethod
-    def _with_fp8(use_fp8: bool | None) -> SonicMoEConfig:
-        config = active_config()
-        if use_fp8 is None:
-            return config
-        mode = (config.resolve().fp8_mode or "perf") if use_fp8 else "off"
-        return dataclasses.replace(config, fp8_mode=mode)
-
-    def _run_engine(self, tokens: Tensor, inference: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return moe_TC_softmax_topk_layer(
-            tokens,
-            self.router.weight,
-            self.c_fc.weight.permute(1, 2, 0),
-            self.c_fc.bias,
-            self.c_proj.weight.permute(1, 2, 0),
-            self.c_proj.bias,
-            self.top_k,
-            None,
-            self.activation_function,
-            inference,
-            weight_cache=self._weight_cache,
-        )
+        forget(self.c_fc.weight)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.router(tokens)

@@ -15,6 +15,9 @@ COMMANDS: dict[str, str] = {
     "train": "Train a small ERNIE-style MoE language model on the node.",
     "warmup": "Compile every kernel a training run needs, once per cluster.",
     "doctor": "Check this machine: versions, GPU, engine, caches, flags, self-test.",
+    "bench": "Time the engines: stages, rates, memory; sweeps and the cost model fitted to them.",
+    "bisect": "Find the stage, expert, row and token where a step first goes wrong.",
+    "lossgap": "Summarise `train --compare` runs over seeds: the loss gap and its confidence interval.",
     "numerics": "Print the error of every FP8 recipe on every kind of data.",
 }
 

@@ -13,7 +13,7 @@ import torch
 
 from ..config import ResolvedConfig
 from ..engine.interface import EngineSettings, GradAccumulators
-from ..engine.select import choose_engine
+from ..engine.select import EngineChoice, Workload, choose_engine
 from ..enums import ActivationType
 from ..routing.reference import build_routing
 
@@ -55,6 +55,15 @@ def find_device() -> Device:
     return Device("cuda:0", str(torch.cuda.get_device_name(0)), f"{major}.{minor}")
 
 
+def engine_for(config: ResolvedConfig, precision: str, device: str) -> EngineChoice:
+    """The engine `config` chooses on `device` for the self-test in this precision.
+
+    Raises:
+        EngineUnavailableError, ConfigError: the configuration asks for what this machine or engine cannot do.
+    """
+    return choose_engine(device, config.engine, Workload(_settings(config, precision), H, I))
+
+
 def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:
     """Forward and backward of a small MoE on the engine `config` chooses, checked against `golden`.
 
@@ -66,9 +75,7 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
     Raises:
         EngineUnavailableError, ConfigError: the configuration asks for what this machine or build cannot do.
     """
-    config = config.replace(fp8_mode=(config.fp8_mode or "perf") if precision == "fp8" else None)
-    settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
-    engine = choose_engine(device, config.engine).engine
+    settings, engine = _settings(config, precision), engine_for(config, precision, device).engine
     indices, probs, values = problem()
     x, w1, w2, dout = (torch.tensor(value, device=device).to(torch.bfloat16) for value in values)
     routing = build_routing(
@@ -83,6 +90,11 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
     computed = {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
     wanted = golden(to_numpy(x), to_numpy(w1), to_numpy(w2), indices, probs, to_numpy(dout))
     return [compare(precision, engine.name, name, to_numpy(computed[name]), wanted[name]) for name in wanted]
+
+
+def _settings(config: ResolvedConfig, precision: str) -> EngineSettings:
+    config = config.replace(fp8_mode=(config.fp8_mode or "perf") if precision == "fp8" else None)
+    return EngineSettings.from_config(config, ActivationType.SWIGLU)
 
 
 def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:

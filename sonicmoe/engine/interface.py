@@ -21,6 +21,7 @@ from ..config import ResolvedConfig
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda, require_framework_tensor, require_same_device
+from ..layouts import WeightSource, native_matrices
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import RECIPES, BlockShape, Fp8Recipe
 from ..routing.metadata import RoutingMetadata
@@ -80,7 +81,7 @@ class EngineWeights:
 
     w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The `_dgrad` pair is the same
     logical matrices as backward reads them (the same objects when the recipe shares buffers).
-    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
+    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None. store: what the engine keeps to bring them up to date, its own affair.
     """
 
     w1: Tensor | BlockScaledTensor
@@ -89,6 +90,7 @@ class EngineWeights:
     w2_dgrad: Tensor | BlockScaledTensor
     b1: Tensor | None = None
     b2: Tensor | None = None
+    store: Any = None
 
     @property
     def num_experts(self) -> int:
@@ -235,28 +237,48 @@ def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
 class PendingWgrad:
     """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
 
-    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]` (probability times y1).
-    x, dout `[T, H]` are gathered inside.
+    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]` (probability times y1), plain or
+    quantised for wgrad. x, dout `[T, H]` are gathered inside.
     """
 
     settings: EngineSettings
     routing: RoutingMetadata
     x: Tensor | None
     dout: Tensor | None
-    dz: Tensor | None
-    y1s: Tensor | None
+    dz: Any  # a tensor or a block-scaled one, the engine's own affair
+    y1s: Any
 
 
 class Engine(ABC):
-    """One implementation of the gated expert MLP, forward and backward. Stateless: every call may be repeated with equal results."""
+    """One implementation of the gated expert MLP, forward and backward. Stateless: every call may be repeated with equal results.
+
+    follows_weights: `prepare_source` is cheap to call before every forward, notices changed weights by itself and never waits.
+    """
 
     name: str
+    follows_weights: bool = False
 
     @abstractmethod
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
         """Native `w1 [E, N1, H]`, `w2 [E, H, I]` (and biases) -> what `forward` and `backward_dx` read; once per optimizer step."""
+
+    def prepare_source(
+        self, source: WeightSource, settings: EngineSettings, previous: EngineWeights | None, changed: bool
+    ) -> EngineWeights:
+        """`prepare_weights` from the user's own matrices, without biases.
+
+        Args:
+            source: where the weights lie.
+            settings: as in `prepare_weights`.
+            previous: what this method made of the same source and settings before, or None.
+            changed: whether the weights may differ from then; an engine that `follows_weights` looks for itself when they may not.
+        """
+        if previous is not None and not changed:
+            return previous
+        w1, w2 = native_matrices(source)
+        return self.prepare_weights(w1, w2, None, None, settings)
 
     @abstractmethod
     def forward(

@@ -8,46 +8,97 @@ from dataclasses import dataclass
 
 from ..enums import EngineName
 from ..errors import EngineUnavailableError
-from .interface import Engine
+from ..kernels.quack_gemm import MlpShape
+from ..quant.recipes import RECIPES
+from .bf16 import Bf16Engine, bf16_unavailable
+from .hopper import RECIPE, HopperEngine, hopper_unavailable
+from .interface import Engine, EngineSettings
 from .reference import ReferenceEngine
 
 logger = logging.getLogger("sonicmoe")
 
-# Engines of this build, by name. A GPU engine registers here together with the test that says where it can run.
-ENGINES: dict[EngineName, Callable[[], Engine]] = {EngineName.REFERENCE: ReferenceEngine}
+ENGINES: dict[EngineName, Callable[[], Engine]] = {
+    EngineName.REFERENCE: ReferenceEngine,
+    EngineName.BF16: Bf16Engine,
+    EngineName.HOPPER: HopperEngine,
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be computed, as far as it decides which engine can: sizes and dtype are of the experts and their tokens."""
+
+    settings: EngineSettings
+    hidden_size: int
+    intermediate_size: int
+    dtype: str = "bfloat16"
+    bias: bool = False
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine to run and the reason, in words fit for a log line."""
+    """The engine to run and the reason, in words fit for a log line; `falls_back` where a faster one was wanted and cannot run."""
 
     engine: Engine
     reason: str
+    falls_back: bool = False
 
 
-def choose_engine(device: str, requested: EngineName = EngineName.AUTO) -> EngineChoice:
-    """Decide for tensors on `device` ("cpu", "cuda:0").
+def choose_engine(
+    device: str, requested: EngineName = EngineName.AUTO, workload: Workload | None = None
+) -> EngineChoice:
+    """Decide for tensors on `device` ("cpu", "cuda:0"); without a workload, for settings that every engine can compute.
 
     Raises:
-        EngineUnavailableError: `requested` names an engine this build does not have or this device cannot run.
+        EngineUnavailableError: `requested` names an engine that this device or workload cannot use; the message says why.
     """
     if requested is EngineName.AUTO:
-        place = "no GPU" if device == "cpu" else f"no GPU engine in this build for {device}"
-        return EngineChoice(ReferenceEngine(), f"{place}: plain tensor operations in fp32, FP8 emulated exactly")
-    if requested not in ENGINES:
-        available = sorted(name.value for name in ENGINES)
-        raise EngineUnavailableError(
-            f"engine {requested.value!r} is not part of this build; available: {available}, or 'auto'"
-        )
+        return _automatic(device, workload)
+    reason = _unavailable(requested, device, workload)
+    if reason is not None:
+        able = [name.value for name in ENGINES if _unavailable(name, device, workload) is None]
+        raise EngineUnavailableError(f"engine {requested.value!r} cannot run: {reason}; able: {able}, or 'auto'")
     return EngineChoice(ENGINES[requested](), "asked for by the configuration")
 
 
-_LOGGED: set[tuple[str, str]] = set()
+def _automatic(device: str, workload: Workload | None) -> EngineChoice:
+    plain = "plain tensor operations in fp32, FP8 emulated exactly"
+    if device == "cpu":
+        return EngineChoice(ReferenceEngine(), f"no GPU: {plain}")
+    wanted = EngineName.BF16 if workload is None or workload.settings.recipe is None else EngineName.HOPPER
+    reason = _unavailable(wanted, device, workload)
+    if reason is not None:
+        return EngineChoice(ReferenceEngine(), f"not {wanted.value}: {reason}; {plain}", falls_back=True)
+    what = (
+        "FP8 GEMMs with fused activation" if wanted is EngineName.HOPPER else "grouped GEMMs in the dtype of the tokens"
+    )
+    return EngineChoice(ENGINES[wanted](), f"a Hopper GPU: {what}")
+
+
+def _unavailable(name: EngineName, device: str, workload: Workload | None) -> str | None:
+    """Why this engine cannot serve this workload on this device, or None."""
+    if name is EngineName.REFERENCE:
+        return None
+    if workload is None:  # the device and packages; nothing else is known
+        fp8 = EngineSettings(recipe=RECIPES[RECIPE])
+        return hopper_unavailable(device, fp8) if name is EngineName.HOPPER else bf16_unavailable(device)
+    settings, sizes = workload.settings, (workload.hidden_size, workload.intermediate_size)
+    if name is EngineName.HOPPER:
+        return hopper_unavailable(device, settings, workload.dtype, sizes, workload.bias)
+    if settings.recipe is not None:
+        return f"FP8 is on (recipe {settings.recipe.name!r}), and it quantises nothing"
+    return bf16_unavailable(
+        device, workload.dtype, MlpShape(*sizes, settings.activation, workload.dtype, workload.bias)
+    )
+
+
+_LOGGED: set[tuple[str, str, str]] = set()
 
 
 def announce(choice: EngineChoice, device: str) -> None:
-    """Log the choice once per engine and device."""
-    key = (choice.engine.name, device)
+    """Log the choice once per engine, device and reason; as a warning where it is a fallback."""
+    key = (choice.engine.name, device, choice.reason)
     if key not in _LOGGED:
         _LOGGED.add(key)
-        logger.info("engine %s on %s: %s", choice.engine.name, device, choice.reason)
+        level = logging.WARNING if choice.falls_back else logging.INFO
+        logger.log(level, "engine %s on %s: %s", choice.engine.name, device, choice.reason)

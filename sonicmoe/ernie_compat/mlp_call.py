@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..config import SonicMoEConfig
-from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved
+from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, PendingWgrad, Saved
 from ..enums import FlushMode
 from ..experts import ExpertWeights
+from ..interop import plain_ops
 from ..routing.build import build_metadata
+from .step_guard import StepGuard
+from .wgrad_queue import WgradQueue
 
 Tensor = torch.Tensor
 
@@ -35,6 +39,8 @@ class MlpCall:
     tokens_per_expert: Any
     num_experts: int
     validate: bool
+    step_guard: StepGuard
+    wgrad_queue: WgradQueue | None
 
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
@@ -54,9 +60,18 @@ class MlpCall:
         trainable = self.experts.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None
         with self.config.activate():
-            dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
+            if accumulators is None or self.wgrad_queue is None:
+                dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
+            else:
+                dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
+                self.wgrad_queue.submit(pending, partial(self._add_wgrad, pending, accumulators))
         if trainable:
             self.experts.note_backward()
             if self.flush is FlushMode.BACKWARD:
                 return dx, dprobs, self.experts.flush_through_autograd()
+            self.step_guard.note_backward(self.experts.source.parameters())
         return dx, dprobs, [None] * len(self.experts.source.parameters())
+
+    def _add_wgrad(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+        with self.config.activate(), plain_ops():
+            self.engine.backward_dw(pending, accumulators)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config, warn_unknown_flags
 from ..engine.interface import EngineSettings
-from ..engine.select import EngineChoice, announce, choose_engine
-from ..enums import ActivationType, FlushMode
-from ..errors import ConfigError, ShapeError, expect
+from ..engine.select import EngineChoice, Workload, announce, choose_engine
+from ..enums import ActivationType, EngineName, FlushMode
+from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
 from ..interop import IS_PADDLE, device_name, dtype_name, grad_enabled, is_cuda, require_framework_tensor, requires_grad
 from ..jit_warmup import warmup_jit
@@ -22,6 +23,8 @@ from ..routing.backends import arch_of
 from ..routing.validation import check_indices_and_probs
 from .deepep_metadata import check_dispatched_tokens
 from .mlp_call import MlpCall
+from .step_guard import StepGuard
+from .wgrad_queue import WgradQueue
 
 if IS_PADDLE:
     from . import bridge_paddle as bridge
@@ -54,9 +57,11 @@ class SonicMoEMlpNode:
         config: settings of this node; None follows the activated configuration and the environment at every call.
         flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every backward does (needed when
             communication overlaps backward), and the framework's gradient hooks then see complete gradients, once per weight.
+        split_wgrad: a backward returns dx before the weight gradients are computed, so that the combine of dx need not wait: a side
+            stream computes them on a GPU; on a host they wait for `finish_wgrad()` or `step()`. Needs flush="step".
 
     Raises:
-        LayoutError, ShapeError, DTypeError: an expert does not have the weights named above.
+        LayoutError, ShapeError, DTypeError: an expert does not have the weights named above, or has a bias.
         ConfigError: an unknown activation or flush mode, or settings that contradict each other.
     """
 
@@ -70,11 +75,13 @@ class SonicMoEMlpNode:
         *,
         config: SonicMoEConfig | None = None,
         flush: FlushMode | str = "step",
+        split_wgrad: bool = False,
     ) -> None:
         """See the class."""
         activation = _member(ActivationType, activation_type, "activation_type")
         source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation)
-        self._init(source, config, flush)
+        _refuse_biases(experts)
+        self._init(source, config, flush, split_wgrad)
 
     @classmethod
     def from_fused(
@@ -85,6 +92,7 @@ class SonicMoEMlpNode:
         *,
         config: SonicMoEConfig | None = None,
         flush: FlushMode | str = "step",
+        split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`."""
         node = cls.__new__(cls)
@@ -92,17 +100,31 @@ class SonicMoEMlpNode:
             FusedParameters(weight1, weight2, _member(ActivationType, activation_type, "activation_type")),
             config,
             flush,
+            split_wgrad,
         )
         return node
 
-    def _init(self, source: ExpertParameters, config: SonicMoEConfig | None, flush: FlushMode | str) -> None:
+    def _init(
+        self, source: ExpertParameters, config: SonicMoEConfig | None, flush: FlushMode | str, split_wgrad: bool
+    ) -> None:
         warn_unknown_flags()
         self.flush_mode = _member(FlushMode, flush, "flush")
+        expect(
+            not split_wgrad or self.flush_mode is FlushMode.STEP,
+            ConfigError,
+            "split_wgrad with flush='backward': hooks need complete gradients when a backward returns; needed: flush='step'",
+        )
+        self._wgrad_queue = WgradQueue() if split_wgrad else None
+        self._step_guard = StepGuard()
         self._explicit_config = config
         self._experts = ExpertWeights(source)
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = source.native_shapes()
         self.activation_type = source.activation
-        self._current()  # a configuration that cannot work is refused here, not in the first step
+        self._chosen: tuple[Any, EngineChoice] | None = None
+        resolved, _ = self._current()  # what cannot work is refused here, not in the first step
+        weight = source.parameters()[0]
+        if resolved.engine is not EngineName.AUTO and is_cuda(weight):
+            self._choose(weight, resolved)
 
     def __call__(
         self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
@@ -146,6 +168,8 @@ class SonicMoEMlpNode:
             tokens_per_expert=tokens_per_expert,
             num_experts=self.n_experts,
             validate=config.validate_dispatch,
+            step_guard=self._step_guard,
+            wgrad_queue=self._wgrad_queue,
         )
         x = x.contiguous()
         if self._wants_gradient(x, dispatched_probs):
@@ -157,13 +181,23 @@ class SonicMoEMlpNode:
 
         Call it once per optimizer step: after the last backward and before gradients are reduced, clipped or applied.
         A parameter whose `main_grad` is None gets a new fp32 tensor; one without the attribute gets `.grad`. Idempotent.
+        Where gradients were already reduced or applied without those waiting here, the log says so once.
         """
-        self._experts.flush()
+        self.flush_grads()
+        self._step_guard.stepped()
         self._experts.invalidate()
 
     def flush_grads(self) -> None:
         """The gradient half of `step()`: flush, keep the weight caches. May run between micro-batches."""
+        self.finish_wgrad()
+        if self._experts.unflushed:
+            self._step_guard.check(self._experts.source.parameters())
         self._experts.flush()
+
+    def finish_wgrad(self) -> None:
+        """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or on a GPU in stream order."""
+        if self._wgrad_queue is not None:
+            self._wgrad_queue.finish()
 
     def invalidate_caches(self) -> None:
         """Forget everything derived from the weights; call it after loading or swapping weights outside an optimizer step."""
@@ -175,6 +209,7 @@ class SonicMoEMlpNode:
         Raises:
             RuntimeError: they hold gradients that were not flushed.
         """
+        self.finish_wgrad()
         self._experts.release()
 
     def prequantize_weights(self) -> None:
@@ -203,6 +238,15 @@ class SonicMoEMlpNode:
         )
         return tuple(outcome.kernel for outcome in report.kernels)
 
+    def dump(self, path: str | Path) -> None:
+        """Write the inputs of the next step (forward, then backward) to `path`, for `sonicmoe bisect`.
+
+        The file is there after the forward and complete after the backward. Copies weights and tokens to the host.
+        """
+        from ..diagnostics.step_capture import dump_next_step  # diagnosis stands above the node
+
+        dump_next_step(self, path)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of fp32 accumulators the node holds now; 0 until the first backward."""
@@ -214,9 +258,13 @@ class SonicMoEMlpNode:
 
     def _choose(self, tensor: Tensor, config: ResolvedConfig) -> EngineChoice:
         device = device_name(tensor)
-        choice = choose_engine(device, config.engine)
-        announce(choice, device)
-        return choice
+        settings = EngineSettings.from_config(config, self.activation_type)
+        workload = Workload(settings, self.hidden_size, self.intermediate_size, dtype_name(tensor.dtype))
+        key = (device, config.engine, workload)
+        if self._chosen is None or self._chosen[0] != key:  # asking for packages and devices takes longer than a launch
+            self._chosen = (key, choose_engine(*key))
+            announce(self._chosen[1], device)
+        return self._chosen[1]
 
     def _check_tokens(self, x: Tensor, indices: Tensor) -> None:
         wanted = (int(indices.shape[0]), self.hidden_size)
@@ -228,6 +276,18 @@ class SonicMoEMlpNode:
 
     def _wants_gradient(self, x: Tensor, probs: Tensor) -> bool:
         return grad_enabled() and (requires_grad(x) or requires_grad(probs) or self._experts.trainable)
+
+
+def _refuse_biases(experts: Sequence[Any]) -> None:
+    """The node would compute without them, and they would never train."""
+    for index, expert in enumerate(experts):
+        for name in ("up_gate_proj", "down_proj"):
+            bias = getattr(getattr(expert, name, None), "bias", None)
+            expect(
+                bias is None,
+                LayoutError,
+                f"experts[{index}].{name} has a bias; the node computes without: needed: bias_attr=False (bias=False)",
+            )
 
 
 def _member(enum: type[Named], value: Any, argument: str) -> Named:

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import torch
 
-from .. import layouts
 from ..config import active_config, current_config
 from ..enums import ActivationType, is_glu
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda
-from .autograd import WeightCache, expert_mlp
+from .autograd import expert_mlp
+from .weights import WeightLayout, Weights
 
 Tensor = torch.Tensor
 
@@ -45,7 +45,9 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
     expect(x.dtype in (torch.int32, torch.int64), DTypeError, f"x is {dtype_name(x.dtype)}; needed: int32 or int64")
     ids = x.to(torch.int64)
     group = torch.where((ids >= 0) & (ids < E), ids, torch.full_like(ids, E))
-    counts = torch.bincount(group, minlength=E + 1)[:E].to(torch.int32)
+    # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold it.
+    counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
+    counts = counts.scatter_add(0, group, torch.ones_like(group, dtype=torch.int32))[:E]
     return (counts, torch.cumsum(counts, 0, dtype=torch.int32)) if do_cumsum else counts
 
 
@@ -62,7 +64,7 @@ def moe_TC_softmax_topk_layer(
     is_inference_mode_enabled: bool = False,
     concat_layout: bool = False,
     *,
-    weight_cache: WeightCache | None = None,
+    use_fp8: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole token-choice MoE layer: router logits, top-k, softmax over the chosen, experts, weighted sum.
 
@@ -74,7 +76,7 @@ def moe_TC_softmax_topk_layer(
         K: experts per token.
         stream_id: accepted for source compatibility; work goes to the caller's current stream.
         concat_layout: w1 rows are [gate; up] halves instead of interleaved pairs.
-        weight_cache: keeps prepared weights between calls; `MoE` passes its own.
+        use_fp8: True or False overrides the configuration's FP8 mode.
 
     Returns:
         `(out [T, H], router_logits [T, E], expert_frequency int32 [E])`.
@@ -84,12 +86,45 @@ def moe_TC_softmax_topk_layer(
     """
     experts = int(router_w.shape[0])
     _check_weights(w1, w2, experts, "the rows of router_w")
+    activation = ActivationType(activation_type)
+    return softmax_topk_layer(
+        x,
+        router_w,
+        (w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
+        K,
+        activation,
+        layout=_layout(activation, concat_layout),
+        inference=is_inference_mode_enabled,
+        use_fp8=use_fp8,
+    )
+
+
+def softmax_topk_layer(
+    x: Tensor,
+    router_w: Tensor,
+    weights: Weights,
+    K: int,
+    activation: ActivationType,
+    *,
+    layout: WeightLayout | None = None,
+    inference: bool = False,
+    use_fp8: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as in `expert_mlp`."""
+    experts = int(router_w.shape[0])
     expect(1 <= K <= experts, ShapeError, f"K is {K}; needed: 1 to {experts}, the number of experts")
     logits = torch.nn.functional.linear(x, router_w)
     chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
     probs = torch.softmax(chosen, dim=-1)
-    out = _run_experts(
-        x, indices, probs, w1, b1, w2, b2, activation_type, is_inference_mode_enabled, concat_layout, weight_cache
+    out = expert_mlp(
+        _autocast(x),
+        indices,
+        probs,
+        *weights,
+        activation,
+        layout=layout,
+        inference=inference,
+        use_fp8=use_fp8,
     )
     counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
@@ -132,8 +167,18 @@ def moe_general_routing_inputs(
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
     indices, probs = _triples_to_topk(router_scores, token_indices, expert_indices, int(x.shape[0]))
-    out = _run_experts(
-        x, indices, probs, w1, b1, w2, b2, activation_type, is_inference_mode_enabled, concat_layout, None
+    activation = ActivationType(activation_type)
+    out = expert_mlp(
+        _autocast(x),
+        indices,
+        probs,
+        w1.permute(2, 0, 1),
+        w2.permute(2, 0, 1),
+        b1,
+        b2,
+        activation,
+        layout=_layout(activation, concat_layout),
+        inference=is_inference_mode_enabled,
     )
     counts = count_cumsum(expert_indices, experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
@@ -150,13 +195,15 @@ def _triples_to_topk(scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens
             RoutingError,
             "token_indices is not ascending; sort the triples by token",
         )
-    # A row outside x counts in an extra bin, so one look at one number finds it.
+    # A row outside x counts in an extra bin, so that one look at two numbers sizes the table and finds strays.
     inside = (tokens >= 0) & (tokens < num_tokens)
-    counted = torch.bincount(torch.where(inside, tokens, torch.full_like(tokens, num_tokens)), minlength=num_tokens + 1)
-    strays = int(counted[num_tokens])
-    expect(strays == 0, RoutingError, f"token_indices holds {strays} ids outside [0, {num_tokens}), the rows of x")
-    per_token = counted[:num_tokens]
-    topk = max(1, int(per_token.max())) if num_tokens else 1
+    bins = torch.where(inside, tokens, torch.full_like(tokens, num_tokens))
+    counted = count_cumsum(bins, num_tokens + 1, do_cumsum=False)
+    assert isinstance(counted, torch.Tensor)
+    per_token, strays = counted[:num_tokens].to(torch.int64), counted[num_tokens]
+    topk, outside = torch.stack([per_token.max() if num_tokens else torch.ones_like(strays), strays]).tolist()
+    expect(outside == 0, RoutingError, f"token_indices holds {outside} ids outside [0, {num_tokens}), the rows of x")
+    topk = max(1, topk)
     first = torch.cumsum(per_token, 0) - per_token
     slot = tokens * topk + torch.arange(int(tokens.shape[0]), device=tokens.device) - first[tokens]
     indices = torch.full((num_tokens * topk,), -1, dtype=torch.int64, device=tokens.device)
@@ -192,31 +239,14 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
         )
 
 
-def _run_experts(
-    x: Tensor,
-    indices: Tensor,
-    probs: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    activation_type: ActivationType | str,
-    inference: bool,
-    concat_layout: bool,
-    weight_cache: WeightCache | None,
-) -> Tensor:
-    activation = ActivationType(activation_type)
-    native_w1, native_w2 = w1.permute(2, 0, 1), w2.permute(2, 0, 1)
-    if concat_layout and is_glu(activation):
-        native_w1 = layouts.interleave_gate_up(native_w1)
-        b1 = None if b1 is None else layouts.interleave_bias(b1)
-    x = _autocast(x)
-    return expert_mlp(
-        x, indices, probs, native_w1, native_w2, b1, b2, activation, inference=inference, weight_cache=weight_cache
-    )
+def _layout(activation: ActivationType, concat_layout: bool) -> WeightLayout:
+    return WeightLayout(split_half=concat_layout and is_glu(activation))
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Tokens in the autocast dtype where autocast is on."""
+    """Tokens in the autocast dtype where autocast lowers precision; autocast to fp32 leaves them as they are, like upstream."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    if not torch.is_autocast_enabled(device):
+        return x
+    dtype = torch.get_autocast_dtype(device)
+    return x if dtype == torch.float32 else x.to(dtype)

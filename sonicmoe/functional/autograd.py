@@ -6,68 +6,13 @@ from typing import Any
 
 import torch
 
-from ..config import current_config
-from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
-from ..engine.select import announce, choose_engine
 from ..enums import ActivationType
-from ..errors import FrameworkError
-from ..interop import IS_PADDLE, device_name
 from ..routing.build import build_metadata
-
-if IS_PADDLE:
-    raise FrameworkError(
-        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
-    )
-
-from torch.optim.optimizer import register_optimizer_step_post_hook  # Paddle's proxy has no such module
+from .call import Plan, backward, forward, make_plan
+from .compiled import compiled_expert_mlp
+from .weights import WeightLayout, prepared_weights
 
 Tensor = torch.Tensor
-
-
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers move no version counter
-
-
-class WeightCache:
-    """Prepared weights of one layer, reused while storage and version counters stand still and no `torch.optim.Optimizer` steps.
-
-    PyTorch's in-place operations move the version counter; a write through `.data` moves nothing: call `clear`.
-    Inference tensors have no version counter, so nothing is kept of them. A copied or unpickled cache is empty.
-    """
-
-    def __init__(self) -> None:
-        """Empty."""
-        self._key: tuple[Any, ...] = ()
-        self._weights: EngineWeights | None = None
-        self._sources: tuple[Tensor | None, ...] = ()  # kept alive: freed memory could return under the same address
-
-    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
-        """Copies and pickles are empty: prepared weights can always be made again."""
-        return WeightCache, ()
-
-    def get(self, engine: Engine, tensors: tuple[Tensor | None, ...], settings: EngineSettings) -> EngineWeights:
-        """Prepare `(w1, w2, b1, b2)` for `engine`, or return what was prepared from the same bytes."""
-        w1, w2, b1, b2 = tensors
-        assert w1 is not None and w2 is not None
-        if any(t is not None and t.is_inference() for t in tensors):
-            return engine.prepare_weights(w1, w2, b1, b2, settings)
-        versions = tuple((t.data_ptr(), t._version) if t is not None else None for t in tensors)
-        key = (engine.name, settings, versions, _optimizer_steps)
-        if self._weights is None or key != self._key:
-            self._weights = engine.prepare_weights(w1, w2, b1, b2, settings)
-            self._key, self._sources = key, tensors
-        return self._weights
-
-    def clear(self) -> None:
-        """Forget the prepared weights."""
-        self._weights, self._sources = None, ()
 
 
 def expert_mlp(
@@ -80,24 +25,40 @@ def expert_mlp(
     b2: Tensor | None,
     activation: ActivationType,
     *,
+    layout: WeightLayout | None = None,
     inference: bool = False,
-    weight_cache: WeightCache | None = None,
+    use_fp8: bool | None = None,
 ) -> Tensor:
-    """Routed expert MLP `[T, H] -> [T, H]` on native weights `w1 [E, N1, H]`, `w2 [E, H, I]`, differentiable in all but `indices`."""
-    config = current_config()
-    settings = EngineSettings.from_config(config, activation)
-    choice = choose_engine(device_name(x), config.engine)
-    announce(choice, device_name(x))
-    tensors = tuple(None if t is None else t.detach() for t in (w1, w2, b1, b2))
-    prepared = (weight_cache or WeightCache()).get(choice.engine, tensors, settings)
-    x = x.contiguous()
-    routing_options: dict[str, Any] = {"alignment": settings.row_alignment, "validate": config.validate_dispatch}
-    differentiable = (x, probs, w1, w2, b1, b2)
-    if inference or not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)):
-        routing = build_metadata(indices, probs, int(w1.shape[0]), **routing_options)
-        return choice.engine.forward(x, routing, prepared, settings, save=False)[0]
-    out: Tensor = _ExpertMlp.apply(choice.engine, settings, prepared, indices, routing_options, *differentiable)
-    return out
+    """Routed expert MLP `[T, H] -> [T, H]`, differentiable in all but `indices`.
+
+    Args:
+        x: `[T, H]`.
+        indices: int `[T, K]`; -1 and ids >= E drop their slot.
+        probs: fp32 `[T, K]`.
+        w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`, `[E, H, I]`).
+        inference: keep nothing for a backward.
+        use_fp8: True or False overrides the configuration's FP8 mode.
+
+    Inside `torch.compile` the call is one custom operator, under the configuration in force when the graph is compiled.
+    """
+    weights = (w1, w2, b1, b2)
+    differentiable = (x, probs, *weights)
+    save = not inference and torch.is_grad_enabled()
+    save = save and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
+    layout = layout or WeightLayout()
+    if torch.compiler.is_compiling():
+        return compiled_expert_mlp(x, indices, probs, weights, activation, layout, use_fp8, save)
+    plan = make_plan(activation, layout, use_fp8)
+    if save:
+        out: Tensor = _ExpertMlp.apply(plan, indices, *differentiable)
+        return out
+    with plan.config.activate():
+        return forward(plan, x.contiguous(), _route(plan, indices, probs, w1), weights, save=False)[0]
+
+
+def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
+    experts = int(w1.shape[0])
+    return build_metadata(indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate)
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -106,43 +67,43 @@ class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        engine: Engine,
-        settings: EngineSettings,
-        prepared: EngineWeights,
+        plan: Plan,
         indices: Tensor,
-        routing_options: dict[str, Any],
         x: Tensor,
         probs: Tensor,
         *weights: Tensor | None,
     ) -> Tensor:
         """Build routing, run the engine, keep its tensors through `save_for_backward`."""
-        routing = build_metadata(indices, probs, prepared.num_experts, **routing_options)
-        out, saved = engine.forward(x, routing, prepared, settings)
+        w1, w2, b1, b2 = weights
+        assert w1 is not None and w2 is not None
+        with plan.config.activate():
+            routing = _route(plan, indices, probs, w1)
+            out, saved, prepared = forward(plan, x.contiguous(), routing, (w1, w2, b1, b2), save=True)
         assert saved is not None
         tensors, ctx.spec = saved.pack()
-        # Unquantised weights are views of the user's: autograd then refuses a backward after they were changed in place.
-        views = weights if settings.recipe is None else (None,) * len(weights)
-        ctx.save_for_backward(*views, *tensors)
-        ctx.engine, ctx.prepared = engine, prepared
-        ctx.weight_dtypes = [None if weight is None else weight.dtype for weight in weights]
+        # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd refuse a backward after they were
+        # changed in place, and they are prepared again for backward, so that no rearranged copy lives from one pass to the other.
+        quantised = plan.settings.recipe is not None
+        ctx.prepared = prepared if quantised else None
+        ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
+        ctx.plan = plan
+        ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, probs, w1, w2, b1, b2."""
-        saved = ctx.spec.unpack(ctx.saved_tensors[len(ctx.weight_dtypes) :])
-        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[5:]
-        accumulators = _zeros_like_weights(ctx.prepared, dout) if any(weights_wanted) else None
-        dx, dprobs = ctx.engine.backward(dout, saved, ctx.prepared, accumulators)
-        gradients: list[Tensor | None] = [None] * len(weights_wanted)
-        if accumulators is not None:
-            native = (accumulators.dw1, accumulators.dw2, accumulators.db1, accumulators.db2)
-            for i, (gradient, wanted, dtype) in enumerate(zip(native, weights_wanted, ctx.weight_dtypes, strict=True)):
-                gradients[i] = gradient.to(dtype) if wanted and gradient is not None else None
-        return (None, None, None, None, None, dx if x_wanted else None, dprobs if probs_wanted else None, *gradients)
-
-
-def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> GradAccumulators:
-    experts, n1, hidden = (int(size) for size in weights.w1.shape)
-    return GradAccumulators.zeros(experts, n1, hidden, weights.intermediate_size, weights.b1 is not None, like.device)
+        plan = ctx.plan
+        w1, w2, b1, b2, *tensors = ctx.saved_tensors
+        saved = ctx.spec.unpack(tensors)
+        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[2:]
+        with plan.config.activate():
+            prepared = ctx.prepared
+            if prepared is None:
+                weights = (w1, w2, b1, b2)
+                engine = plan.choose(saved.x, weights)
+                prepared = prepared_weights(engine, weights, plan.settings, plan.layout, saved.x.dtype)
+            dx, dprobs, gradients = backward(plan, dout, saved, prepared, ctx.dtypes, wgrad=any(weights_wanted))
+        kept = (gradient if wanted else None for gradient, wanted in zip(gradients, weights_wanted, strict=True))
+        return (None, None, dx if x_wanted else None, dprobs if probs_wanted else None, *kept)

@@ -17,6 +17,8 @@ from sonicmoe.config import FLAGS, FLAGS_BY_ENV
 from sonicmoe.diagnostics import doctor as doctor_module
 from sonicmoe.diagnostics import selftest
 from sonicmoe.diagnostics.doctor import Report, examine, examine_cache, examine_caches, examine_flags, examine_variables
+from sonicmoe.engine import hopper as hopper_engine
+from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +133,35 @@ def test_engine_this_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     report = examine("torch")
     assert not report.healthy and report.engine is None and report.self_test == []
     assert "'hopper'" in report.problems[0].what
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+@pytest.mark.parametrize(
+    ("flags", "engine", "tested"),
+    [
+        ({}, "bf16", ["bf16", "fp8"]),
+        ({"SONIC_MOE_FP8_MODE": "perf"}, "hopper", ["bf16", "fp8"]),
+        ({"SONIC_MOE_FP8_MODE": "perf", "SONIC_MOE_ENGINE": "hopper"}, "hopper", ["fp8"]),
+        ({"SONIC_MOE_ENGINE": "bf16"}, "bf16", ["bf16"]),
+    ],
+    ids=["plain", "fp8", "hopper", "bf16"],
+)
+def test_engine_in_force_on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch, flags, engine, tested) -> None:
+    """Each precision is tested on the engine that a run in it would get; one asked for by name, in its own precision."""
+    ran = []
+    monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
+    monkeypatch.setattr(selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0"))
+    monkeypatch.setattr(
+        selftest,
+        "run_self_test",
+        lambda config, name, device: ran.append((name, selftest.engine_for(config, name, device).engine.name)) or [],
+    )
+    for name, value in flags.items():
+        monkeypatch.setenv(name, value)
+    report = examine("torch")
+    assert (report.engine, report.problems) == (engine, [])
+    assert ran == [(name, {"bf16": "bf16", "fp8": "hopper"}[name]) for name in tested]
 
 
 @pytest.mark.usefixtures("in_empty_cache")

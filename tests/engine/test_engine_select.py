@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
+import framework  # noqa: F401  before anything of sonicmoe
 import pytest
 
+from sonicmoe.engine import hopper as hopper_engine
 from sonicmoe.engine import select
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.select import ENGINES, announce, choose_engine
-from sonicmoe.enums import EngineName
+from sonicmoe.engine.select import ENGINES, Workload, announce, choose_engine
+from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.quant.recipes import RECIPES
+
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+WORKLOAD = Workload(FP8, 2048, 768)
+# What the Hopper engine cannot do, and words of the reason.
+BEYOND_HOPPER = [
+    (replace(WORKLOAD, hidden_size=2056), "H is 2056 and I is 768"),
+    (replace(WORKLOAD, intermediate_size=96), "H is 2048 and I is 96"),
+    (replace(WORKLOAD, dtype="float16"), "tokens are float16"),
+    (replace(WORKLOAD, dtype="float32"), "tokens are float32"),
+    (replace(WORKLOAD, bias=True), "the experts have biases"),
+    (replace(WORKLOAD, settings=replace(FP8, recipe=RECIPES["deepseek-v3"])), "the recipe is 'deepseek-v3'"),
+    (replace(WORKLOAD, settings=replace(FP8, save_z=ZCode.E4M3)), "z is saved as 'e4m3'"),
+    (replace(WORKLOAD, settings=replace(FP8, activation=ActivationType.GELU)), "the activation is 'gelu'"),
+]
+beyond_hopper = pytest.mark.parametrize(("workload", "words"), BEYOND_HOPPER, ids=[words for _, words in BEYOND_HOPPER])
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with a Hopper GPU and every package."""
+    monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
 
 
 @pytest.mark.parametrize("requested", [EngineName.AUTO, EngineName.REFERENCE])
@@ -49,3 +76,67 @@ def test_announced_once_per_engine_and_device(caplog, monkeypatch):
     assert [r.getMessage() for r in caplog.records] == [
         f"engine reference on {d}: {choice.reason}" for d in ("cpu", "cuda:1")
     ]
+
+
+class TestOnHopper:
+    def test_fp8_runs_the_hopper_engine(self, hopper):
+        choice = choose_engine("cuda:0", workload=WORKLOAD)
+        assert choice.engine.name == "hopper"
+        assert not choice.falls_back and "Hopper GPU" in choice.reason
+
+    @pytest.mark.parametrize("workload", [None, replace(WORKLOAD, settings=EngineSettings())], ids=["unknown", "plain"])
+    def test_without_fp8_the_bf16_engine_runs(self, hopper, workload):
+        assert choose_engine("cuda:0", workload=workload).engine.name == "bf16"
+
+    @beyond_hopper
+    def test_what_it_cannot_do_falls_back(self, hopper, workload, words):
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "reference" and choice.falls_back
+        assert choice.reason.startswith("not hopper: ") and words in choice.reason
+
+    @beyond_hopper
+    def test_and_is_refused_by_name(self, hopper, workload, words):
+        with pytest.raises(EngineUnavailableError) as caught:
+            choose_engine("cuda:0", EngineName.HOPPER, workload)
+        assert "engine 'hopper' cannot run: " in str(caught.value) and words in str(caught.value)
+        assert "able: ['reference']" in str(caught.value)
+
+    def test_by_name_without_a_workload_it_needs_none_of_the_bf16_packages(self, hopper, monkeypatch):
+        monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "quack-kernels is absent")
+        assert choose_engine("cuda:0", EngineName.HOPPER).engine.name == "hopper"
+        with pytest.raises(EngineUnavailableError, match=r"quack-kernels is absent; able: \['reference', 'hopper'\]"):
+            choose_engine("cuda:0", EngineName.BF16)
+
+    def test_an_engine_of_the_other_precision_is_refused_by_name(self, hopper):
+        with pytest.raises(EngineUnavailableError, match=r"FP8 is on \(recipe 'iso128'\), and it quantises nothing"):
+            choose_engine("cuda:0", EngineName.BF16, WORKLOAD)
+        with pytest.raises(EngineUnavailableError, match=r"FP8 is off; able: \['reference', 'bf16'\]"):
+            choose_engine("cuda:0", EngineName.HOPPER, replace(WORKLOAD, settings=EngineSettings()))
+
+    def test_another_gpu_falls_back(self, hopper, monkeypatch):
+        monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        choice = choose_engine("cuda:0", workload=WORKLOAD)
+        assert choice.falls_back and "cuda:0 has compute capability 8.0" in choice.reason
+
+    def test_the_host_is_no_fallback(self):
+        assert not choose_engine("cpu", workload=WORKLOAD).falls_back
+
+    @pytest.mark.parametrize(
+        ("workload", "level"), [(WORKLOAD, "INFO"), (BEYOND_HOPPER[0][0], "WARNING")], ids=["serves", "falls back"]
+    )
+    def test_a_fallback_is_a_warning(self, hopper, caplog, monkeypatch, workload, level):
+        monkeypatch.setattr(select, "_LOGGED", set())
+        choice = choose_engine("cuda:0", workload=workload)
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            for _ in range(3):
+                announce(choice, "cuda:0")
+        (record,) = caplog.records
+        assert record.levelname == level
+        assert record.getMessage() == f"engine {choice.engine.name} on cuda:0: {choice.reason}"
+
+    def test_two_reasons_to_fall_back_are_two_lines(self, hopper, caplog, monkeypatch):
+        monkeypatch.setattr(select, "_LOGGED", set())
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            for workload, _ in (*BEYOND_HOPPER[:2], *BEYOND_HOPPER[:2]):
+                announce(choose_engine("cuda:0", workload=workload), "cuda:0")
+        assert len(caplog.records) == 2

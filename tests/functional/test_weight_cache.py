@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 from framework import torch
@@ -12,7 +14,8 @@ from functional.layer_golden import assert_same_bits, make_layer, make_tokens, r
 from sonicmoe import moe_TC_softmax_topk_layer
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.functional.autograd import WeightCache
+from sonicmoe.functional import softmax_topk_layer
+from sonicmoe.functional.weights import WeightLayout, _kept, prepared_weights
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
 
@@ -118,32 +121,59 @@ def test_freed_memory_cannot_pass_for_old_weights():
 
 def test_an_address_alone_does_not_name_weights():
     """Where the allocator hands out the same block again and again, the cache must hold on to what it compares with."""
-    cache, engine, settings = WeightCache(), ReferenceEngine(), EngineSettings(recipe=RECIPES["iso128"])
+    engine, settings = ReferenceEngine(), EngineSettings(recipe=RECIPES["iso128"])
     w2 = torch.ones(1, 128, 64)
     for value in range(1, 20):
         w1 = torch.full((1, 128, 128), float(value))
-        prepared = cache.get(engine, (w1, w2, None, None), settings)
+        prepared = prepared_weights(engine, (w1, w2, None, None), settings, WeightLayout(), torch.bfloat16)
         assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
         del w1, prepared
 
 
-def test_rearranged_weights_of_every_call_are_its_own():
-    """Split-half weights are interleaved into fresh memory at each call: its address says nothing about its contents."""
-    moe, (x, _), cache = make_layer(bias=True), tokens(), WeightCache()
+@MODES
+@pytest.mark.parametrize("kind", ["parameters", "views"])
+def test_rearranged_weights(kind, options, prepared):
+    """Split-half weights are interleaved for the engine: the copy must follow its source, and is kept in FP8 only."""
+    moe, (x, _) = make_layer(bias=True), tokens()
+    weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
 
-    def layer(weight_cache):
-        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
-        biases = (moe.c_fc.bias, moe.c_proj.bias)
-        with torch.no_grad():
-            return moe_TC_softmax_topk_layer(
-                x, moe.router.weight, w1, biases[0], w2, biases[1], 2, concat_layout=True, weight_cache=weight_cache
-            )[0]
+    def layer():
+        w1, w2, b1, b2 = weights if kind == "parameters" else (weight.view_as(weight) for weight in weights)
+        return softmax_topk_layer(
+            x,
+            moe.router.weight,
+            (w1, w2, b1, b2),
+            2,
+            moe.activation_function,
+            layout=WeightLayout(split_half=True),
+            **options,
+        )[0]
+
+    def fresh():
+        w1, w2 = (weight.detach().clone().permute(1, 2, 0) for weight in weights[:2])
+        return moe_TC_softmax_topk_layer(
+            x, moe.router.weight, w1, weights[2], w2, weights[3], 2, concat_layout=True, **options
+        )[0]
 
     for _ in range(5):
-        assert torch.equal(layer(cache), layer(None))
+        out = layer()
+        assert torch.equal(out, fresh())
+        prepared.clear()
+        assert torch.equal(layer(), out)
+        assert len(prepared) == (0 if options and kind == "parameters" else 1)
         with torch.no_grad():
             moe.c_fc.weight.mul_(-1.5)
             moe.c_fc.bias.add_(0.5)
+
+
+def test_prepared_weights_die_with_their_layer():
+    moe, (x, _) = make_layer(), tokens()
+    moe(x, **FP8)
+    kept = weakref.ref(_kept[moe.c_fc.weight])
+    assert kept() is not None
+    del moe
+    gc.collect()
+    assert kept() is None
 
 
 @MODES
@@ -189,6 +219,26 @@ def test_backward_after_a_change_of_the_weights(options):
         assert torch.equal(gradient, expected[f"{name}.weight"])
 
 
+def test_autocast_casts_plain_weights_only(monkeypatch):
+    """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters themselves."""
+    seen, original = [], ReferenceEngine.prepare_weights
+
+    def prepare(self, w1, w2, *rest):
+        seen.append((w1.dtype, w2.dtype))
+        return original(self, w1, w2, *rest)
+
+    monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _, gradients = run_layer(moe, x, dout)
+        run_layer(moe, x, dout, **FP8)
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.float32, torch.float32)], (
+        "forward, backward; FP8 once"
+    )
+    assert out.dtype == torch.bfloat16
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+
+
 # Copies
 
 
@@ -226,5 +276,5 @@ def test_prepared_weights_are_not_stored():
     size = len(pickle.dumps(moe))
     moe(x, **FP8)
     assert len(pickle.dumps(moe)) == size
-    assert copy.deepcopy(moe)._weight_cache is not moe._weight_cache
+    assert copy.deepcopy(moe).c_fc.weight not in _kept
     assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}

@@ -5,7 +5,8 @@ import sys
 import torch
 
 from sonicmoe import KernelBackendMoE, MoE, enable_quack_gemm
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.functional import count_cumsum, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 
 device = sys.argv[1]
 torch.manual_seed(0)
@@ -37,6 +38,36 @@ before = layer.c_fc.weight.detach().clone()
 (output.float().square().mean() + 0.01 * aux_loss).backward()
 optimizer.step()
 assert not torch.equal(layer.c_fc.weight, before)
+
+with torch.autocast(device, torch.float32):
+    assert layer(tokens)[0].dtype == torch.bfloat16
+compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+assert torch.allclose(compiled(tokens)[0], layer(tokens)[0], atol=1.4e-2, rtol=2e-2)
+
+w1, w2, router_w = layer.c_fc.weight, layer.c_proj.weight, layer.router.weight
+flat = tokens.view(-1, 64)
+out, logits, frequency = moe_TC_softmax_topk_layer(
+    flat,
+    router_w,
+    w1.permute(1, 2, 0),
+    None,
+    w2.permute(1, 2, 0),
+    None,
+    layer.top_k,
+    layer.stream_id,
+    ActivationType.SWIGLU,
+)
+scores, experts = logits.float().topk(2)
+rows = torch.arange(64, device=device, dtype=torch.int32).repeat_interleave(2)
+general, general_frequency = moe_general_routing_inputs(
+    flat, scores.softmax(-1).flatten(), rows, experts.flatten().int(), w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None,
+    8, layer.stream_id, ActivationType.SWIGLU, False,
+)  # fmt: skip
+assert torch.allclose(general, out, atol=1.4e-2, rtol=2e-2) and torch.equal(general_frequency, frequency)
+counts, offsets = count_cumsum(experts.flatten(), 8, do_cumsum=True)
+assert torch.equal(counts, frequency) and torch.equal(offsets, counts.cumsum(0).int())
+gradients = torch.autograd.grad(out, [w1, w2, router_w], torch.ones_like(out))
+assert is_glu(ActivationType.SWIGLU) and all(gradient.abs().max() > 0 for gradient in gradients)
 
 layer.eval()
 with torch.no_grad():

@@ -104,7 +104,7 @@ def test_scoped_proxy_beside_real_torch(first):
         refuses(FrameworkError, ["dispatched_probs is a torch tensor"], node, x, [2], indices, torch.zeros(3, 2))
         from sonicmoe.ernie_compat import SonicMoEMlpNode
         from types import SimpleNamespace
-        expert = SimpleNamespace(up_gate_proj=torch.nn.Linear(8, 12), down_proj=torch.nn.Linear(6, 8))
+        expert = SimpleNamespace(up_gate_proj=torch.nn.Linear(8, 12, bias=False), down_proj=torch.nn.Linear(6, 8, bias=False))
         refuses(FrameworkError, ["experts[0].up_gate_proj.weight is a torch tensor"], SonicMoEMlpNode, [expert], 1, 8, 6)
         """,
     )
@@ -177,7 +177,7 @@ def test_package_imported_with_torch_explains_itself_to_paddle_users():
         how = ["sonicmoe was imported with PyTorch", 'enable_compat(scope={"sonicmoe"}']
         pair = lambda make: SimpleNamespace(up_gate_proj=make(8, 12), down_proj=make(6, 8))
         refuses(FrameworkError, how, SonicMoEMlpNode, [pair(paddle.nn.Linear)], 1, 8, 6)
-        flipped = lambda inputs, outputs: torch.nn.Linear(outputs, inputs)
+        flipped = lambda inputs, outputs: torch.nn.Linear(outputs, inputs, bias=False)
         node = SonicMoEMlpNode([pair(flipped)], 1, 8, 6)
         ids, probs = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
         refuses(FrameworkError, ["x is a paddle tensor", *how], node, paddle.zeros([3, 8]), [3], ids, probs)

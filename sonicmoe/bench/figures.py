@@ -1,0 +1,101 @@
+"""From measured times to the figures that are printed. Pure arithmetic, no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .floors import PEAK_TFLOPS, floors
+from .shapes import Shape
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, quartiles and extremes of repeated measurements, microseconds."""
+
+    median: float
+    low: float
+    high: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(statistics.median(values), low, high, min(values), max(values), len(values))
+
+    @property
+    def percent(self) -> float:
+        """Half the interquartile range over the median, in percent."""
+        return 50.0 * (self.high - self.low) / self.median if self.median else 0.0
+
+
+@dataclass
+class Result:
+    """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty without a GPU.
+
+    `pair` is forward plus backward of the same call. `stages` and `kernels` sum GPU time per call by stage and by kernel name;
+    work outside every stage stands under "". `refusal` says why the engine did not run, and then nothing else is set.
+    """
+
+    shape: Shape
+    variant: str
+    fp8: bool
+    gpu: bool
+    wall: dict[str, Spread] = field(default_factory=dict)
+    host: dict[str, Spread] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
+    saved_mib: float | None = None
+    peak_mib: float | None = None
+    total_peak_mib: float | None = None
+    refusal: str | None = None
+
+    @property
+    def pair_busy(self) -> float | None:
+        """Busy time of forward and backward."""
+        return self.busy["forward"] + self.busy["backward"] if self.busy else None
+
+    @property
+    def pair_us(self) -> float | None:
+        """What rates are computed from: busy time of forward and backward, wall time where nothing was profiled."""
+        return self.pair_busy if self.busy else self.wall["pair"].median if self.wall else None
+
+    @property
+    def tflops(self) -> float | None:
+        """`18 * T * K * H * I` over `pair_us`."""
+        return self.shape.flop / self.pair_us / 1e6 if self.pair_us else None
+
+    @property
+    def peak_name(self) -> str:
+        """Which peak `mfu` is a share of."""
+        return "fp8" if self.fp8 else "bf16"
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the tensor cores' dense peak of the operands' format; None without a GPU."""
+        return self.tflops / PEAK_TFLOPS[self.peak_name] if self.gpu and self.tflops else None
+
+    @property
+    def gbytes_per_s(self) -> float | None:
+        """Least traffic of forward and backward over `pair_us`, in GB/s: what an ideal cache would have moved."""
+        if not self.pair_us:
+            return None
+        ideal = floors(self.shape, self.fp8)
+        moved = sum(floor.bytes for stage, floor in ideal.items() if stage not in ("flush", "prepare_weights"))
+        return moved / self.pair_us / 1e3
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with the derived figures."""
+        derived = {
+            "pair_us": self.pair_us, "tflops": self.tflops, "mfu": self.mfu, "gbytes_per_s": self.gbytes_per_s,
+            "peak_tflops": PEAK_TFLOPS[self.peak_name] if self.gpu else None, "flop": self.shape.flop,
+        }  # fmt: skip
+        ideal = {stage: floor.us for stage, floor in floors(self.shape, self.fp8).items()} if self.gpu else {}
+        return {**dataclasses.asdict(self), **derived, "floors_us": ideal}

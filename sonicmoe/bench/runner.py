@@ -1,0 +1,131 @@
+"""Measure variants side by side: warmed up, interleaved, on rotating inputs; then profile each."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..ernie_compat import SonicMoEMlpNode
+from ..errors import SonicMoEError
+from .figures import Result, Spread
+from .shapes import Shape
+from .timing import PhaseTime, clock_state, measure_memory, profile_phases, time_phases
+from .trace import total_us
+from .workload import Batch, Call, Layer, Variant, rotating_batches
+
+PROFILED_CALLS = 5
+PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+Notify = Callable[[str], None]
+
+
+def find_device() -> str:
+    """ "cuda:0" where PyTorch sees a GPU, else "cpu"."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def measure(
+    shape: Shape,
+    variants: Sequence[Variant],
+    *,
+    rounds: int,
+    warmup: int,
+    nvtx: bool = False,
+    layer: Layer | None = None,
+    notify: Notify = lambda text: None,
+) -> list[Result]:
+    """One result per variant, in order; an engine that refuses these sizes yields a result that says so.
+
+    Args:
+        shape: sizes; with `layer`, its T and K.
+        variants: engines and modes to compare.
+        rounds: timed runs per variant, interleaved with those of the others.
+        warmup: untimed runs before them.
+        nvtx: open NVTX ranges too, for Nsight.
+        layer: experts to reuse.
+        notify: told what is being measured.
+    """
+    device = find_device()
+    layer = layer or Layer(shape, device)
+    batches = rotating_batches(shape, device)
+    results = [Result(shape, str(variant), variant.fp8, device != "cpu") for variant in variants]
+    nodes: dict[int, SonicMoEMlpNode] = {}
+    for index, variant in enumerate(variants):
+        notify(f"{shape}: warming up {variant}")
+        try:
+            nodes[index] = layer.node(variant)
+            for number in range(max(1, warmup)):
+                time_phases(Call(nodes[index], batches[number % len(batches)]).phases, device)
+        except (SonicMoEError, torch.OutOfMemoryError) as error:
+            nodes.pop(index, None)
+            results[index].refusal = " ".join(str(error).split())
+    notify(f"{shape}: {rounds} rounds of {len(nodes)} engines")
+    _time_interleaved(nodes, results, batches, rounds, device)
+    for index, node in nodes.items():
+        notify(f"{shape}: profiling {variants[index]}")
+        _examine(node, results[index], batches, device, nvtx)
+        node.step()
+        node.release_grads()
+        node.invalidate_caches()
+    return results
+
+
+def _time_interleaved(
+    nodes: dict[int, SonicMoEMlpNode], results: Sequence[Result], batches: Sequence[Batch], rounds: int, device: str
+) -> None:
+    """Every round runs every variant once; the order turns round by round, so that no variant always follows the same one."""
+    times: dict[int, list[dict[str, PhaseTime]]] = {index: [] for index in nodes}
+    for number in range(rounds):
+        order = list(nodes) if number % 2 == 0 else list(reversed(nodes))
+        for index in order:
+            call = Call(nodes[index], batches[number % len(batches)])
+            times[index].append(time_phases(call.phases, device))
+    for index, runs in times.items():
+        for clock in ("wall", "host"):
+            spreads = {name: Spread.of([getattr(run[name], clock) for run in runs]) for name in runs[0]}
+            pairs = [getattr(run["forward"], clock) + getattr(run["backward"], clock) for run in runs]
+            setattr(results[index], clock, {**spreads, "pair": Spread.of(pairs)})
+
+
+def _examine(node: SonicMoEMlpNode, result: Result, batches: Sequence[Batch], device: str, nvtx: bool) -> None:
+    """Memory of one call, then kernel times of several."""
+    memory = measure_memory(Call(node, batches[0]), device)
+    result.saved_mib, result.peak_mib, result.total_peak_mib = memory.saved, memory.peak, memory.total_peak
+    if device == "cpu":
+        return
+    calls = [Call(node, batches[number % len(batches)]).phases for number in range(PROFILED_CALLS)]
+    kernels = profile_phases(calls, nvtx)
+    if not kernels:
+        return  # the driver lets nobody profile here; wall times must do
+    phases = total_us(kernels, "phase", PROFILED_CALLS)
+    result.busy = {name: phases.get(name, 0.0) for name, _ in calls[0]}
+    result.stages = total_us(kernels, "stage", PROFILED_CALLS)
+    result.kernels = total_us(kernels, "name", PROFILED_CALLS)
+
+
+def machine() -> dict[str, Any]:
+    """What figures must be quoted with: device, versions, clocks, date."""
+    gpu = torch.cuda.is_available()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(0) if gpu else f"{platform.machine()} CPU",
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "sonicmoe": __version__, "torch": torch.__version__, "cuda": torch.version.cuda,
+            **{name: found for name in PACKAGES if (found := _installed(name))},
+        },
+        "clocks": clock_state(),
+    }  # fmt: skip
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,167 @@
+"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued; one line per point."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SonicMoEError
+from .shapes import Shape
+
+if TYPE_CHECKING:
+    from .figures import Result
+    from .workload import Variant
+
+TOPK = 8
+GPU_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+GPU_EXPERTS = (8, 16, 32, 64, 128)
+GPU_WIDTHS = ((2048, 768), (2048, 1024), (3072, 1536), (4096, 1536), (4096, 2048), (7168, 2048))
+CPU_TOKENS, CPU_EXPERTS, CPU_WIDTHS = (64, 128, 256, 512), (4, 8), ((64, 32), (128, 64))
+CPU_TOPK = 2
+MAX_BYTES = 100 << 30  # leaves room on a 141 GB GPU
+WARMUP = 2
+
+
+class SweepError(SonicMoEError, ValueError):
+    """The file of a sweep cannot be read."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement. `us` is busy time of forward and backward on a GPU, wall time elsewhere; None where the engine refused."""
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
+    engine: str
+    fp8: bool
+    device: str
+    us: float | None
+    wall_us: float | None = None
+    wall_percent: float | None = None
+    step_us: float | None = None
+    date: str = ""
+    refusal: str | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+        return Shape(self.tokens, self.hidden, self.intermediate, self.experts, self.topk)
+
+    @property
+    def group(self) -> str:
+        """Points that one model describes: an engine on a device."""
+        return f"{self.engine} on {self.device}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes a second measurement unnecessary."""
+        return (self.shape, self.engine, self.device)
+
+
+def grid(device: str) -> list[Shape]:
+    """Every point, those that share experts one after the other; shapes too large for the memory are left out."""
+    gpu = device != "cpu"
+    experts, widths, tokens = (GPU_EXPERTS, GPU_WIDTHS, GPU_TOKENS) if gpu else (CPU_EXPERTS, CPU_WIDTHS, CPU_TOKENS)
+    topk = TOPK if gpu else CPU_TOPK
+    shapes = [Shape(t, h, i, e, topk) for e in experts for h, i in widths for t in tokens]
+    return [shape for shape in shapes if needed_bytes(shape) <= MAX_BYTES]
+
+
+def needed_bytes(shape: Shape) -> float:
+    """Upper estimate of memory: weights, caches, accumulators and gradients (16 bytes a weight), and bf16 row tensors."""
+    weights = 3.0 * shape.experts * shape.hidden * shape.intermediate
+    return 16 * weights + 2.0 * shape.rows * (3 * shape.hidden + 6 * shape.intermediate)
+
+
+def read_points(path: Path) -> list[Point]:
+    """Every measured point of a file, refusals left out; a last line cut short by a kill is ignored.
+
+    Raises:
+        SweepError: another line is no point.
+    """
+    return [point for point in _all_points(path) if point.us is not None]
+
+
+def _all_points(path: Path) -> Iterator[Point]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield Point(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                return
+            raise SweepError(f"{path}, line {number}, is not a point of a sweep: {error}") from None
+
+
+def sweep(
+    path: Path,
+    shapes: Sequence[Shape],
+    variant: Variant,
+    *,
+    budget_s: float | None = None,
+    rounds: int = 5,
+    notify: Callable[[str], None] = lambda text: None,
+) -> tuple[int, int]:
+    """Measure the shapes that `path` lacks, appending each as soon as it is known.
+
+    Returns:
+        Points measured now, and points left when the budget ended.
+    """
+    from .runner import find_device, machine, measure
+    from .workload import Layer
+
+    device, started = find_device(), time.monotonic()
+    facts = machine()
+    known = {point.key for point in _all_points(path)}
+    missing = [shape for shape in shapes if (shape, str(variant), facts["device"]) not in known]
+    layer: Layer | None = None
+    _drop_cut_line(path)
+    for done, shape in enumerate(missing):
+        if budget_s is not None and time.monotonic() - started > budget_s:
+            return done, len(missing) - done
+        notify(f"{done + 1} of {len(missing)}: {shape}")
+        if layer is None or _widths(layer.shape) != _widths(shape):
+            layer = None  # frees the last one first
+            layer = Layer(shape, device)
+        (result,) = measure(shape, [variant], rounds=rounds, warmup=WARMUP, layer=layer)
+        _append(
+            path,
+            Point(
+                **vars(shape), engine=str(variant), fp8=variant.fp8, device=facts["device"], date=facts["date"],
+                us=result.pair_us, refusal=result.refusal, **_walls(result),
+            ),
+        )  # fmt: skip
+    return len(missing), 0
+
+
+def _walls(result: Result) -> dict[str, Any]:
+    if result.refusal is not None:
+        return {}
+    pair, step = result.wall["pair"], result.wall["step"]
+    return {"wall_us": pair.median, "wall_percent": pair.percent, "step_us": step.median}
+
+
+def _widths(shape: Shape) -> tuple[int, int, int]:
+    return shape.hidden, shape.intermediate, shape.experts
+
+
+def _append(path: Path, point: Point) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(point)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _drop_cut_line(path: Path) -> None:
+    """A line that a kill cut short would spoil the next one."""
+    if path.exists() and (text := path.read_text()) and not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])

@@ -1,0 +1,92 @@
+"""From a profiler's Chrome trace to GPU time per kernel, per stage and per phase. Pure data, no framework.
+
+Kernels belong to the range that was open on the thread that launched them, found by the launch's correlation id; phases end with
+a synchronisation, so a kernel belongs to the phase during which it was launched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..diagnostics.stages import RANGE_PREFIX
+
+PHASE_PREFIX = f"{RANGE_PREFIX}phase."
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One piece of GPU work; `stage` and `phase` are "" where no range was open."""
+
+    name: str
+    us: float
+    stage: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class _Range:
+    name: str
+    start: float
+    end: float
+    thread: Any
+
+
+def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
+    """Every kernel, copy and fill of a Chrome trace, in order of time."""
+    events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
+    named = [_range(e) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE_PREFIX)]
+    phases = sorted((r for r in named if r.name.startswith(PHASE_PREFIX)), key=lambda r: r.start)
+    by_thread: dict[Any, list[_Range]] = defaultdict(list)
+    for one in named:
+        if not one.name.startswith(PHASE_PREFIX):
+            by_thread[one.thread].append(one)
+    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and _correlation(e)}
+    found = []
+    for event in sorted((e for e in events if e.get("cat") in GPU_WORK), key=lambda e: float(e["ts"])):
+        launch = launches.get(_correlation(event), event)
+        moment, thread = float(launch["ts"]), launch.get("tid")
+        stage = _innermost(by_thread.get(thread, ()), moment).removeprefix(RANGE_PREFIX)
+        found.append(Kernel(event["name"], float(event["dur"]), stage, _phase_at(phases, moment)))
+    return found
+
+
+def _range(event: Mapping[str, Any]) -> _Range:
+    start = float(event["ts"])
+    return _Range(event["name"], start, start + float(event["dur"]), event.get("tid"))
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def _innermost(ranges: Sequence[_Range], moment: float) -> str:
+    """The open range that began last."""
+    opened = [r for r in ranges if r.start <= moment <= r.end]
+    return max(opened, key=lambda r: r.start).name if opened else ""
+
+
+def _phase_at(phases: Sequence[_Range], moment: float) -> str:
+    position = bisect_right([phase.start for phase in phases], moment) - 1
+    if position < 0 or moment > phases[position].end:
+        return ""
+    return phases[position].name.removeprefix(PHASE_PREFIX)
+
+
+def total_us(kernels: Iterable[Kernel], by: str, calls: int) -> dict[str, float]:
+    """Busy microseconds per call, summed by an attribute of `Kernel` ("name", "stage", "phase"), largest first."""
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        sums[getattr(kernel, by)] += kernel.us / calls
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def short_name(kernel: str, width: int = 60) -> str:
+    """A kernel's name without return type, arguments and template parameters."""
+    name = kernel.removeprefix("void ").split("(")[0].split("<")[0] or kernel
+    return name if len(name) <= width else f"{name[: width - 1]}…"

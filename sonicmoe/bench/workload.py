@@ -1,0 +1,194 @@
+"""What a benchmark runs: one layer's experts with a node per variant, and rotating random batches.
+
+Legend: T tokens, K slots, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..config import SonicMoEConfig, current_config
+from ..engine.interface import EngineSettings
+from ..engine.select import choose_engine
+from ..enums import ActivationType, EngineName
+from ..ernie_compat import SonicMoEMlpNode
+from ..errors import ConfigError, EngineUnavailableError, expect
+from .shapes import Shape
+
+Tensor = torch.Tensor
+
+MODES = ("off", "perf", "mem")
+NATURAL_MODE = {EngineName.REFERENCE: "perf", EngineName.BF16: "off", EngineName.HOPPER: "perf"}
+L2_BYTES = 60 << 20  # H100 and H200
+ROTATION_BYTES = 2 * L2_BYTES
+MAX_ROTATION = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine in one FP8 mode: "off" (operands in bf16), "perf" or "mem"."""
+
+    engine: EngineName
+    mode: str
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """`hopper`, `hopper:mem`; without a mode the engine's natural one.
+
+        Raises:
+            ConfigError: no such engine or mode.
+        """
+        name, _, mode = text.partition(":")
+        known = [engine.value for engine in NATURAL_MODE]
+        expect(name in known, ConfigError, f"engine is {name!r}; needed: one of {known}, with :off, :perf or :mem")
+        engine = EngineName(name)
+        mode = mode or NATURAL_MODE[engine]
+        expect(mode in MODES, ConfigError, f"mode is {mode!r} in {text!r}; needed: one of {list(MODES)}")
+        return cls(engine, mode)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether operands are quantised."""
+        return self.mode != "off"
+
+    @property
+    def config(self) -> SonicMoEConfig:
+        """Configuration of a node that runs this variant; everything else follows the environment."""
+        return SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
+
+    def __str__(self) -> str:
+        """`hopper:perf`."""
+        return f"{self.engine.value}:{self.mode}"
+
+
+def available_variants(device: str) -> list[Variant]:
+    """Every GPU engine that runs on `device` in its natural mode, or the reference engine where none does."""
+    found = []
+    for engine, mode in NATURAL_MODE.items():
+        if engine is EngineName.REFERENCE:
+            continue
+        try:
+            choose_engine(device, engine)
+        except EngineUnavailableError:
+            continue
+        found.append(Variant(engine, mode))
+    return found or [Variant(EngineName.REFERENCE, NATURAL_MODE[EngineName.REFERENCE])]
+
+
+def settings_of(variant: Variant) -> EngineSettings:
+    """What the variant's node computes."""
+    return EngineSettings.from_config(current_config(variant.config), ActivationType.SWIGLU)
+
+
+class Expert(torch.nn.Module):
+    """One expert in the user's layout: `up_gate_proj.weight [H, 2I]`, `down_proj.weight [I, H]`, bf16, with a `main_grad`."""
+
+    def __init__(self, hidden: int, intermediate: int, device: str) -> None:
+        """Random normal weights of variance 1 / fan_in."""
+        super().__init__()
+        self.up_gate_proj, self.down_proj = torch.nn.Module(), torch.nn.Module()
+        for module, rows, columns in (
+            (self.up_gate_proj, hidden, 2 * intermediate),
+            (self.down_proj, intermediate, hidden),
+        ):
+            values = torch.randn((rows, columns), device=device) * rows**-0.5
+            module.weight = torch.nn.Parameter(values.to(torch.bfloat16))
+            module.weight.main_grad = None  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Dispatched tokens: bf16 x, dout `[T, H]`, int64 indices and fp32 probs `[T, K]`, and the counts a dispatcher lists."""
+
+    x: Tensor
+    indices: Tensor
+    probs: Tensor
+    dout: Tensor
+    counts: list[int]
+
+    @classmethod
+    def random(cls, shape: Shape, device: str) -> Batch:
+        """Normal tokens; every token picks K distinct experts uniformly."""
+        indices = torch.rand((shape.tokens, shape.experts), device=device).topk(shape.topk, 1).indices
+        x, dout = (torch.randn((shape.tokens, shape.hidden), device=device).to(torch.bfloat16) for _ in range(2))
+        probs = torch.rand((shape.tokens, shape.topk), device=device)
+        probs = probs / probs.sum(1, keepdim=True)
+        counts = torch.bincount(indices.reshape(-1), minlength=shape.experts).tolist()
+        return cls(x.requires_grad_(), indices, probs.requires_grad_(), dout, counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a call reads of it."""
+        return sum(t.numel() * t.element_size() for t in (self.x, self.indices, self.probs, self.dout))
+
+
+def rotating_batches(shape: Shape, device: str) -> list[Batch]:
+    """As many batches as it takes to exceed the L2 cache twice; one on a CPU. Call `torch.manual_seed` first."""
+    first = Batch.random(shape, device)
+    if device == "cpu":
+        return [first]
+    count = min(MAX_ROTATION, 1 + -(-ROTATION_BYTES // first.nbytes))
+    return [first, *(Batch.random(shape, device) for _ in range(count - 1))]
+
+
+class Layer:
+    """The experts of one layer and a node per variant on them; batches of any T and K fit."""
+
+    def __init__(self, shape: Shape, device: str, seed: int = 0) -> None:
+        """Random experts of `shape`, the same for the same seed."""
+        torch.manual_seed(seed)
+        self.shape, self.device = shape, device
+        self.experts = [Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)]
+
+    def node(self, variant: Variant) -> SonicMoEMlpNode:
+        """A node that runs `variant`.
+
+        Raises:
+            EngineUnavailableError, ConfigError, ShapeError: the engine does not run here, or not at these sizes.
+        """
+        choose_engine(self.device, variant.engine)
+        shape = self.shape
+        return SonicMoEMlpNode(self.experts, shape.experts, shape.hidden, shape.intermediate, config=variant.config)
+
+
+class Call:
+    """One forward, backward and step of a node on a batch, phase by phase."""
+
+    def __init__(self, node: SonicMoEMlpNode, batch: Batch) -> None:
+        """Nothing has run yet."""
+        self._node, self._batch = node, batch
+        self.out: Tensor | None = None
+
+    def clear(self) -> None:
+        """Drop what an earlier call left: gradients of tokens and probabilities, and an output that never went back."""
+        self._batch.x.grad = self._batch.probs.grad = self.out = None
+
+    def forward(self) -> None:
+        """Tokens to output, keeping what backward needs."""
+        self.clear()
+        batch = self._batch
+        self.out = self._node(batch.x, batch.counts, batch.indices, batch.probs)
+
+    def backward(self) -> None:
+        """Gradient of the output to those of tokens, probabilities and (accumulated) weights."""
+        assert self.out is not None
+        out, self.out = self.out, None
+        out.backward(self._batch.dout)
+
+    def step(self) -> None:
+        """What one optimizer step adds: flush into `main_grad`, and preparing the weights anew."""
+        self._node.step()
+        self._node.prequantize_weights()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the caller holds whatever the node keeps."""
+        return (self._batch.x, self._batch.indices, self._batch.probs)
+
+    @property
+    def phases(self) -> Sequence[tuple[str, Callable[[], None]]]:
+        """In order of time."""
+        return (("forward", self.forward), ("backward", self.backward), ("step", self.step))

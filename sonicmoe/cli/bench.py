@@ -1,0 +1,201 @@
+"""`sonicmoe bench`: time, rate and memory of the engines on this machine; sweeps and the cost model fitted to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
+from ..errors import ConfigError, expect
+from .numerics import load_framework, print_table
+
+if TYPE_CHECKING:
+    from ..bench.figures import Result
+
+SIZE_FIELDS = {"H": "hidden", "I": "intermediate", "E": "experts", "K": "topk"}
+ROUNDS = {"cuda": 20, "cpu": 3}
+
+
+def _size(letter: str, text: str) -> Any:
+    return click.option(f"--{letter}", letter.lower(), type=click.IntRange(1), help=text)
+
+
+@click.command()
+@click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), metavar="NAME",
+              help="A named shape (--list); may be repeated.  [default: reference on a GPU, small without one]")  # fmt: skip
+@click.option("--T", "tokens", type=click.IntRange(1), multiple=True, help="Tokens; may be repeated, for a curve.")
+@_size("H", "Hidden size.")
+@_size("I", "Intermediate size of an expert.")
+@_size("E", "Local experts.")
+@_size("K", "Experts per token.")
+@click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
+              help="reference, bf16, hopper; MODE off, perf, mem; may be repeated, the first is the baseline.  "
+              "[default: every GPU engine, else reference]")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), help="Timed runs per engine.  [default: 20, 3 without a GPU]")
+@click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Untimed runs before.")
+@click.option("--kernels", type=click.IntRange(0), default=12, show_default=True, help="Lines of the kernel breakdown.")
+@click.option("--nvtx", is_flag=True, help="Also open an NVTX range per stage, for Nsight.")
+@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw pictures to DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--list", "list_only", is_flag=True, help="List the named shapes, measure nothing.")
+@click.option("--sweep", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Measure E x (H, I) x T*K into FILE (JSON lines), continuing what is there; then fit.")  # fmt: skip
+@click.option(
+    "--budget", type=click.FloatRange(0), metavar="SECONDS", help="Stop the sweep after SECONDS, to be continued."
+)
+@click.option("--fit", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
+              help="Fit the cost model to a sweep; measures nothing, needs no GPU.")  # fmt: skip
+def bench(
+    names: tuple[str, ...],
+    tokens: tuple[int, ...],
+    engines: tuple[str, ...],
+    rounds: int | None,
+    warmup: int,
+    kernels: int,
+    nvtx: bool,
+    plot: Path | None,
+    as_json: bool,
+    list_only: bool,
+    sweep: Path | None,
+    budget: float | None,
+    fit: Path | None,
+    **sizes: int | None,
+) -> None:
+    """Time forward, backward and step of the engines, side by side, with rates, memory and a kernel breakdown.
+
+    Without a GPU it measures the reference engine and says so. Exit code 1 when no engine ran.
+    """
+    if list_only:
+        list_shapes(as_json)
+        return
+    if fit is not None:
+        report_fit(fit, plot, as_json)
+        return
+    load_framework("torch")
+    if sweep is not None:
+        run_sweep(sweep, engines, budget, rounds, as_json)
+        report_fit(sweep, plot, as_json)
+        return
+    from ..bench.runner import find_device, machine, measure
+    from ..bench.workload import Variant, available_variants
+
+    device = find_device()
+    shapes = chosen_shapes(names, tokens, {key.upper(): value for key, value in sizes.items()}, device)
+    variants = [Variant.parse(text) for text in engines] or available_variants(device)
+    results: list[Result] = []
+    with status() as notify:
+        for shape in shapes:
+            count = rounds or ROUNDS[device.split(":")[0]]
+            results += measure(shape, variants, rounds=count, warmup=warmup, nvtx=nvtx, notify=notify)
+    pictures = draw(results, plot)
+    if as_json:
+        data = {"machine": machine(), "results": [result.to_json() for result in results], "plots": pictures}
+        click.echo(json.dumps(data, indent=2, allow_nan=False))
+    else:
+        report(results, machine(), kernels, pictures)
+    if all(result.refusal is not None for result in results):
+        raise click.exceptions.Exit(1)
+
+
+def chosen_shapes(
+    names: Sequence[str], tokens: Sequence[int], sizes: dict[str, int | None], device: str
+) -> list[Shape]:
+    """Named shapes, and one per T of the sizes given; sizes not given are those of the default shape."""
+    default = SMALL if device == "cpu" else REFERENCE
+    given = {SIZE_FIELDS[letter]: value for letter, value in sizes.items() if value is not None}
+    shapes = [SHAPES[name] for name in names]
+    if tokens or given:
+        shapes += [Shape(**{**vars(default), **given, "tokens": count}) for count in tokens or (default.tokens,)]
+    return shapes or [default]
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is running, where there is a terminal."""
+    with Console(stderr=True).status("starting") as line:
+        yield line.update
+
+
+def report(results: list[Result], machine: dict[str, Any], kernels: int, pictures: list[str]) -> None:
+    """Machine, a table per shape, stages and kernels per engine, and what the columns mean."""
+    from ..bench.report import kernel_table, notes, result_table, stage_table
+
+    versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
+    clocks = ", ".join(f"{name} {value}" for name, value in machine["clocks"].items())
+    click.echo(f"{machine['device']}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}")
+    for shape in dict.fromkeys(result.shape for result in results):
+        print_table(result_table([result for result in results if result.shape == shape]), False)
+    for result in results:
+        if result.stages and kernels:
+            print_table(stage_table(result), False)
+            print_table(kernel_table(result, kernels), False)
+    for line in [*notes(results), *(f"plot: {path}" for path in pictures)]:
+        click.echo(line)
+
+
+def draw(results: list[Result], directory: Path | None) -> list[str]:
+    """Paths of the pictures drawn."""
+    if directory is None:
+        return []
+    from ..bench.plots import plot_all
+
+    return [str(path) for path in plot_all(results, directory)]
+
+
+def list_shapes(as_json: bool) -> None:
+    """Names and sizes."""
+    if as_json:
+        click.echo(json.dumps({name: vars(shape) for name, shape in SHAPES.items()}, indent=2))
+        return
+    for name, shape in SHAPES.items():
+        click.echo(f"{name:<26}{shape}")
+
+
+def run_sweep(path: Path, engines: Sequence[str], budget: float | None, rounds: int | None, as_json: bool) -> None:
+    """Measure what is missing in `path`."""
+    from ..bench.runner import find_device
+    from ..bench.sweep import grid, sweep
+    from ..bench.workload import Variant, available_variants
+
+    device = find_device()
+    expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
+    variant = Variant.parse(engines[0]) if engines else available_variants(device)[-1]
+    with status() as notify:
+        done, left = sweep(path, grid(device), variant, budget_s=budget, rounds=rounds or 5, notify=notify)
+    click.echo(
+        f"{path}: {done} points measured now, {left} left" + (" (run again to continue)" if left else ""), err=as_json
+    )
+
+
+def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
+    """Fit and print the cost model of every engine in a sweep."""
+    from ..bench.cost_model import FitError, fit_model
+    from ..bench.cost_plots import plot_model
+    from ..bench.sweep import read_points
+
+    groups: dict[str, list[Any]] = {}
+    for point in read_points(path):
+        groups.setdefault(point.group, []).append(point)
+    data: dict[str, Any] = {}
+    for group, points in groups.items():
+        try:
+            model = fit_model(points)
+        except FitError as error:
+            data[group] = {"points": len(points), "error": str(error)}
+            continue
+        pictures = [] if plot is None else [str(p) for p in plot_model(model, points, plot)]
+        data[group] = {**model.to_json(), "plots": pictures}
+        if not as_json:
+            click.echo("\n".join([f"{group}: {len(points)} points", *model.lines(), *pictures]))
+    if as_json:
+        click.echo(json.dumps(data, indent=2, allow_nan=False))
+    else:
+        for group, entry in data.items():
+            if "error" in entry:
+                click.echo(f"{group}: {entry['error']}")

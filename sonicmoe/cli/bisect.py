@@ -1,0 +1,65 @@
+"""`sonicmoe bisect`: run a dumped step stage by stage and name the first wrong stage, expert, row and token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ..diagnostics.step_dump import load_dump
+from ..enums import EngineName
+from .numerics import load_framework, print_table
+
+ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
+
+
+@click.command()
+@click.argument("dump", type=click.Path(path_type=Path))
+@click.option("--engine", type=click.Choice(ENGINES), help="Engine to examine.  [default: the one that ran the step]")
+@click.option("--against", type=click.Choice(["golden", *ENGINES]), default="golden", show_default=True,
+              help="fp64 and each stage's own arithmetic, or another engine's stages.")  # fmt: skip
+@click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
+              help="Run it quantised, or not, whatever it was.")  # fmt: skip
+@click.option(
+    "--framework",
+    type=click.Choice(["torch", "paddle"]),
+    help="Runs the engines.  [default: torch if installed, else paddle]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def bisect(
+    ctx: click.Context,
+    dump: Path,
+    engine: str | None,
+    against: str,
+    precision: str,
+    framework: str | None,
+    as_json: bool,
+) -> None:
+    """Run the step in DUMP stage by stage and name the first wrong stage, expert, row and token.
+
+    DUMP is what `node.dump(path)` or `detect_nonfinite(dump_dir=...)` wrote, or a captured call of `sonicmoe numerics`. Exit code 1
+    when a stage is wrong.
+    """
+    step = load_dump(dump)
+    if precision != "as-dumped":
+        step = step.but(recipe=None if precision == "bf16" else step.settings.recipe or "iso128")
+    load_framework(framework)
+    from ..diagnostics import bisect as tool
+    from ..diagnostics.bisect_report import stage_table, verdict
+
+    report = tool.bisect(step, engine or step.settings.engine, against, default_device())
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
+    else:
+        click.echo("\n".join(verdict(report)))
+        print_table(stage_table(report), False)
+    ctx.exit(0 if report.healthy else 1)
+
+
+def default_device() -> str:
+    """The first GPU, else the CPU."""
+    from ..diagnostics.selftest import find_device
+
+    return find_device().name

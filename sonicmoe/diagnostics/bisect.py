@@ -1,0 +1,314 @@
+"""Which stage of a step goes wrong first, and at which expert, row and token.
+
+A stage is wrong where it holds a NaN or an infinity, or where it is further than rounding can take it from its own arithmetic on
+its own inputs (or from another engine's stage). Stages are judged in the order in which they run, so the first wrong one is the
+cause. Cosine and RMSE in the statistics are against fp64 from the inputs of the step (or against the other engine).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .golden_stages import RowLayout
+from .stage_arithmetic import StageArithmetic
+from .stage_runner import GOLDEN, StageRun, golden_run, run_stages, staged_engine
+from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
+from .step_dump import Array, StepDump
+
+INPUTS = ("x", "probs", "w1", "w2", "dout")
+TOKEN_STAGES = ("x", "x_fp8", "out", "dout", "dout_fp8", "dx")
+ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows")
+SLOT_STAGES = ("probs", "ds")
+WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2", "flush")
+FORWARD = ("x", "w1", "w2", "probs", "routing", "w1_fp8", "w2_fp8", "x_fp8", "z", "z_saved", "y1", "y2", "out")
+BACKWARD = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx", "dw2", "dw1", "flush")
+STAGES = (*FORWARD, *BACKWARD)
+
+# GEMM operands: an engine that reads whole tiles of them needs finite padding rows.
+PADDING = "padding"
+READ_PADDING = ("y1", "dz", "y1s", "dz_fp8")
+
+# Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left between a stage and its own
+# arithmetic, or between two engines, is rounding: 3 % where one side is quantised and the other is not, 0.4 % of bf16.
+FP8_BARS, PLAIN_BARS = (0.05, 0.15), (0.02, 0.08)
+# Rows far smaller than the others are measured against this share of the typical norm: their blocks may be scaled by larger rows.
+ROW_FLOOR = 0.25
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where: what does not apply is None. `experts` are those that serve the token when the place is a token's."""
+
+    index: tuple[int, ...]
+    expert: int | None = None
+    row: int | None = None
+    token: int | None = None
+    slot: int | None = None
+    column: int | None = None
+    experts: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """`expert 3, row 130, token 17, column 5`."""
+        named = ((name, getattr(self, name)) for name in ("expert", "row", "token", "slot", "column"))
+        words = [f"{name} {value}" for name, value in named if value is not None]
+        if self.experts:
+            words.append(f"served by experts {', '.join(map(str, self.experts))}")
+        return ", ".join(words) or f"index {self.index}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first wrong stage: `kind` is "nan", "inf", "deviation", "padding" or "routing"."""
+
+    stage: str
+    kind: str
+    place: Place
+    what: str
+
+    def __str__(self) -> str:
+        """One line."""
+        source = "input " if self.stage in INPUTS else "stage "
+        return f"first bad: {source}{self.stage} at {self.place}: {self.what}"
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Statistics of every stage shown, in order, and the first fault, None when every stage is as expected.
+
+    missing: stages that the engine does not show (it fuses them, or shows them in a form of its own). wrong: every wrong stage,
+    those that a fault has spread to included. error: the exception that ended the run, if one did. padding: NaN or infinity in
+    padding rows of a healthy run: harmless in an engine that reads no padding.
+    """
+
+    step: str
+    engine: str
+    against: str
+    stats: dict[str, StageStats]
+    fault: Fault | None
+    missing: tuple[str, ...]
+    wrong: tuple[str, ...]
+    error: str | None = None
+    padding: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every stage shown is as it should be, and the run came to its end."""
+        return self.fault is None and self.error is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; numbers that are not finite become None."""
+        stats = {name: _plain(asdict(one)) for name, one in self.stats.items()}
+        fault = None if self.fault is None else _plain(asdict(self.fault))
+        listed = {
+            "missing": list(self.missing),
+            "wrong": list(self.wrong),
+            "padding": list(self.padding),
+            "error": self.error,
+        }
+        return {
+            "step": self.step,
+            "engine": self.engine,
+            "against": self.against,
+            "fault": fault,
+            **listed,
+            "stages": stats,
+        }
+
+
+def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cpu") -> Report:
+    """Run `step` on `engine` and judge it stage by stage.
+
+    Args:
+        step: inputs and settings of one forward, and with `dout` one backward.
+        engine: a value of `EngineName`.
+        against: "golden" (fp64), or another engine.
+        device: "cpu" or "cuda:0".
+
+    Raises:
+        EngineUnavailableError: an engine does not run on `device`.
+    """
+    layout = RowLayout.of(step, step.settings.alignment)
+    run = run_stages(step, staged_engine(engine, device), device)
+    if against == GOLDEN:
+        expected = golden_run(step, layout)
+    else:
+        expected = run_stages(step, staged_engine(against, device), device)
+        expected.routing = layout.fields  # both engines share the builder: only the contract can judge it
+    return judge(step, run, expected, layout)
+
+
+def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) -> Report:
+    """Statistics of every stage of `run`, and the first that is wrong."""
+    judged = _Judge(step, expected, layout)
+    stages = FORWARD if step.dout is None else STAGES
+    shown = {name: judged.fitting(name, run.stages[name]) for name in stages if name in run.stages}
+    values = {name: value for name, value in shown.items() if value is not None}
+    missing = [name for name in stages if name != "routing" and name not in values]
+    if expected.engine == GOLDEN:
+        judged.use_arithmetic({name: value.values for name, value in values.items()})
+    stats: dict[str, StageStats] = {}
+    faults: list[Fault] = []
+    for name in stages:
+        if name == "routing":
+            faults += judged.routing(run.routing) if run.routing else []
+        elif name in values:
+            stats[name], found = judged.stage(name, values[name])
+            faults += found
+    harmless: tuple[str, ...] = ()
+    if all(fault.kind == PADDING for fault in faults):
+        harmless, faults = tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults), []
+    wrong = tuple(dict.fromkeys(fault.stage for fault in faults))
+    return Report(
+        step.name,
+        run.engine,
+        expected.engine,
+        stats,
+        faults[0] if faults else None,
+        tuple(missing),
+        wrong,
+        run.error,
+        harmless,
+    )
+
+
+class _Judge:
+    """What one stage is compared with, and how its indices translate."""
+
+    def __init__(self, step: StepDump, expected: StageRun, layout: RowLayout) -> None:
+        self._step, self._expected, self._layout = step, expected, layout
+        self._arithmetic: StageArithmetic | None = None
+        self._stage_bar, self._row_bar = PLAIN_BARS if step.settings.recipe is None else FP8_BARS
+
+    def use_arithmetic(self, values: dict[str, Array]) -> None:
+        """Judge deviations by the stages' own arithmetic from here on."""
+        self._arithmetic = StageArithmetic(self._step, self._layout, values)
+
+    def fitting(self, name: str, value: StageValue) -> StageValue | None:
+        """The value, cut to the rows the contract names where an engine sized them for the worst case; None if it has another shape."""
+        rows = len(self._layout.row_expert)
+        if name in ROW_STAGES and len(value.values) > rows:
+            value = StageValue(
+                value.values[:rows],
+                None if value.codes is None else value.codes[:rows],
+                value.block,
+                value.largest_code,
+            )
+        wanted = self._wanted(name)
+        return value if wanted is None or wanted.shape == value.values.shape else None
+
+    def _wanted(self, name: str) -> Array | None:
+        expected = self._expected.stages.get(name)
+        return None if expected is None else expected.values
+
+    def _standard(self, name: str) -> Array | None:
+        """What deviations are measured from."""
+        return self._wanted(name) if self._arithmetic is None else self._arithmetic.expected(name)
+
+    def stage(self, name: str, value: StageValue) -> tuple[StageStats, list[Fault]]:
+        """Statistics, and at most one fault."""
+        mask = self._layout.real if name in ROW_STAGES else None
+        wanted = self._wanted(name)
+        if name == "probs":  # those of invalid slots are never read
+            served = self._layout.fields["slot_row"] >= 0
+            value = StageValue(np.where(served, value.values, 0))
+            wanted = None if wanted is None else np.where(served, wanted, 0)
+        stats = stage_stats(value, wanted, mask)
+        return stats, list(self._faults(name, value, stats))
+
+    def _faults(self, name: str, value: StageValue, stats: StageStats) -> Iterator[Fault]:
+        if stats.first_bad is not None:
+            found = float(value.values[stats.first_bad])
+            what = f"{found}; {stats.nan} NaN and {stats.inf} infinite of {stats.total}"
+            yield Fault(name, "nan" if math.isnan(found) else "inf", self._place(name, stats.first_bad), what)
+        elif name in READ_PADDING and (bad := ~np.isfinite(value.values[~self._layout.real])).any():
+            position = np.argwhere(bad)[0]
+            index = (int(np.flatnonzero(~self._layout.real)[position[0]]), int(position[1]))
+            yield Fault(name, PADDING, self._place(name, index), f"{value.values[index]} in a padding row")
+        elif name not in INPUTS and (standard := self._standard(name)) is not None:
+            yield from self._deviations(name, value, standard)
+
+    def _deviations(self, name: str, value: StageValue, standard: Array) -> Iterator[Fault]:
+        """The first row far off, or the worst one of a stage that is off as a whole."""
+        values = value.values[..., None] if name in SLOT_STAGES else value.values
+        standard = standard.reshape(values.shape)
+        rows = row_deviations(values, standard, ROW_FLOOR)
+        real = self._layout.real if name in ROW_STAGES else np.ones(len(rows), dtype=bool)
+        rows = np.where(real, rows, 0)
+        beyond = rows > self._row_bar
+        whole = closeness(
+            values[real] if name in ROW_STAGES else values, standard[real] if name in ROW_STAGES else standard
+        )
+        if not beyond.any() and not whole["rmse"] > self._stage_bar:
+            return
+        first = int(beyond.argmax()) if beyond.any() else int(rows.argmax())
+        index = tuple(int(axis) for axis in np.unravel_index(first, values.shape[:-1]))
+        column = int(np.abs(values[index] - standard[index]).argmax())
+        what = (
+            f"off by {rows[first]:.1%} of its norm, where rounding explains a few percent ({int(beyond.sum())} rows are beyond "
+            f"{self._row_bar:.0%}); the whole stage by {whole['rmse']:.2%}, cosine {whole['cosine']:.4f}"
+        )
+        yield Fault(name, "deviation", self._place(name, index if name in SLOT_STAGES else (*index, column)), what)
+
+    def routing(self, found: dict[str, Array]) -> list[Fault]:
+        """The first tensor that breaks the routing contract, at its first wrong element."""
+        for name, wanted in self._expected.routing.items():
+            array = found[name][: len(wanted)]  # rows beyond the contract's are padding by definition
+            off = array != wanted.astype(array.dtype) if array.shape == wanted.shape else np.ones(1, dtype=bool)
+            if not off.any():
+                continue
+            if array.shape != wanted.shape:
+                return [
+                    Fault(
+                        "routing",
+                        "routing",
+                        Place(()),
+                        f"{name} has shape {array.shape}; the contract says {wanted.shape}",
+                    )
+                ]
+            index = tuple(int(axis) for axis in np.argwhere(off)[0])
+            what = (
+                f"{name} is {array[index]}; the contract says {wanted[index]} ({int(off.sum())} of {off.size} differ)"
+            )
+            return [Fault("routing", "routing", self._routing_place(name, index), what)]
+        return []
+
+    def _routing_place(self, name: str, index: tuple[int, ...]) -> Place:
+        if name == "slot_row":
+            return self._place("ds", index)
+        if name.startswith("row_"):
+            place = self._place("z", (*index, 0))
+            return Place(index, place.expert, place.row, place.token, place.slot)
+        return Place(index, expert=min(index[0], self._step.num_experts - 1))
+
+    def _place(self, name: str, index: tuple[int, ...]) -> Place:
+        if name in ROW_STAGES:
+            slot = int(self._layout.fields["row_slot"][index[0]])
+            expert, topk = int(self._layout.row_expert[index[0]]), self._step.indices.shape[1]
+            if slot < 0:
+                return Place(index, expert, index[0], column=index[1])
+            return Place(index, expert, index[0], slot // topk, slot % topk, index[1])
+        if name in SLOT_STAGES:
+            row = int(self._layout.fields["slot_row"][index])
+            if row < 0:
+                return Place(index, token=index[0], slot=index[1])
+            return Place(index, int(self._step.indices[index]), row, index[0], index[1])
+        if name in WEIGHT_STAGES:
+            return Place(index, expert=index[0], row=index[1], column=index[2])
+        return Place(index, token=index[0], column=index[1], experts=self._experts_of(index[0]))
+
+    def _experts_of(self, token: int) -> tuple[int, ...]:
+        ids = self._step.indices[token]
+        return tuple(int(one) for one in ids if 0 <= one < self._step.num_experts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

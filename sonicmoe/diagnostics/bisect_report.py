@@ -1,0 +1,97 @@
+"""A bisect report as a table and as text. Imports no framework."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from .stage_stats import QUANTILES, StageStats
+
+if TYPE_CHECKING:
+    from .bisect import Report
+
+WIDTH = 160
+
+
+def stage_table(report: Report) -> Table:
+    """One row per stage in the order in which they run; the first wrong one stands out."""
+    octaves = "log2(block/row amax) " + " ".join("max" if q == 1 else f"{100 * q:g}%" for q in QUANTILES)
+    against = f"cosine to {report.against}"
+    columns = (
+        "stage",
+        "total",
+        "finite",
+        "NaN",
+        "inf",
+        "first bad",
+        "min",
+        "max",
+        "saturated",
+        "underflow",
+        octaves,
+        against,
+        "rel. RMSE",
+    )
+    table = Table(*columns, title=f"{report.step} on engine {report.engine}", title_justify="left")
+    for name, stats in report.stats.items():
+        first = report.fault is not None and name == report.fault.stage
+        spread = name in report.wrong and not first
+        table.add_row(
+            name + (" <- first bad" if first else ""),
+            *cells(stats),
+            style="bold red" if first else "yellow" if spread else None,
+        )
+    return table
+
+
+def cells(stats: StageStats) -> list[str]:
+    """One stage's figures."""
+    octaves = "–" if stats.octaves is None else " ".join(f"{value:.1f}" for value in stats.octaves)
+    return [
+        f"{stats.total:,}",
+        f"{stats.finite:,}",
+        f"{stats.nan:,}",
+        f"{stats.inf:,}",
+        "–" if stats.first_bad is None else str(list(stats.first_bad)),
+        _figure(stats.low, ".3g"),
+        _figure(stats.high, ".3g"),
+        "–" if stats.saturation is None else f"{stats.saturation:.2%}",
+        "–" if stats.underflow is None else f"{stats.underflow:.2%}",
+        octaves,
+        _figure(stats.cosine, ".5f"),
+        "–" if math.isnan(stats.rmse) else f"{stats.rmse:.2%}",
+    ]
+
+
+def verdict(report: Report) -> list[str]:
+    """What to read first, a line each."""
+    lines = []
+    if report.fault is not None:
+        lines.append(str(report.fault))
+        spread = [name for name in report.wrong if name != report.fault.stage]
+        if spread:
+            lines.append(f"wrong after it: {', '.join(spread)}")
+    if report.error is not None:
+        lines.append(f"the engine raised: {report.error}")
+    if report.healthy:
+        lines.append("every stage shown is as it should be")
+    lines += [f"harmless unless a GEMM reads padding: {text}" for text in report.padding]
+    if report.missing:
+        lines.append(f"not shown by this engine: {', '.join(report.missing)}")
+    return lines
+
+
+def text_of(report: Report) -> str:
+    """Verdict and table, without colours."""
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False, no_color=True)
+    console.print(stage_table(report))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join([*verdict(report), console.file.getvalue().rstrip()])
+
+
+def _figure(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else format(value, form)

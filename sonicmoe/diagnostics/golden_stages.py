@@ -1,0 +1,165 @@
+"""Every stage of a step in fp64, expert by expert, straight from the definition: what `bisect` compares with. numpy only.
+
+Row stages lie in expert order with zero padding rows, as routing lays them out; see `RowLayout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..enums import ActivationType, is_glu
+from .step_dump import Array, StepDump
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Which row of the padded, expert-sorted layout serves which slot: the routing contract, computed with a plain loop.
+
+    fields: the tensors of `RoutingMetadata` by name. row_expert `[R]`: owner of every row, padding included.
+    """
+
+    fields: dict[str, Array]
+    row_expert: Array
+
+    @classmethod
+    def of(cls, step: StepDump, alignment: int) -> RowLayout:
+        """Tokens of an expert in ascending order, each expert padded to `alignment`."""
+        experts, (tokens, topk) = step.num_experts, step.indices.shape
+        flat, probs = step.indices.reshape(-1), step.probs.reshape(-1)
+        slots = [np.flatnonzero(flat == expert) for expert in range(experts)]
+        counts = np.array([len(own) for own in slots], dtype=np.int64)
+        padded = -(-counts // alignment) * alignment
+        first = np.concatenate([[0], np.cumsum(padded)])
+        row_slot = np.full(int(first[-1]), -1, dtype=np.int64)
+        for expert, own in enumerate(slots):
+            row_slot[first[expert] : first[expert] + len(own)] = own
+        real = row_slot >= 0
+        slot_row = np.full(tokens * topk, -1, dtype=np.int64)
+        slot_row[row_slot[real]] = np.flatnonzero(real)
+        fields = {
+            "expert_counts": counts, "expert_offsets": np.concatenate([[0], np.cumsum(counts)]),
+            "padded_counts": padded, "padded_offsets": first,
+            "row_token": np.where(real, row_slot // max(topk, 1), -1), "row_slot": row_slot,
+            "slot_row": slot_row.reshape(tokens, topk), "row_prob": np.where(real, np.append(probs, 0.0)[row_slot], 0.0),
+        }  # fmt: skip
+        return cls(fields, np.repeat(np.arange(experts), padded))
+
+    @property
+    def real(self) -> Array:
+        """Rows that serve a slot."""
+        return np.asarray(self.fields["row_slot"] >= 0)
+
+
+def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
+    """fp64 values of every stage that `bisect.STAGES` names, those of backward only when the step has a `dout`."""
+    x, w1, w2 = (array.astype(np.float64) for array in (step.x, step.w1, step.w2))
+    token, slot = layout.fields["row_token"], layout.fields["row_slot"]
+    probability = layout.fields["row_prob"].astype(np.float64)[:, None]
+    owners = [np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)]
+    activation = ActivationType(step.settings.activation)
+    with np.errstate(all="ignore"):  # a NaN or infinity in the inputs is what is being looked for
+        z = grouped(gathered(x, token), w1.transpose(0, 2, 1), owners)
+        y1, _ = activate(z, np.zeros_like(z[:, : w2.shape[2]]), activation)
+        y2 = grouped(y1, w2.transpose(0, 2, 1), owners)
+        stages = {
+            "x": x, "probs": step.probs.astype(np.float64), "w1": w1, "w2": w2, "w1_fp8": w1, "w2_fp8": w2,
+            "x_fp8": x, "z": z, "z_saved": z, "y1": y1, "y2": y2, "out": summed(probability * y2, token, len(x)),
+        }  # fmt: skip
+        if step.dout is None:
+            return stages
+        dout = step.dout.astype(np.float64)
+        dy1 = grouped(gathered(dout, token), w2, owners)
+        _, dz = activate(z, probability * dy1, activation)
+        dx_rows = grouped(dz, w1, owners)
+        ds = np.zeros(step.indices.size)
+        ds[slot[layout.real]] = (dy1 * y1).sum(1)[layout.real]
+        dw1 = outer(dz, gathered(x, token), owners)
+        dw2 = outer(gathered(dout, token), probability * y1, owners)
+        return stages | {
+            "dout": dout, "dout_fp8": dout, "dy1": dy1, "dz": dz, "dz_fp8": dz, "y1s": probability * y1, "ds": ds.reshape(step.probs.shape),
+            "dx_rows": dx_rows, "dx": summed(dx_rows, token, len(x)), "dw1": dw1, "dw2": dw2,
+            "flush": user_layout(dw1, dw2, is_glu(activation)),
+        }  # fmt: skip
+
+
+def gathered(tokens: Array, row_token: Array) -> Array:
+    """`[T, C]` -> `[R, C]`, zeros in padding rows."""
+    rows = np.zeros((len(row_token), tokens.shape[1]))
+    real = row_token >= 0
+    rows[real] = tokens[row_token[real]]
+    return rows
+
+
+def grouped(rows: Array, matrices: Array, owners: list[Array]) -> Array:
+    """Per expert `rows_e @ matrices[e]`."""
+    result = np.zeros((len(rows), matrices.shape[2]))
+    for matrix, own in zip(matrices, owners, strict=True):
+        result[own] = rows[own] @ matrix
+    return result
+
+
+def outer(left: Array, right: Array, owners: list[Array]) -> Array:
+    """Per expert `left_e^T right_e`."""
+    return np.stack([left[own].T @ right[own] for own in owners])
+
+
+def summed(rows: Array, row_token: Array, tokens: int) -> Array:
+    """`[R, C]` -> `[T, C]`: the sum of every token's rows."""
+    result = np.zeros((tokens, rows.shape[1]))
+    real = row_token >= 0
+    np.add.at(result, row_token[real], rows[real])
+    return result
+
+
+def user_layout(dw1: Array, dw2: Array, gated: bool) -> Array:
+    """What flush writes, side by side: up_gate gradients `[E, H, N1]` (split-half when gated), then down's transposed, `[E, H, I]`."""
+    up = np.concatenate([dw1[:, 0::2], dw1[:, 1::2]], axis=1) if gated else dw1
+    return np.concatenate([up.transpose(0, 2, 1), dw2], axis=2)
+
+
+def activate(z: Array, dy1: Array, activation: ActivationType) -> tuple[Array, Array]:
+    """`(y1, dz)` of native z (gate and up interleaved)."""
+    base = _BASES.get(activation, activation)
+    if not is_glu(activation):
+        value, slope = _FUNCTIONS[base](z)
+        return value, dy1 * slope
+    gate, up = z[:, 0::2], z[:, 1::2]
+    value, slope = _FUNCTIONS[base](gate)
+    dz = np.empty_like(z)
+    dz[:, 0::2], dz[:, 1::2] = dy1 * up * slope, dy1 * value
+    return value * up, dz
+
+
+def _silu(v: Array) -> tuple[Array, Array]:
+    sigma = 1 / (1 + np.exp(-np.clip(v, -700, 700)))  # exp must not overflow; sigma is 0 or 1 there anyway
+    return v * sigma, sigma * (1 + v * (1 - sigma))
+
+
+def _gelu(v: Array) -> tuple[Array, Array]:
+    phi = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(v / math.sqrt(2)))
+    return v * phi, phi + v * np.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
+
+
+def _relu(v: Array) -> tuple[Array, Array]:
+    return np.maximum(v, 0), (v > 0).astype(np.float64)
+
+
+def _relu_sq(v: Array) -> tuple[Array, Array]:
+    return np.maximum(v, 0) ** 2, 2 * np.maximum(v, 0)
+
+
+_BASES = {
+    ActivationType.SWIGLU: ActivationType.SILU,
+    ActivationType.GEGLU: ActivationType.GELU,
+    ActivationType.REGLU: ActivationType.RELU,
+}
+_FUNCTIONS: dict[ActivationType, Callable[[Array], tuple[Array, Array]]] = {
+    ActivationType.SILU: _silu,
+    ActivationType.GELU: _gelu,
+    ActivationType.RELU: _relu,
+    ActivationType.RELU_SQ: _relu_sq,
+}

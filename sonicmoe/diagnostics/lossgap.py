@@ -1,0 +1,190 @@
+"""The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval: what gap is normal. Imports no framework.
+
+A run's gap is `ernie_compat.metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the steps, s and r being the two
+smoothed losses. The signed gap is the same without the absolute value: positive where the run is worse than full precision.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ernie_compat.checkpoint import read_header
+from ernie_compat.metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
+from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
+
+from ..errors import SonicMoEError, expect
+
+Array = np.ndarray
+SUMMARY_NAME = "summary.json"
+
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the normal one is 2 % off at most.
+STUDENT_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+NORMAL = 1.960
+
+
+class LossGapError(SonicMoEError, ValueError):
+    """A directory does not hold a finished run with `--compare`."""
+
+
+@dataclass(frozen=True, eq=False)
+class GapRun:
+    """One run. Gaps are fractions; `curve` is the signed gap of the smoothed losses at every step."""
+
+    directory: Path
+    kind: str
+    seed: int
+    steps: int
+    gap: float
+    signed_gap: float
+    held_out_gap: float | None
+    curve: Array
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % confidence interval (Student's t), cut at what is possible; that of a single run is unknown: NaN."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], least: float = -math.inf) -> Interval:
+        """Of at least one value, none of which can be below `least`."""
+        mean = float(np.mean(values))
+        if len(values) < 2:
+            return cls(mean, math.nan, math.nan)
+        quantile = STUDENT_T[len(values) - 2] if len(values) - 2 < len(STUDENT_T) else NORMAL
+        half = quantile * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        return cls(mean, max(least, mean - half), mean + half)
+
+
+@dataclass(frozen=True)
+class GapSummary:
+    """Runs of one kind that differ in the seed. `shifted`: the interval of the signed gap leaves out zero."""
+
+    kind: str
+    runs: int
+    gap: Interval
+    worst: float
+    signed_gap: Interval
+    held_out_gap: Interval | None
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the precision costs (or gains) loss beyond what seeds explain; False when a single run cannot tell."""
+        return self.signed_gap.low > 0 or self.signed_gap.high < 0
+
+
+def read_run(directory: Path) -> GapRun:
+    """Read what `sonicmoe train --compare --out directory` left.
+
+    Raises:
+        LossGapError: no finished run there, or one without `--compare`.
+        MetricsError, CheckpointError: its files are damaged.
+    """
+    summary_path = directory / SUMMARY_NAME
+    expect(summary_path.exists(), LossGapError, f"{directory} holds no finished run: {SUMMARY_NAME} is missing")
+    summary = json.loads(summary_path.read_text())
+    records = read_metrics(directory / METRICS_NAME)
+    pairs = [(record.loss, record.full_precision_loss) for record in records if record.full_precision_loss is not None]
+    expect(
+        bool(pairs), LossGapError, f"{directory} was trained without --compare: there is nothing to measure a gap from"
+    )
+    losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
+    config = read_header(directory / CHECKPOINT_NAME).get("config", {})
+    curve = smoothed(losses) / smoothed(references) - 1
+    tail = max(1, round(len(curve) * GAP_TAIL))
+    held_out, reference = summary.get("held_out_loss"), summary.get("held_out_loss_full_precision")
+    return GapRun(
+        directory=directory,
+        kind=_kind(summary, config),
+        seed=int(config.get("train", {}).get("seed", 0)),
+        steps=len(pairs),
+        gap=loss_gap(losses, references),
+        signed_gap=float(np.mean(curve[-tail:])),
+        held_out_gap=held_out / reference - 1 if held_out and reference else None,
+        curve=curve,
+    )
+
+
+def _kind(summary: dict[str, Any], config: dict[str, Any]) -> str:
+    """What runs must share to be averaged."""
+    model = config.get("model", {})
+    sizes = ", ".join(
+        f"{letter}={model[name]}"
+        for letter, name in (
+            ("H", "hidden_size"),
+            ("I", "intermediate_size"),
+            ("E", "num_experts"),
+            ("K", "topk"),
+            ("L", "num_layers"),
+        )
+        if name in model
+    )
+    return f"{summary['precision']} on {summary['framework']}, engine {summary['engine']}, {summary['steps']} steps, {sizes}"
+
+
+def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
+    """One summary per kind, in the order of their first run.
+
+    Raises:
+        LossGapError: a seed occurs twice in a kind: such runs are one experiment, not two.
+    """
+    summaries = []
+    for kind in dict.fromkeys(run.kind for run in runs):
+        own = [run for run in runs if run.kind == kind]
+        seeds = [run.seed for run in own]
+        twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+        expect(not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}")
+        held_out = [run.held_out_gap for run in own if run.held_out_gap is not None]
+        summaries.append(
+            GapSummary(
+                kind=kind,
+                runs=len(own),
+                gap=Interval.of([run.gap for run in own], least=0.0),
+                worst=max(run.gap for run in own),
+                signed_gap=Interval.of([run.signed_gap for run in own]),
+                held_out_gap=Interval.of(held_out) if held_out else None,
+            )
+        )
+    return summaries
+
+
+def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
+    """Signed gap over steps: a thin line per run, per kind the mean and the 95 % interval of the mean.
+
+    Raises:
+        PlotsUnavailableError: matplotlib is missing.
+    """
+    from ..bench.plots import new_figure, save_figure
+
+    figure = new_figure((8, 5))
+    axes = figure.subplots()
+    for number, kind in enumerate(dict.fromkeys(run.kind for run in runs)):
+        own = [run for run in runs if run.kind == kind]
+        length = min(run.steps for run in own)
+        curves = 100 * np.stack([run.curve[:length] for run in own])
+        steps, colour = np.arange(1, length + 1), f"C{number % 10}"
+        for curve in curves:
+            axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.7)
+        bands = [Interval.of(list(column)) for column in curves.T]
+        axes.plot(steps, [band.mean for band in bands], color=colour, label=f"{kind}: {len(own)} seeds")
+        axes.fill_between(steps, [band.low for band in bands], [band.high for band in bands], color=colour, alpha=0.2)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xlabel("step")
+    axes.set_ylabel("smoothed loss over full precision's, minus 1, %")
+    axes.set_title("Loss gap: mean over seeds and its 95 % interval")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return save_figure(figure, path)

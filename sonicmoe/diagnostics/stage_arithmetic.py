@@ -1,0 +1,160 @@
+"""What a stage should hold given what the stages before it do hold: each recomputed in fp64 from the engine's own inputs to it.
+
+A fault then shows where it arises and nowhere else, and what is left is rounding: the recipe's quantisation is applied exactly
+where engines apply it. An input that the engine does not show is itself recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..enums import ActivationType, ZCode, is_glu
+from ..quant.format import Code
+from ..quant.recipes import BlockShape
+from ..quant.reference import dequantize, quantize
+from .capture import to_numpy
+from .golden_stages import RowLayout, activate, gathered, grouped, outer, summed, user_layout
+from .step_dump import Array, StepDump
+
+
+class StageArithmetic:
+    """`expected(name)` for every stage of `bisect.STAGES` but routing, computed when asked for and kept."""
+
+    def __init__(self, step: StepDump, layout: RowLayout, shown: dict[str, Array]) -> None:
+        """`shown`: stage values of the run, in the shapes of the golden."""
+        self._step, self._layout, self._shown = step, layout, shown
+        self._kept: dict[str, Array] = {}
+        self._owners = [np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)]
+        self._token = layout.fields["row_token"]
+        self._probability = layout.fields["row_prob"].astype(np.float64)[:, None]
+        self._activation = ActivationType(step.settings.activation)
+
+    def expected(self, name: str) -> Array:
+        """The stage from the best known inputs."""
+        if name not in self._kept:
+            compute: Callable[[], Array] = getattr(self, f"_{name}")
+            with np.errstate(all="ignore"):
+                self._kept[name] = compute()
+        return self._kept[name]
+
+    def _best(self, name: str) -> Array:
+        shown = self._shown.get(name)
+        return self.expected(name) if shown is None else shown.astype(np.float64)
+
+    def _stored(self, values: Array, operand: str, code: Code = Code.E4M3) -> Array:
+        """As an engine stores a GEMM operand (or z): quantised as the recipe says, else rounded to the dtype of the tokens."""
+        recipe = self._step.settings.fp8_recipe
+        kept_plain = operand.startswith("wgrad_") and not self._step.settings.fp8_wgrad
+        if recipe is None or kept_plain:
+            return self._rounded(values)
+        return quantised(values, getattr(recipe, operand), code, recipe.scale_format)
+
+    def _rounded(self, values: Array, dtype: str | None = None) -> Array:
+        return through_torch(values, lambda tensor: tensor.to(getattr(torch, dtype or self._step.settings.dtype)))
+
+    def _x(self) -> Array:
+        return self._step.x.astype(np.float64)
+
+    def _w1(self) -> Array:
+        return self._step.w1.astype(np.float64)
+
+    def _w2(self) -> Array:
+        return self._step.w2.astype(np.float64)
+
+    def _probs(self) -> Array:
+        return self._step.probs.astype(np.float64)
+
+    def _dout(self) -> Array:
+        assert self._step.dout is not None
+        return self._step.dout.astype(np.float64)
+
+    def _w1_fp8(self) -> Array:
+        return self._stored(self._best("w1"), "w1")
+
+    def _w2_fp8(self) -> Array:
+        return self._stored(self._best("w2"), "w2")
+
+    def _dgrad_weight(self, name: str) -> Array:
+        recipe = self._step.settings.fp8_recipe
+        if recipe is None or getattr(recipe, f"{name}_dgrad") == getattr(recipe, name):
+            return self._best(f"{name}_fp8")
+        return self._stored(self._best(name), f"{name}_dgrad")
+
+    def _x_fp8(self) -> Array:
+        return self._stored(self._best("x"), "x")
+
+    def _z(self) -> Array:
+        return grouped(
+            gathered(self._best("x_fp8"), self._token), self._best("w1_fp8").transpose(0, 2, 1), self._owners
+        )
+
+    def _z_saved(self) -> Array:
+        code = ZCode(self._step.settings.save_z)
+        if code is ZCode.BF16 and self._step.settings.recipe is not None:
+            return self._rounded(self._best("z"), "bfloat16")
+        return self._stored(self._best("z"), "z", Code.INT8 if code is ZCode.INT8 else Code.E4M3)
+
+    def _activated(self, z: Array, dy1: Array | None = None) -> tuple[Array, Array]:
+        width = self._step.w2.shape[2]
+        return activate(z, np.zeros((len(z), width)) if dy1 is None else dy1, self._activation)
+
+    def _y1(self) -> Array:
+        return self._stored(self._activated(self._best("z"))[0], "y1")
+
+    def _y2(self) -> Array:
+        return self._rounded(grouped(self._best("y1"), self._best("w2_fp8").transpose(0, 2, 1), self._owners))
+
+    def _out(self) -> Array:
+        return summed(self._probability * self._best("y2"), self._token, len(self._step.x))
+
+    def _dout_fp8(self) -> Array:
+        return self._stored(self._best("dout"), "dout")
+
+    def _dy1(self) -> Array:
+        return grouped(gathered(self._best("dout_fp8"), self._token), self._dgrad_weight("w2"), self._owners)
+
+    def _dz(self) -> Array:
+        return self._activated(self._best("z_saved"), self._probability * self._best("dy1"))[1]
+
+    def _ds(self) -> Array:
+        products = (self._best("dy1") * self._activated(self._best("z_saved"))[0]).sum(1)
+        result = np.zeros(self._step.probs.size)
+        result[self._layout.fields["row_slot"][self._layout.real]] = products[self._layout.real]
+        return result.reshape(self._step.probs.shape)
+
+    def _y1s(self) -> Array:
+        return self._probability * self._activated(self._best("z_saved"))[0]
+
+    def _dz_fp8(self) -> Array:
+        return self._stored(self._best("dz"), "dz")
+
+    def _dx_rows(self) -> Array:
+        return self._rounded(grouped(self._best("dz_fp8"), self._dgrad_weight("w1"), self._owners))
+
+    def _dx(self) -> Array:
+        return summed(self._best("dx_rows"), self._token, len(self._step.x))
+
+    def _dw2(self) -> Array:
+        left = self._stored(gathered(self._best("dout"), self._token), "wgrad_dout")
+        return outer(left, self._stored(self._best("y1s"), "wgrad_y1s"), self._owners)
+
+    def _dw1(self) -> Array:
+        right = self._stored(gathered(self._best("x"), self._token), "wgrad_x")
+        return outer(self._stored(self._best("dz"), "wgrad_dz"), right, self._owners)
+
+    def _flush(self) -> Array:
+        return user_layout(self._best("dw1"), self._best("dw2"), is_glu(self._activation))
+
+
+def quantised(values: Array, block: BlockShape, code: Code, scale_format: object) -> Array:
+    """fp64 values after block-scaled quantisation of their fp32 rounding."""
+    return through_torch(values, lambda tensor: dequantize(quantize(tensor, block, code, scale_format)))  # type: ignore[arg-type]
+
+
+def through_torch(values: Array, operation: Callable[[torch.Tensor], torch.Tensor]) -> Array:
+    """Apply a tensor operation to the fp32 rounding of `values`."""
+    tensor = torch.tensor(np.ascontiguousarray(values, dtype=np.float32))
+    return to_numpy(operation(tensor)).astype(np.float64)

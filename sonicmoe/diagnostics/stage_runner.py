@@ -1,0 +1,192 @@
+"""Run a dumped step on an engine and take every stage tensor it shows, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
+from ..engine.select import choose_engine
+from ..enums import ActivationType, EngineName, ZCode
+from ..experts import ExpertWeights, PerExpertParameters
+from ..interop import IS_PADDLE, plain_ops
+from ..quant.format import BlockScaledTensor, Orientation
+from ..quant.reference import dequantize
+from ..routing.build import build_metadata
+from ..routing.metadata import RoutingMetadata
+from .capture import to_numpy
+from .golden_stages import RowLayout, golden_stages
+from .stage_stats import StageValue
+from .staged_reference import StagedReferenceEngine
+from .stages import listening, tap
+from .step_dump import Array, StepDump
+
+Tensor = torch.Tensor
+GOLDEN = "golden"
+
+
+@dataclass(eq=False)
+class StageRun:
+    """Stage tensors of one run by name, routing tensors apart, what was shown but could not be read, and what ended the run early."""
+
+    engine: str
+    stages: dict[str, StageValue] = field(default_factory=dict)
+    routing: dict[str, Array] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+
+def golden_run(step: StepDump, layout: RowLayout) -> StageRun:
+    """The step in fp64."""
+    values = {name: StageValue(array) for name, array in golden_stages(step, layout).items()}
+    return StageRun(GOLDEN, values, layout.fields)
+
+
+def staged_engine(name: str, device: str) -> Engine:
+    """The engine to diagnose; the reference engine in the form that shows its stages.
+
+    Raises:
+        EngineUnavailableError: it does not run on `device`.
+    """
+    engine = choose_engine(device, EngineName(name)).engine
+    return StagedReferenceEngine() if engine.name == EngineName.REFERENCE.value else engine
+
+
+class Recorder:
+    """A listener that keeps a host copy of everything shown once; what an engine taps beats what its seam returns."""
+
+    def __init__(self, engine: str) -> None:
+        """Nothing seen yet."""
+        self.run = StageRun(engine)
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Keep `value`, return it unchanged."""
+        if isinstance(value, RoutingMetadata):
+            self.run.routing = {field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS}
+        elif isinstance(value, Tensor):
+            self.run.stages[name] = StageValue(to_numpy(value))
+        elif isinstance(value, BlockScaledTensor):
+            codes = to_numpy(value.codes.to(torch.float32)) if value.orientation is Orientation.ROWS else None
+            self.run.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.block, value.code.max)
+        else:
+            self.run.unread[name] = type(value).__name__
+        return value
+
+    def at_seam(self, name: str, value: Any) -> None:
+        """Show what an engine returns where it has not shown it itself."""
+        if value is not None and name not in self.run.stages:
+            tap(name, value)
+
+
+def run_stages(step: StepDump, engine: Engine, device: str) -> StageRun:
+    """Routing, weights, forward, backward and flush of a step; takes what the engine taps, and at least what its seam returns.
+
+    An engine that raises ends its run: `error` says how, and the stages before it stay.
+    """
+    recorder = Recorder(engine.name)
+    try:
+        with plain_ops(), listening(recorder):
+            _run(step, engine, device, recorder.at_seam)
+    except Exception as error:
+        recorder.run.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return recorder.run
+
+
+def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, Any], None]) -> None:
+    settings = engine_settings(step)
+    dtype = getattr(torch, step.settings.dtype)
+
+    def given(name: str) -> Tensor:
+        return tap(name, _tensor(getattr(step, name), device).to(dtype))
+
+    x, w1, w2 = given("x"), given("w1"), given("w2")
+    probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
+    served = step.indices[(step.indices >= 0) & (step.indices < step.num_experts)]
+    counts = np.bincount(served, minlength=step.num_experts).tolist()
+    routing = build_metadata(indices, probs, step.num_experts, counts, alignment=settings.row_alignment)
+    routing = tap("routing", routing)
+    weights = _shown_weights(engine.prepare_weights(w1, w2, None, None, settings), settings)
+    out, saved = engine.forward(x, routing, weights, settings)
+    at_seam("out", out)
+    assert saved is not None
+    at_seam("z_saved", saved.z)
+    if step.dout is None:
+        return
+    dx, ds, pending = engine.backward_dx(given("dout"), saved, weights)
+    for name, value in (("ds", ds), ("dz", pending.dz), ("y1s", pending.y1s), ("dx", dx)):
+        at_seam(name, value)  # before wgrad, which releases them
+    (experts, n1, hidden), width = step.w1.shape, step.w2.shape[2]
+    sums = GradAccumulators.zeros(experts, n1, hidden, width, bias=False, device=x.device)
+    engine.backward_dw(pending, sums)
+    at_seam("dw1", sums.dw1)
+    at_seam("dw2", sums.dw2)
+    tap("flush", flushed(sums, settings.activation))
+
+
+def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWeights:
+    """Tap both weights; values that dgrad shares stay shared."""
+    recipe = settings.recipe
+    for name in ("w1", "w2"):
+        prepared = getattr(weights, name)
+        shown = tap(f"{name}_fp8", prepared)
+        if shown is not prepared:
+            shared = recipe is None or getattr(recipe, f"{name}_dgrad") == getattr(recipe, name)
+            weights = replace(weights, **{name: shown}, **({f"{name}_dgrad": shown} if shared else {}))
+    return weights
+
+
+def engine_settings(step: StepDump) -> EngineSettings:
+    """The step's settings as the engine takes them; memory is not saved here, so that every stage can be shown."""
+    own = step.settings
+    return EngineSettings(
+        activation=ActivationType(own.activation),
+        recipe=own.fp8_recipe,
+        fp8_wgrad=own.fp8_wgrad,
+        save_z=ZCode(own.save_z),
+    )
+
+
+class _Projection:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class _GradientReceiver:
+    """Looks like an expert whose parameters are zero and want gradients."""
+
+    def __init__(self, hidden: int, n1: int, width: int, like: Tensor) -> None:
+        self.up_gate_proj = _Projection(_zero_parameter((hidden, n1), like))
+        self.down_proj = _Projection(_zero_parameter((width, hidden), like))
+
+
+def flushed(sums: GradAccumulators, activation: ActivationType) -> Tensor:
+    """Run the package's flush into fresh parameters: `[E, H, N1 + I]`, up_gate beside the transposed down."""
+    experts, n1, hidden = (int(size) for size in sums.dw1.shape)
+    width = int(sums.dw2.shape[2])
+    receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
+    weights = ExpertWeights(PerExpertParameters(receivers, experts, hidden, width, activation))
+    for target, source in zip(weights.accumulators(sums.dw1.device).tensors(), sums.tensors(), strict=True):
+        target.copy_(source)
+    weights.note_backward()
+    weights.flush()
+    up = torch.stack([receiver.up_gate_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
+    down = torch.stack([receiver.down_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
+    return torch.cat([up, down.transpose(1, 2)], -1)
+
+
+def _zero_parameter(shape: tuple[int, int], like: Tensor) -> Tensor:
+    made = torch.zeros(shape, dtype=torch.float32, device=like.device)
+    if IS_PADDLE:
+        made.stop_gradient = False  # type: ignore[attr-defined]
+    else:
+        made.requires_grad_(True)
+    made.main_grad = torch.zeros(shape, dtype=torch.float32, device=like.device)  # type: ignore[attr-defined]
+    return made
+
+
+def _tensor(array: Array, device: str) -> Tensor:
+    return torch.tensor(np.ascontiguousarray(array), device=device)

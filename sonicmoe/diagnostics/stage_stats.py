@@ -1,0 +1,133 @@
+"""What can be said of one stage tensor: counts, extremes, how its codes are used, and how far it is from what it should be. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..quant.recipes import BlockShape
+from .step_dump import Array
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class StageValue:
+    """One stage tensor on the host: values `[..., C]`, and for a block-scaled tensor its codes (as fp32), block and largest code."""
+
+    values: Array
+    codes: Array | None = None
+    block: BlockShape | None = None
+    largest_code: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """Counts and extremes of the elements that count (`mask` of `stage_stats`).
+
+    first_bad: index of the first element that is not finite. low, high: extremes of the finite ones, NaN when there are none.
+    saturation: share of codes at the largest magnitude. A block's own maximum lies there by construction, so FP32 scales give
+        at least one per block. underflow: share of elements that are not zero in the golden and zero in codes.
+    octaves: quantiles (`QUANTILES`) of log2(block amax / row amax) inside the block's columns; None for blocks of one row.
+    cosine, rmse: against the expected values, rmse relative to their norm; NaN where not comparable.
+    """
+
+    total: int
+    finite: int
+    nan: int
+    inf: int
+    first_bad: tuple[int, ...] | None
+    low: float
+    high: float
+    saturation: float | None = None
+    underflow: float | None = None
+    octaves: tuple[float, ...] | None = None
+    cosine: float = float("nan")
+    rmse: float = float("nan")
+
+
+def stage_stats(value: StageValue, wanted: Array | None, mask: Array | None = None) -> StageStats:
+    """Describe a stage. `mask [R]` leaves out rows that nobody reads; `wanted` has the shape of the values."""
+    rows = np.ones(len(value.values), dtype=bool) if mask is None else mask
+    values = value.values[rows]
+    bad = ~np.isfinite(values)
+    nan = int(np.isnan(values).sum())
+    good = values[~bad]
+    return StageStats(
+        total=values.size,
+        finite=int(good.size),
+        nan=nan,
+        inf=int(bad.sum()) - nan,
+        first_bad=first_index(bad, rows),
+        low=float(good.min()) if good.size else float("nan"),
+        high=float(good.max()) if good.size else float("nan"),
+        **_code_use(value, wanted, rows),
+        **({} if wanted is None else closeness(values, wanted[rows])),
+    )
+
+
+def first_index(bad: Array, rows: Array) -> tuple[int, ...] | None:
+    """Index in the whole tensor of the first True of `bad`, which holds the selected rows only."""
+    if not bad.any():
+        return None
+    position = np.unravel_index(int(bad.argmax()), bad.shape)
+    return (int(np.flatnonzero(rows)[position[0]]), *(int(axis) for axis in position[1:]))
+
+
+def closeness(values: Array, wanted: Array) -> dict[str, Any]:
+    """Cosine and relative RMSE over all elements; both NaN when an element is not finite."""
+    a, b = values.astype(np.float64).ravel(), wanted.astype(np.float64).ravel()
+    with np.errstate(all="ignore"):
+        norm_a, norm_b = float(np.sqrt(a @ a)), float(np.sqrt(b @ b))
+        cosine = float(a @ b) / (norm_a * norm_b) if norm_a and norm_b else float(norm_a == norm_b)
+        difference = float(np.linalg.norm(a - b))
+        rmse = difference / norm_b if norm_b else (0.0 if difference == 0 else float("inf"))
+    return {"cosine": cosine, "rmse": rmse}
+
+
+def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str, Any]:
+    if value.codes is None or value.block is None:
+        return {}
+    codes = value.codes[rows]
+    used: dict[str, Any] = {"saturation": float((np.abs(codes) >= value.largest_code).mean()) if codes.size else 0.0}
+    if wanted is not None:
+        live = wanted[rows] != 0
+        used["underflow"] = float((codes[live] == 0).mean()) if live.any() else 0.0
+    if value.block.rows > 1:
+        used["octaves"] = octaves(value.values if wanted is None else wanted, value.block)
+    return used
+
+
+def octaves(values: Array, block: BlockShape) -> tuple[float, ...] | None:
+    """Quantiles of log2(block amax / row amax) over the row strips that are not all zero; None where nothing is finite and non-zero."""
+    if values.size == 0:
+        return None
+    together = np.concatenate([_octaves_of(matrix, block) for matrix in values.reshape(-1, *values.shape[-2:])])
+    return tuple(float(q) for q in np.quantile(together, QUANTILES)) if together.size else None
+
+
+def _octaves_of(matrix: Array, block: BlockShape) -> Array:
+    magnitudes = np.where(np.isfinite(matrix), np.abs(matrix), 0)
+    strips = np.maximum.reduceat(magnitudes, np.arange(0, matrix.shape[1], block.cols), axis=1)
+    blocks = np.maximum.reduceat(strips, np.arange(0, matrix.shape[0], block.rows), axis=0)
+    around = blocks[np.arange(len(strips)) // block.rows]
+    live = strips > 0
+    return np.asarray(np.log2(around[live] / strips[live]))
+
+
+def row_deviations(values: Array, wanted: Array, floor: float) -> Array:
+    """Per row (all leading axes) `||a - g|| / max(||g||, floor * rms of all row norms)`; NaN where a value is not finite."""
+    a, g = (array.reshape(-1, array.shape[-1]) for array in (values, wanted))
+    errors, norms = np.empty(len(a)), np.empty(len(a))
+    with np.errstate(all="ignore"):
+        for start in range(0, len(a), CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            expected = g[part].astype(np.float64)
+            errors[part] = np.linalg.norm(a[part] - expected, axis=1)
+            norms[part] = np.linalg.norm(expected, axis=1)
+        typical = float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
+        scale = np.maximum(norms, floor * typical)
+        return np.where(scale > 0, errors / np.where(scale > 0, scale, 1), np.where(errors > 0, np.inf, errors))

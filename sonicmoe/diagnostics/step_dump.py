@@ -1,0 +1,134 @@
+"""One step of a node as a file: inputs and settings, for `sonicmoe bisect`. Imports no framework.
+
+Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I; native weights `w1 [E, N1, H]` (gate, up
+interleaved), `w2 [E, H, I]`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from ..enums import ActivationType, EngineName, ZCode, is_glu
+from ..errors import ShapeError, SonicMoEError, expect
+from ..quant.recipes import RECIPES, Fp8Recipe
+
+Array = np.ndarray
+
+ARRAYS = ("x", "indices", "probs", "w1", "w2")
+TOKEN_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class DumpError(SonicMoEError, ValueError):
+    """A file cannot be read or does not hold one step of a node."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How the step ran: names only, so that it survives a file. `recipe` is None for unquantised operands."""
+
+    activation: str = ActivationType.SWIGLU.value
+    recipe: str | None = "iso128"
+    fp8_wgrad: bool = True
+    save_z: str = ZCode.INT8.value
+    recompute_z: bool = False
+    dtype: str = "bfloat16"
+    engine: str = EngineName.REFERENCE.value
+
+    def __post_init__(self) -> None:
+        """Refuse names that no build knows."""
+        for name, value, known in (
+            ("activation", self.activation, [member.value for member in ActivationType]),
+            ("save_z", self.save_z, [member.value for member in ZCode]),
+            ("recipe", self.recipe, [None, *RECIPES]),
+            ("dtype", self.dtype, TOKEN_DTYPES),
+        ):
+            expect(value in known, DumpError, f"{name} is {value!r}; needed: one of {list(known)}")
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """The recipe itself."""
+        return None if self.recipe is None else RECIPES[self.recipe]
+
+    @property
+    def alignment(self) -> int:
+        """Rows every expert is padded to."""
+        return 128 if self.fp8_recipe is None else self.fp8_recipe.row_alignment
+
+
+@dataclass(frozen=True, eq=False)
+class StepDump:
+    """Inputs of one forward and, with `dout`, one backward: x, dout `[T, H]`, w1, w2 fp32; probs fp32, indices int64 `[T, K]`.
+
+    Raises:
+        ShapeError: the arrays do not belong together.
+    """
+
+    name: str
+    settings: StepSettings
+    x: Array
+    indices: Array
+    probs: Array
+    w1: Array
+    w2: Array
+    dout: Array | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes against each other."""
+        expect(self.w2.ndim == 3, ShapeError, f"w2 has shape {self.w2.shape}; needed: [E, H, I]")
+        expect(self.indices.ndim == 2, ShapeError, f"indices has shape {self.indices.shape}; needed: [T, K]")
+        (tokens, topk), (experts, hidden, width) = self.indices.shape, self.w2.shape
+        n1 = width * (2 if is_glu(ActivationType(self.settings.activation)) else 1)
+        wanted = {"x": (tokens, hidden), "probs": (tokens, topk), "w1": (experts, n1, hidden), "dout": (tokens, hidden)}
+        for name, shape in wanted.items():
+            found = getattr(self, name)
+            expect(
+                found is None or found.shape == shape,
+                ShapeError,
+                f"{name} has shape {getattr(found, 'shape', None)}; indices and w2 {self.w2.shape} need {shape}",
+            )
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.w2.shape[0])
+
+    def but(self, **changes: Any) -> StepDump:
+        """A copy with other fields; keyword names of `StepSettings` go there."""
+        of_settings = {key: changes.pop(key) for key in list(changes) if key in StepSettings.__dataclass_fields__}
+        return replace(self, settings=replace(self.settings, **of_settings), **changes)
+
+
+def save_dump(path: str | Path, step: StepDump) -> None:
+    """Write an .npz that `load_dump` reads; SwiGLU steps with `dout` also serve `sonicmoe numerics --captured`."""
+    arrays = {name: getattr(step, name) for name in (*ARRAYS, "dout") if getattr(step, name) is not None}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:  # np.savez would add a suffix to a name without one
+        np.savez(file, name=np.array(step.name), settings=np.array(json.dumps(vars(step.settings))), **arrays)
+
+
+def load_dump(path: str | Path) -> StepDump:
+    """Read what `save_dump` wrote; a captured call without settings is taken to have run in the default FP8 recipe.
+
+    Raises:
+        DumpError: the file is missing, no .npz, or lacks an array; the message names it.
+        ShapeError: the arrays do not belong together.
+    """
+    try:
+        with np.load(path) as archive:
+            settings = StepSettings(**json.loads(str(archive["settings"]))) if "settings" in archive else StepSettings()
+            arrays = {name: archive[name] for name in ARRAYS}
+            dout = archive.get("dout", None)
+            return StepDump(str(archive["name"]), settings, **arrays, dout=dout)
+    except KeyError as error:
+        raise DumpError(f"{path} is no dump of a step: {error.args[0]}") from None
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
+        if isinstance(error, SonicMoEError):
+            raise
+        raise DumpError(f"cannot read a step from {path}: {error}") from None

@@ -1,0 +1,319 @@
+"""The BF16 engine for Hopper: every product a grouped GEMM of `kernels.quack_gemm`, gather, activation and its gradient fused.
+
+    forward       z, y1 = up(x)            y2 = down(y1)         out = weighted sum per token
+    backward_dx   dz, y1s, dprobs = dgated(dout, z)              dx = sum per token of dgrad(dz)
+    backward_dw   dw2 += dout^T y1s        dw1 += dz^T x
+
+Rounds where the reference engine rounds: z, y1, y2, dz, y1s and dx rows to the dtype of the tokens; everything between is fp32.
+Waits for nothing, allocates by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..enums import ActivationType
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
+from ..interop import IS_PADDLE, current_stream, data_ptr, device_name, dtype_name, is_cuda, plain_ops
+from ..jit.key import package_versions
+from ..kernels.quack_gemm import (
+    DTYPES,
+    GroupedGemms,
+    MlpShape,
+    expert_rows_module,
+    grouped_gemms,
+    is_warm,
+    launching_on,
+    missing_package,
+)
+from ..routing.gpu import aggregate, scatter_to_slots
+from ..routing.metadata import RoutingMetadata
+from .interface import (
+    Engine,
+    EngineSettings,
+    EngineWeights,
+    GradAccumulators,
+    PendingWgrad,
+    Saved,
+    check_dout,
+    check_forward,
+    check_weights,
+)
+
+Tensor = torch.Tensor
+HOPPER = (9, 0)
+_VECTOR_BYTES = 16  # TMA and 16-byte copies start on such addresses
+
+
+class Bf16Engine(Engine):
+    """See the module docstring. Takes bfloat16 and float16 tokens and weights of one dtype, H and I multiples of 8, no recipe."""
+
+    name = "bf16"
+
+    def prepare_weights(
+        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
+    ) -> EngineWeights:
+        """The native weights as they are; forward and dgrad read the same storage.
+
+        Raises:
+            ConfigError: the settings have a recipe: this engine quantises nothing.
+            DTypeError: the weights are not bfloat16 or float16, or of two dtypes.
+            ShapeError: they do not fit together, or H or I is no multiple of 8.
+            DeviceError: they are not on a GPU.
+        """
+        check_weights(w1, w2, b1, b2, settings.activation)
+        expect(
+            settings.recipe is None,
+            ConfigError,
+            f"the bf16 engine quantises nothing and the settings have recipe {settings.recipe and settings.recipe.name!r}; needed: None",
+        )
+        same = w1.dtype == w2.dtype and dtype_name(w1.dtype) in DTYPES
+        expect(
+            same,
+            DTypeError,
+            f"w1 is {dtype_name(w1.dtype)}, w2 is {dtype_name(w2.dtype)}; the bf16 engine needs both of one of {list(DTYPES)}",
+        )
+        problem = _shape_of(w1, w2, settings.activation, b1 is not None).problem()
+        expect(problem is None, ShapeError, str(problem))
+        expect(is_cuda(w1), DeviceError, f"w1 is on {device_name(w1)}; the bf16 engine needs a Hopper GPU")
+        with plain_ops():
+            w1, w2 = _aligned(w1), _aligned(w2)
+            return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
+
+    def forward(
+        self,
+        x: Tensor,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        settings: EngineSettings,
+        *,
+        save: bool = True,
+    ) -> tuple[Tensor, Saved | None]:
+        """Two GEMMs and a weighted gather-and-sum; `save=False` writes no z."""
+        check_forward(x, routing, weights, settings)
+        w1, w2 = _plain(weights.w1), _plain(weights.w2)
+        expect(
+            x.dtype == w1.dtype,
+            DTypeError,
+            f"x is {dtype_name(x.dtype)}; the weights are {dtype_name(w1.dtype)}, and one dtype is needed",
+        )
+        with plain_ops():
+            x = _aligned(x)
+            keeps_z = save and not settings.recompute_z
+            z = _rows(routing, int(w1.shape[1]), x) if keeps_z else None
+            if routing.num_rows == 0:
+                out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+                return out, Saved(settings, routing, x, z) if save else None
+            y1 = _rows(routing, weights.intermediate_size, x)
+            y2 = _rows(routing, weights.hidden_size, x)
+            with _launches(x, weights, settings, routing) as (gemms, rows):
+                gemms.up(x, w1, z, y1, weights.b1, rows.cu_rows, rows.gather_index)
+                gemms.down(y1, w2, y2, weights.b2, rows.cu_rows)
+            out = aggregate(y2, routing, weighted=True)
+            return out, Saved(settings, routing, x, z) if save else None
+
+    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """dgated with dprobs' row sums, dgrad, an unweighted gather-and-sum."""
+        dout = check_dout(dout, saved)
+        settings, routing, x = saved.settings, saved.routing, saved.x
+        assert x is not None
+        with plain_ops():
+            dout = _aligned(dout.to(x.dtype))
+            w1 = _plain(weights.w1_dgrad)
+            dz, y1s = _rows(routing, int(w1.shape[1]), x), _rows(routing, weights.intermediate_size, x)
+            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
+            if routing.num_rows == 0:
+                dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+                dprobs = torch.zeros((routing.num_tokens, routing.topk), dtype=torch.float32, device=x.device)
+            else:
+                with _launches(x, weights, settings, routing) as (gemms, rows):
+                    row_dprob = _dgated(gemms, rows, dout, saved, weights, dz, y1s)
+                    dx_rows = _rows(routing, weights.hidden_size, x)
+                    gemms.dgrad(dz, w1, dx_rows, rows.cu_rows)
+                dx = aggregate(dx_rows, routing, weighted=False)
+                dprobs = scatter_to_slots(row_dprob, routing)
+            if settings.frees_stagewise:
+                saved.x = None
+            return dx, dprobs, pending
+
+    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+        """Two GEMMs that add into the accumulators, and the bias sums."""
+        settings, routing = pending.settings, pending.routing
+        x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
+        if x is None or dout is None or dz is None or y1s is None:
+            raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
+        if routing.num_rows > 0:
+            gemms = _gemms_of_operands(x, dz, y1s, accumulators, settings.activation)
+            with plain_ops(), _launch_scope(x):
+                rows = ExpertRows.of(routing)
+                if accumulators.db1 is not None and accumulators.db2 is not None:
+                    rows.add_columns(dout, accumulators.db2, weight=routing.row_prob)
+                    rows.add_columns(dz, accumulators.db1, weight=None)
+                gemms.wgrad_down(dout, y1s, accumulators.dw2, rows.cu_rows, rows.gather_index)
+                if settings.frees_stagewise:
+                    pending.dout = pending.y1s = dout = y1s = None
+                gemms.wgrad_up(x, dz, accumulators.dw1, rows.cu_rows, rows.gather_index)
+        pending.x = pending.dout = pending.dz = pending.y1s = None
+
+
+def bf16_unavailable(device: str, dtype: Any = "bfloat16", shape: MlpShape | None = None) -> str | None:
+    """Why the BF16 engine cannot run, in words fit for a log line, or None where it can.
+
+    Args:
+        device: of the tensors: "cpu", "cuda:0".
+        dtype: of tokens and weights, a dtype or its name.
+        shape: of the MLP, where known: it may be unsupported, or warm in the cache, which makes compilers unnecessary.
+    """
+    if not device.startswith("cuda"):
+        return f"no GPU: tensors are on {device}"
+    if dtype_name(dtype) not in DTYPES:
+        return f"tokens are {dtype_name(dtype)}, and its GEMMs take {' or '.join(DTYPES)}"
+    capability = tuple(torch.cuda.get_device_capability(_index_of(device)))
+    if capability != HOPPER:
+        return f"{device} has compute capability {capability[0]}.{capability[1]}, and its GEMMs are for Hopper (9.0)"
+    if dict(package_versions("apache-tvm-ffi"))["apache-tvm-ffi"] == "absent":
+        return "apache-tvm-ffi, which loads and launches its GEMMs, is not installed"
+    if shape is not None and shape.problem():
+        return shape.problem()
+    missing = missing_package()
+    return missing if missing and not (shape is not None and is_warm(shape)) else None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """The rows of each expert as the kernels want them, made on the device.
+
+    The GEMMs run over padded rows: they know an expert as the rows between two neighbouring offsets, which cannot skip padding,
+    and a tile has 128 rows anyway. A padding row gathers what its expert's last true row gathers, with probability 0: it is
+    finite wherever the expert's own rows are, its dz and y1s are zeros, and no index is out of bounds.
+
+    cu_rows int32 `[E+1]`; gather_index int32 `[R]`, a token in every row.
+    """
+
+    cu_rows: Tensor
+    gather_index: Tensor
+    stream: int
+
+    @classmethod
+    def of(cls, routing: RoutingMetadata) -> ExpertRows:
+        """One launch."""
+        device = routing.row_token.device
+        cu_rows = torch.empty((routing.num_experts + 1,), dtype=torch.int32, device=device)
+        gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
+        stream = current_stream(routing.row_token)
+        expert_rows_module().index_rows(
+            routing.row_token, routing.expert_counts, routing.padded_offsets, gather_index, cu_rows, stream
+        )
+        return cls(cu_rows, gather_index, stream)
+
+    def sum_partials(self, partials: Tensor, dout: Tensor, b2: Tensor | None) -> Tensor:
+        """fp32 `[R]`: partials `[R, tiles]` summed, plus `<dout, b2>` of each row where there is a bias; one launch."""
+        out = torch.empty((int(partials.shape[0]),), dtype=torch.float32, device=partials.device)
+        bias = partials if b2 is None else b2  # without a bias that argument is not read
+        expert_rows_module().row_sums(
+            partials, dout, self.gather_index, bias, self.cu_rows, out, b2 is not None, self.stream
+        )
+        return out
+
+    def add_columns(self, values: Tensor, accumulator: Tensor, *, weight: Tensor | None) -> None:
+        """`accumulator[e]` += column sums of the expert's rows: of tokens gathered and weighted, or of row values; one launch."""
+        gathered = weight is not None
+        unread = self.gather_index if weight is None else weight
+        expert_rows_module().column_sums(
+            values, self.gather_index, unread, self.cu_rows, accumulator, gathered, self.stream
+        )
+
+
+def _dgated(
+    gemms: GroupedGemms, rows: ExpertRows, dout: Tensor, saved: Saved, weights: EngineWeights, dz: Tensor, y1s: Tensor
+) -> Tensor:
+    """Fill dz and y1s; returns fp32 `row_dprob [R]`."""
+    routing = saved.routing
+    z = _restore_z(gemms, rows, saved, weights)
+    partials = torch.empty((routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device)
+    w2 = _plain(weights.w2_dgrad)
+    gemms.dgated(dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index)
+    if saved.settings.frees_stagewise:
+        saved.z = None
+    return rows.sum_partials(partials, dout, weights.b2)
+
+
+def _restore_z(gemms: GroupedGemms, rows: ExpertRows, saved: Saved, weights: EngineWeights) -> Tensor:
+    """z as forward wrote it, or computed again to the same bits."""
+    if saved.z is not None:
+        return _plain(saved.z)
+    assert saved.x is not None
+    w1 = _plain(weights.w1)
+    z = _rows(saved.routing, int(w1.shape[1]), saved.x)
+    gemms.up_again(saved.x, w1, z, weights.b1, rows.cu_rows, rows.gather_index)
+    return z
+
+
+@contextmanager
+def _launches(
+    x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
+) -> Iterator[tuple[GroupedGemms, ExpertRows]]:
+    """The GEMMs of these weights and the rows of this routing, on the caller's device and stream."""
+    shape = _shape_of(_plain(weights.w1), _plain(weights.w2), settings.activation, weights.b1 is not None)
+    with _launch_scope(x):
+        yield grouped_gemms(shape, _multiprocessors(device_name(x))), ExpertRows.of(routing)
+
+
+@contextmanager
+def _launch_scope(tensor: Tensor) -> Iterator[None]:
+    """The device and stream of the caller, for kernels that take them from the process's state."""
+    if IS_PADDLE:
+        with launching_on(_index_of(device_name(tensor)), current_stream(tensor)):
+            yield
+    else:
+        with torch.cuda.device(tensor.device):
+            yield
+
+
+def _gemms_of_operands(
+    x: Tensor, dz: Tensor, y1s: Tensor, accumulators: GradAccumulators, activation: ActivationType
+) -> GroupedGemms:
+    hidden, intermediate = int(x.shape[1]), int(y1s.shape[1])
+    bias = accumulators.db1 is not None
+    shape = MlpShape(hidden, intermediate, activation, dtype_name(dz.dtype), bias)
+    return grouped_gemms(shape, _multiprocessors(device_name(x)))
+
+
+def _shape_of(w1: Tensor, w2: Tensor, activation: ActivationType, bias: bool) -> MlpShape:
+    return MlpShape(int(w1.shape[2]), int(w2.shape[2]), activation, dtype_name(w1.dtype), bias)
+
+
+def _rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
+    """Unwritten `[R, width]`."""
+    return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)
+
+
+def _plain(operand: Any) -> Tensor:
+    """A tensor that is not block-scaled: `check_forward` has refused the others."""
+    assert isinstance(operand, torch.Tensor)
+    return operand
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and on a 16-byte address, copied only if it is not."""
+    tensor = tensor.detach().contiguous()
+    return tensor if data_ptr(tensor) % _VECTOR_BYTES == 0 else tensor.clone()
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else _aligned(bias.detach().to(torch.float32))
+
+
+def _index_of(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: str) -> int:
+    return int(torch.cuda.get_device_properties(_index_of(device)).multi_processor_count)

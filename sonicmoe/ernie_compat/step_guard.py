@@ -1,0 +1,108 @@
+"""Notices a `node.step()` that comes too late: after gradients were reduced, scaled or applied without those waiting in the node.
+
+Where the framework touched `main_grad`, or an optimizer the weights, between the last backward and `step()`, the waiting gradients
+missed it, and ranks drift apart without an error. Replaced and modified `main_grad`s show at every step, at no cost. What leaves
+no such trace (a reduction inside a fused buffer, a fused optimizer) shows in the values, which are compared over the first steps on a
+host: a misplaced call is misplaced from the first step on. On a GPU that would wait for the device in every one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda, plain_ops, requires_grad
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+
+REMEDY = (
+    "call node.step() right after the last backward: before the gradient reduction, before scaling and clipping, before the "
+    "optimizer (a Trainer's on_optimizer_begin is too late), or make the node with flush='backward'"
+)
+
+
+class StepGuard:
+    """Remembers how `main_grad`s and weights looked after the last backward. Warns once per node."""
+
+    STEPS_BY_VALUE = 2
+
+    def __init__(self) -> None:
+        """Nothing is remembered before the first backward."""
+        self._main_grads: list[tuple[Any, ...]] | None = None
+        self._values: tuple[Tensor | None, Tensor | None] | None = None
+        self._steps = 0
+        self._warned = False
+
+    def note_backward(self, parameters: Sequence[Tensor]) -> None:
+        """A backward has just added to the accumulators."""
+        self._main_grads = [_identity(parameter) for parameter in parameters]
+        self._values = _values(parameters) if self._steps < self.STEPS_BY_VALUE and _on_host(parameters) else None
+
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        """The waiting gradients are about to be flushed; says what happened too early."""
+        before, values = self._main_grads, self._values
+        self._main_grads = self._values = None
+        if before is None or self._warned:
+            return
+        reduced, applied = [_identity(parameter) for parameter in parameters] != before, False
+        if values is not None and not reduced:
+            reduced, applied = (_differ(*pair) for pair in zip(values, _values(parameters), strict=True))
+        if reduced:
+            self._warn("main_grad of expert weights was reduced, scaled or replaced")
+        elif applied:
+            self._warn("an optimizer changed the expert weights")
+
+    def stepped(self) -> None:
+        """An optimizer step begins anew."""
+        self._steps += 1
+
+    def _warn(self, happened: str) -> None:
+        self._warned = True
+        logger.warning(
+            "node.step() came too late: after the last backward %s, without the gradients in the node; %s",
+            happened,
+            REMEDY,
+        )
+
+
+def _identity(parameter: Tensor) -> tuple[Any, ...]:
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return ()
+    return id(main_grad), data_ptr(main_grad), main_grad.inplace_version if IS_PADDLE else main_grad._version
+
+
+def _on_host(parameters: Sequence[Tensor]) -> bool:
+    main_grads = [getattr(parameter, "main_grad", None) for parameter in parameters]
+    return not any(is_cuda(tensor) for tensor in _held([*parameters, *main_grads]))
+
+
+def _held(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that exist and hold memory: Paddle cannot even say where a tensor is that was freed."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    return [tensor for tensor in there if not IS_PADDLE or tensor._is_initialized()]  # type: ignore[attr-defined]
+
+
+def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Sums of magnitudes of the main gradients and of the weights that train."""
+    trained = [parameter for parameter in parameters if requires_grad(parameter)]
+    return _sums([getattr(parameter, "main_grad", None) for parameter in trained]), _sums(trained)
+
+
+def _sums(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Of those that hold memory on one device; what else there is, the flush refuses by name."""
+    held = _held(tensors)
+    here = [tensor for tensor in held if device_name(tensor) == device_name(held[0])]
+    with plain_ops():
+        sums = [tensor.detach().to(torch.float32).abs().sum() for tensor in here]
+        return torch.stack(sums) if sums else None
+
+
+def _differ(before: Tensor | None, now: Tensor | None) -> bool:
+    if before is None or now is None or tuple(before.shape) != tuple(now.shape):
+        return False  # tensors came or went, which is no trace of a reduction
+    return before.tolist() != now.tolist()  # type: ignore[no-any-return]

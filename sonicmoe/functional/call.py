@@ -1,0 +1,106 @@
+"""What one call of the routed expert MLP computes, once its settings are decided: shared by eager autograd and by compiled graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ..config import SonicMoEConfig, active_config
+from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, Saved
+from ..engine.select import EngineChoice, Workload, announce, choose_engine
+from ..enums import ActivationType, EngineName
+from ..interop import device_name, dtype_name
+from ..routing.metadata import RoutingMetadata
+from .weights import WeightLayout, Weights, prepared_weights
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about a call: hashable, fit to be a constant of a compiled graph."""
+
+    config: SonicMoEConfig
+    settings: EngineSettings
+    layout: WeightLayout
+    use_fp8: bool | None
+    engine: EngineName
+    validate: bool
+
+    def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
+        """The engine for these tokens and experts, which may be prepared already."""
+        device = device_name(x)
+        if isinstance(weights, EngineWeights):
+            inner, bias = weights.intermediate_size, weights.b1 is not None
+        else:
+            inner, bias = self.layout.intermediate_size(weights), weights[2] is not None
+        workload = Workload(self.settings, int(x.shape[-1]), inner, dtype_name(x.dtype), bias)
+        choice = _choice(device, self.engine, workload)
+        announce(choice, device)
+        return choice.engine
+
+
+@functools.lru_cache(maxsize=256)
+def _choice(device: str, engine: EngineName, workload: Workload) -> EngineChoice:
+    """Decided once per kind of call: asking for packages and devices takes longer than a launch."""
+    return choose_engine(device, engine, workload)
+
+
+def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | None) -> Plan:
+    """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode.
+
+    Raises:
+        ConfigError: settings that contradict each other.
+    """
+    config = active_config()
+    resolved = config.resolve()
+    if use_fp8 is not None:
+        mode = (resolved.fp8_mode or "perf") if use_fp8 else None
+        config, resolved = dataclasses.replace(config, fp8_mode=mode or "off"), resolved.replace(fp8_mode=mode)
+    settings = EngineSettings.from_config(resolved, activation)
+    return Plan(config, settings, layout, use_fp8, resolved.engine, resolved.validate_dispatch)
+
+
+def forward(
+    plan: Plan, x: Tensor, routing: RoutingMetadata, weights: Weights, *, save: bool
+) -> tuple[Tensor, Saved | None, EngineWeights]:
+    """`(out [T, H], what backward needs, weights as the engine read them)`."""
+    engine = plan.choose(x, weights)
+    prepared = prepared_weights(engine, weights, plan.settings, plan.layout, x.dtype)
+    out, saved = engine.forward(x, routing, prepared, plan.settings, save=save)
+    return out, saved, prepared
+
+
+def backward(
+    plan: Plan,
+    dout: Tensor,
+    saved: Saved,
+    prepared: EngineWeights,
+    dtypes: tuple[torch.dtype | None, ...],
+    *,
+    wgrad: bool,
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once to `dtypes`."""
+    accumulators = _zeros_like_weights(prepared, dout) if wgrad else None
+    assert saved.x is not None
+    engine = plan.choose(saved.x, prepared)
+    dx, dprobs = engine.backward(dout, saved, prepared, accumulators)
+    if accumulators is None:
+        return dx, dprobs, (None,) * len(dtypes)
+    gradients = plan.layout.gradients(accumulators)
+    return (
+        dx,
+        dprobs,
+        tuple(
+            gradient.to(dtype) if gradient is not None and dtype is not None else None
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
+        ),
+    )
+
+
+def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> GradAccumulators:
+    experts, n1, hidden = (int(size) for size in weights.w1.shape)
+    return GradAccumulators.zeros(experts, n1, hidden, weights.intermediate_size, weights.b1 is not None, like.device)

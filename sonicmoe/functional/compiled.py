@@ -1,0 +1,239 @@
+"""The routed expert MLP as two `torch.library` operators, so that `torch.compile(fullgraph=True)` keeps it in its graph.
+
+A graph holds tensors and numbers only: settings are named by number. Every shape is a function of the
+inputs' shapes: the rows of the saved `z` are the worst case of any routing, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from ..config import SonicMoEConfig, active_config
+from ..engine.interface import EngineSettings, Saved
+from ..enums import ActivationType, ZCode
+from ..errors import ConfigError, EngineUnavailableError, expect
+from ..interop import dtype_name
+from ..quant.format import BlockScaledTensor, Code, Orientation
+from ..routing.gpu import build_routing_gpu, num_rows_bound
+from ..routing.metadata import RoutingMetadata
+from .call import Plan, backward, forward, make_plan
+from .weights import WeightLayout, Weights, prepared_weights
+
+Tensor = torch.Tensor
+TensorSpec = tuple[tuple[Any, ...], torch.dtype]
+
+_plans: dict[int, Plan] = {}
+
+
+@torch.compiler.assume_constant_result
+def _plan_number(activation: str, transposed: bool, split_half: bool, use_fp8: bool | None) -> int:
+    """The number of the plan in force now: decided once per graph, when it is compiled."""
+    return number_of(make_plan(ActivationType(activation), WeightLayout(transposed, split_half), use_fp8))
+
+
+def number_of(plan: Plan) -> int:
+    """The number that stands for `plan` in a graph: a digest, since compiled graphs outlive the process in the compiler's caches."""
+    number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+    _plans[number] = plan
+    return number
+
+
+def compiled_expert_mlp(
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    weights: Weights,
+    activation: ActivationType,
+    layout: WeightLayout,
+    use_fp8: bool | None,
+    save: bool,
+) -> Tensor:
+    """`expert_mlp` inside a graph.
+
+    Raises:
+        ConfigError: at run time, when a `SonicMoEConfig` is active that is not the one the graph was compiled under.
+    """
+    number = _plan_number(activation.value, layout.transposed, layout.split_half, use_fp8)
+    out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
+    return out
+
+
+@torch.library.custom_op("sonicmoe::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    plan_number: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(out [T, H], z or its codes, scales of the codes)`; the last two are empty where backward needs none."""
+    plan = _plans[plan_number]
+    _check_config(plan)
+    weights = (w1, w2, b1, b2)
+    with plan.config.activate():
+        routing = _route(plan, indices, probs, int(w1.shape[0]))
+        out, saved, _ = forward(plan, x.contiguous(), routing, weights, save=save)
+    z, scales = _z_tensors(saved, x)
+    specs = _z_specs(plan.settings, routing.num_rows, _n1(w1, plan), x.dtype) if save else _NO_Z
+    for tensor, (shape, dtype) in zip((z, scales), specs, strict=True):
+        expect(
+            tuple(tensor.shape) == shape and tensor.dtype == dtype,
+            EngineUnavailableError,
+            f"engine {plan.choose(x, weights).name!r} saved z as {dtype_name(tensor.dtype)} {tuple(tensor.shape)}; "
+            f"torch.compile needs {dtype_name(dtype)} {shape}",
+        )
+    return out, z, scales
+
+
+@_expert_mlp.register_fake
+def _(
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    plan_number: int,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    plan = _plans[int(plan_number)]
+    slots = indices.shape[0] * indices.shape[1]
+    rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
+    specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
+    saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in specs)
+    return (torch.empty_like(x, memory_format=torch.contiguous_format), *saved)
+
+
+@torch.library.custom_op("sonicmoe::expert_mlp_backward", mutates_args=())
+def _expert_mlp_backward(
+    dout: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    z: Tensor,
+    scales: Tensor,
+    plan_number: int,
+    wgrad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(dx, dprobs, dw1, dw2, db1, db2)`; what is not wanted is empty."""
+    plan = _plans[plan_number]
+    weights = (w1, w2, b1, b2)
+    with plan.config.activate():
+        routing = _route(plan, indices, probs, int(w1.shape[0]))
+        prepared = prepared_weights(plan.choose(x, weights), weights, plan.settings, plan.layout, x.dtype)
+        saved = Saved(plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales))
+        dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
+        dx, dprobs, gradients = backward(plan, dout, saved, prepared, dtypes, wgrad=wgrad)
+    dw1, dw2, db1, db2 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return dx, dprobs, dw1, dw2, db1, db2
+
+
+@_expert_mlp_backward.register_fake
+def _(
+    dout: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    z: Tensor,
+    scales: Tensor,
+    plan_number: int,
+    wgrad: bool,
+) -> tuple[Tensor, ...]:
+    gradients = [
+        weight.new_empty(weight.shape) if wgrad and weight is not None else x.new_empty(0)
+        for weight in (w1, w2, b1, b2)
+    ]
+    return x.new_empty(x.shape), probs.new_empty(probs.shape), *gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.plan_number, _ = inputs
+    _, z, scales = output
+    ctx.mark_non_differentiable(z, scales)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, z, scales)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    wanted = ctx.needs_input_grad[:7]
+    if dout is None:
+        return (None,) * 9
+    wgrad = any(wanted[3:])
+    *tensors, z, scales = ctx.saved_tensors
+    dx, dprobs, *weight_gradients = _expert_mlp_backward(dout, *tensors, z, scales, ctx.plan_number, wgrad)
+    gradients = (dx, None, dprobs, *weight_gradients)
+    return (*(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), None, None)
+
+
+_expert_mlp.register_autograd(_differentiate, setup_context=_setup_context)
+
+_NO_Z: tuple[TensorSpec, TensorSpec] = (((0,), torch.float32), ((0,), torch.float32))
+
+
+def _z_specs(settings: EngineSettings, rows: Any, n1: Any, dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
+    """Shapes and dtypes of a saved `z` (docs/design.md, "The engine seam") and of its scales."""
+    if settings.recompute_z:
+        return _NO_Z
+    if settings.recipe is None or settings.save_z is ZCode.BF16:
+        return ((rows, n1), dtype if settings.recipe is None else torch.bfloat16), _NO_Z[1]
+    block = settings.recipe.z
+    scales = (-(-rows // block.rows), -(-n1 // block.cols))
+    return ((rows, n1), _code(settings).dtype), (scales, torch.float32)
+
+
+def _code(settings: EngineSettings) -> Code:
+    return Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
+
+
+def _z_tensors(saved: Saved | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    z = None if saved is None else saved.z
+    if isinstance(z, BlockScaledTensor):
+        return z.codes, z.scale_inv
+    nothing = like.new_empty(0, dtype=torch.float32)
+    return (like.new_empty(0, dtype=torch.float32) if z is None else z), nothing
+
+
+def _restore_z(settings: EngineSettings, z: Tensor, scales: Tensor) -> BlockScaledTensor | Tensor | None:
+    if settings.recompute_z:
+        return None
+    if settings.recipe is None or settings.save_z is ZCode.BF16:
+        return z
+    return BlockScaledTensor(z, scales, settings.recipe.z, _code(settings), Orientation.ROWS)
+
+
+def _n1(w1: Tensor, plan: Plan) -> Any:
+    return w1.shape[2 if plan.layout.transposed else 1]
+
+
+def _route(plan: Plan, indices: Tensor, probs: Tensor, experts: int) -> RoutingMetadata:
+    alignment, validate = plan.settings.row_alignment, plan.validate
+    return build_routing_gpu(indices, probs, experts, alignment=alignment, validate=validate)
+
+
+def _check_config(plan: Plan) -> None:
+    """A graph keeps the settings it was compiled under; another activated configuration must not be ignored in silence."""
+    if active_config() == SonicMoEConfig():  # nothing activated, or activation recompute on a thread of autograd's own
+        return
+    wanted = make_plan(plan.settings.activation, plan.layout, plan.use_fp8)
+    expect(
+        wanted.settings == plan.settings and wanted.engine == plan.engine,
+        ConfigError,
+        "the SonicMoEConfig in force is not the one this graph was compiled under: compile (and first call) inside its "
+        "activate() block, or call torch.compiler.reset()",
+    )

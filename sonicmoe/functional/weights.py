@@ -1,0 +1,173 @@
+"""The user's stacked expert weights: how they lie, and what engines made of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import layouts
+from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
+from ..errors import ConfigError, FrameworkError, expect
+from ..interop import IS_PADDLE, is_cuda, plain_ops
+from ..layouts import WeightSource
+
+if IS_PADDLE:
+    raise FrameworkError(
+        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
+    )
+
+from torch.optim.optimizer import register_optimizer_step_post_hook  # Paddle's proxy has neither
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Tensor = torch.Tensor
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Axes and row order of stacked weights `(w1, w2, b1, b2)`; the default is native: w1 `[E, N1, H]` interleaved, w2 `[E, H, I]`.
+
+    Attributes:
+        transposed: w1 is `[E, H, N1]` and w2 `[E, I, H]`.
+        split_half: the N1 = 2I entries of w1 and b1 are [gate; up] halves instead of (gate, up) pairs.
+    """
+
+    transposed: bool = False
+    split_half: bool = False
+
+    @property
+    def is_native(self) -> bool:
+        """Whether engines read the weights as they lie."""
+        return not (self.transposed or self.split_half)
+
+    def intermediate_size(self, weights: Weights) -> int:
+        """I."""
+        return int(weights[1].shape[1 if self.transposed else 2])
+
+    def source(self, weights: Weights) -> WeightSource:
+        """Each expert's matrices where they lie; copies only of what is not contiguous."""
+        w1, w2 = (weight.detach().contiguous() for weight in weights[:2])
+        return WeightSource(tuple(w1.unbind(0)), tuple(w2.unbind(0)), self.transposed, self.split_half)
+
+    def native(self, weights: Weights) -> Weights:
+        """Native, contiguous weights: the user's own memory where it is already so."""
+        w1, w2, b1, b2 = (None if weight is None else weight.detach() for weight in weights)
+        assert w1 is not None and w2 is not None
+        if self.transposed:
+            w1, w2 = w1.transpose(-2, -1), w2.transpose(-2, -1)
+        if self.split_half:
+            w1 = layouts.interleave_gate_up(w1)
+            b1 = None if b1 is None else layouts.interleave_bias(b1)
+        return w1.contiguous(), w2.contiguous(), b1, b2
+
+    def gradients(self, accumulators: GradAccumulators) -> tuple[Tensor | None, ...]:
+        """fp32 `(dw1, dw2, db1, db2)` in the order and shape of the user's weights."""
+        dw1, dw2, db1, db2 = accumulators.dw1, accumulators.dw2, accumulators.db1, accumulators.db2
+        if self.split_half:
+            dw1 = layouts.deinterleave_gate_up(dw1)
+            db1 = None if db1 is None else layouts.deinterleave_bias(db1)
+        if self.transposed:
+            dw1, dw2 = dw1.transpose(-2, -1).contiguous(), dw2.transpose(-2, -1).contiguous()
+        return dw1, dw2, db1, db2
+
+
+_optimizer_steps = 0
+
+
+def _count_optimizer_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers move no version counter
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Prepared weights, what they were made of, and the memory they were made from: freed, it could return under the same address."""
+
+    key: tuple[Any, ...]
+    prepared: EngineWeights
+    sources: tuple[Tensor | None, ...]
+
+
+# w1, the very tensor object, to its `_Kept`; a parameter takes its entry along when it dies.
+_kept = WeakTensorKeyDictionary()
+
+
+def prepared_weights(
+    engine: Engine, weights: Weights, settings: EngineSettings, layout: WeightLayout, dtype: torch.dtype
+) -> EngineWeights:
+    """Prepare `(w1, w2, b1, b2)` for `engine`, or return what was prepared from the same bytes.
+
+    Without a recipe both operands of a product are in `dtype`, that of the tokens: autocast leaves parameters in fp32.
+
+    Reused while the tensor object w1 lives, storage and version counters stand still and no `torch.optim.Optimizer` steps. PyTorch's
+    in-place operations move the version counter; a write through `.data` moves nothing: call `forget`.
+    Nothing is kept of inference tensors, which have no version counter; of unquantised weights that had to be rearranged or cast, which
+    would cost a second copy of the model; in a process that uses `fully_shard`, which refills the memory of gathered weights and
+    sets the version counter back; and while a CUDA graph is captured, whose replays must quantise the weights of their time.
+    """
+    if engine.follows_weights:
+        return _followed(engine, weights, settings, layout)
+    if not _may_keep(weights, settings, layout, dtype):
+        forget(weights[0])
+        return _prepare(engine, weights, settings, layout, dtype)
+    versions = tuple((t.data_ptr(), t._version) if t is not None else None for t in weights)
+    key = (engine.name, settings, layout, versions, _optimizer_steps)
+    kept: _Kept | None = _kept.get(weights[0])
+    if kept is None or kept.key != key:
+        sources = tuple(None if weight is None else weight.detach() for weight in weights)
+        kept = _kept[weights[0]] = _Kept(key, _prepare(engine, weights, settings, layout, dtype), sources)
+    return kept.prepared
+
+
+def _followed(engine: Engine, weights: Weights, settings: EngineSettings, layout: WeightLayout) -> EngineWeights:
+    """Kept as long as w1 lives, and brought up to date on the device at every call, in a CUDA graph at every replay."""
+    expect(weights[2] is None, ConfigError, f"the {engine.name} engine has no biases; needed: b1 and b2 None")
+    anonymous = any(weight is not None and weight.is_inference() for weight in weights) or _any_module_is_sharded()
+    versions = () if anonymous else tuple(0 if t is None else t._version for t in weights)
+    key, state = (engine.name, settings, layout), (versions, _optimizer_steps)
+    kept: _Kept | None = _kept.get(weights[0])
+    previous = kept.prepared if kept is not None and kept.key[:1] == (key,) else None
+    changed = anonymous or kept is None or kept.key != (key, state)
+    prepared = engine.prepare_source(layout.source(weights), settings, previous, changed)
+    _kept[weights[0]] = _Kept((key, state), prepared, tuple(None if t is None else t.detach() for t in weights))
+    return prepared
+
+
+def forget(w1: Tensor) -> None:
+    """Drop what was prepared from these weights."""
+    _kept.pop(w1, None)
+
+
+def _prepare(
+    engine: Engine, weights: Weights, settings: EngineSettings, layout: WeightLayout, dtype: torch.dtype
+) -> EngineWeights:
+    with plain_ops():
+        w1, w2, b1, b2 = layout.native(weights)
+        if settings.recipe is None:
+            w1, w2 = w1.to(dtype), w2.to(dtype)
+        return engine.prepare_weights(w1, w2, b1, b2, settings)
+
+
+def _may_keep(weights: Weights, settings: EngineSettings, layout: WeightLayout, dtype: torch.dtype) -> bool:
+    as_they_are = layout.is_native and weights[0].dtype == weights[1].dtype == dtype
+    if (settings.recipe is None and not as_they_are) or _any_module_is_sharded():
+        return False
+    if is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing():
+        return False
+    return not any(weight is not None and weight.is_inference() for weight in weights)
+
+
+def _any_module_is_sharded() -> bool:
+    """Whether `fully_shard` was applied in this process: it makes a class of its own for every class of modules it manages."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    base = getattr(fsdp, "FSDPModule", None)
+    if base is None:
+        return False
+    kinds = base.__subclasses__()  # and theirs: `replicate` derives from it
+    return any(issubclass(k, torch.nn.Module) for kind in kinds for k in (kind, *kind.__subclasses__()))

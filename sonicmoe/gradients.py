@@ -1,0 +1,189 @@
+"""Where weight gradients go: `main_grad` or `.grad` of each parameter, in one kernel launch on a GPU, else by plain operations.
+
+Both give the same bits: sums are formed in fp32 and rounded once to the destination's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import DTypeError, ShapeError, SonicMoEError, expect
+from .interop import (
+    IS_PADDLE,
+    data_ptr,
+    device_name,
+    dtype_name,
+    is_cuda,
+    numel,
+    require_same_device,
+)
+from .jit.errors import CompileForbiddenError
+from .kernels.cuda_wgrad import flush_source
+from .routing.backends import arch_of
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+
+# As `flush_gradients` of kernels/cuda/flush.cu reads them.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FRESH = 4
+ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+
+FlushKernel = Callable[[Tensor, Tensor, list[int], bool, bool, int], None]
+
+
+def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`, where there is one.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape, or on another device.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return
+    expect(main_grad.dtype == torch.float32, DTypeError, f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32")
+    expect(
+        tuple(main_grad.shape) == tuple(parameter.shape),
+        ShapeError,
+        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(parameter.shape)}",
+    )
+    require_same_device([("the gradient", gradient), ("main_grad", main_grad)])
+
+
+def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
+    """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False where there is no such attribute.
+
+    `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while it is not None.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: see `check_main_grad`.
+    """
+    if not hasattr(parameter, "main_grad"):
+        return False
+    check_main_grad(parameter, gradient)
+    if parameter.main_grad is None:
+        parameter.main_grad = gradient
+    else:
+        parameter.main_grad.add_(gradient)
+    return True
+
+
+def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Add an fp32 gradient to `parameter.grad`, in the parameter's dtype."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+        return
+    total = (parameter.grad.to(torch.float32) + gradient).to(parameter.dtype)
+    if IS_PADDLE:  # where `grad` is a new handle at each reading
+        parameter.grad = total
+    else:
+        parameter.grad.copy_(total)
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """Memory a parameter's gradient goes to: `tensor`, in the parameter's shape; `fresh` memory is written, other is added to.
+
+    attribute: of the parameter, that fresh memory becomes once it is written; empty where it is returned to autograd instead.
+    """
+
+    parameter: Tensor
+    tensor: Tensor
+    fresh: bool
+    attribute: str = ""
+
+    @classmethod
+    def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> Destination:
+        """`main_grad` where there is such an attribute, else `.grad`, or memory for autograd to accumulate there.
+
+        Fresh memory is on `device`: the parameter may have been freed, and is then nowhere.
+        """
+        if hasattr(parameter, "main_grad"):
+            if parameter.main_grad is None:
+                return cls(parameter, _empty_like(parameter, torch.float32, device), True, "main_grad")
+            return cls(parameter, parameter.main_grad, False)
+        if through_autograd:
+            return cls(parameter, _empty_like(parameter, parameter.dtype, device), True)
+        if parameter.grad is None:
+            return cls(parameter, _empty_like(parameter, parameter.dtype, device), True, "grad")
+        return cls(parameter, parameter.grad, False)
+
+    @property
+    def returned(self) -> bool:
+        """Whether the gradient is autograd's to accumulate."""
+        return self.fresh and not self.attribute
+
+    def bind(self) -> None:
+        """Make fresh memory the parameter's attribute; only after it was written."""
+        if self.attribute:
+            setattr(self.parameter, self.attribute, self.tensor)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First address, and the one behind the last."""
+        first = data_ptr(self.tensor)
+        return first, first + numel(self.tensor) * ITEM_BYTES[self.tensor.dtype]
+
+
+def fit_one_launch(destinations: Sequence[Destination], device: str) -> bool:
+    """Whether the kernel can serve them together: contiguous, of a dtype it has, on one device, none overlapping another."""
+    for destination in destinations:
+        tensor = destination.tensor
+        if tensor.dtype not in FORMATS or device_name(tensor) != device or not tensor.is_contiguous():
+            return False
+    extents = sorted(destination.extent for destination in destinations)
+    return all(one[1] <= other[0] for one, other in itertools.pairwise(extents))
+
+
+def destination_table(destinations: Sequence[Destination | None], num_experts: int) -> list[int]:
+    """(address, format) of every expert's up-projection, then of every down-projection: what `flush_gradients` takes.
+
+    Args:
+        destinations: in the order up, down: of each expert's parameters, or of two stacked ones; None for those nobody trains.
+        num_experts: E.
+    """
+    matrices = 2 * num_experts // len(destinations)
+    table: list[int] = []
+    for destination in destinations:
+        if destination is None:
+            table += [0, 0] * matrices
+            continue
+        first, end = destination.extent
+        code = FORMATS[destination.tensor.dtype] + FRESH * destination.fresh
+        step = (end - first) // matrices
+        for index in range(matrices):
+            table += [first + index * step, code]
+    return table
+
+
+def kernel_for(accumulator: Tensor) -> FlushKernel | None:
+    """The kernel for accumulators on that device, or None on the host and where there is none; decided once per device, logged.
+
+    Raises:
+        CompileForbiddenError: a compile is needed and forbidden; never answered by a silent fallback.
+    """
+    return _kernel_on(device_name(accumulator)) if is_cuda(accumulator) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel_on(device: str) -> FlushKernel | None:
+    try:
+        kernel: FlushKernel = flush_source(arch_of(device)).load().flush_gradients
+    except CompileForbiddenError:
+        raise
+    except (SonicMoEError, ImportError, RuntimeError, OSError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("gradients on %s are flushed by plain tensor operations: %s", device, reason)
+        return None
+    return kernel
+
+
+def _empty_like(parameter: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
+    return torch.empty(tuple(parameter.shape), dtype=dtype, device=device)

@@ -1,0 +1,147 @@
+"""`sonicmoe bench` on a machine without a GPU, and what it runs: variants, rotation, phases, memory, pictures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from framework import torch
+
+from sonicmoe.bench import runner, timing, workload
+from sonicmoe.bench.runner import measure
+from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
+from sonicmoe.bench.timing import measure_memory, time_phases
+from sonicmoe.bench.workload import Batch, Call, Layer, Variant, available_variants, rotating_batches, settings_of
+from sonicmoe.cli.main import main
+from sonicmoe.enums import EngineName
+from sonicmoe.errors import ConfigError, EngineUnavailableError
+
+TINY = Shape(48, 32, 16, 4, 2)
+TINY_OPTIONS = ["--T", "48", "--H", "32", "--I", "16", "--E", "4", "--K", "2", "--rounds", "2"]
+PERF = Variant(EngineName.REFERENCE, "perf")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """These tests are about the machine without one, also where there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def test_variants_are_spelled_engine_and_mode():
+    assert Variant.parse("hopper:mem") == Variant(EngineName.HOPPER, "mem")
+    assert [str(Variant.parse(name)) for name in ("reference", "bf16", "hopper")] == [
+        "reference:perf", "bf16:off", "hopper:perf",
+    ]  # fmt: skip
+    assert Variant.parse("bf16").fp8 is False
+    assert settings_of(PERF).recipe is not None and settings_of(Variant.parse("bf16")).recipe is None
+
+
+@pytest.mark.parametrize(("text", "message"), [("auto", "engine is 'auto'"), ("hopper:fast", "mode is 'fast'")])
+def test_unknown_variants_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Variant.parse(text)
+
+
+def test_gpu_engines_are_found_as_soon_as_they_register(monkeypatch):
+    def choose(device, name):
+        if name is EngineName.BF16:
+            raise EngineUnavailableError("not today")
+
+    assert available_variants("cpu") == [PERF]
+    monkeypatch.setattr(workload, "choose_engine", choose)
+    assert available_variants("cuda:0") == [Variant(EngineName.HOPPER, "perf")]
+
+
+def test_batches_route_to_distinct_experts_and_count_them():
+    torch.manual_seed(1)
+    batch = Batch.random(TINY, "cpu")
+    assert all(len(set(row)) == TINY.topk for row in batch.indices.tolist())
+    assert batch.counts == torch.bincount(batch.indices.reshape(-1), minlength=TINY.experts).tolist()
+    assert batch.nbytes == 48 * (2 * 32 * 2 + 2 * (8 + 4))
+
+
+def test_rotation_exceeds_the_cache_twice(monkeypatch):
+    monkeypatch.setattr(Batch, "random", classmethod(lambda cls, shape, device: BATCH))
+    assert len(rotating_batches(SHAPES["reference"], "cpu")) == 1
+    assert len(rotating_batches(SMALL, "cuda:0")) == workload.MAX_ROTATION
+    monkeypatch.setattr(workload, "MAX_ROTATION", 10_000)
+    assert len(rotating_batches(SMALL, "cuda:0")) == 1 + -(-workload.ROTATION_BYTES // BATCH.nbytes)
+
+
+BATCH = Batch.random(SMALL, "cpu")
+
+
+def test_phases_run_in_order_and_leave_gradients():
+    layer = Layer(TINY, "cpu")
+    batch = Batch.random(TINY, "cpu")
+    call = Call(layer.node(PERF), batch)
+    times = time_phases(call.phases, "cpu")
+    assert list(times) == ["forward", "backward", "step"]
+    assert all(time.wall > 0 for time in times.values())
+    assert batch.x.grad is not None and batch.probs.grad is not None
+    assert layer.experts[0].up_gate_proj.weight.main_grad.abs().sum() > 0
+    assert call.out is None
+
+
+@pytest.mark.parametrize(("mode", "per_element"), [("perf", 1 + 4 / 128), ("off", 2), ("mem", 1 + 4 / 128)])
+def test_saved_bytes_are_z_and_routing(mode, per_element):
+    """z in 8 bits with a scale per 128 columns, or bf16; the routing tensors; nothing else."""
+    shape = Shape(256, 128, 128, 2, 1)
+    layer = Layer(shape, "cpu")
+    call = Call(layer.node(Variant(EngineName.REFERENCE, mode)), Batch.random(shape, "cpu"))
+    saved = measure_memory(call, "cpu").saved * timing.MIB
+    z = 2 * 128 * per_element
+    least, most = shape.rows * z, (shape.rows + 2 * 127) * (z + 16) + shape.rows * 8 + 1024
+    assert least < saved <= most
+
+
+def test_results_of_two_variants_are_interleaved(monkeypatch):
+    order = []
+    monkeypatch.setattr(runner, "Call", lambda node, batch: order.append(node) or Call(node, batch))
+    results = measure(TINY, [PERF, Variant.parse("reference:off")], rounds=2, warmup=1)
+    first, second, *rounds, _, _ = order
+    assert rounds == [first, second, second, first]
+    for result in results:
+        assert result.wall["pair"].count == 2
+        assert result.wall["pair"].median == pytest.approx(
+            result.wall["forward"].median + result.wall["backward"].median, rel=0.5
+        )
+        assert result.mfu is None and result.tflops > 0 and result.busy == {}
+
+
+def test_table_says_that_there_is_no_gpu_and_draws(tmp_path):
+    result = run(*TINY_OPTIONS, "--T", "96", "--plot", str(tmp_path / "plots"))
+    assert result.exit_code == 0, result.output
+    assert "no GPU" in result.output and "T=96 H=32 I=16 E=4 K=2" in result.output
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "rate_over_rows.png", "stages_48_32_16_4_2.png", "stages_96_32_16_4_2.png",
+    ]  # fmt: skip
+
+
+def test_json_holds_machine_and_figures():
+    result = run(*TINY_OPTIONS, "--json", "--engine", "reference:off", "--engine", "hopper")
+    data = json.loads(result.stdout)
+    assert data["machine"]["gpu"] is False and data["machine"]["versions"]["torch"]
+    ran, refused = data["results"]
+    assert ran["shape"] == {"tokens": 48, "hidden": 32, "intermediate": 16, "experts": 4, "topk": 2}
+    assert ran["tflops"] == pytest.approx(ran["flop"] / ran["wall"]["pair"]["median"] / 1e6)
+    assert "hopper" in refused["refusal"] and refused["wall"] == {}
+
+
+def test_nothing_ran_is_a_failure():
+    result = run("--engine", "hopper", *TINY_OPTIONS)
+    assert result.exit_code == 1
+    assert "hopper:perf did not run at T=48" in result.output
+
+
+def test_refusals_and_list():
+    assert run("--engine", "blackwell").exit_code == 2
+    assert run("--T", "8", "--E", "1", "--K", "2").exit_code == 2
+    listed = run("--list").output
+    assert all(name in listed for name in SHAPES)
+    assert json.loads(run("--list", "--json").output)["reference"]["tokens"] == 8192

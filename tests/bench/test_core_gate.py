@@ -1,0 +1,129 @@
+"""The regression gate: what passes, what fails, what is not run, and the exit code that says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools" / "ci"
+
+
+@pytest.fixture(scope="module")
+def core():
+    """tools/ci/core_tests.py as a module, with its phases."""
+    spec = importlib.util.spec_from_file_location("core_tests", TOOLS / "core_tests.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize(
+    ("found", "gate", "passes"),
+    [
+        (1.03, {"gate": "most", "value": 1.0, "tolerance": 0.03}, True),
+        (1.04, {"gate": "most", "value": 1.0, "tolerance": 0.03}, False),
+        (0.97, {"gate": "least", "value": 1.0, "tolerance": 0.03}, True),
+        (0.96, {"gate": "least", "value": 1.0, "tolerance": 0.03}, False),
+        (float("nan"), {"gate": "most", "value": 1.0}, False),
+        (float("nan"), {"gate": "least", "value": 1.0}, False),
+        ("ab", {"gate": "equal", "value": "ab"}, True),
+        ("ab", {"gate": "equal", "value": "ac"}, False),
+        ("ab", {"gate": "most", "value": 1}, False),
+        (-1.02, {"gate": "most", "value": -1.0, "tolerance": 0.03}, True),
+    ],
+)
+def test_gates(core, found, gate, passes):
+    assert core.within(found, gate) is passes
+
+
+def test_an_unknown_gate_is_refused(core):
+    with pytest.raises(click.ClickException, match="gate is 'about'"):
+        core.within(1.0, {"gate": "about", "value": 1.0})
+
+
+def test_every_figure_needs_a_gate_and_every_gate_its_figure(core):
+    gates = {
+        "a": {"gate": "most", "value": 1.0},
+        "b": {"gate": "equal", "value": 0},
+        "*:perf bytes": {"gate": "most", "value": 2.0},
+    }
+    assert core.judge({"a": 1.0, "b": 0, "hopper:perf bytes": 1.5}, gates) == []
+    assert core.judge({"a": 2.0, "c": 3, "x:perf bytes": 2.5}, gates) == [
+        "b was not measured", "a is 2.0; needed: most 1.0", "c is 3 and has no gate (--record)", "x:perf bytes is 2.5; needed: most 2.0",
+    ]  # fmt: skip
+
+
+def phases_of(core, monkeypatch, tmp_path, *phases, baselines=None):
+    monkeypatch.setattr(core, "PHASES", phases)
+    monkeypatch.setattr(core, "BASELINES", tmp_path / "baselines.json")
+    core.BASELINES.write_text(json.dumps(baselines or {}))
+    core.main.params[1].type = click.Choice([phase.name for phase in phases])
+
+
+def absent(fast):
+    raise sys.modules["core_phases"].NotHere("needs a moon")
+
+
+def broken(fast):
+    raise ValueError("boom")
+
+
+def test_states_exit_code_and_summary(core, monkeypatch, tmp_path):
+    phase = core.Phase
+    gates = {"good": {"x": {"gate": "equal", "value": 1}}, "bad": {"x": {"gate": "most", "value": 1}}}
+    some = (phase("good", lambda fast: {"x": 1}), phase("absent", absent), phase("late", broken, slow=True))
+    phases_of(core, monkeypatch, tmp_path, *some, baselines=gates)
+    result = CliRunner().invoke(core.main, ["--fast", "--json", str(tmp_path / "summary.json")])
+    assert result.exit_code == 0, result.output
+    assert "NOT RUN on this machine: absent" in result.output and "needs a moon" in result.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["passed"] is True
+    assert [(p["phase"], p["state"]) for p in summary["phases"]] == [("good", "passed"), ("absent", "NOT RUN")]
+
+    phases_of(core, monkeypatch, tmp_path, *some, phase("bad", lambda fast: {"x": 2}), baselines=gates)
+    result = CliRunner().invoke(core.main, ["--json", str(tmp_path / "summary.json")])
+    assert result.exit_code == 1
+    assert "ValueError: boom" in result.output and "x is 2; needed: most 1" in result.output
+    assert json.loads((tmp_path / "summary.json").read_text())["passed"] is False
+
+
+def test_record_writes_what_has_no_gate_and_keeps_the_rest(core, monkeypatch, tmp_path):
+    gates = (("rmse", {"gate": "most", "tolerance": 0.03}), ("", {"gate": "equal"}))
+    one = core.Phase("p", lambda fast: {"a rmse": 0.1, "b": "s", "c": 9}, gates=gates)
+    phases_of(core, monkeypatch, tmp_path, one, baselines={"p": {"c": {"gate": "most", "value": 10}}})
+    assert CliRunner().invoke(core.main, ["--record"]).exit_code == 0
+    assert json.loads(core.BASELINES.read_text())["p"] == {
+        "c": {"gate": "most", "value": 10},
+        "a rmse": {"value": 0.1, "gate": "most", "tolerance": 0.03},
+        "b": {"value": "s", "gate": "equal"},
+    }
+    assert CliRunner().invoke(core.main, []).exit_code == 0
+
+
+def test_the_fast_run_does_not_ask_for_what_it_leaves_out(core):
+    phase = core.Phase("p", lambda fast: {}, only_slow=("student-t", "process:"))
+    gates = {"p": {"gaussian out": 1, "student-t out": 2, "process: x": 3}}
+    assert set(core.gates_of(phase, gates, fast=True)) == {"gaussian out"}
+    assert set(core.gates_of(phase, gates, fast=False)) == set(gates["p"])
+
+
+def test_the_real_phases_pass_and_a_worse_engine_does_not(core, monkeypatch, tmp_path):
+    """The fastest real phases on the committed baselines; then with the coarsest recipe in place of the default."""
+    core_phases = sys.modules["core_phases"]
+    baselines = json.loads((TOOLS / "baselines.json").read_text())
+    real = {phase.name: phase for phase in core_phases.PHASES}
+    assert set(baselines) == set(real), "every phase has its baselines"
+    for name in ("precision", "quantisers"):
+        outcome = core.run_phase(real[name], True, core.gates_of(real[name], baselines, True))
+        assert outcome.state == "passed", outcome.misses
+    monkeypatch.setattr(core_phases, "DEFAULT_RECIPE", "deepseek-v3-pow2")
+    outcome = core.run_phase(real["precision"], True, core.gates_of(real["precision"], baselines, True))
+    assert outcome.state == "FAILED" and any("gaussian fp8 out rmse" in miss for miss in outcome.misses)

@@ -1,0 +1,163 @@
+"""The sweep is resumable, and the fit finds what made the data: error on unseen points, terms added only when they help."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from framework import torch
+
+from sonicmoe.bench import sweep as sweep_module
+from sonicmoe.bench.cost_model import BASE_TERMS, Columns, FitError, choose_terms, fit_model, groups, solve
+from sonicmoe.bench.cost_plots import plot_model
+from sonicmoe.bench.shapes import Shape
+from sonicmoe.bench.sweep import MAX_BYTES, Point, SweepError, grid, needed_bytes, read_points, sweep
+from sonicmoe.bench.workload import Variant
+from sonicmoe.cli.main import main
+from sonicmoe.enums import EngineName
+
+PERF = Variant(EngineName.REFERENCE, "perf")
+TINY = [Shape(t, 32, 16, e, 2) for e in (2, 4) for t in (16, 32)]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def least_form(c, tk0=16384):
+    compute, miss = c.tk * c.hidden * c.intermediate, c.tk * np.maximum(c.hidden, 2 * c.intermediate)
+    return 1.4e-8 * compute + 1e-6 * miss * np.log1p(c.tk / tk0) + 2.0 * c.experts
+
+
+def made_points(truth=least_form, noise=0.0, seed=0):
+    shapes = grid("cuda:0")
+    times = truth(Columns.of(shapes)) * (1 + noise * np.random.default_rng(seed).standard_normal(len(shapes)))
+    return [
+        Point(**vars(s), engine="hopper:perf", fp8=True, device="H200", us=float(us))
+        for s, us in zip(shapes, times, strict=True)
+    ]
+
+
+def test_the_least_form_is_found_again():
+    model = fit_model(made_points())
+    assert model.held_out_mape < 0.05 and model.train_mape < 0.05
+    assert model.coefficients["TK*H*I"] == pytest.approx(1.4e-8, rel=0.01)
+    assert model.coefficients["E"] == pytest.approx(2.0, rel=0.01)
+    assert model.knee == 16384
+    assert len(model.held_out) == round(0.2 * model.points)
+
+
+def test_noise_ends_where_it_began():
+    model = fit_model(made_points(noise=0.03))
+    assert 1.0 < model.held_out_mape < 3.8
+    assert set(model.coefficients) <= {*BASE_TERMS, "1", "TK", "TK*H", "TK*I", "E*H*I", "idle rows*H*I"}
+    assert model.mfu_error < 2
+
+
+def test_missing_terms_are_added_and_named():
+    model = fit_model(made_points(lambda c: least_form(c) + 80 + 3e-6 * c.weights, noise=0.01))
+    assert model.held_out_mape < 1.5 < model.base_mape
+    assert {"1", "E*H*I"} <= set(model.coefficients) or {"1", "idle rows*H*I"} <= set(model.coefficients)
+    assert "held-out" in "\n".join(model.lines())
+
+
+def test_no_term_is_added_to_a_form_that_is_enough():
+    points = made_points(noise=0.02)
+    names, _ = choose_terms(Columns.of([p.shape for p in points]), np.array([p.us for p in points]))
+    assert names == tuple(BASE_TERMS)
+
+
+def test_held_out_points_do_not_move_the_fit():
+    points = made_points(noise=0.02)
+    model = fit_model(points)
+    spoiled = [dataclasses.replace(p, us=p.us * 50) if p.shape in model.held_out else p for p in points]
+    again = fit_model(spoiled)
+    assert again.coefficients == model.coefficients
+    assert again.held_out_mape > 90
+
+
+def test_coefficients_are_costs():
+    values = np.array([[1.0, 1.0], [2.0, 4.0], [3.0, 9.0]])
+    np.testing.assert_allclose(solve(values, np.array([1.0, 2.0, 3.0])), [1, 0], atol=1e-9)
+    weights = solve(values, np.array([0.9, 1.2, 0.9]))  # fitted best by a line minus a parabola
+    assert (weights >= 0).all() and weights.any()
+
+
+def test_too_few_points_are_refused():
+    with pytest.raises(FitError, match="11 points; a fit needs at least 12"):
+        fit_model(made_points()[:11])
+
+
+def test_prediction_and_mfu_agree():
+    model = fit_model(made_points())
+    shape = Shape(8192, 3072, 1536, 8, 8)
+    (us,), (mfu,) = model.predict([shape]), model.mfu([shape])
+    assert mfu == pytest.approx(shape.flop / us / 1e6 / 1979)
+    assert us == pytest.approx(least_form(Columns.of([shape]))[0], rel=0.01)
+
+
+def test_pictures(tmp_path):
+    points = made_points(noise=0.02)[::3]
+    paths = plot_model(fit_model(points), points, tmp_path)
+    assert [path.name for path in paths] == [
+        "mfu_curves_hopper_perf_on_H200.png",
+        "mfu_contours_hopper_perf_on_H200.png",
+    ]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+def test_grid_fits_the_memory_and_groups_experts():
+    shapes = grid("cuda:0")
+    assert len(shapes) > 200 and max(map(needed_bytes, shapes)) <= MAX_BYTES
+    widths = [(s.hidden, s.intermediate, s.experts) for s in shapes]
+    changes = sum(a != b for a, b in itertools.pairwise(widths))
+    assert changes == len(set(widths)) - 1, "experts are built once"
+    assert len(list(groups(made_points()))) == len(set(widths))
+
+
+def test_a_sweep_continues_where_it_stopped(tmp_path, monkeypatch):
+    path = tmp_path / "data" / "sweep.jsonl"
+    clock = iter([0.0, 0.0, 100.0])
+    monkeypatch.setattr(sweep_module.time, "monotonic", lambda: next(clock))
+    assert sweep(path, TINY, PERF, budget_s=10, rounds=1) == (1, 3)
+    monkeypatch.undo()
+    with path.open("a") as file:
+        file.write('{"tokens": 3')  # a kill in the middle of a line
+    assert len(read_points(path)) == 1
+    assert sweep(path, TINY, PERF, rounds=1) == (3, 0)
+    assert sweep(path, TINY, PERF, rounds=1) == (0, 0)
+    points = read_points(path)
+    assert [p.shape for p in points] == TINY
+    assert all(p.us > 0 and p.engine == "reference:perf" and p.fp8 and p.date for p in points)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(["nonsense", *lines]) + "\n")
+    with pytest.raises(SweepError, match="line 1"):
+        read_points(path)
+
+
+def test_a_refusal_is_remembered_and_not_fitted(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    hopper = Variant(EngineName.HOPPER, "perf")
+    assert sweep(path, TINY[:1], hopper, rounds=1) == (1, 0)
+    assert "hopper" in json.loads(path.read_text())["refusal"]
+    assert read_points(path) == []
+    assert sweep(path, TINY[:1], hopper, rounds=1) == (0, 0)
+
+
+def test_commands(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "CPU_WIDTHS", ((32, 16),))
+    monkeypatch.setattr(sweep_module, "CPU_TOKENS", (16, 32))
+    path = tmp_path / "sweep.jsonl"
+    result = CliRunner().invoke(main, ["bench", "--sweep", str(path), "--rounds", "1"])
+    assert result.exit_code == 0, result.output
+    assert "4 points measured now, 0 left" in result.output and "4 points; a fit needs at least 12" in result.output
+    path.write_text("".join(json.dumps(dataclasses.asdict(p)) + "\n" for p in made_points(noise=0.02)))
+    fitted = CliRunner().invoke(main, ["bench", "--fit", str(path), "--plot", str(tmp_path / "plots")])
+    assert fitted.exit_code == 0 and "hopper:perf on H200" in fitted.output and "mfu_curves" in fitted.output
+    data = json.loads(CliRunner().invoke(main, ["bench", "--fit", str(path), "--json"]).stdout)
+    assert 0 < data["hopper:perf on H200"]["held_out_mape"] < 3.8

@@ -1,0 +1,285 @@
+"""A fault planted in any stage is named with its stage, expert, row and token; healthy steps are called healthy on every kind of data."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from framework import numpy, tensor, torch
+from planted import SIZES, layout_of, make_step, plant, row_of
+
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics.bisect import INPUTS, ROW_STAGES, SLOT_STAGES, STAGES, TOKEN_STAGES, WEIGHT_STAGES, bisect
+from sonicmoe.diagnostics.bisect_report import text_of, verdict
+from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes
+from sonicmoe.diagnostics.golden_stages import RowLayout, golden_stages
+from sonicmoe.diagnostics.stage_arithmetic import StageArithmetic
+from sonicmoe.diagnostics.stage_runner import engine_settings, run_stages, staged_engine
+from sonicmoe.diagnostics.stage_stats import StageValue, octaves, row_deviations, stage_stats
+from sonicmoe.diagnostics.staged_reference import StagedReferenceEngine
+from sonicmoe.diagnostics.stages import listening
+from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, load_dump, save_dump
+from sonicmoe.engine.interface import GradAccumulators
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import EngineUnavailableError, ShapeError
+from sonicmoe.quant.recipes import BlockShape
+from sonicmoe.routing.reference import build_routing
+
+PLAIN = {"recipe": None}
+
+
+def place_of(stage, kind, step):
+    """Where to plant, and what the tool must say of it."""
+    row, token, slot = row_of(step)
+    if stage in ROW_STAGES:
+        # A broken scale of a square block breaks all of its rows, and the first is named.
+        whole_block = stage == "dz_fp8" and kind != "nan" and step.settings.recipe == "iso128"
+        return (row, 5), {"expert": 2} if whole_block else {"expert": 2, "row": row, "token": token, "slot": slot}
+    if stage in SLOT_STAGES:
+        return (token, slot), {"expert": 2, "row": row, "token": token, "slot": slot}
+    if stage in WEIGHT_STAGES:
+        return (2, 9, 4), {"expert": 2}
+    return (token, 7), {"token": token}
+
+
+FAULTS = [
+    *(({}, kind) for kind in ("nan", "inf", "scaled")),
+    *((PLAIN, kind) for kind in ("nan", "scaled")),
+    ({"recipe": "deepseek-v3", "save_z": "e4m3", "fp8_wgrad": False}, "scaled"),
+]
+PLANTED = [
+    (stage, settings, kind)
+    for stage in STAGES
+    for settings, kind in FAULTS
+    if stage != "routing" and not (kind == "scaled" and stage in INPUTS)  # finite inputs are what they are
+]
+
+
+@pytest.mark.parametrize(("stage", "settings", "kind"), PLANTED)
+def test_a_planted_fault_is_named(stage, settings, kind):
+    step = make_step(**settings)
+    index, wanted = place_of(stage, kind, step)
+    with listening(plant(stage, kind, index)):
+        report = bisect(step, "reference")
+    fault = report.fault
+    assert fault is not None and fault.stage == stage, text_of(report)
+    assert fault.kind in (("deviation",) if kind == "scaled" else ("nan", "inf"))
+    assert {name: getattr(fault.place, name) for name in wanted} == wanted
+    if kind == "scaled":
+        assert report.wrong == (stage,), "a stage that is right on wrong inputs is right"
+    if stage in TOKEN_STAGES:
+        assert fault.place.experts == tuple(e for e in step.indices[wanted["token"]] if 0 <= e < SIZES.experts)
+
+
+def test_a_row_given_to_the_wrong_token_is_named():
+    step = make_step()
+    with listening(plant("routing", "", ())):
+        report = bisect(step, "reference")
+    first = layout_of(step).fields["row_token"]
+    assert report.fault.kind == "routing"
+    assert report.fault.place.expert == 0 and report.fault.place.row == 0
+    assert f"row_token is {first[1]}; the contract says {first[0]} (2 of" in str(report.fault)
+
+
+@pytest.mark.parametrize("stage", ["y1", "dz_fp8", "y1s"])
+def test_nan_in_a_padding_row_is_a_fault_when_it_spreads(stage):
+    step = make_step()
+    padding = int(np.flatnonzero(~layout_of(step).real)[0])
+    with listening(plant(stage, "nan", (padding, 0))):
+        report = bisect(step, "reference")
+        with listening(plant("dw1", "nan", (0, 0, 0))):
+            fault = bisect(step, "reference").fault
+    assert report.healthy and report.padding[0].startswith(f"{stage} at expert 0, row {padding}, column 0: nan")
+    assert (fault.stage, fault.kind, fault.place.row, fault.place.expert) == (stage, "padding", padding, 0)
+
+
+def test_nobody_reads_a_padding_row_of_y2():
+    step = make_step()
+    with listening(plant("y2", "nan", (int(np.flatnonzero(~layout_of(step).real)[0]), 0))):
+        report = bisect(step, "reference")
+    assert report.healthy and report.padding == ()
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+@pytest.mark.parametrize("settings", [{}, PLAIN, {"recipe": "wide512", "save_z": "bf16"}, {"dtype": "float32"}])
+def test_healthy_steps_are_called_healthy(kind, settings):
+    report = bisect(make_step(kind, **settings), "reference")
+    assert report.healthy and report.missing == (), text_of(report)
+    assert list(report.stats) == [stage for stage in STAGES if stage != "routing"]
+    if kind == "gaussian":
+        assert all(one.cosine > 0.99 for one in report.stats.values())
+
+
+@pytest.mark.parametrize("activation", list(ActivationType))
+def test_every_activation(activation):
+    step = make_step()
+    if activation.value in ("gelu", "relu", "silu", "relu_sq"):
+        step = step.but(w1=step.w1[:, ::2].copy(), activation=activation.value)
+    report = bisect(step.but(activation=activation.value), "reference")
+    assert report.healthy and all(one.cosine > 0.98 for one in report.stats.values()), text_of(report)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(2, 128, 128, 4, 1), Sizes(130, 128, 128, 2, 2)])
+def test_empty_experts_and_more_than_a_tile(sizes):
+    assert bisect(make_step(sizes=sizes), "reference").healthy
+
+
+def test_a_rank_without_a_valid_slot():
+    step = make_step()
+    report = bisect(step.but(indices=np.full_like(step.indices, -1)), "reference")
+    assert report.healthy and report.stats["z"].total == 0
+
+
+def test_forward_only():
+    report = bisect(make_step().but(dout=None), "reference")
+    assert report.healthy and "out" in report.stats and "dz" not in report.stats
+
+
+def test_against_another_engine():
+    step = make_step()
+    assert bisect(step, "reference", "reference").healthy
+    with pytest.raises(EngineUnavailableError, match="hopper"):
+        bisect(step, "reference", "hopper")
+
+
+def test_an_engine_that_raises_keeps_the_stages_before_it():
+    def raising(name, value):
+        if name == "y2":
+            raise IndexError("row 7")
+        return value
+
+    with listening(raising):
+        report = bisect(make_step(), "reference")
+    assert not report.healthy and report.error == "IndexError: row 7"
+    assert "y1" in report.stats and "y2" in report.missing
+    assert "the engine raised: IndexError: row 7" in verdict(report)
+
+
+class Silent(ReferenceEngine):
+    """Shows nothing but what its seam returns, and spoils one row of dz."""
+
+    def backward_dx(self, dout, saved, weights):
+        dx, ds, pending = super().backward_dx(dout, saved, weights)
+        pending.dz = pending.dz.clone()
+        pending.dz[4] = pending.dz[4] * 2
+        return dx, ds, pending
+
+
+def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
+    monkeypatch.setattr("sonicmoe.diagnostics.bisect.staged_engine", lambda name, device: Silent())
+    report = bisect(make_step(), "reference")
+    assert report.missing == ("x_fp8", "z", "y1", "y2", "dout_fp8", "dy1", "dz_fp8", "dx_rows")
+    assert (report.fault.stage, report.fault.place.row, report.fault.place.expert) == ("dz", 4, 0)
+    assert report.wrong[0] == "dz" and "dw1" not in report.wrong
+
+
+@pytest.mark.parametrize("settings", [{}, PLAIN, {"recipe": "1x128", "save_z": "e4m3"}, {"fp8_wgrad": False}])
+def test_the_staged_engine_has_the_bits_of_the_reference_engine(settings):
+    step = make_step(**settings)
+    own = engine_settings(step)
+
+    def run(engine):
+        x, w1, w2, dout = (tensor(a).to(torch.bfloat16) for a in (step.x, step.w1, step.w2, step.dout))
+        routing = build_routing(tensor(step.indices), tensor(step.probs), 4, alignment=own.row_alignment)
+        weights = engine.prepare_weights(w1, w2, None, None, own)
+        out, saved = engine.forward(x, routing, weights, own)
+        sums = GradAccumulators.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
+        return [numpy(t) for t in (out, *engine.backward(dout, saved, weights, sums), sums.dw1, sums.dw2)]
+
+    for one, other in zip(run(StagedReferenceEngine()), run(ReferenceEngine()), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_layout_is_the_routing_contract():
+    step = make_step()
+    routing = build_routing(tensor(step.indices), tensor(step.probs), SIZES.experts)
+    for name, wanted in RowLayout.of(step, 128).fields.items():
+        np.testing.assert_array_equal(numpy(getattr(routing, name)), wanted.astype(np.float64), err_msg=name)
+
+
+def test_golden_and_arithmetic_agree_where_nothing_is_quantised():
+    step = make_step(dtype="float32", **PLAIN)
+    layout = layout_of(step)
+    arithmetic = StageArithmetic(step, layout, {})
+    for name, golden in golden_stages(step, layout).items():
+        np.testing.assert_allclose(
+            arithmetic.expected(name), golden, atol=1e-4 * max(1.0, np.abs(golden).max()), err_msg=name
+        )
+
+
+def test_statistics():
+    values = np.array([[1.0, -2.0], [np.nan, 4.0], [np.inf, -np.inf], [9.0, 9.0]], np.float32)
+    stats = stage_stats(StageValue(values), None, np.array([True, True, True, False]))
+    assert (stats.total, stats.finite, stats.nan, stats.inf) == (6, 3, 1, 2)
+    assert (stats.first_bad, stats.low, stats.high) == ((1, 0), -2.0, 4.0)
+    assert stage_stats(StageValue(values), None, np.array([False, False, True, True])).first_bad == (2, 0)
+
+
+def test_use_of_codes():
+    codes = np.array([[448.0, 0.0, -448.0, 1.0]], np.float32)
+    wanted = np.array([[448.0, 0.001, -448.0, 0.0]])
+    stats = stage_stats(StageValue(codes, codes, BlockShape(1, 4), 448.0), wanted)
+    assert stats.saturation == 0.5 and stats.underflow == pytest.approx(1 / 3) and stats.octaves is None
+    assert octaves(np.array([[8.0, 1.0], [0.0, 0.0], [-1.0, 2.0]]), BlockShape(2, 2)) == (0.0, 0.0, 0.0, 0.0)
+    assert octaves(np.array([[8.0, 1.0], [0.5, 1.0]]), BlockShape(2, 2))[-1] == 3.0
+
+
+def test_deviations_measure_small_rows_against_typical_ones():
+    wanted = np.array([[3.0, 4.0], [0.0, 0.0], [1e-9, 0.0]])
+    values = wanted + np.array([[0.5, 0.0], [0.0, 0.0], [1e-9, 0.0]])
+    first, second, third = row_deviations(values, wanted, 0.25)
+    assert first == pytest.approx(0.1) and second == 0 and third < 1e-8
+    assert row_deviations(np.ones((1, 1)), np.zeros((1, 1)), 0.25)[0] == np.inf
+
+
+def test_dumps_come_back(tmp_path):
+    step = make_step(recipe="dx256", activation="geglu", engine="hopper")
+    save_dump(tmp_path / "deep" / "step", step)
+    again = load_dump(tmp_path / "deep" / "step")
+    assert again.settings == step.settings and again.name == step.name
+    for name in ("x", "indices", "probs", "w1", "w2", "dout"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(step, name))
+    save_dump(tmp_path / "forward.npz", step.but(dout=None))
+    assert load_dump(tmp_path / "forward.npz").dout is None
+
+
+def test_bad_dumps_are_refused(tmp_path):
+    with pytest.raises(DumpError, match="cannot read"):
+        load_dump(tmp_path / "none.npz")
+    np.savez(tmp_path / "partial.npz", x=np.zeros((2, 2)), name="a")
+    with pytest.raises(DumpError, match=r"partial.npz is no dump of a step: .*indices"):
+        load_dump(tmp_path / "partial.npz")
+    with pytest.raises(ShapeError, match="probs has shape"):
+        make_step().but(probs=np.zeros((3, 2), np.float32))
+    with pytest.raises(DumpError, match="recipe is 'fp4'"):
+        StepSettings(recipe="fp4")
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["bisect", *map(str, arguments)])
+
+
+def test_command(tmp_path):
+    step = make_step()
+    save_dump(tmp_path / "good.npz", step)
+    good = run(tmp_path / "good.npz")
+    assert good.exit_code == 0 and "every stage shown is as it should be" in good.output
+    x = step.x.copy()
+    x[11, 3] = np.nan
+    save_dump(tmp_path / "bad.npz", step.but(x=x))
+    bad = run(tmp_path / "bad.npz", "--precision", "bf16")
+    assert bad.exit_code == 1
+    assert bad.output.splitlines()[0].startswith("first bad: input x at token 11, column 3, served by experts")
+    data = json.loads(run(tmp_path / "bad.npz", "--json").stdout)
+    assert data["fault"]["stage"] == "x" and data["stages"]["x"]["nan"] == 1 and data["against"] == "golden"
+    assert run(tmp_path / "bad.npz", "--engine", "hopper").exit_code == 2
+    assert "cannot read" in run(tmp_path / "absent.npz").output
+
+
+def test_runs_show_every_stage_and_nothing_unread():
+    shown = run_stages(make_step(), staged_engine("reference", "cpu"), "cpu")
+    assert shown.unread == {} and shown.error is None
+    assert set(shown.stages) == set(STAGES) - {"routing"}

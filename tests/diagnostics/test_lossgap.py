@@ -1,0 +1,116 @@
+"""Loss gaps over seeds: read from real runs, averaged with an interval, drawn; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ernie_compat.corpus import load_corpus
+from ernie_compat.metrics import loss_gap
+from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
+from ernie_compat.trainer import Trainer
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics.lossgap import GapRun, Interval, LossGapError, plot_gaps, read_run, summarise
+
+SIZES = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16)
+
+
+def train(directory, seed, compare=True, precision="fp8"):
+    text = directory.parent / "text.txt"
+    text.write_text("the router picks, the experts learn what the others leave\n" * 300)
+    schedule = TrainConfig(steps=5, batch_size=4, checkpoint_every=0, eval_batches=1, seed=seed)
+    config = RunConfig(model=SIZES, train=schedule, framework="torch", precision=precision, compare=compare)
+    directory.mkdir()
+    trainer = Trainer.start(config, load_corpus([text]), directory)
+    trainer.train()
+    (directory / "summary.json").write_text(json.dumps(trainer.summary()))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return {seed: (root / f"seed{seed}", train(root / f"seed{seed}", seed)) for seed in (0, 1, 2)}
+
+
+def made(kind="fp8", seed=0, gap=0.001, signed=None, held_out=0.002):
+    signed = gap if signed is None else signed
+    return GapRun(None, kind, seed, 10, gap, signed, held_out, np.full(10, signed))
+
+
+def test_a_run_is_read_as_its_summary_says(runs):
+    directory, trainer = runs[1]
+    run = read_run(directory)
+    assert run.seed == 1 and run.steps == 5
+    assert run.gap == pytest.approx(trainer.summary()["loss_gap"])
+    references = [record.full_precision_loss for record in trainer.records]
+    assert run.gap == loss_gap([record.loss for record in trainer.records], references)
+    assert abs(run.signed_gap) <= run.gap + 1e-12
+    assert len(run.curve) == 5
+    assert run.held_out_gap == pytest.approx(
+        trainer.summary()["held_out_loss"] / trainer.summary()["held_out_loss_full_precision"] - 1
+    )
+
+
+def test_interval_is_students():
+    found = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
+    assert (found.mean, found.low, found.high) == pytest.approx((3, 3 - half, 3 + half))
+    assert math.isnan(Interval.of([7.0]).low)
+    assert Interval.of([0.0, 0.001, 0.1], least=0.0).low == 0
+    many = Interval.of([float(i % 2) for i in range(100)])
+    assert many.high - many.mean == pytest.approx(1.96 * 0.5025 / 10, rel=1e-3)
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    samples = rng.standard_normal((4000, 4)) + 3
+    covered = np.mean([i.low <= 3 <= i.high for i in (Interval.of(list(row)) for row in samples)])
+    assert 0.93 < covered < 0.97
+
+
+def test_kinds_are_summarised_apart_and_a_shift_is_seen():
+    noise = [
+        made("noise", seed, gap=0.001, signed=value) for seed, value in enumerate((-0.001, 0.001, 0.0005, -0.0004))
+    ]
+    shift = [made("shift", seed, gap=value) for seed, value in enumerate((0.0030, 0.0032, 0.0029))]
+    first, second = summarise([*noise, *shift])
+    assert (first.kind, first.runs, first.shifted) == ("noise", 4, False)
+    assert (second.kind, second.runs, second.shifted) == ("shift", 3, True)
+    assert second.worst == 0.0032 and second.gap.low < second.gap.mean < second.gap.high
+    assert summarise([made()])[0].shifted is False
+
+
+def test_a_seed_counts_once():
+    with pytest.raises(LossGapError, match=r"seed \[3\] occurs more than once"):
+        summarise([made(seed=3), made(seed=3)])
+    assert len(summarise([made("a", 3), made("b", 3)])) == 2
+
+
+def test_what_is_no_compared_run_is_refused(tmp_path):
+    with pytest.raises(LossGapError, match=r"summary\.json is missing"):
+        read_run(tmp_path)
+    train(tmp_path / "alone", 0, compare=False)
+    with pytest.raises(LossGapError, match="without --compare"):
+        read_run(tmp_path / "alone")
+    result = CliRunner().invoke(main, ["lossgap", str(tmp_path / "alone")])
+    assert result.exit_code == 2 and "without --compare" in result.output
+
+
+def test_command(runs, tmp_path):
+    directories = [str(directory) for directory, _ in runs.values()]
+    result = CliRunner().invoke(main, ["lossgap", *directories, "--plot", str(tmp_path / "gap.png")])
+    assert result.exit_code == 0, result.output
+    assert "fp8 on torch, engine auto, 5 steps" in result.output and (tmp_path / "gap.png").stat().st_size > 10_000
+    data = json.loads(CliRunner().invoke(main, ["lossgap", *directories[:1], "--json"]).stdout)
+    assert data["summaries"][0]["gap"]["low"] is None and data["runs"][0]["seed"] == 0
+    assert "| run |" in CliRunner().invoke(main, ["lossgap", *directories, "--markdown"]).output
+
+
+def test_runs_of_unequal_length_are_drawn_to_the_shortest(tmp_path):
+    short = GapRun(None, "fp8", 1, 4, 0.1, 0.1, None, np.zeros(4))
+    assert plot_gaps([made(), short], tmp_path / "gap.png").exists()

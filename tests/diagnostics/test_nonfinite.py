@@ -1,0 +1,157 @@
+"""`detect_nonfinite` and dumps of a node's step, in a training loop; nothing is left behind outside the block. Also under Paddle."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from planted import plant
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics import call_hooks
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.staged_reference import StagedReferenceEngine
+from sonicmoe.diagnostics.stages import listening
+from sonicmoe.diagnostics.step_capture import dump_next_step
+from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.select import EngineChoice
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.ernie_compat.mlp_call import MlpCall
+
+T, H, I, E, K = 40, 128, 128, 4, 2
+ORIGINALS = (MlpCall.forward, MlpCall.backward)
+
+
+def make_node(mode="perf", **options):
+    rng = np.random.default_rng(0)
+
+    def projection(rows, columns):
+        weight = parameter(rng.standard_normal((rows, columns)) * rows**-0.5, torch.bfloat16)
+        weight.main_grad = None
+        return types.SimpleNamespace(weight=weight)
+
+    experts = [types.SimpleNamespace(up_gate_proj=projection(H, 2 * I), down_proj=projection(I, H)) for _ in range(E)]
+    return SonicMoEMlpNode(experts, E, H, I, config=SonicMoEConfig(fp8_mode=mode), **options)
+
+
+def batch(seed=1):
+    rng = np.random.default_rng(seed)
+    indices = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int64)
+    indices[::4, 1] = -1
+    x, dout = (tensor(rng.standard_normal((T, H)), torch.float32).to(torch.bfloat16) for _ in range(2))
+    probs = tensor(rng.random((T, K)).astype(np.float32), grad=True)
+    if IS_PADDLE:
+        x.stop_gradient = False
+    else:
+        x.requires_grad_()
+    return x, tensor(indices), probs, dout
+
+
+def train_step(node, dout=None, **changes):
+    x, indices, probs, given = batch()
+    x, probs = changes.get("x", x), changes.get("probs", probs)
+    out = node(x, None, indices, probs)
+    (out * (given if dout is None else dout)).sum().backward()
+    return x, indices, probs, given
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert (MlpCall.forward, MlpCall.backward) == ORIGINALS
+    assert call_hooks._observers == []
+
+
+@pytest.mark.parametrize("mode", ["perf", "mem", "off"])
+def test_a_healthy_step_passes(mode):
+    with detect_nonfinite():
+        node = make_node(mode)
+        train_step(node)
+        node.step()
+        train_step(node)
+    assert (MlpCall.forward, MlpCall.backward) == ORIGINALS
+
+
+def test_a_bad_token_is_named_in_forward(tmp_path):
+    x, *_ = batch()
+    values = numpy(x)
+    values[17, 5] = np.inf
+    with (
+        pytest.raises(NonFiniteError, match=r"first bad: input x at token 17, column 5") as caught,
+        detect_nonfinite(tmp_path),
+    ):
+        train_step(make_node(), x=tensor(values, torch.float32).to(torch.bfloat16))
+    assert caught.value.report.fault.kind == "inf"
+    assert caught.value.dump == tmp_path / "nonfinite-call-1.npz"
+    report = bisect(load_dump(caught.value.dump), "reference")
+    assert str(report.fault) == str(caught.value.report.fault)
+
+
+def test_a_bad_gradient_is_named_in_backward(tmp_path):
+    *_, dout = batch()
+    values = numpy(dout)
+    values[23, 9] = np.nan
+    with pytest.raises(NonFiniteError, match=r"first bad: input dout at token 23, column 9"), detect_nonfinite():
+        train_step(make_node("mem"), dout=tensor(values, torch.float32).to(torch.bfloat16))
+
+
+class SpoiledEngine(ReferenceEngine):
+    """The reference engine with NaN in one weight gradient; what a bisection runs again is sound."""
+
+    def backward_dw(self, pending, accumulators):
+        super().backward_dw(pending, accumulators)
+        accumulators.dw1[2, 3, 4] = float("nan")
+
+
+@pytest.mark.parametrize("flush", ["step", "backward"])
+def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
+    choice = EngineChoice(SpoiledEngine(), "test")
+    monkeypatch.setattr("sonicmoe.ernie_compat.mlp_node.choose_engine", lambda *_: choice)
+    with pytest.raises(NonFiniteError, match="did not repeat") as caught, detect_nonfinite():
+        train_step(make_node(flush=flush))
+    assert caught.value.report.healthy
+
+
+@pytest.mark.parametrize("stage", ["y1", "dz"])
+def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
+    choice = EngineChoice(StagedReferenceEngine(), "test")
+    monkeypatch.setattr("sonicmoe.ernie_compat.mlp_node.choose_engine", lambda *_: choice)
+    with listening(plant(stage, "nan", (3, 2))), pytest.raises(NonFiniteError) as caught, detect_nonfinite():
+        train_step(make_node())
+    fault = caught.value.report.fault
+    assert (fault.stage, fault.place.row, fault.place.expert, fault.place.column) == (stage, 3, 0, 2)
+
+
+@pytest.mark.parametrize("mode", ["perf", "mem", "off"])
+def test_a_dump_holds_the_next_step_of_its_node(mode, tmp_path):
+    node, other = make_node(mode), make_node()
+    dump_next_step(node, tmp_path / "step.npz")
+    train_step(other)
+    assert not (tmp_path / "step.npz").exists()
+    x, indices, probs, dout = train_step(node)
+    step = load_dump(tmp_path / "step.npz")
+    for found, wanted in ((step.x, x), (step.indices, indices), (step.dout, dout)):
+        np.testing.assert_array_equal(found, numpy(wanted))
+    valid = step.indices >= 0
+    np.testing.assert_array_equal(step.probs[valid], numpy(probs)[valid].astype(np.float32))
+    assert (step.settings.recipe is None) == (mode == "off") and step.settings.dtype == "bfloat16"
+    written = (tmp_path / "step.npz").read_bytes()
+    train_step(node)
+    assert (tmp_path / "step.npz").read_bytes() == written, "one step only"
+    report = bisect(step, "reference")
+    assert report.healthy and report.missing == ()
+
+
+def test_a_forward_that_never_goes_back_is_dumped_too(tmp_path):
+    node = make_node()
+    dump_next_step(node, tmp_path / "step.npz")
+    x, indices, probs, _ = batch()
+    with torch.no_grad():
+        node(x, None, indices, probs)
+    assert load_dump(tmp_path / "step.npz").dout is None
+    train_step(node)
+    assert load_dump(tmp_path / "step.npz").dout is not None

@@ -1,0 +1,62 @@
+"""Stage names and taps: silent and free when nobody listens, nested and restored when somebody does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import timeit
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sonicmoe.diagnostics import stages
+from sonicmoe.diagnostics.stages import listening, ranges_on, stage, tap
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_off_is_one_shared_object_and_the_value_itself():
+    value = object()
+    assert stage("up") is stage("down")
+    assert tap("z", value) is value
+    with stage("up"), stage("down"):  # reentrant
+        pass
+
+
+def test_off_costs_next_to_nothing():
+    def with_both() -> None:
+        with stage("up"):
+            tap("z", None)
+
+    assert min(timeit.repeat(with_both, number=1000, repeat=5)) / 1000 < 5e-6
+
+
+def test_a_leaf_imports_nothing_of_the_package():
+    program = "import sys, sonicmoe.diagnostics.stages; print(*sorted(n for n in sys.modules if n.startswith(('sonicmoe', 'torch'))))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert found.split() == ["sonicmoe", "sonicmoe.diagnostics", "sonicmoe.diagnostics.stages"]
+
+
+def test_ranges_are_prefixed_nested_and_restored():
+    seen = []
+
+    @contextmanager
+    def factory(name):
+        seen.append(name)
+        yield
+
+    with ranges_on(factory), stage("up"), stage("down"):
+        pass
+    assert seen == ["sonicmoe.up", "sonicmoe.down"]
+    assert stages._ranges is None
+
+
+def test_listeners_see_replace_chain_and_are_restored_after_an_error():
+    with pytest.raises(KeyError), listening(lambda name, value: value + 1):
+        assert tap("z", 1) == 2
+        with listening(lambda name, value: (name, value)):
+            assert tap("z", 1) == ("z", 2)
+        assert tap("z", 1) == 2
+        raise KeyError
+    assert tap("z", 1) == 1

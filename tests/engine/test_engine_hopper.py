@@ -1,0 +1,191 @@
+"""The Hopper engine's border, which needs no GPU: what it refuses, in which words, and what it prepares on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine.moe_golden import make_problem, native_weights
+from framework import tensor, torch
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine import hopper
+from sonicmoe.engine.hopper import HopperEngine, hopper_unavailable, settings_problem
+from sonicmoe.engine.interface import EngineSettings, WeightSource
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.quant.gpu import QuantizedWeights
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.routing.reference import build_routing
+
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+ENGINE = HopperEngine()
+GATED = [ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU]
+# (H, I) of Qwen3-30B-A3B, Qwen3-235B, DeepSeek-V3, Mixtral, GPT-OSS, ERNIE-4.5 (two), OLMoE
+MODELS = [
+    (2048, 768), (4096, 1536), (7168, 2048), (4096, 14336), (2880, 2880), (2560, 1536), (8192, 3584), (2048, 1024),
+]  # fmt: skip
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Pretend that every GPU has this compute capability."""
+
+    def pretend(*found):
+        monkeypatch.setattr(hopper.torch.cuda, "get_device_capability", lambda *_: found)
+
+    pretend(9, 0)
+    return pretend
+
+
+class TestSettings:
+    @pytest.mark.parametrize("activation", GATED, ids=lambda a: a.value)
+    @pytest.mark.parametrize(
+        "changes",
+        [{}, {"recompute_z": True}, {"iso_weight": True}, {"frees_stagewise": True}, {"fp8_wgrad": False}],
+        ids=lambda changes: next(iter(changes), "default"),
+    )
+    def test_what_it_computes(self, activation, changes):
+        assert settings_problem(replace(FP8, activation=activation, **changes)) is None
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"recipe": None}, "FP8 is off"),
+            ({"recipe": RECIPES["1x128"]}, "the recipe is '1x128', and its kernels are made for 'iso128'"),
+            ({"recipe": RECIPES["iso128-pow2"]}, "the recipe is 'iso128-pow2'"),
+            ({"activation": ActivationType.SILU}, "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu']"),
+            ({"save_z": ZCode.E4M3}, "z is saved as 'e4m3', and it stores 'int8'"),
+            ({"save_z": ZCode.BF16}, "z is saved as 'bf16'"),
+        ],
+    )
+    def test_what_it_does_not(self, changes, words):
+        settings = replace(FP8, **changes)
+        assert words in settings_problem(settings)
+        with pytest.raises(ConfigError, match="the hopper engine cannot compute these settings"):
+            ENGINE.prepare_source(source(), settings, None, True)
+
+    def test_the_default_configuration_in_fp8_suits_it(self):
+        config = SonicMoEConfig(fp8_mode="perf").resolve()
+        assert settings_problem(EngineSettings.from_config(config, ActivationType.SWIGLU)) is None
+
+
+class TestUnavailable:
+    def test_on_the_host(self):
+        assert hopper_unavailable("cpu", FP8) == "no GPU: tensors are on cpu"
+
+    @pytest.mark.parametrize("found", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+    def test_other_gpus(self, capability, found):
+        capability(*found)
+        assert f"cuda:1 has compute capability {found[0]}.{found[1]}" in hopper_unavailable("cuda:1", FP8)
+
+    def test_the_device_that_is_asked_about(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(hopper.torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
+        for device in ("cuda", "cuda:0", "cuda:3"):
+            assert hopper_unavailable(device, FP8) is None
+        assert asked == [0, 0, 3]
+
+    @pytest.mark.parametrize("sizes", MODELS, ids=str)
+    def test_public_models_are_served(self, capability, sizes):
+        assert hopper_unavailable("cuda:0", FP8, sizes=sizes) is None
+
+    @pytest.mark.parametrize("sizes", [(2056, 768), (2040, 768), (2048, 736), (2048, 96), (8, 64)], ids=str)
+    def test_other_sizes_are_not(self, capability, sizes):
+        wanted = f"H is {sizes[0]} and I is {sizes[1]}, and it needs multiples of 16 and 64"
+        assert hopper_unavailable("cuda:0", FP8, sizes=sizes) == wanted
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    def test_other_dtypes(self, capability, dtype):
+        for spelling in (dtype, getattr(torch, dtype)):
+            assert hopper_unavailable("cuda:0", FP8, spelling) == f"tokens are {dtype}, and it takes bfloat16"
+        assert hopper_unavailable("cuda:0", FP8, torch.bfloat16) is None
+
+    def test_biases(self, capability):
+        assert hopper_unavailable("cuda:0", FP8, bias=True) == "the experts have biases, and it has none"
+
+    @pytest.mark.parametrize("changes", [{"recipe": None}, {"recipe": RECIPES["1x128"]}, {"save_z": ZCode.E4M3}])
+    def test_other_settings(self, capability, changes):
+        settings = replace(FP8, **changes)
+        assert hopper_unavailable("cuda:0", settings) == settings_problem(settings) is not None
+
+    def test_plain_weight_gradients_need_the_bf16_gemms(self, capability, monkeypatch):
+        plain = replace(FP8, fp8_wgrad=False)
+        monkeypatch.setattr(hopper, "bf16_unavailable", lambda *_: None)
+        assert hopper_unavailable("cuda:0", plain) is None
+        monkeypatch.setattr(hopper, "bf16_unavailable", lambda *_: "a package is missing")
+        assert hopper_unavailable("cuda:0", FP8) is None
+        found = hopper_unavailable("cuda:0", plain)
+        assert found == "fp8_wgrad is off and the BF16 weight gradients cannot run: a package is missing"
+
+
+def source(dtype=torch.bfloat16, experts=2, hidden=144, inner=64):
+    """Native matrices, as views of two stacked tensors."""
+    problem = make_problem(experts=experts, hidden=hidden, intermediate=inner)
+    w1, w2, _, _ = native_weights(problem)
+    w1, w2 = (tensor(w, torch.float32).to(dtype) for w in (w1, w2))
+    return WeightSource(tuple(w1.unbind(0)), tuple(w2.unbind(0)), transposed=False, split_half=False)
+
+
+def stacked(given):
+    return torch.stack(list(given.up)), torch.stack(list(given.down))
+
+
+def same(a, b):
+    codes = [q.codes.view(torch.uint8).to(torch.int64) for q in (a, b)]
+    return bool((codes[0] == codes[1]).all()) and bool((a.scale_inv == b.scale_inv).all())
+
+
+class TestPreparedWeights:
+    """On the host the exact quantiser serves: what is prepared equals the reference engine's."""
+
+    def test_equals_the_reference_engine(self):
+        weights = stacked(source())
+        ours = ENGINE.prepare_weights(*weights, None, None, FP8)
+        theirs = ReferenceEngine().prepare_weights(*weights, None, None, FP8)
+        assert same(ours.w1, theirs.w1) and same(ours.w2, theirs.w2)
+        assert ours.w1_dgrad.shape == theirs.w1.shape and ours.w1_dgrad.codes.shape == (2, 144, 128)
+        assert (ours.num_experts, ours.hidden_size, ours.intermediate_size) == (2, 144, 64)
+
+    def test_iso_weight_holds_one_order(self):
+        ours = ENGINE.prepare_source(source(), replace(FP8, iso_weight=True), None, True)
+        assert ours.w1_dgrad is ours.w1 and ours.w2_dgrad is ours.w2
+
+    def test_the_store_is_kept(self):
+        given = source()
+        first = ENGINE.prepare_source(given, FP8, None, True)
+        assert isinstance(first.store, QuantizedWeights)
+        assert ENGINE.prepare_source(given, FP8, first, False).store is first.store
+
+    def test_weights_that_changed_are_quantised_again(self):
+        first = ENGINE.prepare_source(source(), FP8, None, True)
+        given = source()
+        with torch.no_grad():
+            for matrix in (*given.up, *given.down):
+                matrix.copy_(matrix * 0.5)
+        again = ENGINE.prepare_source(given, FP8, first, False)
+        assert again.store is first.store
+        assert same(again.w1, ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8).w1)
+
+    def test_it_follows_weights_and_the_others_do_not(self):
+        assert HopperEngine.follows_weights and not ReferenceEngine.follows_weights
+
+    def test_biases_are_refused(self):
+        w1, w2 = stacked(source())
+        b1, b2 = (torch.zeros(list(w.shape[:2]), dtype=torch.float32) for w in (w1, w2))
+        with pytest.raises(ConfigError, match="the hopper engine has no biases"):
+            ENGINE.prepare_weights(w1, w2, b1, b2, FP8)
+
+    def test_weights_that_do_not_fit_are_refused(self):
+        w1, w2 = stacked(source())
+        with pytest.raises(ShapeError, match="swiglu with I=48 needs 96"):
+            ENGINE.prepare_weights(w1, w2[:, :, :48], None, None, FP8)
+
+
+def test_plain_weights_are_refused_in_forward():
+    w1, w2 = stacked(source())
+    plain = ReferenceEngine().prepare_weights(w1, w2, None, None, EngineSettings())
+    routing = build_routing(torch.zeros([3, 1], dtype=torch.int64), torch.ones([3, 1]), 2)
+    with pytest.raises(DTypeError, match="weights are plain, the settings have recipe 'iso128'"):
+        ENGINE.forward(torch.zeros([3, 144], dtype=torch.bfloat16), routing, plain, FP8)

@@ -1,0 +1,141 @@
+"""One of two ranks: trains a small MoE under DDP and FSDP2 and compares it with one process that sees both ranks' batches.
+
+python parallel_worker.py RANK STORE_FILE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sonicmoe import MoE
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.functional.autograd import expert_mlp
+
+RANKS, STEPS, H, I, E = 2, 3, 32, 48, 4
+
+
+def layer(seed: int = 0) -> MoE:
+    torch.manual_seed(seed)
+    moe = MoE(E, 2, H, I, "swiglu", True, 0.2)
+    torch.nn.init.normal_(moe.router.weight)
+    return moe
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(24, H, generator=generator), torch.randn(24, H, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int, use_fp8: bool) -> torch.Tensor:
+    x, target = batch(step, rank)
+    return (model(x, use_fp8=use_fp8)[0] - target).square().mean()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def alone(use_fp8: bool) -> list[dict[str, torch.Tensor]]:
+    """Gradients and weights after every step of one process that accumulates over both ranks' batches."""
+    moe = layer()
+    optimizer, history = optimizer_of(moe), []
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            (loss_of(moe, step, rank, use_fp8) / RANKS).backward()
+        history.append({f"grad {name}": parameter.grad.clone() for name, parameter in moe.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        history[-1] |= {name: parameter.detach().clone() for name, parameter in moe.named_parameters()}
+    return history
+
+
+def check_training(wrap, rank: int, use_fp8: bool, compiled: bool) -> None:
+    moe = layer()
+    model = wrap(moe) or moe
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizer = optimizer_of(model)
+    before = {name: whole(parameter) for name, parameter in moe.named_parameters()}
+    for step, expected in enumerate(alone(use_fp8)):
+        loss_of(forward, step, rank, use_fp8).backward()
+        found = {f"grad {name}": whole(parameter.grad) for name, parameter in moe.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {name: whole(parameter) for name, parameter in moe.named_parameters()}
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        for name, old in before.items():
+            assert not torch.equal(found[name], old), f"{name} did not train in step {step}"
+        before = {name: found[name] for name in before}
+
+
+def check_changes_of_sharded_weights(rank: int) -> None:
+    """Gathered weights reappear in the same memory with the same version: copies prepared of them must not."""
+    layers = [layer(seed) for seed in (0, 5)]
+    moe = layer()
+    fully_shard(moe, reshard_after_forward=True)
+    x, _ = batch(0, rank)
+    expected = [other(x, use_fp8=True)[0] for other in layers]
+    prepare, prepared = ReferenceEngine.prepare_weights, []
+    ReferenceEngine.prepare_weights = lambda *arguments: prepared.append(1) or prepare(*arguments)
+    for turn in range(20):  # the allocator returns the same address often, not always
+        with torch.no_grad():
+            for mine, its in zip(moe.parameters(), layers[turn % 2].parameters(), strict=True):
+                mine.copy_(distribute_tensor(its, mine.device_mesh, mine.placements))
+            torch.testing.assert_close(moe(x, use_fp8=True)[0], expected[turn % 2])
+    ReferenceEngine.prepare_weights = prepare
+    assert len(prepared) == 20
+
+
+def check_expert_parallel(rank: int) -> None:
+    """Each rank's half of the experts as a DTensor's local part; other ranks' ids are sentinels."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole_layer = layer()
+    x, dout = batch(0, 0)
+    indices = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:2] for t in range(len(x))])
+    probs = torch.softmax(torch.randn(len(x), 2, generator=torch.Generator().manual_seed(9)), -1)
+    weights = [whole_layer.c_fc.weight, whole_layer.c_proj.weight, whole_layer.c_fc.bias, whole_layer.c_proj.bias]
+    expected = expert_mlp(x, indices, probs, *weights, whole_layer.activation_function)
+    expected_gradients = torch.autograd.grad((expected * dout).sum(), weights)
+
+    sharded = [torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])) for weight in weights]
+    first = rank * E // RANKS
+    local_ids = indices - first  # negative, or at least E / 2: not here
+    local_ids = torch.where(local_ids < 0, -1, local_ids)
+    out = expert_mlp(x, local_ids, probs, *(w.to_local() for w in sharded), whole_layer.activation_function)
+    (out * dout).sum().backward()
+    total = out.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected)
+    for weight, gradient in zip(sharded, expected_gradients, strict=True):
+        torch.testing.assert_close(weight.grad.full_tensor(), gradient)
+
+
+def main() -> None:
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    check_expert_parallel(rank)
+    for use_fp8 in (False, True):
+        for compiled in (False, True):
+            check_training(DistributedDataParallel, rank, use_fp8, compiled)
+    check_changes_of_sharded_weights(rank)
+    for use_fp8 in (False, True):
+        for compiled in (False, True):
+            check_training(fully_shard, rank, use_fp8, compiled)
+    dist.destroy_process_group()
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()

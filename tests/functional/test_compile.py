@@ -1,0 +1,268 @@
+"""`torch.compile(fullgraph=True)` of `MoE`: the eager layer's numbers, one graph for every batch, and never stale weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch._dynamo.testing
+from framework import torch
+from functional.layer_golden import AUX_WEIGHT, assert_close, make_layer, make_tokens, run_layer
+
+from sonicmoe import SonicMoEConfig, moe_TC_softmax_topk_layer
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
+from sonicmoe.functional.call import make_plan
+from sonicmoe.functional.compiled import number_of
+from sonicmoe.functional.weights import WeightLayout
+
+FP8 = {"use_fp8": True}
+MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+SETTINGS = {
+    "plain": SonicMoEConfig(),
+    "int8 z": SonicMoEConfig(fp8_mode="perf"),
+    "e4m3 z": SonicMoEConfig(fp8_mode="perf", save_z="e4m3"),
+    "bf16 z": SonicMoEConfig(fp8_mode="perf", save_z="bf16"),
+    "no z": SonicMoEConfig(fp8_mode="perf", recompute_z=True),
+    "plain, no z": SonicMoEConfig(recompute_z=True),
+    "stage by stage": SonicMoEConfig(fp8_mode="mem"),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(count=19):
+    return make_tokens(count, 32), make_tokens(count, 32, seed=2)
+
+
+def run_compiled(moe, x, dout, backend="aot_eager", **options):
+    """`run_layer` through one graph."""
+    layer = torch.compile(moe, fullgraph=True, backend=backend)
+    x = x.detach().clone().requires_grad_()
+    out, aux = layer(x, **options)
+    named = {"x": x, **dict(moe.named_parameters())}
+    loss = (out.float() * dout.float()).sum() + AUX_WEIGHT * aux
+    return out.detach(), aux.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+@BACKENDS
+@MODES
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_numbers_of_the_eager_layer(backend, options, bias):
+    moe, (x, dout) = make_layer(bias=bias, idle=2), tokens()
+    assert_close(run_compiled(moe, x, dout, backend, **options), run_layer(moe, x, dout, **options), 1e-6)
+
+
+@pytest.mark.parametrize("activation", ActivationType)
+def test_every_activation(activation):
+    moe, (x, dout) = make_layer(activation), tokens()
+    assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_way_to_keep_z(settings):
+    moe, (x, dout) = make_layer(), tokens()
+    with SETTINGS[settings].activate():
+        assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
+
+
+def test_bf16_and_autocast():
+    moe, (x, dout) = make_layer(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled_run, eager_run = run_compiled(moe, x, dout), run_layer(moe, x, dout)
+    assert compiled_run[0].dtype == torch.bfloat16
+    assert_close(compiled_run, eager_run, 1e-6)
+
+
+@MODES
+def test_one_graph_serves_every_batch(options):
+    moe, counter = make_layer(), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = torch.compile(moe, fullgraph=True, backend=counter, dynamic=True)
+    for count in (19, 64, 200, 7):
+        x, _ = tokens(count)
+        assert torch.equal(layer(x, **options)[0], moe(x, **options)[0])
+    assert counter.frame_count == 1
+
+
+def test_no_tokens():
+    moe, (x, dout) = make_layer(), tokens(0)
+    out, _, gradients = run_compiled(moe, x, dout)
+    assert out.shape == (0, 32) and not gradients["c_fc.weight"].any()
+
+
+def test_every_layer_of_a_deep_model_uses_its_own_weights():
+    """Layers share one code object, and past the compiler's limit of graphs per code object a full graph is refused."""
+    layers = [make_layer(seed=seed) for seed in range(12)]
+    graphs = [torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True) for layer in layers]
+    x, _ = tokens()
+    for _ in range(2):
+        for layer, graph in zip(layers, graphs, strict=True):
+            assert torch.equal(graph(x, **FP8)[0], layer(x, **FP8)[0])
+
+
+def test_evaluation_keeps_nothing(saves):
+    moe, (x, _) = make_layer().eval(), tokens()
+    layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    assert saves == [False, False]
+
+
+def test_functional_layer():
+    moe, (x, _) = make_layer(bias=True), tokens()
+
+    def call(x):
+        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
+        return moe_TC_softmax_topk_layer(x, moe.router.weight, w1, moe.c_fc.bias, w2, moe.c_proj.bias, 2, None)[0]
+
+    graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(graph(x), call(x))
+    with torch.no_grad():
+        moe.c_fc.weight.mul_(-1.5)
+    assert torch.equal(graph(x), call(x))
+
+
+# Weights
+
+
+@BACKENDS
+@MODES
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "compiled sgd"])
+def test_trains_like_the_eager_layer(backend, options, optimizer, prepared):
+    def train(moe, layer):
+        sgd = torch.optim.AdamW(moe.parameters(), lr=0.05, fused=True) if "adamw" in optimizer else None
+        sgd = sgd or torch.optim.SGD(moe.parameters(), lr=0.1)
+        step = torch.compile(sgd.step, backend="aot_eager") if "compiled" in optimizer else sgd.step
+        x, dout = tokens()
+        for _ in range(3):
+            out, aux = layer(x, **options)
+            ((out * dout).sum() + aux).backward()
+            step()
+            sgd.zero_grad()
+        return moe.state_dict()
+
+    moe, twin = make_layer(bias=True), make_layer(bias=True)
+    start = {name: weight.clone() for name, weight in moe.state_dict().items()}
+    eager = train(twin, twin)
+    prepared.clear()
+    graph = train(moe, torch.compile(moe, fullgraph=True, backend=backend))
+    for name, weight in graph.items():
+        torch.testing.assert_close(weight, eager[name], rtol=1e-5, atol=1e-6)
+        assert not torch.equal(weight, start[name]), f"{name} never trained"
+    assert len(prepared) == 3, "once per step, for forward and backward together"
+
+
+@BACKENDS
+@pytest.mark.parametrize("how", ["in place", "load_state_dict", "invalidate"])
+def test_changed_weights_are_seen(backend, how):
+    moe, (x, _) = make_layer(bias=True), tokens()
+    layer = torch.compile(moe, fullgraph=True, backend=backend)
+    before = layer(x, **FP8)[0]
+    if how == "in place":
+        with torch.no_grad():
+            moe.c_proj.weight.mul_(-1.5)
+    elif how == "load_state_dict":
+        moe.load_state_dict(make_layer(bias=True, seed=9).state_dict())
+    else:
+        moe.c_fc.weight.data.mul_(-1.5)
+        moe.invalidate_caches()
+    fresh = make_layer(bias=True, seed=3)
+    fresh.load_state_dict(moe.state_dict())
+    after = layer(x, **FP8)[0]
+    assert not torch.equal(after, before) and torch.equal(after, fresh(x, **FP8)[0])
+
+
+@pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
+def test_backward_after_a_change_of_the_weights_is_refused(options):
+    moe, (x, dout) = make_layer(), tokens()
+    out, _ = torch.compile(moe, fullgraph=True, backend="aot_eager")(x, **options)
+    with torch.no_grad():
+        moe.c_fc.weight.mul_(-1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (out * dout).sum().backward()
+
+
+# Settings
+
+
+def test_another_configuration_is_not_ignored():
+    moe, (x, _) = make_layer(), tokens()
+    layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    expected = layer(x)[0]
+    with pytest.raises(ConfigError, match="not the one this graph was compiled under"), SETTINGS["int8 z"].activate():
+        layer(x)
+    assert torch.equal(layer(x)[0], expected)
+
+
+def test_the_argument_beats_the_configuration_in_graphs_too():
+    moe, (x, _) = make_layer(), tokens()
+    layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    with SETTINGS["e4m3 z"].activate():
+        assert torch.equal(layer(x, use_fp8=False)[0], moe(x, use_fp8=False)[0])
+        assert torch.equal(layer(x, use_fp8=True)[0], moe(x, use_fp8=True)[0])
+        assert not torch.equal(layer(x, use_fp8=True)[0], layer(x, use_fp8=False)[0])
+
+
+def test_border_checks_speak_while_compiling():
+    layer = torch.compile(make_layer(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(
+        (ShapeError, torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported), match="needed"
+    ):
+        layer(torch.zeros(3, 31))
+
+
+def test_numbers_of_plans_are_the_same_in_every_process():
+    """Compilers keep graphs on disk: a number must not mean other settings in the next process."""
+    script = (
+        "from sonicmoe.functional.compiled import number_of\n"
+        "from sonicmoe.functional.call import make_plan\n"
+        "from sonicmoe.functional.weights import WeightLayout\n"
+        "from sonicmoe.enums import ActivationType\n"
+        "for fp8 in (True, False, None):\n"
+        "    print(number_of(make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8)))\n"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    plans = [make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8) for fp8 in (True, False, None)]
+    assert [int(line) for line in process.stdout.split()] == [number_of(plan) for plan in plans]
+    assert len({number_of(plan) for plan in plans}) == 3
+
+
+# Operators
+
+
+def operator_inputs(options, save=True, trained=True):
+    moe, (x, _) = make_layer(bias=True), tokens()
+    indices = torch.rand(19, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices - 1  # -1 to 6, of 5 experts
+    probs = torch.rand(19, 2, generator=torch.Generator().manual_seed(4)).requires_grad_(trained)
+    plan = make_plan(ActivationType.SWIGLU, WeightLayout(), options.get("use_fp8"))
+    weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
+    return (x.requires_grad_(trained), indices, probs, *weights, number_of(plan), save)
+
+
+@MODES
+def test_operators_keep_the_rules_of_the_library(options):
+    """Schema, fake tensors, autograd registration, and traced gradients against eager ones, sentinels included."""
+    torch.library.opcheck(torch.ops.sonicmoe.expert_mlp.default, operator_inputs(options))
+
+
+def test_an_engine_with_another_z_is_named(monkeypatch):
+    from sonicmoe.engine.reference import ReferenceEngine
+
+    original = ReferenceEngine.forward
+
+    def forward(self, *arguments, save=True):
+        out, saved = original(self, *arguments, save=save)
+        saved.z = saved.z[:-1]
+        return out, saved
+
+    monkeypatch.setattr(ReferenceEngine, "forward", forward)
+    with pytest.raises(EngineUnavailableError, match="engine 'reference' saved z"):
+        torch.ops.sonicmoe.expert_mlp(*operator_inputs({}))

@@ -1,0 +1,54 @@
+"""The benchmark on a GPU: kernel time from the profiler, phases and stages attributed, figures that agree with each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sonicmoe.bench.runner import find_device, machine, measure
+from sonicmoe.bench.shapes import Shape
+from sonicmoe.bench.timing import profile_phases
+from sonicmoe.bench.workload import available_variants, rotating_batches
+from sonicmoe.diagnostics.stages import stage
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Shape(1024, 512, 256, 8, 4)
+
+
+def test_every_engine_of_this_machine_is_measured():
+    variants = available_variants(find_device())
+    results = measure(SHAPE, variants, rounds=3, warmup=1)
+    for result in results:
+        assert result.refusal is None
+        assert set(result.busy) == {"forward", "backward", "step"} and min(result.busy.values()) > 0
+        assert sum(result.stages.values()) == pytest.approx(sum(result.kernels.values()))
+        assert sum(result.kernels.values()) >= 0.99 * sum(result.busy.values())
+        assert result.wall["pair"].most > 0.5 * result.pair_busy  # clocks differ a little, never by half
+        assert 0 < result.mfu < 1
+        assert result.saved_mib > 0 and result.peak_mib >= result.saved_mib
+
+
+def test_kernels_belong_to_their_stage_and_phase():
+    a = torch.randn(2048, 2048, device="cuda")
+
+    def forward() -> None:
+        with stage("up"):
+            a @ a
+        a.sum()
+
+    def backward() -> None:
+        with stage("dw1"):
+            a.exp()
+
+    kernels = profile_phases([(("forward", forward), ("backward", backward))] * 2, nvtx=True)
+    found = {(kernel.phase, kernel.stage) for kernel in kernels}
+    assert found == {("forward", "up"), ("forward", ""), ("backward", "dw1")}
+    assert len([kernel for kernel in kernels if kernel.stage == "dw1"]) == 2
+
+
+def test_inputs_exceed_the_cache_and_the_machine_is_named():
+    batches = rotating_batches(Shape(8192, 3072, 1536, 8, 8), "cuda:0")
+    assert sum(batch.nbytes for batch in batches) > 2 * (60 << 20)
+    found = machine()
+    assert "H" in found["device"] and found["gpu"] is True and found["versions"]["cuda"]

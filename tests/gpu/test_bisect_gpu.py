@@ -1,0 +1,49 @@
+"""`bisect` on a GPU: every engine's stages are what their own arithmetic says, and those of the reference engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sonicmoe.bench.workload import Variant, available_variants
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.bisect_report import text_of
+from sonicmoe.diagnostics.cases import Sizes, make_case
+from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
+from sonicmoe.enums import EngineName
+
+pytestmark = pytest.mark.gpu
+
+SIZES = Sizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
+
+
+def engines() -> list[Variant]:
+    if not torch.cuda.is_available():
+        return []
+    return [*available_variants("cuda:0"), Variant(EngineName.REFERENCE, "perf"), Variant(EngineName.REFERENCE, "off")]
+
+
+def make_step(fp8: bool) -> StepDump:
+    case = make_case("gaussian", SIZES, seed=0)
+    indices = case.indices.copy()
+    indices[::3, 2], indices[1::7, 0] = -1, SIZES.experts
+    arrays = (case.x, indices, case.probs, case.w1, case.w2)
+    return StepDump("gpu", StepSettings(recipe="iso128" if fp8 else None), *arrays, dout=case.dout)
+
+
+@pytest.mark.parametrize("against", ["golden", "reference"])
+def test_every_engine_is_healthy(against):
+    for variant in engines():
+        report = bisect(make_step(variant.fp8), variant.engine.value, against, "cuda:0")
+        assert report.healthy, f"{variant}: {text_of(report)}"
+        assert {"out", "dx", "ds", "dw1", "dw2", "flush"} <= set(report.stats)
+
+
+def test_a_bad_token_is_named_on_every_engine():
+    for variant in engines():
+        step = make_step(variant.fp8)
+        x = step.x.copy()
+        x[123, 45] = np.nan
+        fault = bisect(step.but(x=x), variant.engine.value, "golden", "cuda:0").fault
+        assert (fault.stage, fault.place.token, fault.place.column) == ("x", 123, 45), variant

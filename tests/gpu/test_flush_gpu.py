@@ -1,0 +1,223 @@
+"""The gradient flush in one launch against plain tensor operations: equal bits in every layout, dtype and kind of destination."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sonicmoe import gradients, layouts
+from sonicmoe.engine.interface import GradAccumulators
+from sonicmoe.enums import ActivationType
+from sonicmoe.experts import ExpertWeights, FusedParameters, PerExpertParameters
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.cuda_wgrad import flush_source
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# (E, H, I): whole tiles, tails in both directions, nothing in fours, single elements, the widths of public models
+SIZES = [(3, 128, 64), (2, 200, 72), (3, 66, 35), (2, 1, 1), (2, 2880, 768)]
+
+
+@pytest.fixture(scope="module")
+def flush_gradients():
+    return flush_source().load().flush_gradients
+
+
+def native_gradients(experts, n1, hidden, intermediate, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = (experts, n1, hidden), (experts, hidden, intermediate)
+    return [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
+
+
+def in_layout(native, transposed, split_half):
+    """In fresh memory, whatever the layout: the flush zeroes the accumulators, which the expected values must outlive."""
+    rows = layouts.deinterleave_gate_up(native) if split_half else native
+    return (rows.transpose(-2, -1) if transposed else rows).clone(memory_format=torch.contiguous_format)
+
+
+def held_before(shape, dtype, offset):
+    """A tensor with values that starts `offset` elements behind an aligned address."""
+    size = int(torch.Size(shape).numel())
+    return torch.randn(size + offset, device="cuda").to(dtype)[offset:].view(shape)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("split_half", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layout(flush_gradients, dtype, transposed, split_half, fresh, offset):
+    for experts, hidden, intermediate in SIZES:
+        n1 = 2 * intermediate
+        dw1, dw2 = native_gradients(experts, n1, hidden, intermediate)
+        wanted = [*in_layout(dw1, transposed, split_half), *in_layout(dw2, transposed, False)]
+        targets = [held_before(gradient.shape, dtype, offset) for gradient in wanted]
+        wanted = [g.to(dtype) if fresh else (t.float() + g).to(dtype) for t, g in zip(targets, wanted, strict=True)]
+        targets[1] = None  # frozen
+        code = gradients.FORMATS[dtype] + gradients.FRESH * fresh
+        table = [word for t in targets for word in ((0, 0) if t is None else (t.data_ptr(), code))]
+        flush_gradients(dw1, dw2, table, transposed, split_half, current_stream(dw1))
+        for index, (got, want) in enumerate(zip(targets, wanted, strict=True)):
+            assert got is None or torch.equal(got, want), (experts, hidden, intermediate, index)
+        assert not dw1.any() and not dw2.any()
+
+
+def test_more_experts_than_one_launch_takes(flush_gradients):
+    dw1, dw2 = native_gradients(450, 32, 24, 16)
+    want = [in_layout(dw1, True, True), in_layout(dw2, True, False)]
+    targets = [torch.ones_like(gradient) for gradient in want]
+    destinations = [gradients.Destination(target, target, False) for target in targets]
+    table = gradients.destination_table(destinations, 450)
+    flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
+    for got, gradient in zip(targets, want, strict=True):
+        assert torch.equal(got, 1 + gradient)
+    assert not dw1.any() and not dw2.any()
+
+
+def test_past_two_to_the_31_elements(flush_gradients):
+    experts, n1, hidden = 200, 4096, 2688
+    assert experts * n1 * hidden > 2**31
+    dw1 = torch.randn((experts, n1, hidden), device="cuda")
+    dw2 = torch.zeros((experts, hidden, 4), device="cuda")
+    want = {e: in_layout(dw1[e], True, True) for e in (0, 191, 192, 199)}
+    target, small = torch.ones((experts, hidden, n1), device="cuda"), torch.zeros((experts, 4, hidden), device="cuda")
+    table = gradients.destination_table([gradients.Destination(t, t, False) for t in (target, small)], experts)
+    flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
+    for expert, gradient in want.items():
+        assert torch.equal(target[expert], 1 + gradient), expert
+    assert not dw1.any()
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden, width, intermediate, dtype):
+        super().__init__()
+        self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
+        self.up_gate_proj.weight = nn.Parameter(torch.zeros((hidden, width), device="cuda", dtype=dtype))
+        self.down_proj.weight = nn.Parameter(torch.zeros((intermediate, hidden), device="cuda", dtype=dtype))
+
+
+def source_of(kind, activation, dtype, experts=3, hidden=256, intermediate=96):
+    width = intermediate * (2 if activation is ActivationType.SWIGLU else 1)
+    if kind == "per_expert":
+        modules = [Expert(hidden, width, intermediate, dtype) for _ in range(experts)]
+        return PerExpertParameters(modules, experts, hidden, intermediate, activation)
+    shapes = (experts, hidden, width), (experts, intermediate, hidden)
+    weights = [nn.Parameter(torch.zeros(shape, device="cuda", dtype=dtype)) for shape in shapes]
+    return FusedParameters(*weights, activation)
+
+
+def bind(source, kind):
+    for weight in source.parameters():
+        if kind == "bound":
+            weight.main_grad = torch.full(tuple(weight.shape), 0.5, device="cuda")
+        elif kind == "none":
+            weight.main_grad = None
+
+
+def fill(weights, seed):
+    held = weights.accumulators("cuda")
+    (experts, n1, hidden), intermediate = held.dw1.shape, held.dw2.shape[2]
+    for accumulator, values in zip(
+        (held.dw1, held.dw2), native_gradients(experts, n1, hidden, intermediate, seed), strict=True
+    ):
+        accumulator.add_(values)
+    weights.note_backward()
+
+
+def flushed(kind, source, through_autograd):
+    """Where every gradient is after two flushes, and what autograd got."""
+    bind(source, kind)
+    source.parameters()[1].requires_grad_(False)
+    weights, returned = ExpertWeights(source), []
+    for seed in range(2):
+        fill(weights, seed)
+        if through_autograd:
+            returned += weights.flush_through_autograd()
+        else:
+            weights.flush()
+        assert not weights.unflushed
+        assert not any(held.any() for held in weights.accumulators("cuda").tensors())
+    return [t for p in source.parameters() for t in (p.grad, getattr(p, "main_grad", None))] + returned
+
+
+@pytest.mark.parametrize("through_autograd", [False, True])
+@pytest.mark.parametrize("kind", ["bound", "none", "absent"])
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
+@pytest.mark.parametrize("make", ["per_expert", "fused"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expert_weights_equal_plain_operations(make, activation, kind, dtype, through_autograd, monkeypatch):
+    ours = flushed(kind, source_of(make, activation, dtype), through_autograd)
+    monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: None)
+    wanted = flushed(kind, source_of(make, activation, dtype), through_autograd)
+    assert any(want is not None for want in wanted)
+    for got, want in zip(ours, wanted, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or (got.dtype == want.dtype and torch.equal(got, want))
+
+
+def test_a_slice_of_a_fused_buffer_and_nothing_else():
+    """Slices that start anywhere, each with a guard element around it."""
+    source = source_of("per_expert", ActivationType.SWIGLU, torch.bfloat16)
+    sizes = [weight.numel() for weight in source.parameters()]
+    buffer = torch.full((sum(sizes) + 7 * (len(sizes) + 1),), 9.0, device="cuda")
+    used, first = torch.zeros_like(buffer, dtype=torch.bool), 7
+    for weight, size in zip(source.parameters(), sizes, strict=True):
+        weight.main_grad = buffer[first : first + size].zero_().view(weight.shape)
+        used[first : first + size] = True
+        first += size + 7
+    weights = ExpertWeights(source)
+    fill(weights, 0)
+    held = GradAccumulators(*(tensor.clone() for tensor in weights.accumulators("cuda").tensors()))
+    weights.flush()
+    assert bool((buffer[~used] == 9).all())
+    for weight, gradient in source.user_gradients(held):
+        assert torch.equal(weight.main_grad, gradient)
+
+
+@pytest.mark.parametrize("make", ["per_expert", "fused"])
+def test_graph_and_no_sync(make):
+    """Captured once, replayed with what the accumulators hold then."""
+    source = source_of(make, ActivationType.SWIGLU, torch.bfloat16)
+    bind(source, "bound")
+    weights = ExpertWeights(source)
+    fill(weights, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weights.flush()
+        before = [weight.main_grad.clone() for weight in source.parameters()]
+        fill(weights, 1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            weights.flush()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    held = GradAccumulators(*(tensor.clone() for tensor in weights.accumulators("cuda").tensors()))
+    graph.replay()
+    graph.replay()  # the accumulators are zero by now
+    wanted = dict(source.user_gradients(held))
+    for weight, earlier in zip(source.parameters(), before, strict=True):
+        assert torch.equal(weight.main_grad, earlier + wanted[weight])
+
+
+def test_the_kernel_serves_gpu_accumulators(monkeypatch):
+    source = source_of("per_expert", ActivationType.SWIGLU, torch.bfloat16)
+    bind(source, "bound")
+    weights = ExpertWeights(source)
+    fill(weights, 0)
+    monkeypatch.setattr(ExpertWeights, "_drain", lambda self: pytest.fail("plain operations served the flush"))
+    weights.flush()
+
+
+def test_the_border(flush_gradients):
+    dw1, dw2 = native_gradients(2, 8, 4, 4)
+    stream = current_stream(dw1)
+    with pytest.raises(Exception, match="destinations has 4 numbers; needed: 8"):
+        flush_gradients(dw1, dw2, [0] * 4, True, True, stream)
+    with pytest.raises(Exception, match="dw1 has 7 rows"):
+        flush_gradients(dw1[:, :7].contiguous(), dw2, [0] * 8, True, True, stream)
+    with pytest.raises(Exception, match="dw2 must have 32-bit elements"):
+        flush_gradients(dw1, dw2.double(), [0] * 8, True, True, stream)
+    with pytest.raises(Exception, match="dw1 must be contiguous"):
+        flush_gradients(dw1.transpose(1, 2), dw2, [0] * 8, True, False, stream)

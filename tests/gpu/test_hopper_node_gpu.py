@@ -1,0 +1,334 @@
+"""The node and `MoE` on the Hopper engine: chosen by itself, never waiting, capturable, on any stream, never with stale weights."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+from gpu.hopper_step import FP8, E, H, I, K, backward, forward, main_grads, make_batch, make_experts, make_node, run
+
+from sonicmoe import MoE, SonicMoEConfig, gradients
+from sonicmoe.engine import hopper, select
+from sonicmoe.functional import call
+from sonicmoe.jit import no_compile
+from sonicmoe.jit.cuda_source import CudaSource
+from sonicmoe.jit.plan import ModelSpec, plan
+from sonicmoe.jit_warmup import warmup_jit
+from sonicmoe.kernels.sm90 import gemm_sources
+from sonicmoe.quant import gpu, gpu_wgrad
+from sonicmoe.routing import backends
+from sonicmoe.routing.gpu import num_rows_bound
+
+pytestmark = pytest.mark.gpu
+
+AUTO = SonicMoEConfig(fp8_mode="perf")
+EMULATION = SonicMoEConfig(fp8_mode="perf", engine="reference")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Everything warm-up plans for this layer; nothing below may compile."""
+    assert warmup_jit(E, H, I, "cuda", config=FP8, jobs=os.cpu_count()).complete
+    with no_compile():
+        yield
+
+
+@contextmanager
+def waiting_is_an_error():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def layer(seed=0, config=FP8, **options):
+    """`(node, experts)`."""
+    experts = make_experts(seed)
+    return make_node(experts, config, **options), experts
+
+
+def whole_step(node, experts, *batches):
+    """Results of every micro-batch, then every main_grad."""
+    results = [tensor for batch in batches for tensor in run(node, batch)]
+    node.step()
+    return results + main_grads(experts)
+
+
+def assert_same_bits(actual, wanted):
+    for index, (a, b) in enumerate(zip(actual, wanted, strict=True)):
+        assert torch.equal(a, b), index
+
+
+def relative(actual, wanted):
+    actual, wanted = actual.detach().double(), wanted.detach().double()
+    return float((actual - wanted).norm() / wanted.norm())
+
+
+def engine_lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine ")]
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def undecided(self, monkeypatch, caplog):
+        monkeypatch.setattr(select, "_LOGGED", set())
+        call._choice.cache_clear()
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            yield
+
+    def test_node(self, caplog):
+        for seed in range(2):
+            whole_step(*layer(seed, AUTO), make_batch())
+        (line,) = engine_lines(caplog)
+        assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
+
+    def test_moe(self, caplog):
+        moe = MoE(E, K, H, I).to("cuda", torch.bfloat16)
+        for tokens in (64, 200):
+            out, loss = moe(torch.randn(tokens, H, device="cuda", dtype=torch.bfloat16), use_fp8=True)
+            (out.float().sum() + loss).backward()
+        (line,) = engine_lines(caplog)
+        assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
+
+    def test_a_size_without_a_kernel_falls_back_out_loud(self, caplog):
+        experts = make_experts(0, 2, 256, 96)
+        run(make_node(experts, AUTO), make_batch(50, 0, 256, 2, 1))
+        (line,) = engine_lines(caplog)
+        assert line.startswith("engine reference on cuda:0: not hopper: H is 256 and I is 96")
+        assert [record.levelname for record in caplog.records if record.getMessage() == line] == ["WARNING"]
+
+
+class TestNumbers:
+    def test_node_against_the_emulation(self):
+        ours, theirs = (
+            whole_step(*layer(config=config), make_batch(), make_batch(300, 1)) for config in (FP8, EMULATION)
+        )
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert relative(a, b) <= 0.03, index
+
+    def test_moe_against_the_emulation(self):
+        torch.manual_seed(0)
+        moe = MoE(E, K, H, I, std=H**-0.5).to("cuda", torch.bfloat16)
+        x = torch.randn(500, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dout, found = torch.randn_like(x), []
+        for config in (FP8, EMULATION):
+            with config.activate():
+                out, _ = moe(x, use_fp8=True)
+                found.append((out, *torch.autograd.grad(out, (x, *moe.parameters()), dout)))
+        for name, a, b in zip(("out", "x", *dict(moe.named_parameters())), *found, strict=True):
+            # What reaches the router is what is left of each token's probabilities' gradients after their mean.
+            assert relative(a, b) <= (0.06 if name == "router.weight" else 0.03), name
+
+    def test_an_empty_micro_batch(self):
+        node, experts = layer()
+        empty, batch = make_batch(0), make_batch()
+        wanted = whole_step(*layer(), batch)
+        out, dx, dprobs = run(node, empty)
+        assert out.shape == dx.shape == (0, H) and dprobs.shape == (0, K)
+        assert_same_bits(whole_step(node, experts, batch), wanted)
+
+
+@pytest.mark.parametrize("mode", ["plain", "iso_weight", "recompute_z", "stagewise_memory"])
+def test_waits_for_nothing(mode):
+    config = FP8 if mode == "plain" else SonicMoEConfig(fp8_mode="perf", engine="hopper", **{mode: True})
+    node, _ = layer(config=config)
+    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 333, 1500))]
+    counts = [int((batches[2].indices == e).sum()) for e in range(E)]
+    for _ in range(3):  # over the first steps the guard of a forgotten step() compares values
+        run(node, batches[0])
+        node.step()
+    with waiting_is_an_error():
+        for _ in range(2):
+            for batch in batches:
+                run(node, batch)
+            backward(forward(node, batches[2], counts), batches[2])
+            node.step()
+
+
+def test_moe_waits_for_nothing():
+    moe = MoE(E, K, H, I).to("cuda", torch.bfloat16)
+    x = torch.randn(500, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(x)
+
+    def step():
+        torch.autograd.grad(moe(x, use_fp8=True)[0], (x, *moe.parameters()), dout)
+
+    with FP8.activate():
+        step()
+        with waiting_is_an_error():
+            step()
+
+
+def test_captured_in_a_cuda_graph():
+    """Forward, backward and step; replayed with other tokens, other routing and other weights, all copied in place."""
+    node, experts = layer()
+    static = make_batch()
+    captured = []
+
+    def step():
+        captured[:] = run(node, static)
+        node.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+        node.prequantize_weights()  # so that the graph holds the check for changes, and no unconditional quantisation
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in (1, 2, 2):
+        fresh_node, fresh = layer(seed)
+        batch = make_batch(seed=seed)
+        wanted = whole_step(fresh_node, fresh, batch)
+        with torch.no_grad():
+            for mine, its in zip(static.tensors, batch.tensors, strict=True):
+                mine.copy_(its)
+            for mine, its in zip(experts.parameters(), fresh.parameters(), strict=True):
+                mine.copy_(its)
+                mine.main_grad.zero_()
+        graph.replay()
+        assert_same_bits([*captured, *main_grads(experts)], wanted)
+
+
+def test_micro_batches_on_a_side_stream():
+    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 129, 1024))]
+    wanted = whole_step(*layer(), *batches)
+    node, experts = layer()
+    originals = [batch.x.detach().clone() for batch in batches]
+    with torch.no_grad():
+        for batch in batches:
+            batch.x.fill_(float("nan"))  # what the caller's stream would read
+    torch.cuda.synchronize()
+    side, results = torch.cuda.Stream(), []
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        for batch, original in zip(batches, originals, strict=True):
+            with torch.no_grad():
+                batch.x.copy_(original)
+            results += run(node, batch)
+    torch.cuda.current_stream().wait_stream(side)
+    node.step()
+    assert_same_bits(results + main_grads(experts), wanted)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("mode", ["plain", "stagewise_memory"])
+def test_several_forwards_outstanding(mode, order):
+    config = FP8 if mode == "plain" else SonicMoEConfig(fp8_mode="mem", engine="hopper")
+    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 129, 1024))]
+    one_by_one = whole_step(*layer(), *batches)
+    node, experts = layer(config=config)
+    outs = [forward(node, batch) for batch in batches]
+    gradients_of = {index: backward(outs[index], batches[index]) for index in order}
+    node.step()
+    results = [tensor for index in range(3) for tensor in (outs[index].detach(), *gradients_of[index])]
+    assert_same_bits(results, one_by_one[:9])
+    for a, b in zip(main_grads(experts), one_by_one[9:], strict=True):
+        assert relative(a, b) <= 1e-6  # three fp32 sums in another order
+
+
+def test_split_weight_gradients_are_the_same_bits():
+    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 4096, 300))]
+    wanted = whole_step(*layer(), *batches)
+    assert_same_bits(whole_step(*layer(split_wgrad=True), *batches), wanted)
+
+
+def test_split_weight_gradients_outlive_the_callers_memory():
+    """The side stream is late, and the caller's goes on and takes every byte that the backward has dropped."""
+    (node, experts), batch = layer(split_wgrad=True), make_batch()
+    wanted = whole_step(*layer(), batch)[3:]
+    run(node, batch)
+    node.step()
+    for gradient in main_grads(experts):
+        gradient.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(node._wgrad_queue._stream):
+        torch.cuda._sleep(100_000_000)
+    run(node, batch)
+    rows = num_rows_bound(len(batch.x) * K, E, 128)
+    held = [torch.full((n * rows,), 0xFF, dtype=torch.uint8, device="cuda") for n in (I, 2 * I, H) for _ in range(8)]
+    node.step()
+    assert_same_bits(main_grads(experts), wanted)
+    del held
+
+
+class TestWeightsThatChange:
+    def test_without_a_step(self):
+        """By an optimizer that the node is not told of, and through `.data`, which moves no version counter."""
+        node, experts = layer()
+        batch = make_batch()
+        optimizer = torch.optim.AdamW(experts.parameters(), lr=1e-2, fused=True)
+        seen = [run(node, batch)[0]]
+        for change in (optimizer.step, lambda: [p.data.mul_(-0.75) for p in experts.parameters()]):
+            for parameter in experts.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            change()
+            other = make_experts()
+            other.load_state_dict(experts.state_dict())
+            got = run(node, batch)
+            assert_same_bits(got, run(make_node(other), batch))
+            assert all(relative(got[0], before) > 0.01 for before in seen)
+            seen.append(got[0])
+
+    def test_one_expert_alone(self):
+        node, experts = layer()
+        batch = make_batch()
+        before = run(node, batch)[0]
+        experts[3].down_proj.weight.data.neg_()
+        after, served = run(node, batch)[0], (batch.indices == 3).any(1)
+        assert torch.equal(after[~served], before[~served])
+        assert bool((after[served] != before[served]).any(1).all())
+
+    def test_of_a_moe_layer(self):
+        torch.manual_seed(0)
+        moe, x = MoE(E, K, H, I, std=0.1).to("cuda", torch.bfloat16), make_batch().x.detach()
+        with FP8.activate():
+            before, _ = moe(x, use_fp8=True)
+            moe.c_fc.weight.data.neg_()
+            after, _ = moe(x, use_fp8=True)
+            other = MoE(E, K, H, I).to("cuda", torch.bfloat16)
+            other.load_state_dict(moe.state_dict())
+            assert torch.equal(after, other(x, use_fp8=True)[0])
+        assert relative(after, before) > 0.01
+
+    def test_training_moves_the_loss(self):
+        """Twenty steps of SGD on main_grad towards a fixed output."""
+        node, experts = layer()
+        batch, losses = make_batch(), []
+        target = forward(layer(seed=5)[0], batch).detach().float()
+        for _ in range(20):
+            out = forward(node, batch)
+            error = out.detach().float() - target
+            losses.append(float(error.square().mean()))
+            torch.autograd.backward(out, error.to(out.dtype) / len(error))
+            node.step()
+            for parameter in experts.parameters():
+                parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=-0.1)
+                parameter.main_grad.zero_()
+        assert losses[-1] < 0.5 * losses[0], losses
+        assert all(later < earlier for earlier, later in itertools.pairwise(losses)), losses
+
+
+def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
+    """What a whole step loads is what warm-up compiled: nothing that only another test has put into the cache."""
+    loaded, load = [], CudaSource.load
+
+    def remember(source, *arguments):
+        loaded.append(source)
+        return load(source, *arguments)
+
+    monkeypatch.setattr(CudaSource, "load", remember)
+    for remembered in (hopper._kernels, gpu._kernels, gpu_wgrad._kernels, backends._choose, gradients._kernel_on):
+        remembered.cache_clear()
+    results = whole_step(*layer(), make_batch())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in results)
+    assert set(gemm_sources()) <= set(loaded) <= set(plan(ModelSpec(E, H, I), FP8.resolve()))

@@ -1,0 +1,49 @@
+"""compute-sanitizer over one small forward, backward and step of the Hopper engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu import hopper_step
+
+from sonicmoe.jit_warmup import warmup_jit
+
+ROOT = Path(__file__).resolve().parents[2]
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(SANITIZER).is_file(), reason=f"compute-sanitizer is not at {SANITIZER}"),
+]
+# One allocation of the driver for every tensor: what lies behind a tensor is then nobody's memory.
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+TOOLS = {
+    "memcheck": (["--report-api-errors", "no"], UNCACHED, r"ERROR SUMMARY: 0 errors"),
+    "racecheck": (["--racecheck-report", "all"], {}, r"RACECHECK SUMMARY: \d+ hazards? displayed \(0 errors, "),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    assert warmup_jit(3, 256, 128, "cuda", config=hopper_step.FP8).complete
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_one_step(tool):
+    options, variables, clean = TOOLS[tool]
+    env = (
+        os.environ
+        | variables
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SONIC_MOE_FORBID_COMPILE": "1"}
+    )
+    command = [SANITIZER, "--tool", tool, *options, sys.executable, hopper_step.__file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=280)
+    said = done.stdout + done.stderr
+    assert "one step is done" in said, said[-4000:]
+    assert re.search(clean, said), said[-8000:]

@@ -1,0 +1,272 @@
+"""The BF16 GEMMs without a GPU: what is chosen, planned and refused, and that every variant compiles for Hopper without spills."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from framework import torch
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.config import current_config
+from sonicmoe.engine import bf16
+from sonicmoe.engine.bf16 import bf16_unavailable
+from sonicmoe.enums import ActivationType, EngineName, is_glu
+from sonicmoe.jit import CompileCache, no_compile
+from sonicmoe.jit.cuda_source import resource_usage
+from sonicmoe.jit.errors import CompileForbiddenError
+from sonicmoe.jit.plan import ModelSpec, plan
+from sonicmoe.jit.resources import parse_ptxas, require_no_spills
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels import quack_gemm
+from sonicmoe.kernels.quack_gemm import (
+    ARCH,
+    CANDIDATES,
+    DTYPES,
+    GemmConfig,
+    GroupedGemms,
+    MlpShape,
+    all_kernels,
+    candidates,
+    choose_config,
+    down_kernel,
+    expert_rows_source,
+    is_warm,
+    missing_package,
+)
+
+SWIGLU = ActivationType.SWIGLU
+SHAPE = MlpShape(3072, 1536, SWIGLU)
+PARTS = 4  # of the variants, so that parallel workers share them
+needs_quack = pytest.mark.skipif(
+    missing_package() is not None or importlib.util.find_spec("tvm_ffi") is None or find_toolkit() is None,
+    reason="needs quack-kernels, nvidia-cutlass-dsl, apache-tvm-ffi and nvcc",
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CompileCache:
+    return CompileCache(tmp_path / "cache", tmp_path / "local")
+
+
+def tiled(product: str, config: GemmConfig, shape: MlpShape = SHAPE):
+    make, options = getattr(quack_gemm, f"{product}_kernel"), {"store_z": True} if product == "up" else {}
+    return make(shape, config=config, **options)
+
+
+def every_variant():
+    """Each tiling of each product; each activation and bias with each tiling of `up` and one of the others; another dtype."""
+    variants = [tiled(product, config) for product, found in CANDIDATES.items() for config, _ in found]
+    for activation in ActivationType:
+        for bias in (False, True):
+            shape = MlpShape(3072, 1536, activation, bias=bias)
+            variants += all_kernels(shape, recompute_z=True)
+            variants += [tiled("up", config, shape) for config, _ in candidates("up", shape)]
+    variants += all_kernels(replace(SHAPE, dtype="float16"), recompute_z=True)
+    return tuple(dict.fromkeys(variants))
+
+
+@needs_quack
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_variant_compiles_for_hopper_without_spills(part: int) -> None:
+    toolkit, variants = find_toolkit(), every_variant()[part::PARTS]
+    assert toolkit is not None and variants
+    requests = [[number, kernel.entry, dict(kernel.statics)] for number, kernel in enumerate(variants)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__).with_name("quack_variants.py")), ARCH, str(toolkit.home / "bin" / "ptxas")],
+        input="\n".join(map(json.dumps, requests)), capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert len(reports) == len(variants)
+    for number, kernel in enumerate(variants):
+        resources = parse_ptxas(reports[number])
+        assert len(resources) == 1 and resources[0].arch == ARCH and resources[0].registers > 0, (
+            kernel,
+            reports[number],
+        )
+        try:
+            require_no_spills(resources)
+        except Exception as error:
+            pytest.fail(f"{kernel.name} {dict(kernel.statics)}: {error}")
+
+
+@needs_quack
+def test_an_artefact_loads_without_quack_and_says_what_it_takes(cache: CompileCache) -> None:
+    kernel = down_kernel(replace(SHAPE, bias=True))
+    artefact = kernel.compile(cache)
+    require_no_spills(resource_usage(artefact))
+    program = (
+        "import sys; sys.modules['cutlass'] = sys.modules['quack'] = None\n"
+        "from pathlib import Path; import torch\n"
+        "from sonicmoe.jit import CompileCache, no_compile\n"
+        "from sonicmoe.enums import ActivationType\n"
+        "from sonicmoe.kernels.quack_gemm import MlpShape, down_kernel\n"
+        f"cache = CompileCache(Path({str(cache.root)!r}), Path({str(cache.local_root)!r}))\n"
+        "with no_compile(): launch = down_kernel(MlpShape(3072, 1536, ActivationType.SWIGLU, bias=True)).load(cache)\n"
+        "half = {'dtype': torch.bfloat16}\n"
+        "try: launch(torch.zeros(128, 64, **half), torch.zeros(2, 32, 64, **half), torch.zeros(128, 32, **half),\n"
+        "            torch.zeros(2, 32), torch.zeros(3, dtype=torch.int32), None, 66)\n"
+        "except ValueError as error: print(error)"
+    )
+    search = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "expected device_type=cuda" in done.stdout
+    assert "cu_rows: Tensor([n4], int32), gather_index: None, max_clusters: int32" in done.stdout
+
+
+@needs_quack
+def test_row_kernels_compile_without_spills(cache: CompileCache) -> None:
+    resources = resource_usage(expert_rows_source().compile(cache))
+    assert len(resources) == 5  # index; sums of rows and of columns for two dtypes each
+    require_no_spills(resources)
+    assert all(item.stack_bytes == 0 for item in resources)
+    module = expert_rows_source().load(cache)
+    counts = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(Exception, match="row_token must be on a CUDA device"):
+        module.index_rows(
+            counts, counts, torch.zeros(3, dtype=torch.int64), counts, torch.zeros(3, dtype=torch.int32), 0
+        )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tile", "cluster"),
+    [
+        (3072, (128, 192), (1, 2)),
+        (6144, (128, 192), (1, 2)),
+        (2880, (128, 192), (2, 1)),
+        (5120, (128, 192), (2, 1)),
+        (2048, (128, 256), (2, 1)),
+        (512, (128, 256), (2, 1)),
+        (128, (128, 128), (2, 1)),
+    ],
+)
+def test_tiles_fit_the_width(hidden: int, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
+    """3072 is 8 pairs of 192; 2880 and 5120 are 15 and 27 tiles of 192, pairs of which would end outside; 2048 is 8 of 256."""
+    config = choose_config("down", replace(SHAPE, hidden=hidden))
+    assert (config.tile, config.cluster) == (tile, cluster)
+
+
+@pytest.mark.parametrize("hidden", [2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192])
+@pytest.mark.parametrize("intermediate", [512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336])
+def test_no_tiling_computes_much_for_nothing(hidden: int, intermediate: int) -> None:
+    shape = MlpShape(hidden, intermediate, SWIGLU)
+    for product in CANDIDATES:
+        width = shape.width(product)
+        assert choose_config(product, shape).columns(width) <= 1.1 * width, product
+
+
+def test_tilings_keep_to_what_the_kernels_can_do() -> None:
+    for product, found in CANDIDATES.items():
+        assert len({config for config, _ in found}) == len(found)
+        times = [time for _, time in found]
+        assert times == sorted(times) and times[0] == 1.0, product
+        for config, _ in found:
+            assert config.tile[0] % 128 == 0, "experts are padded to 128 rows"
+            assert config.tile[1] % 32 == 0, "gated stores take 32 columns"
+            assert config.cluster[1] == 1 or product in ("down", "dgrad"), "a gather takes no cluster along N"
+            assert config.accumulators <= 192, "a thread has at most 240 registers"
+
+
+def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation() -> None:
+    assert choose_config("up", SHAPE).accumulators == 192
+    for shape in (replace(SHAPE, bias=True), replace(SHAPE, activation=ActivationType.GELU)):
+        assert {config.accumulators for config, _ in candidates("up", shape)} == {128}
+        assert choose_config("up", shape).accumulators == 128
+
+
+def test_no_variant_depends_on_sizes_but_through_its_tiling() -> None:
+    large, wide = replace(SHAPE, hidden=6144, intermediate=3072), replace(SHAPE, hidden=2880, intermediate=2880)
+    assert all_kernels(large) == all_kernels(SHAPE) != all_kernels(wide)
+
+
+def test_plan_covers_a_training_run_with_and_without_biases() -> None:
+    def planned(spec: ModelSpec, **config: object) -> set[str]:
+        return {job.name for job in plan(spec, current_config(SonicMoEConfig(**config)))} & BF16_NAMES
+
+    BF16_NAMES = {kernel.name for kernel in all_kernels(SHAPE, recompute_z=True)} | {"expert_rows"}
+    spec = ModelSpec(8, 3072, 1536)
+    everything = BF16_NAMES - {"bf16_up_again"} if missing_package() is None else set()
+    assert planned(spec) == everything
+    assert planned(spec, engine="reference") == set()
+    assert planned(spec, fp8_mode="perf") == set()
+    plain_wgrad = {"expert_rows", "bf16_wgrad_down", "bf16_wgrad_up"}
+    assert planned(spec, fp8_mode="perf", fp8_wgrad=False) == (plain_wgrad if everything else set())
+    assert planned(replace(spec, arch="sm_100a")) == set()
+    assert planned(replace(spec, dtype="float32")) == set()
+    assert planned(replace(spec, H=3076)) == set()
+    if everything:
+        assert planned(spec, recompute_z=True) == BF16_NAMES
+        jobs = quack_gemm.bf16_jobs(spec, current_config(SonicMoEConfig(engine=EngineName.BF16)))
+        assert {dict(job.statics)["bias"] for job in jobs if job.name == "bf16_up"} == {False, True}
+
+
+@needs_quack
+def test_a_compile_is_refused_where_it_is_forbidden(tmp_path: Path) -> None:
+    gemms = GroupedGemms(SHAPE, 132)
+    with (
+        SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local").activate(),
+        no_compile(),
+        pytest.raises(CompileForbiddenError, match=r"bf16_down\[.*dtype=bfloat16"),
+    ):
+        gemms.down(None, None, None, None, None)
+
+
+def test_a_cache_is_warm_when_nothing_is_missing(cache: CompileCache) -> None:
+    assert not is_warm(SHAPE, cache)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (replace(SHAPE, dtype="float32"), "dtype is float32; the GEMMs take bfloat16 or float16"),
+        (replace(SHAPE, hidden=3076), "H=3076; the GEMMs need a multiple of 8"),
+        (replace(SHAPE, intermediate=100), "I=100; the GEMMs need a multiple of 8"),
+    ],
+)
+def test_shapes_without_a_variant_say_why(shape: MlpShape, words: str) -> None:
+    assert words in (shape.problem() or "")
+    assert SHAPE.problem() is None and all(replace(SHAPE, dtype=dtype).problem() is None for dtype in DTYPES)
+
+
+def test_widths_of_z() -> None:
+    for activation in ActivationType:
+        assert MlpShape(64, 24, activation).n1 == (48 if is_glu(activation) else 24)
+
+
+def test_why_the_engine_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = [(9, 0)]
+    monkeypatch.setattr(bf16.torch.cuda, "get_device_capability", lambda index: capability[0])
+    monkeypatch.setattr(bf16, "missing_package", lambda: None)
+    monkeypatch.setattr(bf16, "package_versions", lambda name: ((name, "0.1.15"),))
+    assert bf16_unavailable("cuda:0", torch.bfloat16, SHAPE) is None
+    assert bf16_unavailable("cpu") == "no GPU: tensors are on cpu"
+    assert "tokens are float32" in (bf16_unavailable("cuda:0", torch.float32) or "")
+    assert "H=12" in (bf16_unavailable("cuda:0", shape=replace(SHAPE, hidden=12)) or "")
+    capability[0] = (10, 0)
+    assert "compute capability 10.0" in (bf16_unavailable("cuda:0") or "")
+    capability[0] = (9, 0)
+    monkeypatch.setattr(bf16, "missing_package", lambda: "quack-kernels 0.6.5 compiles its GEMMs, and it is absent")
+    monkeypatch.setattr(bf16, "is_warm", lambda shape: shape == SHAPE)
+    assert bf16_unavailable("cuda:0", shape=SHAPE) is None
+    assert "quack-kernels 0.6.5" in (bf16_unavailable("cuda:0") or "")
+    monkeypatch.setattr(bf16, "package_versions", lambda name: ((name, "absent"),))
+    assert "apache-tvm-ffi" in (bf16_unavailable("cuda:0") or "")
+
+
+def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (("quack-kernels", "0.6.4"), ("nvidia-cutlass-dsl", "4.8.1"))
+    monkeypatch.setattr(quack_gemm, "package_versions", lambda *names: found)
+    assert missing_package() == "quack-kernels 0.6.5 compiles its GEMMs, and it is 0.6.4"

@@ -1,0 +1,76 @@
+"""The CUDA sources around the weight gradients compile for Hopper without a GPU, spill nothing, and refuse host tensors by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sonicmoe.config import SonicMoEConfig, current_config
+from sonicmoe.gradients import FORMATS, FRESH
+from sonicmoe.jit.cache import CompileCache
+from sonicmoe.jit.cuda_source import resource_usage
+from sonicmoe.jit.plan import ModelSpec
+from sonicmoe.jit.resources import require_no_spills
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_jobs, wgrad_operands_source
+
+EXPORTS = {
+    "wgrad_operands": ("gather_transpose_quantize", "gather_transpose_quantize_pair", "transpose_codes"),
+    "flush": ("flush_gradients",),
+}
+# {bf16, fp16, fp32, codes}; {transposed, native}
+KERNELS = {"wgrad_operands": 4, "flush": 2}
+SOURCES = (wgrad_operands_source(), flush_source())
+
+needs_compiler = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
+    root: Path = tmp_path_factory.mktemp("artefacts")
+    return CompileCache(root / "shared", root / "local")
+
+
+@pytest.mark.parametrize("source", [pytest.param(s, marks=needs_compiler, id=s.name) for s in SOURCES])
+def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None:
+    resources = resource_usage(source.compile(cache))
+    assert len(resources) == KERNELS[source.name]
+    assert {item.arch for item in resources} == {"sm_90a"}
+    require_no_spills(resources)
+    assert all(item.stack_bytes == 0 for item in resources)
+    # Memory-bound: four CTAs of 256 threads keep enough loads under way. The rare fp32 tokens have twice the values in registers.
+    assert sorted(item.registers for item in resources)[-2 if source.name == "wgrad_operands" else -1] <= 64
+    module = source.load(cache)
+    assert all(callable(getattr(module, name)) for name in EXPORTS[source.name])
+
+
+@pytest.mark.parametrize("source", [pytest.param(SOURCES[1], marks=needs_compiler)])
+def test_host_tensors_are_refused_by_name(source, cache: CompileCache) -> None:
+    module = source.load(cache)
+    with pytest.raises(Exception, match="dw1 must be on a CUDA device"):
+        module.flush_gradients(torch.zeros((1, 4, 4)), torch.zeros((1, 4, 4)), [0] * 4, True, True, 0)
+
+
+def test_formats_are_those_of_the_kernel() -> None:
+    text = flush_source().files[0].read_text(encoding="utf-8")
+    codes = dict(re.findall(r"k(Float32|Bfloat16|Float16|Fresh) = (\d)", text))
+    assert {name: int(code) for name, code in codes.items()} == {
+        "Float32": FORMATS[torch.float32], "Bfloat16": FORMATS[torch.bfloat16], "Float16": FORMATS[torch.float16], "Fresh": FRESH,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "names"), [
+    ({"fp8_mode": "perf"}, {"flush", "wgrad_operands"}),
+    ({"fp8_mode": "perf", "fp8_wgrad": False}, {"flush"}),
+    ({"fp8_mode": "off"}, {"flush"}),
+])  # fmt: skip
+def test_warm_up_jobs(options, names) -> None:
+    config = current_config(SonicMoEConfig(**options))
+    assert {job.name for job in wgrad_jobs(ModelSpec(8, 3072, 1536), config)} == names

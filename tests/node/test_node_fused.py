@@ -1,0 +1,98 @@
+"""Stacked parameters `weight1 [E, H, 2I]`, `weight2 [E, I, H]`: never moved, copied over or re-laid out, and trained like single ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, tensor, torch
+from node_harness import FP8, FULL, Layer, problems
+
+FLUSHES = ("step", "backward")
+
+
+def storage(tensors):
+    """Address and bytes of each."""
+    return [(t.data_ptr(), numpy(t).tobytes()) for t in tensors]
+
+
+def buffer_slices(layer, guard=5):
+    """`main_grad`s that are slices of one communication buffer with guard elements between; returns the buffer and where they lie."""
+    sizes = [int(np.prod(tuple(weight.shape))) for weight in layer.weights]
+    buffer = tensor(np.full(sum(sizes) + guard * (len(sizes) + 1), 3.0), torch.float32)
+    spans, start = [], guard
+    for weight, size in zip(layer.weights, sizes, strict=True):
+        if IS_PADDLE:
+            piece = buffer._slice(start, start + size)
+            piece.get_tensor()._set_dims(weight.shape)
+        else:
+            piece = buffer[start : start + size].view(weight.shape)
+        weight.main_grad = piece
+        spans.append(slice(start, start + size))
+        start += size + guard
+    return buffer, spans
+
+
+@pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_weights_and_main_grads_keep_their_storage(flush, config):
+    batches = problems(3)
+    layer = Layer(batches[0], fused=True, flush=flush, config=config)
+    main_grads = layer.set_main_grad(0.0)
+    weights, addresses = storage(layer.weights), [main_grad.data_ptr() for main_grad in main_grads]
+    layer.node.prequantize_weights()
+    calls = [layer.call(batch) for batch in batches]
+    for call in calls:
+        call.backward()
+        assert storage(layer.weights) == weights
+    layer.node.flush_grads()
+    layer.node.step()
+    layer.node.invalidate_caches()
+    layer.run(batches[1])
+    layer.node.step()
+    assert storage(layer.weights) == weights
+    for weight, main_grad, address in zip(layer.weights, main_grads, addresses, strict=True):
+        assert weight.main_grad is main_grad and main_grad.data_ptr() == address
+        assert weight.grad is None and numpy(main_grad).any()
+
+
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_slices_of_a_communication_buffer(flush):
+    batches = problems(2)
+    layer, alone = (Layer(batches[0], fused=True, flush=flush) for _ in range(2))
+    buffer, spans = buffer_slices(layer)
+    expected = alone.set_main_grad(3.0)
+    for each in (layer, alone):
+        for batch in batches:
+            each.run(batch)
+        each.node.step()
+    flat, inside = numpy(buffer), np.zeros(int(buffer.shape[0]), bool)
+    for span, wanted in zip(spans, expected, strict=True):
+        inside[span] = True
+        assert np.array_equal(flat[span], numpy(wanted).reshape(-1))
+    assert (flat[~inside] == 3.0).all()
+
+
+@pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+def test_trains_like_single_experts_with_no_layout_switch_anywhere(config):
+    """Plain gradient descent on the parameters as they lie: the same bits as per-expert parameters, step after step."""
+    batches = problems(3)
+    fused, single = Layer(batches[0], fused=True, config=config), Layer(batches[0], config=config)
+    for layer in (fused, single):
+        layer.set_main_grad(0.0)
+        layer.outs = []
+        for batch in batches:
+            layer.outs.append(numpy(layer.run(batch).out))
+            layer.node.step()
+            with torch.no_grad():
+                for weight in layer.weights:
+                    weight.add_(weight.main_grad * tensor(np.float32(-0.05)))
+                    weight.main_grad.zero_()
+    for ours, theirs in zip(fused.outs, single.outs, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert not np.array_equal(fused.outs[0], numpy(fused.run(batches[0]).out))
+    stacked = [
+        np.stack([numpy(w) for w in half])
+        for half in (single.weights[: len(single.weights) // 2], single.weights[len(single.weights) // 2 :])
+    ]
+    for weight, wanted in zip(fused.weights, stacked, strict=True):
+        assert np.array_equal(numpy(weight), wanted)

@@ -1,0 +1,191 @@
+"""When gradients move: a `step()` that comes too late is named, and `split_wgrad` hands dx over before dw is computed."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, tensor, torch
+from node_harness import Layer, make_problem, problems
+
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.ernie_compat.wgrad_queue import WgradQueue, tensors_in
+from sonicmoe.errors import ConfigError, LayoutError
+
+
+@pytest.fixture
+def said(caplog):
+    """Lines about late steps."""
+    logger = logging.getLogger("sonicmoe")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, "sonicmoe")
+    yield lambda: [line for line in dict.fromkeys(caplog.messages) if "step() came too late" in line]
+    logger.removeHandler(caplog.handler)
+
+
+def halve(layer):
+    """What gradient accumulation does before the optimizer, in place."""
+    with torch.no_grad():
+        for weight in layer.weights:
+            weight.main_grad.add_(weight.main_grad)
+
+
+def replace(layer):
+    """What delayed loss scaling does: a new tensor."""
+    for weight in layer.weights:
+        weight.main_grad = weight.main_grad * 0.5
+
+
+def reduce_in_buffer(layer):
+    """A reduction that goes behind the tensors' backs: bytes change, object and version stay."""
+    for weight in layer.weights:
+        weight.main_grad.numpy()[...] *= 2
+
+
+def optimizer_step(layer):
+    layer.overwrite(make_problem(seed=99))
+
+
+LATE = {"in place": (halve, "reduced, scaled or replaced"), "rebound": (replace, "reduced, scaled or replaced")}
+LATE["after the optimizer"] = (optimizer_step, "an optimizer changed the expert weights")
+if not IS_PADDLE:  # whose numpy() is a copy
+    LATE["inside a buffer"] = (reduce_in_buffer, "reduced, scaled or replaced")
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_late_step_is_named_once(said, case):
+    act, words = LATE[case]
+    layer = Layer()
+    layer.set_main_grad(1.0)
+    for _ in range(3):
+        layer.run()
+        act(layer)
+        layer.node.step()
+    assert len(said()) == 1
+    assert words in said()[0] and "node.step() right after the last backward" in said()[0]
+    assert "on_optimizer_begin" in said()[0] and "flush='backward'" in said()[0]
+
+
+def test_steps_in_time_say_nothing(said):
+    """Several micro-batches, flushes between them, reduction and optimizer afterwards, main_grad created on the way."""
+    for value in (0.0, 1.0, None):
+        layer = Layer()
+        layer.set_main_grad(value)
+        for _ in range(4):
+            pending = [layer.call(problem) for problem in problems(3)]
+            for call in pending:
+                call.backward()
+            layer.node.flush_grads()
+            layer.run()
+            layer.node.step()
+            halve(layer)
+            replace(layer)
+            optimizer_step(layer)
+            layer.node.step()
+    layer = Layer(flush="backward")
+    layer.set_main_grad(0.0)
+    for _ in range(3):
+        layer.run()
+        halve(layer)
+        layer.node.step()
+    assert said() == []
+
+
+def split_layer(problem=None, **options):
+    """A layer whose node splits."""
+    layer = Layer(problem, **options)
+    sizes = (layer.problem.num_experts, layer.problem.x.shape[1], layer.problem.intermediate)
+    if options.get("fused"):
+        layer.node = SonicMoEMlpNode.from_fused(*layer.weights, layer.problem.activation, split_wgrad=True)
+    else:
+        layer.node = SonicMoEMlpNode(layer.experts, *sizes, activation_type=layer.problem.activation, split_wgrad=True)
+    return layer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_split_gives_the_same_bits(fused):
+    batches = problems(3)
+    whole, split = Layer(batches[0], fused=fused), split_layer(batches[0], fused=fused)
+    for layer in (whole, split):
+        layer.set_main_grad(0.0)
+        calls = [layer.call(problem) for problem in batches]
+        for call in calls:
+            call.backward()
+        layer.node.step()
+        layer.results = [layer.result(call) for call in calls]
+    for ours, theirs in zip(split.results, whole.results, strict=True):
+        for (name, a), (_, b) in zip(ours.items(), theirs.items(), strict=True):
+            assert np.array_equal(a, b), name
+
+
+def test_dx_comes_first_and_dw_when_asked(monkeypatch):
+    order = []
+    for name in ("backward_dx", "backward_dw"):
+        original = getattr(ReferenceEngine, name)
+        monkeypatch.setattr(
+            ReferenceEngine, name, lambda self, *a, _n=name, _o=original: (order.append(_n), _o(self, *a))[1]
+        )
+    layer = split_layer()
+    main_grads = layer.set_main_grad(0.0)
+    for _ in range(2):
+        assert layer.run().dx is not None
+    assert order == ["backward_dx"] * 2
+    layer.node.finish_wgrad()
+    assert order == ["backward_dx"] * 2 + ["backward_dw"] * 2
+    assert not any(numpy(main_grad).any() for main_grad in main_grads), "finish_wgrad() fills the accumulators only"
+    layer.node.step()
+    assert any(numpy(main_grad).any() for main_grad in main_grads)
+    assert len(order) == 4
+    layer.node.step()
+    assert len(order) == 4
+
+
+def test_release_waits_for_what_was_put_off():
+    layer = split_layer()
+    layer.set_main_grad(0.0)
+    layer.run()
+    with pytest.raises(RuntimeError, match="never flushed"):
+        layer.node.release_grads()
+    layer.node.step()
+    layer.node.release_grads()
+    assert layer.node.gradient_bytes == 0
+
+
+def test_split_refuses_hooks():
+    with pytest.raises(ConfigError, match="split_wgrad with flush='backward'"):
+        SonicMoEMlpNode.from_fused(*Layer(fused=True).weights, flush="backward", split_wgrad=True)
+
+
+def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):
+    layer = split_layer()
+    for weight in layer.weights:
+        if IS_PADDLE:
+            weight.stop_gradient = True
+        else:
+            weight.requires_grad_(False)
+    submitted = []
+    monkeypatch.setattr(WgradQueue, "submit", lambda *arguments: submitted.append(arguments))
+    assert layer.run().dx is not None and submitted == []
+
+
+def test_every_tensor_of_the_operands_is_found():
+    from dataclasses import dataclass
+
+    @dataclass
+    class Operand:
+        codes: object
+        name: str
+
+    a, b, c = (tensor(np.zeros(n, np.float32)) for n in (1, 2, 3))
+    found = list(tensors_in([Operand((a, None), "x"), {"no": b}, Operand(c, "y")]))
+    assert [int(t.shape[0]) for t in found] == [1, 3]
+
+
+def test_a_bias_is_refused_and_not_forgotten():
+    layer = Layer()
+    layer.experts[1].down_proj.bias = layer.weights[0]
+    with pytest.raises(LayoutError, match=r"experts\[1\].down_proj has a bias"):
+        p = layer.problem
+        SonicMoEMlpNode(layer.experts, p.num_experts, p.x.shape[1], p.intermediate, p.activation)
