@@ -18,6 +18,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import FrameworkError, expect
 
 from .model_config import ModelConfig, TrainConfig
+from .parallel import Parallel, RankLayout, SingleProcess
 
 INSTALL_HINTS = {"paddle": "pip install 'sonicmoe[paddle]'", "torch": "pip install 'sonicmoe[torch]'"}
 
@@ -33,7 +34,10 @@ class StepResult(NamedTuple):
 
 
 class Learner(Protocol):
-    """A model with its optimizer in one framework. Equal calls on equal state give equal bits."""
+    """A model with its optimizer in one framework. Equal calls on equal state give equal bits.
+
+    Under several ranks, every rank makes the same calls with the whole batch and takes its own part of it; results are those of all.
+    """
 
     device: str
     num_parameters: int
@@ -45,7 +49,10 @@ class Learner(Protocol):
         """Mean cross entropy in nats on int64 tokens `[B, S + 1]`, without gradients."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """Copies of parameters and optimizer state by name; `load_state` of them continues bit for bit."""
+        """Copies of all ranks' parameters and optimizer state by name; `load_state` of them continues bit for bit.
+
+        Every rank calls it. The names do not depend on the number of ranks, so any other number may load them.
+        """
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take over `state()` of an equally configured learner.
@@ -100,8 +107,33 @@ def load_framework(framework: str) -> None:
         module.enable_compat(scope={"sonicmoe"}, silent=True)
 
 
-def make_learner(framework: str, model: ModelConfig, train: TrainConfig, precision: str, engine: str) -> Learner:
-    """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`.
+def make_parallel(framework: str, layout: RankLayout, max_tokens: int) -> Parallel:
+    """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once.
+
+    Raises:
+        FrameworkError: see `load_framework`.
+    """
+    if layout.world_size == 1:
+        return SingleProcess()
+    load_framework(framework)
+    if framework == "paddle":
+        from .paddle_parallel import PaddleParallel
+
+        return PaddleParallel(layout, max_tokens)
+    from .torch_parallel import TorchParallel
+
+    return TorchParallel(layout, max_tokens)
+
+
+def make_learner(
+    framework: str,
+    model: ModelConfig,
+    train: TrainConfig,
+    precision: str,
+    engine: str,
+    parallel: Parallel | None = None,
+) -> Learner:
+    """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`; `parallel` None is one rank.
 
     Raises:
         FrameworkError: see `load_framework`.
@@ -113,4 +145,4 @@ def make_learner(framework: str, model: ModelConfig, train: TrainConfig, precisi
         from . import paddle_backend as backend
     else:
         from . import torch_backend as backend
-    return backend.make_learner(model, train, precision, engine)
+    return backend.make_learner(model, train, precision, engine, parallel or SingleProcess())

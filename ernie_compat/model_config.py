@@ -146,7 +146,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run's numbers, apart from the text itself."""
+    """Everything that decides a run's numbers, apart from the text itself. `ep`: ranks of an expert-parallel group."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -154,6 +154,7 @@ class RunConfig:
     precision: str = "fp8"
     engine: str = "auto"
     compare: bool = False
+    ep: int = 1
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
@@ -163,6 +164,30 @@ class RunConfig:
         expect(
             self.precision in PRECISIONS, ConfigError, f"precision is {self.precision!r}; needed: one of {PRECISIONS}"
         )
+        _require_positive(self, "ep")
+        experts = self.model.num_experts
+        expect(
+            experts % self.ep == 0,
+            ConfigError,
+            f"num_experts {experts} is not a multiple of ep {self.ep}; every rank of a group holds equally many",
+        )
+
+    def require_world(self, world_size: int) -> None:
+        """Check that the batch can be split over `world_size` ranks.
+
+        Raises:
+            ConfigError: a micro-batch is not a multiple of the ranks.
+        """
+        part = self.train.batch_size // self.train.micro_batches
+        expect(
+            part % world_size == 0,
+            ConfigError,
+            f"a micro-batch of {part} sequences cannot be split over {world_size} ranks; needed: a multiple of {world_size}",
+        )
+
+    def tokens_per_rank(self, world_size: int) -> int:
+        """Most tokens one rank sends through a MoE layer at once: those of a micro-batch, or of an evaluation batch."""
+        return self.train.batch_size * self.model.seq_len // world_size
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values; inverse of `from_json`."""

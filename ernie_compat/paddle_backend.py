@@ -19,6 +19,7 @@ from .initial_weights import has_weight_decay, initial_weights
 from .learner import StepResult, node_config, token_dtype_name
 from .model_config import ModelConfig, TrainConfig
 from .paddle_model import ErnieMoEDecoder
+from .parallel import Parallel, gather_state, is_expert, whole_shapes
 
 Tensor: TypeAlias = paddle.Tensor
 MOMENTS = {
@@ -29,21 +30,26 @@ MOMENTS = {
 }
 
 
-def make_learner(model: ModelConfig, train: TrainConfig, precision: str, engine: str) -> PaddleLearner:
+def make_learner(
+    model: ModelConfig, train: TrainConfig, precision: str, engine: str, parallel: Parallel
+) -> PaddleLearner:
     """The decoder on Paddle's current device, at its initial weights."""
-    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype_name(precision))
-    return PaddleLearner(decoder, model, train)
+    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype_name(precision), parallel)
+    return PaddleLearner(decoder, model, train, parallel)
 
 
 class PaddleLearner:
     """`Learner` on a `paddle_model.ErnieMoEDecoder`."""
 
-    def __init__(self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig) -> None:
+    def __init__(self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, parallel: Parallel) -> None:
         """Load the initial weights, give every parameter a `main_grad` and create the optimizer state."""
-        self.decoder, self.model, self.train = decoder, model, train
+        self.decoder, self.model, self.train, self.parallel = decoder, model, train, parallel
         self.device = str(paddle.device.get_device())
         self.parameters = dict(decoder.named_parameters())
-        self.num_parameters = sum(int(np.prod(p.shape)) for p in self.parameters.values())
+        self.num_parameters = sum(
+            int(np.prod(p.shape)) * (parallel.layout.ep_size if is_expert(name) else 1)
+            for name, p in self.parameters.items()
+        )
         self._load_weights(initial_weights(model, train.seed))
         self.layer = MixPrecisionLayer(decoder, dtype="bfloat16")
         for parameter in self.parameters.values():
@@ -56,33 +62,31 @@ class PaddleLearner:
         parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
         for node in self.decoder.nodes:
             node.step()
+        self._reduce_gradients()
         grad_norm = self._grad_norm()
+        self._clip_gradients(grad_norm)
         self.optimizer.set_lr(learning_rate)
         self.optimizer.step()
         self.optimizer.clear_grad()
-        loss, aux_loss, z_loss = paddle.stack([losses for losses, _ in parts]).mean(0).tolist()
-        counts = paddle.stack([counts for _, counts in parts]).sum(0)
+        losses = paddle.stack([losses for losses, _ in parts]).mean(0)
+        loss, aux_loss, z_loss = self._mean_over_ranks(losses).tolist()
+        counts = paddle.stack([counts for _, counts in parts]).sum(0).astype("int64")
         return StepResult(loss, aux_loss, z_loss, grad_norm, counts.numpy())
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """See `Learner.evaluate`."""
         with paddle.no_grad():
-            inputs, targets = _inputs_and_targets(tokens)
-            return float(F.cross_entropy(self.layer(inputs).logits, targets))
+            inputs, targets = self._inputs_and_targets(tokens)
+            return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).logits, targets)))
 
     def state(self) -> dict[str, np.ndarray]:
         """See `Learner.state`."""
-        optimizer_state = self.optimizer.state_dict()
-        arrays = {}
-        for name, parameter in self.parameters.items():
-            arrays[f"weight/{name}"] = np.array(parameter.numpy())
-            for key, suffix in MOMENTS.items():
-                arrays[f"{key}/{name}"] = np.array(optimizer_state[f"{parameter.name}_{suffix}"].numpy())
-        return arrays
+        return gather_state(self._local_state(), self.parallel, self.model.num_experts)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Learner.load_state`."""
-        require_matching_arrays(arrays, {name: array.shape for name, array in self.state().items()})
+        local = {name: array.shape for name, array in self._local_state().items()}
+        require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
         self._load_weights({name: arrays[f"weight/{name}"] for name in self.parameters})
         optimizer_state = self.optimizer.state_dict()
         for name, parameter in self.parameters.items():
@@ -99,7 +103,8 @@ class PaddleLearner:
             epsilon=train.adam_eps,
             weight_decay=train.weight_decay,
             apply_decay_param_fun=lambda name: name in decayed,
-            grad_clip=paddle.nn.ClipGradByGlobalNorm(train.clip_norm),
+            # Paddle's clipping sees this rank's experts alone.
+            grad_clip=paddle.nn.ClipGradByGlobalNorm(train.clip_norm) if self.parallel.layout.ep_size == 1 else None,
             parameters=list(self.parameters.values()),
         )
         # Normally the first step does this; a checkpoint of step 0, and loading one, need the moments now.
@@ -108,26 +113,56 @@ class PaddleLearner:
         )
         return optimizer
 
+    def _local_state(self) -> dict[str, np.ndarray]:
+        optimizer_state = self.optimizer.state_dict()
+        arrays = {}
+        for name, parameter in self.parameters.items():
+            arrays[f"weight/{name}"] = np.array(parameter.numpy())
+            for key, suffix in MOMENTS.items():
+                arrays[f"{key}/{name}"] = np.array(optimizer_state[f"{parameter.name}_{suffix}"].numpy())
+        return arrays
+
+    def _gradients(self, experts: bool) -> list[Tensor]:
+        return [parameter.main_grad for name, parameter in self.parameters.items() if is_expert(name) == experts]
+
+    def _reduce_gradients(self) -> None:
+        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold its whole group's tokens."""
+        self.parallel.sum_world(self._gradients(experts=False))
+        self.parallel.sum_replicas(self._gradients(experts=True))
+
     def _grad_norm(self) -> float:
-        squares = [parameter.main_grad.square().sum() for parameter in self.parameters.values()]
+        """Over all parameters of all ranks."""
+        squares = [
+            paddle.stack([gradient.square().sum() for gradient in self._gradients(experts)]).sum()
+            for experts in (False, True)
+        ]
+        self.parallel.sum_ep(squares[1:])
         return float(paddle.stack(squares).sum().sqrt())
 
+    def _clip_gradients(self, norm: float) -> None:
+        if self.parallel.layout.ep_size > 1 and norm > self.train.clip_norm:
+            for parameter in self.parameters.values():
+                parameter.main_grad.scale_(self.train.clip_norm / norm)
+
+    def _mean_over_ranks(self, values: Tensor) -> Tensor:
+        self.parallel.sum_world([values])
+        return values / self.parallel.layout.world_size
+
     def _micro_batch(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-        inputs, targets = _inputs_and_targets(tokens)
+        inputs, targets = self._inputs_and_targets(tokens)
         out = self.layer(inputs)
         loss = F.cross_entropy(out.logits, targets)
         total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
-        (total / self.train.micro_batches).backward()
+        (total / (self.train.micro_batches * self.parallel.layout.world_size)).backward()
         return paddle.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
 
+    def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+        own = self.parallel.layout.shard(tokens)
+        return paddle.to_tensor(np.ascontiguousarray(own[:, :-1])), paddle.to_tensor(own[:, 1:].reshape(-1))
+
     def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        require_matching_arrays(weights, {name: tuple(p.shape) for name, p in self.parameters.items()})
         for name, parameter in self.parameters.items():
             parameter.set_value(weights[name])
         for node in self.decoder.nodes:
             node.invalidate_caches()
             node.prequantize_weights()  # an engine that cannot run here, or not at these sizes, says so now
-
-
-def _inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-    return paddle.to_tensor(np.ascontiguousarray(tokens[:, :-1])), paddle.to_tensor(tokens[:, 1:].reshape(-1))

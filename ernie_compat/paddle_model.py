@@ -14,16 +14,18 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import Dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 from .initial_weights import causal_mask, half_turn, rotary_tables
 from .model_config import ModelConfig
+from .parallel import Parallel
 
 Tensor: TypeAlias = paddle.Tensor
 
 
 class RouterOutput(NamedTuple):
-    """Of one MoE layer: balance loss (1 when balanced), z loss, tokens per expert int64 `[E]`."""
+    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all ranks' tokens."""
 
     aux_loss: Tensor
     z_loss: Tensor
@@ -31,7 +33,7 @@ class RouterOutput(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, tokens per expert int64 `[L_moe, E]`."""
+    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per expert fp32 `[L_moe, E]`."""
 
     logits: Tensor
     aux_loss: Tensor
@@ -106,18 +108,29 @@ class SwiGLUMlp(nn.Layer):
 
 
 class MoEMlp(nn.Layer):
-    """Softmax router with top-k, then all experts through the node."""
+    """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through the node, combine."""
 
-    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: str) -> None:
-        """Allocate router and experts and hand the experts to a node."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        node_config: SonicMoEConfig,
+        token_dtype: str,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
+    ) -> None:
+        """Allocate router and experts (None for those of other ranks) and hand the experts to a node."""
         super().__init__()
         self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
+        self.parallel, self.dispatcher = parallel, dispatcher
         self.router = projection(config.hidden_size, config.num_experts)
-        self.experts = nn.LayerList(
-            [SwiGLUMlp(config.hidden_size, config.intermediate_size) for _ in range(config.num_experts)]
-        )
+        local = parallel.layout.local_experts(config.num_experts)
+        experts = [
+            SwiGLUMlp(config.hidden_size, config.intermediate_size) if expert in local else None
+            for expert in range(config.num_experts)
+        ]
+        self.experts = nn.LayerList(experts)  # ids stay global, and so do parameter names
         self.node = SonicMoEMlpNode(
-            list(self.experts), config.num_experts, config.hidden_size, config.intermediate_size, config=node_config
+            experts, len(local), config.hidden_size, config.intermediate_size, config=node_config
         )
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
@@ -126,10 +139,14 @@ class MoEMlp(nn.Layer):
         probs_TE = F.softmax(logits_TE, axis=-1)
         top_TK, indices_TK = paddle.topk(probs_TE, self.topk, axis=-1)
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        counts_E = paddle.bincount(indices_TK.flatten(), minlength=self.num_experts)
-        out_TH = self.node(paddle.cast(x_TH, self.token_dtype), counts_E, paddle.cast(indices_TK, "int32"), top_TK)
+        counts_E = paddle.cast(paddle.bincount(indices_TK.flatten(), minlength=self.num_experts), "float32")
+        self.parallel.sum_world([counts_E])
+        received = self.dispatcher.dispatch(paddle.cast(x_TH, self.token_dtype), indices_TK, top_TK)
+        out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
+        out_TH = self.dispatcher.combine(out_RH, received.handle)
         # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of e); 1 when balanced.
-        share_E = paddle.cast(counts_E, "float32") / (x_TH.shape[0] * self.topk)
+        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all tokens together.
+        share_E = counts_E / (x_TH.shape[0] * self.topk * self.parallel.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = paddle.logsumexp(logits_TE, axis=-1).square().mean()
         return paddle.cast(out_TH, "float32"), RouterOutput(aux_loss, z_loss, counts_E)
@@ -138,14 +155,22 @@ class MoEMlp(nn.Layer):
 class DecoderLayer(nn.Layer):
     """Pre-norm attention and MLP with residuals; the MLP is dense or a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, index: int, node_config: SonicMoEConfig, token_dtype: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        node_config: SonicMoEConfig,
+        token_dtype: str,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
+    ) -> None:
         """Layer `index` of `config`."""
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         if index in config.moe_layers:
-            self.mlp = MoEMlp(config, node_config, token_dtype)
+            self.mlp = MoEMlp(config, node_config, token_dtype, parallel, dispatcher)
         else:
             self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size)
 
@@ -162,12 +187,13 @@ class DecoderLayer(nn.Layer):
 class ErnieMoEDecoder(nn.Layer):
     """Byte-level decoder; `node_config` and `token_dtype` decide only what happens inside the nodes."""
 
-    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: str) -> None:
+    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: str, parallel: Parallel) -> None:
         """Build the layers; load weights with `initial_weights` afterwards."""
         super().__init__()
+        dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.LayerList(
-            [DecoderLayer(config, i, node_config, token_dtype) for i in range(config.num_layers)]
+            [DecoderLayer(config, i, node_config, token_dtype, parallel, dispatcher) for i in range(config.num_layers)]
         )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = projection(config.hidden_size, config.vocab_size)

@@ -12,29 +12,36 @@ from .checkpoint import require_matching_arrays
 from .initial_weights import has_weight_decay, initial_weights
 from .learner import StepResult, node_config, token_dtype_name
 from .model_config import ModelConfig, TrainConfig
+from .parallel import Parallel, gather_state, is_expert, whole_shapes
 from .torch_model import ErnieMoEDecoder
 
 Tensor = torch.Tensor
 MOMENTS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "steps": "step"}
 
 
-def make_learner(model: ModelConfig, train: TrainConfig, precision: str, engine: str) -> TorchLearner:
-    """The decoder on the GPU if there is one, else on the CPU, at its initial weights."""
+def make_learner(
+    model: ModelConfig, train: TrainConfig, precision: str, engine: str, parallel: Parallel
+) -> TorchLearner:
+    """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = ErnieMoEDecoder(model, node_config(precision, engine), getattr(torch, token_dtype_name(precision))).to(
-        device
-    )
-    return TorchLearner(decoder, model, train, device)
+    token_dtype = getattr(torch, token_dtype_name(precision))
+    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype, parallel).to(device)
+    return TorchLearner(decoder, model, train, device, parallel)
 
 
 class TorchLearner:
     """`Learner` on a `torch_model.ErnieMoEDecoder`."""
 
-    def __init__(self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, device: str) -> None:
+    def __init__(
+        self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, device: str, parallel: Parallel
+    ) -> None:
         """Load the initial weights and create the optimizer state, so that a checkpoint has one shape at every step."""
         self.decoder, self.model, self.train, self.device = decoder, model, train, device
+        self.parallel = parallel
         self.parameters = dict(decoder.named_parameters())
-        self.num_parameters = sum(p.numel() for p in self.parameters.values())
+        self.num_parameters = sum(
+            p.numel() * (parallel.layout.ep_size if is_expert(name) else 1) for name, p in self.parameters.items()
+        )
         self._load_weights(initial_weights(model, train.seed))
         decayed = [p for name, p in self.parameters.items() if has_weight_decay(name)]
         plain = [p for name, p in self.parameters.items() if not has_weight_decay(name)]
@@ -57,33 +64,31 @@ class TorchLearner:
         parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
         for node in self.decoder.nodes:
             node.step()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.train.clip_norm)
+        self._reduce_gradients()
+        grad_norm = self._clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        loss, aux_loss, z_loss = torch.stack([losses for losses, _ in parts]).mean(0).tolist()
-        counts = torch.stack([counts for _, counts in parts]).sum(0)
+        losses = torch.stack([losses for losses, _ in parts]).mean(0)
+        loss, aux_loss, z_loss = self._mean_over_ranks(losses).tolist()
+        counts = torch.stack([counts for _, counts in parts]).sum(0).to(torch.int64)
         return StepResult(loss, aux_loss, z_loss, float(grad_norm), counts.cpu().numpy())
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """See `Learner.evaluate`."""
         with torch.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
-            return float(F.cross_entropy(self.decoder(inputs).logits, targets))
+            return float(self._mean_over_ranks(F.cross_entropy(self.decoder(inputs).logits, targets)))
 
     def state(self) -> dict[str, np.ndarray]:
         """See `Learner.state`."""
-        arrays = {}
-        for name, parameter in self.parameters.items():
-            arrays[f"weight/{name}"] = _to_numpy(parameter)
-            for key, torch_key in MOMENTS.items():
-                arrays[f"{key}/{name}"] = _to_numpy(self.optimizer.state[parameter][torch_key])
-        return arrays
+        return gather_state(self._local_state(), self.parallel, self.model.num_experts)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Learner.load_state`."""
-        require_matching_arrays(arrays, {name: array.shape for name, array in self.state().items()})
+        local = {name: array.shape for name, array in self._local_state().items()}
+        require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
         self._load_weights({name: arrays[f"weight/{name}"] for name in self.parameters})
         for name, parameter in self.parameters.items():
             for key, torch_key in MOMENTS.items():
@@ -95,21 +100,55 @@ class TorchLearner:
         out = self.decoder(inputs)
         loss = F.cross_entropy(out.logits, targets)
         total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
-        (total / self.train.micro_batches).backward()
+        (total / (self.train.micro_batches * self.parallel.layout.world_size)).backward()
         return torch.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
 
     def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-        on_device = torch.from_numpy(tokens).to(self.device)
+        on_device = torch.from_numpy(self.parallel.layout.shard(tokens)).to(self.device)
         return on_device[:, :-1].contiguous(), on_device[:, 1:].reshape(-1)
+
+    def _local_state(self) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, parameter in self.parameters.items():
+            arrays[f"weight/{name}"] = _to_numpy(parameter)
+            for key, torch_key in MOMENTS.items():
+                arrays[f"{key}/{name}"] = _to_numpy(self.optimizer.state[parameter][torch_key])
+        return arrays
+
+    def _gradients(self, experts: bool) -> list[Tensor]:
+        return [p.grad for name, p in self.parameters.items() if is_expert(name) == experts and p.grad is not None]
+
+    def _reduce_gradients(self) -> None:
+        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold its whole group's tokens."""
+        self.parallel.sum_world(self._gradients(experts=False))
+        self.parallel.sum_replicas(self._gradients(experts=True))
+
+    def _clip_gradients(self) -> Tensor:
+        """The norm over all parameters of all ranks, before clipping."""
+        if self.parallel.layout.ep_size == 1:
+            return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.train.clip_norm)
+        squares = [sum_of_squares(self._gradients(experts)) for experts in (False, True)]
+        self.parallel.sum_ep(squares[1:])
+        norm = torch.stack(squares).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.clip_norm, norm)
+        return norm
+
+    def _mean_over_ranks(self, values: Tensor) -> Tensor:
+        self.parallel.sum_world([values])
+        return values / self.parallel.layout.world_size
 
     @torch.no_grad()
     def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        require_matching_arrays(weights, {name: tuple(p.shape) for name, p in self.parameters.items()})
         for name, parameter in self.parameters.items():
             parameter.copy_(torch.from_numpy(np.array(weights[name])))
         for node in self.decoder.nodes:
             node.invalidate_caches()
             node.prequantize_weights()  # an engine that cannot run here, or not at these sizes, says so now
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """0-d sum over all elements of all tensors."""
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:

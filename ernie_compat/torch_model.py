@@ -13,16 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import Dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 from .initial_weights import causal_mask, half_turn, rotary_tables
 from .model_config import ModelConfig
+from .parallel import Parallel
 
 Tensor = torch.Tensor
 
 
 class RouterOutput(NamedTuple):
-    """Of one MoE layer: balance loss (1 when balanced), z loss, tokens per expert int64 `[E]`."""
+    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all ranks' tokens."""
 
     aux_loss: Tensor
     z_loss: Tensor
@@ -30,7 +32,7 @@ class RouterOutput(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, tokens per expert int64 `[L_moe, E]`."""
+    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per expert fp32 `[L_moe, E]`."""
 
     logits: Tensor
     aux_loss: Tensor
@@ -118,18 +120,29 @@ class SwiGLUMlp(nn.Module):
 
 
 class MoEMlp(nn.Module):
-    """Softmax router with top-k, then all experts through the node."""
+    """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through the node, combine."""
 
-    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: torch.dtype) -> None:
-        """Allocate router and experts and hand the experts to a node."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        node_config: SonicMoEConfig,
+        token_dtype: torch.dtype,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
+    ) -> None:
+        """Allocate router and experts (None for those of other ranks) and hand the experts to a node."""
         super().__init__()
         self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
+        self.parallel, self.dispatcher = parallel, dispatcher
         self.router = Projection(config.hidden_size, config.num_experts)
-        self.experts = nn.ModuleList(
-            SwiGLUMlp(config.hidden_size, config.intermediate_size) for _ in range(config.num_experts)
-        )
+        local = parallel.layout.local_experts(config.num_experts)
+        experts = [
+            SwiGLUMlp(config.hidden_size, config.intermediate_size) if expert in local else None
+            for expert in range(config.num_experts)
+        ]
+        self.experts = nn.ModuleList(experts)  # type: ignore[arg-type]  # ids stay global, and so do parameter names
         self.node = SonicMoEMlpNode(
-            list(self.experts), config.num_experts, config.hidden_size, config.intermediate_size, config=node_config
+            experts, len(local), config.hidden_size, config.intermediate_size, config=node_config
         )
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
@@ -138,10 +151,14 @@ class MoEMlp(nn.Module):
         probs_TE = torch.softmax(logits_TE, dim=-1)
         top_TK, indices_TK = torch.topk(probs_TE, self.topk, dim=-1)
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        counts_E = torch.bincount(indices_TK.reshape(-1), minlength=self.num_experts)
-        out_TH = self.node(x_TH.to(self.token_dtype), counts_E, indices_TK.to(torch.int32), top_TK)
+        counts_E = torch.bincount(indices_TK.reshape(-1), minlength=self.num_experts).to(torch.float32)
+        self.parallel.sum_world([counts_E])
+        received = self.dispatcher.dispatch(x_TH.to(self.token_dtype), indices_TK, top_TK)
+        out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
+        out_TH = self.dispatcher.combine(out_RH, received.handle)
         # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of e); 1 when balanced.
-        share_E = counts_E.to(torch.float32) / indices_TK.numel()
+        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all tokens together.
+        share_E = counts_E / (indices_TK.numel() * self.parallel.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = torch.logsumexp(logits_TE, dim=-1).square().mean()
         return out_TH.to(torch.float32), RouterOutput(aux_loss, z_loss, counts_E)
@@ -150,7 +167,15 @@ class MoEMlp(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residuals; the MLP is dense or a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, index: int, node_config: SonicMoEConfig, token_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        node_config: SonicMoEConfig,
+        token_dtype: torch.dtype,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
+    ) -> None:
         """Layer `index` of `config`."""
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -158,7 +183,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MoEMlp | SwiGLUMlp
         if index in config.moe_layers:
-            self.mlp = MoEMlp(config, node_config, token_dtype)
+            self.mlp = MoEMlp(config, node_config, token_dtype, parallel, dispatcher)
         else:
             self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size)
 
@@ -175,11 +200,16 @@ class DecoderLayer(nn.Module):
 class ErnieMoEDecoder(nn.Module):
     """Byte-level decoder; `node_config` and `token_dtype` decide only what happens inside the nodes."""
 
-    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: torch.dtype, parallel: Parallel
+    ) -> None:
         """Build the layers; load weights with `initial_weights` afterwards."""
         super().__init__()
+        dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, node_config, token_dtype) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, node_config, token_dtype, parallel, dispatcher) for i in range(config.num_layers)
+        )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
 

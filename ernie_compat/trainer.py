@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .metrics import (
     recorded_loss_gap,
 )
 from .model_config import SMOOTHING_WINDOW, RunConfig
+from .parallel import Parallel, SingleProcess
 
 CHECKPOINT_NAME = "checkpoint.npz"
 METRICS_NAME = "metrics.jsonl"
@@ -42,6 +44,8 @@ class TrainingError(SonicMoEError, ArithmeticError):
 class Trainer:
     """One run in one directory. Build it with `start` or `resume`, then call `train`.
 
+    Under several ranks every rank has a trainer and makes the same calls; rank 0 alone writes files.
+
     Attributes:
         step: optimizer steps done.
         records: what the metrics file holds.
@@ -51,11 +55,12 @@ class Trainer:
     corpus: Corpus
     directory: Path
     learners: dict[str, Learner]
+    parallel: Parallel = field(default_factory=SingleProcess)
     step: int = 0
     records: list[StepRecord] = field(default_factory=list)
 
     @classmethod
-    def start(cls, config: RunConfig, corpus: Corpus, directory: Path) -> Trainer:
+    def start(cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None) -> Trainer:
         """A run at step 0.
 
         Raises:
@@ -63,18 +68,22 @@ class Trainer:
             FrameworkError, EngineUnavailableError: see `make_learner`.
         """
         corpus.require_length(config.model.seq_len)
-        return cls(config, corpus, directory, _make_learners(config))
+        parallel = parallel or SingleProcess()
+        config.require_world(parallel.layout.world_size)
+        return cls(config, corpus, directory, _make_learners(config, parallel), parallel)
 
     @classmethod
-    def resume(cls, config: RunConfig, corpus: Corpus, directory: Path) -> Trainer:
+    def resume(cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None) -> Trainer:
         """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for bit as if never stopped.
+
+        Any number of ranks may continue what any other number began; the sums of gradients are then rounded in another order.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model, framework or precision.
         """
         path = directory / CHECKPOINT_NAME
         require_resumable(read_header(path), config)
-        trainer = cls.start(config, corpus, directory)
+        trainer = cls.start(config, corpus, directory, parallel)
         header, arrays = load_checkpoint(path)
         for name, learner in trainer.learners.items():
             prefix = f"{name}/"
@@ -98,11 +107,14 @@ class Trainer:
             TrainingError: the loss is not finite; the last good checkpoint stays.
         """
         train = self.config.train
-        with MetricsFile(self.directory / METRICS_NAME, self.records) as metrics:
-            while self.step < train.steps and not should_stop():
+        # A signal reaches ranks at different steps: they stop when the first one wants to.
+        agreed = self.parallel.largest
+        with MetricsFile(self.directory / METRICS_NAME, self.records) if self.writes else nullcontext() as metrics:
+            while self.step < train.steps and not agreed(should_stop()):
                 record = self._advance()
                 self.records.append(record)
-                metrics.append(record)
+                if metrics is not None:
+                    metrics.append(record)
                 on_step(record)
                 due = train.checkpoint_every and self.step % train.checkpoint_every == 0
                 if due and self.step < train.steps:
@@ -110,11 +122,18 @@ class Trainer:
         self.save()
         return self.step >= train.steps
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the files."""
+        return self.parallel.layout.rank == 0
+
     def save(self) -> None:
-        """Write the checkpoint of this moment."""
+        """Write the checkpoint of this moment; every rank calls it, rank 0 writes when it has everything."""
         arrays = {
             f"{name}/{key}": array for name, learner in self.learners.items() for key, array in learner.state().items()
         }
+        if not self.writes:
+            return
         header = {"step": self.step, "text_sha256": self.corpus.sha256, "config": self.config.to_json()}
         save_checkpoint(self.directory / CHECKPOINT_NAME, header, arrays)
 
@@ -127,7 +146,7 @@ class Trainer:
         return {name: float(np.mean([learner.evaluate(b) for b in batches])) for name, learner in self.learners.items()}
 
     def summary(self) -> dict[str, Any]:
-        """Final figures, plain values.
+        """Final figures, plain values; every rank calls it.
 
         `loss_end` and `load_imbalance` are means over the last steps, `tokens_per_s` the median, `loss_gap` a fraction
         (see `metrics.loss_gap`), None without a twin.
@@ -141,6 +160,7 @@ class Trainer:
             "engine": self.config.engine,
             "device": main.device,
             "parameters": main.num_parameters,
+            "ranks": self.parallel.layout.world_size,
             "steps": self.step,
             "loss_start": self.records[0].loss if self.records else None,
             "loss_end": float(np.mean([r.loss for r in last])) if last else None,
@@ -195,9 +215,9 @@ def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
     expect(done <= steps, CheckpointError, f"the checkpoint is at step {done}, past the {steps} steps asked for")
 
 
-def _make_learners(config: RunConfig) -> dict[str, Learner]:
+def _make_learners(config: RunConfig, parallel: Parallel) -> dict[str, Learner]:
     def make(precision: str, engine: str) -> Learner:
-        return make_learner(config.framework, config.model, config.train, precision, engine)
+        return make_learner(config.framework, config.model, config.train, precision, engine, parallel)
 
     learners = {MAIN: make(config.precision, config.engine)}
     if config.compare:

@@ -22,6 +22,8 @@ from ..errors import ConfigError, SonicMoEError, expect
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ernie_compat.corpus import Corpus
+    from ernie_compat.parallel import Parallel
     from ernie_compat.trainer import Trainer
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL_BASE = 1, 2, 128
@@ -42,7 +44,7 @@ TRAIN_OPTIONS = {
     "seed": "seed",
     "checkpoint_every": "checkpoint_every",
 }
-RUN_OPTIONS = ("framework", "precision", "engine", "compare")
+RUN_OPTIONS = ("framework", "precision", "engine", "compare", "ep")
 COMPARE_HELP = (
     "Train the same seed in full precision (fp32) beside it and report the loss gap: the mean of |s - r| / r over the last "
     f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps."
@@ -96,6 +98,12 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 @_size_option("--experts", ModelConfig.num_experts, "Experts per MoE layer.")
 @_size_option("--topk", ModelConfig.topk, "Experts per token.")
 @_size_option("--intermediate", ModelConfig.intermediate_size, "Intermediate size of an expert.")
+@_size_option(
+    "--ep",
+    RunConfig.ep,
+    "Ranks that share the experts (expert parallelism); under torchrun or paddle.distributed.launch, whose number of ranks must be "
+    "a multiple of it. The batch is split over all ranks.",
+)
 @_size_option("--lr", TrainConfig.lr, "Peak learning rate (warm-up, then cosine).", float)
 @_size_option("--seed", TrainConfig.seed, "Decides initial weights and batches.")
 @_size_option("--checkpoint-every", TrainConfig.checkpoint_every, "Steps between checkpoints; 0: only at the end.")
@@ -114,7 +122,12 @@ def train(
 
     Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz, loss.png and expert_load.png to --out. Ctrl-C saves
     a checkpoint and exits with 130. Bad input is one line and exit code 2.
+
+    Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python -m paddle.distributed.launch
+    --nproc_per_node 4 "$(command -v sonicmoe)" train --ep 4. A checkpoint of any number of ranks resumes on any other.
     """
+    from ernie_compat.checkpoint import CheckpointError
+
     try:
         code = _run(
             [*data, *more_data],
@@ -126,7 +139,9 @@ def train(
     except KeyboardInterrupt:
         _fail("interrupted; no checkpoint was written since the last one", EXIT_SIGNAL_BASE + 2)
     except SonicMoEError as error:
-        _fail(str(error), EXIT_FAILED if isinstance(error, ArithmeticError) else EXIT_BAD_INPUT)
+        # Every rank refuses the same input; one of them says so.
+        said_by_rank_0 = isinstance(error, ConfigError | CheckpointError)
+        _fail(str(error), EXIT_FAILED if isinstance(error, ArithmeticError) else EXIT_BAD_INPUT, said_by_rank_0)
     except OSError as error:
         _fail(str(error), EXIT_FAILED)
     sys.exit(code)
@@ -136,30 +151,64 @@ def _run(data: list[str], out: Path | None, resume: bool, as_json: bool, given: 
     from rich.console import Console
 
     from ernie_compat.corpus import load_corpus
-    from ernie_compat.progress import InterruptGuard, TrainingDisplay
-    from ernie_compat.trainer import CHECKPOINT_NAME, Trainer
+    from ernie_compat.learner import make_parallel
+    from ernie_compat.parallel import RankLayout, read_launch
+    from ernie_compat.rank_guard import RankGuard
+    from ernie_compat.trainer import CHECKPOINT_NAME
 
-    console = Console(stderr=True, highlight=False, markup=False)
+    launch = read_launch()
+    console = Console(stderr=True, highlight=False, markup=False, quiet=launch.rank != 0)
     _log_to(console)
     expect(out is not None or not resume, ConfigError, "--resume needs --out DIR, the directory of the run to continue")
     directory = out if out is not None else Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     config = _configuration(given, directory / CHECKPOINT_NAME if resume else None)
+    layout = RankLayout(launch, config.ep)
+    config.require_world(layout.world_size)
     corpus = load_corpus(data)
     corpus.require_length(config.model.seq_len)
-    _make_directory(directory)
-    trainer = (Trainer.resume if resume else Trainer.start)(config, corpus, directory)
-    if not resume:
+    if launch.rank == 0:
+        _make_directory(directory)
+    parallel = make_parallel(config.framework, layout, config.tokens_per_rank(layout.world_size))
+    with RankGuard(parallel, lambda: _how_to_continue(directory / CHECKPOINT_NAME)):
+        code = _train(config, corpus, directory, parallel, console, resume, as_json)
+    parallel.close()
+    return code
+
+
+def _train(
+    config: RunConfig,
+    corpus: Corpus,
+    directory: Path,
+    parallel: Parallel,
+    console: Console,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    from ernie_compat.progress import InterruptGuard, TrainingDisplay
+    from ernie_compat.trainer import CHECKPOINT_NAME, Trainer
+
+    trainer = (Trainer.resume if resume else Trainer.start)(config, corpus, directory, parallel)
+    if not resume and trainer.writes:
         _set_aside(directory / CHECKPOINT_NAME, console)
-    _announce(trainer, resume, console)
+    if trainer.writes:
+        _announce(trainer, resume, console)
     with InterruptGuard(console) as guard:
         with TrainingDisplay(console, config.train.steps, trainer.step) as display:
             finished = trainer.train(display.update, guard.requested)
         if not finished:
             hint = f"interrupted at step {trainer.step}; checkpoint saved. Continue with: --resume --out {directory}"
             console.print(hint, soft_wrap=True)
-            return EXIT_SIGNAL_BASE + guard.received
-    _report(trainer, _draw(trainer, console), as_json)
+            return EXIT_SIGNAL_BASE + parallel.largest(guard.received)
+    summary = trainer.summary()
+    if trainer.writes:
+        _report(trainer, summary, _draw(trainer, console), as_json)
     return 0
+
+
+def _how_to_continue(checkpoint: Path) -> str:
+    if not checkpoint.exists():
+        return "there is no checkpoint yet"
+    return f"the last checkpoint is whole, continue with: --resume --out {checkpoint.parent}"
 
 
 def _make_directory(directory: Path) -> None:
@@ -207,7 +256,7 @@ def _announce(trainer: Trainer, resume: bool, console: Console) -> None:
     model = config.model
     console.print(
         f"{config.framework} on {learner.device}, experts in {config.precision}"
-        f"{', compared with fp32' if config.compare else ''}: {learner.num_parameters / 1e6:.2f} M parameters, "
+        f"{', compared with fp32' if config.compare else ''}{_ranks(trainer.parallel)}: {learner.num_parameters / 1e6:.2f} M parameters, "
         f"{model.num_layers} layers ({len(model.moe_layers)} MoE), {model.num_experts} experts, top-{model.topk}\n"
         f"text: {corpus.num_files} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:.1f} MB; results in {trainer.directory}",
         soft_wrap=True,
@@ -219,6 +268,13 @@ def _announce(trainer: Trainer, resume: bool, console: Console) -> None:
                 "warning: the text differs from the checkpoint's; give the same --data to continue the same run",
                 soft_wrap=True,
             )
+
+
+def _ranks(parallel: Parallel) -> str:
+    layout = parallel.layout
+    if layout.world_size == 1:
+        return ""
+    return f", {layout.world_size} ranks ({layout.ep_size} expert-parallel x {layout.world_size // layout.ep_size} data-parallel)"
 
 
 def _draw(trainer: Trainer, console: Console) -> dict[str, str]:
@@ -237,10 +293,9 @@ def _draw(trainer: Trainer, console: Console) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def _report(trainer: Trainer, plots: Mapping[str, str], as_json: bool) -> None:
+def _report(trainer: Trainer, summary: dict[str, Any], plots: Mapping[str, str], as_json: bool) -> None:
     from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
 
-    summary = trainer.summary()
     files = {"metrics": str(trainer.directory / METRICS_NAME), "checkpoint": str(trainer.directory / CHECKPOINT_NAME)}
     summary |= {"plots": dict(plots), **files}
     (trainer.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -290,8 +345,18 @@ def _log_to(console: Console) -> None:
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"sonicmoe train: {' '.join(message.split())}", err=True)
+def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:
+    from ernie_compat.parallel import Launch, read_launch
+
+    try:
+        launch = read_launch()
+    except ConfigError:  # may be what failed
+        launch = Launch()
+    if launch.rank == 0 or not said_by_rank_0:
+        place = f"rank {launch.rank}: " if launch.world_size > 1 and not said_by_rank_0 else ""
+        click.echo(f"sonicmoe train: {place}{' '.join(message.split())}", err=True)
+    if launch.world_size > 1:
+        os._exit(code)  # communicators left in the middle of a collective may never be torn down
     sys.exit(code)
 
 

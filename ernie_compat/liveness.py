@@ -1,0 +1,129 @@
+"""Ranks watch each other, so that one that dies stops all the others at once instead of leaving them in a collective for ever.
+
+A star of TCP connections around rank 0, beside the collectives: a process that ends, however it ends, closes its connection;
+one that hangs stops its heartbeats. Rank 0 passes the news on.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+BEAT, BYE, FAILED, LOST = "beat", "bye", "failed", "lost"
+SILENCE_S = 60.0
+BEATS_PER_SILENCE = 6
+
+
+class RankWatch:
+    """One rank's end. `on_lost(reason)` runs at most once, on a thread of its own, as soon as another rank is known to be gone.
+
+    Use `listen` on rank 0, tell the others the port, then construct on every rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: tuple[str, int],
+        on_lost: Callable[[str], None],
+        *,
+        listener: socket.socket | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Connect; returns when the star stands.
+
+        Raises:
+            OSError: rank 0 cannot be reached, or a rank did not come, within `silence_s`.
+        """
+        self._rank, self._on_lost, self._silence_s = rank, on_lost, silence_s
+        self._lock, self._ended, self._reason = threading.Lock(), False, ""
+        self._lost = threading.Event()
+        if listener is not None:
+            self._peers = self._accept(listener, world_size - 1)
+        else:
+            link = socket.create_connection(address, timeout=silence_s)
+            link.sendall(f"{rank}\n".encode())
+            self._peers = {0: link}
+        for peer, link in self._peers.items():
+            link.settimeout(silence_s)
+            threading.Thread(target=self._hear, args=(peer, link), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @staticmethod
+    def listen() -> socket.socket:
+        """Rank 0's listening socket, on a free port."""
+        return socket.create_server(("", 0))
+
+    def close(self) -> None:
+        """This rank has finished well; the others may go on."""
+        self._end(BYE)
+
+    def fail(self, reason: str) -> None:
+        """This rank cannot go on: tell the others why."""
+        if self._rank == 0:
+            self._end(f"{LOST} rank 0 failed: {reason}")
+        else:
+            self._end(f"{FAILED} {reason}")
+
+    def wait_for_news(self, seconds: float) -> bool:
+        """Whether another rank is known to be gone by then: a collective may fail a moment before the news comes."""
+        return self._lost.wait(seconds)
+
+    def _accept(self, listener: socket.socket, count: int) -> dict[int, socket.socket]:
+        listener.settimeout(self._silence_s)
+        peers = {}
+        with listener:
+            for _ in range(count):
+                link, _ = listener.accept()
+                link.settimeout(self._silence_s)
+                peers[int(link.makefile("r").readline())] = link
+        return peers
+
+    def _end(self, message: str) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._tell(message)
+        for link in self._peers.values():
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_WR)
+
+    def _beat(self) -> None:
+        while not self._ended:
+            self._tell(BEAT)
+            time.sleep(self._silence_s / BEATS_PER_SILENCE)
+
+    def _hear(self, peer: int, link: socket.socket) -> None:
+        try:
+            for line in link.makefile("r", errors="replace"):
+                word, _, rest = line.strip().partition(" ")
+                if word == BYE:
+                    return
+                if word in (FAILED, LOST):
+                    return self._report(rest if word == LOST else f"rank {peer} failed: {rest}")
+            reason = f"rank {peer} is gone (its process ended)"
+        except TimeoutError:
+            reason = f"rank {peer} has not been heard of for {self._silence_s:g} s"
+        except OSError:
+            reason = f"rank {peer} is gone (its connection broke)"
+        return self._report(reason)
+
+    def _report(self, reason: str) -> None:
+        with self._lock:
+            if self._ended or self._reason:
+                return
+            self._reason = reason
+        if self._rank == 0:
+            self._tell(f"{LOST} {reason}")
+        self._lost.set()
+        self._on_lost(reason)
+
+    def _tell(self, message: str) -> None:
+        line = (" ".join(message.split()) + "\n").encode(errors="replace")
+        for link in self._peers.values():
+            with suppress(OSError):
+                link.sendall(line)

@@ -1,0 +1,89 @@
+"""`Parallel` over `paddle.distributed`: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, TypeAlias
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
+
+from .parallel import RankLayout
+
+Tensor: TypeAlias = paddle.Tensor
+
+
+class PaddleParallel:
+    """Joins the launcher's ranks and makes the groups."""
+
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once."""
+        self.layout, self._max_tokens = layout, max_tokens
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.init_parallel_env()
+        self._ep_group = self._join(layout.ep_groups)
+        self._replica_group = self._join(layout.replica_groups)
+
+    def dispatcher(self, num_experts: int) -> Dispatcher:
+        """See `Parallel`."""
+        if self.layout.ep_size == 1:
+            return LocalDispatcher(num_experts)
+        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
+
+    def sum_world(self, tensors: list[Tensor]) -> None:
+        """See `Parallel`."""
+        _sum(tensors, dist.get_group())
+
+    def sum_replicas(self, tensors: list[Tensor]) -> None:
+        """See `Parallel`."""
+        _sum(tensors, self._replica_group)
+
+    def sum_ep(self, tensors: list[Tensor]) -> None:
+        """See `Parallel`."""
+        _sum(tensors, self._ep_group)
+
+    def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
+        """See `Parallel`."""
+        pieces: list[Tensor] = []
+        dist.all_gather(pieces, paddle.to_tensor(values), group=self._ep_group)
+        return [piece.numpy() for piece in pieces]
+
+    def largest(self, value: int) -> int:
+        """See `Parallel`."""
+        number = paddle.to_tensor([float(value)])
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number.item())
+
+    def close(self) -> None:
+        """See `Parallel`."""
+        dist.destroy_process_group()
+
+    def _join(self, groups: list[list[int]]) -> Any:
+        """Own group among `groups`; every rank makes all of them, in one order. None is a group of one."""
+        own = None
+        for ranks in groups:
+            if len(ranks) == self.layout.world_size:
+                return dist.get_group()
+            dist.barrier()  # Paddle's gloo mixes up groups that are made at the same time
+            made = dist.new_group(ranks) if len(ranks) > 1 else None
+            dist.barrier()
+            own = made if self.layout.rank in ranks else own
+        return own
+
+
+def _sum(tensors: list[Tensor], group: Any) -> None:
+    """One message for all tensors."""
+    if not tensors or group is None or group.nranks == 1:
+        return
+    with paddle.no_grad():
+        flat = paddle.concat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        start = 0
+        for tensor in tensors:
+            size = int(np.prod(tensor.shape))
+            paddle.assign(flat[start : start + size].reshape(tensor.shape), output=tensor)
+            start += size

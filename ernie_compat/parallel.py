@@ -1,0 +1,215 @@
+"""Several ranks: who holds which experts and which tokens, and the few collectives the learners need.
+
+W ranks form W / N expert-parallel groups of N consecutive ranks; every group holds all experts once. The batch is split over all W
+ranks (data parallel); everything but the experts is replicated. A rank's experts are replicated once per group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from sonicmoe.errors import ConfigError, expect
+
+if TYPE_CHECKING:
+    from sonicmoe.ep import Dispatcher
+
+# Everything a launcher may tell a rank: torchrun, then paddle.distributed.launch. Nothing else of the environment decides a run.
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PADDLE_VARIABLES = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT")
+EXPERT_NAME = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher said: own rank, number of ranks, index on this host, host of rank 0."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Position of one rank.
+
+    Raises:
+        ConfigError: the ranks cannot be split into groups of `ep_size`.
+    """
+
+    launch: Launch
+    ep_size: int
+
+    def __post_init__(self) -> None:
+        """Check the split."""
+        world = self.world_size
+        alone = "; start it with torchrun or paddle.distributed.launch" if world == 1 else ""
+        expect(
+            self.ep_size > 0 and world % self.ep_size == 0,
+            ConfigError,
+            f"--ep is {self.ep_size} and there {'is 1 rank' if world == 1 else f'are {world} ranks'}; "
+            f"needed: a number of ranks that is a multiple of --ep{alone}",
+        )
+
+    @property
+    def rank(self) -> int:
+        """Own rank among all."""
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return self.launch.world_size
+
+    @property
+    def ep_rank(self) -> int:
+        """Own rank in the expert-parallel group."""
+        return self.rank % self.ep_size
+
+    @property
+    def ep_groups(self) -> list[list[int]]:
+        """Ranks of every expert-parallel group."""
+        return [list(range(first, first + self.ep_size)) for first in range(0, self.world_size, self.ep_size)]
+
+    @property
+    def replica_groups(self) -> list[list[int]]:
+        """Ranks that hold the same experts."""
+        return [list(range(first, self.world_size, self.ep_size)) for first in range(self.ep_size)]
+
+    def local_experts(self, num_experts: int) -> range:
+        """Global ids of the experts on this rank."""
+        count = num_experts // self.ep_size
+        return range(self.ep_rank * count, (self.ep_rank + 1) * count)
+
+    def shard(self, batch: np.ndarray) -> np.ndarray:
+        """This rank's consecutive part of `[B, ...]`."""
+        return np.split(batch, self.world_size)[self.rank]
+
+
+class Parallel(Protocol):
+    """Collectives over ranks; every rank calls them in one order. Sums are the same bits on every rank and in every run."""
+
+    layout: RankLayout
+
+    def dispatcher(self, num_experts: int) -> Dispatcher:
+        """The dispatcher of the expert-parallel group."""
+
+    def sum_world(self, tensors: list[Any]) -> None:
+        """Add fp32 tensors over all ranks, in place."""
+
+    def sum_replicas(self, tensors: list[Any]) -> None:
+        """Add fp32 tensors over the ranks that hold the same experts, in place."""
+
+    def sum_ep(self, tensors: list[Any]) -> None:
+        """Add fp32 tensors over the expert-parallel group, in place."""
+
+    def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
+        """Equally long fp32 vectors of the expert-parallel group, in rank order."""
+
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' numbers (below 2^24)."""
+
+    def close(self) -> None:
+        """Leave the ranks; the last call."""
+
+
+class SingleProcess:
+    """`Parallel` for one rank: nothing to do."""
+
+    def __init__(self) -> None:
+        """One rank, all experts."""
+        self.layout = RankLayout(Launch(), 1)
+
+    def dispatcher(self, num_experts: int) -> Dispatcher:
+        """See `Parallel`."""
+        from sonicmoe.ep import LocalDispatcher
+
+        return LocalDispatcher(num_experts)
+
+    def sum_world(self, tensors: list[Any]) -> None:
+        """See `Parallel`."""
+
+    sum_replicas = sum_ep = sum_world
+
+    def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
+        """See `Parallel`."""
+        return [values]
+
+    def largest(self, value: int) -> int:
+        """See `Parallel`."""
+        return value
+
+    def close(self) -> None:
+        """See `Parallel`."""
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """What torchrun or paddle.distributed.launch put into the environment; one rank where neither did.
+
+    Raises:
+        ConfigError: the variables are incomplete or not numbers.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        if "WORLD_SIZE" in environ:
+            rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+            return Launch(rank, world, int(environ.get("LOCAL_RANK", rank)), environ["MASTER_ADDR"])
+        if "PADDLE_TRAINERS_NUM" in environ:
+            rank, world = int(environ["PADDLE_TRAINER_ID"]), int(environ["PADDLE_TRAINERS_NUM"])
+            host = environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rsplit(":", 1)[0]
+            return Launch(rank, world, int(environ.get("PADDLE_RANK_IN_NODE", rank)), host)
+    except (KeyError, ValueError) as error:
+        needed = TORCHRUN_VARIABLES if "WORLD_SIZE" in environ else PADDLE_VARIABLES
+        raise ConfigError(f"the launcher's environment is incomplete ({error}); needed: {', '.join(needed)}") from None
+    return Launch()
+
+
+def is_expert(name: str) -> bool:
+    """Whether an array or parameter of this name belongs to one expert."""
+    return EXPERT_NAME.search(name) is not None
+
+
+def on_rank(name: str, shift: int) -> str:
+    """The name of the same array of the expert `shift` ids further."""
+    return EXPERT_NAME.sub(lambda match: str(int(match[0]) + shift), name)
+
+
+def whole_shapes(
+    local: Mapping[str, tuple[int, ...]], parallel: Parallel, num_experts: int
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all ranks' arrays from this rank's."""
+    return {
+        shifted: tuple(shape) for name, shape in local.items() for shifted in _on_all_ranks(name, parallel, num_experts)
+    }
+
+
+def gather_state(local: Mapping[str, np.ndarray], parallel: Parallel, num_experts: int) -> dict[str, np.ndarray]:
+    """All experts' arrays from those of this rank's; a collective of the expert-parallel group."""
+    layout = parallel.layout
+    if layout.ep_size == 1:
+        return dict(local)
+    mine = [name for name in local if is_expert(name)]
+    pieces = parallel.gather_ep(np.concatenate([local[name].reshape(-1) for name in mine]))
+    whole = {name: array for name, array in local.items() if not is_expert(name)}
+    per_rank = num_experts // layout.ep_size
+    for rank, piece in enumerate(pieces):
+        start = 0
+        for name in mine:
+            size, shape = local[name].size, local[name].shape
+            whole[on_rank(name, (rank - layout.ep_rank) * per_rank)] = piece[start : start + size].reshape(shape)
+            start += size
+    return whole
+
+
+def _on_all_ranks(name: str, parallel: Parallel, num_experts: int) -> list[str]:
+    layout = parallel.layout
+    if not is_expert(name):
+        return [name]
+    per_rank = num_experts // layout.ep_size
+    return [on_rank(name, (rank - layout.ep_rank) * per_rank) for rank in range(layout.ep_size)]

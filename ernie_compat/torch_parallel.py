@@ -1,0 +1,84 @@
+"""`Parallel` over `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
+
+from .parallel import RankLayout
+
+Tensor = torch.Tensor
+JOIN_TIMEOUT = timedelta(minutes=10)
+
+
+class TorchParallel:
+    """Joins the launcher's ranks and makes the groups."""
+
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once."""
+        self.layout, self._max_tokens = layout, max_tokens
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", layout.launch.local_rank)
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=JOIN_TIMEOUT)
+        self._ep_group = self._join(layout.ep_groups)
+        self._replica_group = self._join(layout.replica_groups)
+
+    def dispatcher(self, num_experts: int) -> Dispatcher:
+        """See `Parallel`."""
+        if self.layout.ep_size == 1:
+            return LocalDispatcher(num_experts)
+        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
+
+    def sum_world(self, tensors: list[Tensor]) -> None:
+        """See `Parallel`."""
+        _sum(tensors, dist.group.WORLD)
+
+    def sum_replicas(self, tensors: list[Tensor]) -> None:
+        """See `Parallel`."""
+        _sum(tensors, self._replica_group)
+
+    def sum_ep(self, tensors: list[Tensor]) -> None:
+        """See `Parallel`."""
+        _sum(tensors, self._ep_group)
+
+    def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
+        """See `Parallel`."""
+        own = torch.from_numpy(values).to(self.device)
+        pieces = [torch.empty_like(own) for _ in range(self.layout.ep_size)]
+        dist.all_gather(pieces, own, group=self._ep_group)
+        return [piece.cpu().numpy() for piece in pieces]
+
+    def largest(self, value: int) -> int:
+        """See `Parallel`."""
+        number = torch.tensor(value, device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
+
+    def close(self) -> None:
+        """See `Parallel`."""
+        dist.destroy_process_group()
+
+    def _join(self, groups: list[list[int]]) -> Any:
+        """Own group among `groups`; every rank makes all of them, in one order."""
+        made = [dist.new_group(ranks) for ranks in groups]
+        return next(group for group, ranks in zip(made, groups, strict=True) if self.layout.rank in ranks)
+
+
+def _sum(tensors: list[Tensor], group: Any) -> None:
+    """One message for all tensors."""
+    if not tensors or dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].reshape(tensor.shape))
+        start += tensor.numel()

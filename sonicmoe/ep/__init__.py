@@ -1,0 +1,26 @@
+"""Expert parallelism: carry tokens to the ranks that hold their experts, and the results back.
+
+    dispatcher = make_dispatcher(num_experts, group)          # DeepEP, Fleet, collectives, or one rank
+    tokens = dispatcher.dispatch(x, topk_idx, topk_weights)   # global expert ids in, local ids out
+    out = node(tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs)
+    y = dispatcher.combine(out, tokens.handle)                # [T, H], the sum over ranks
+
+Every dispatcher keeps one contract (`interface.Dispatched`) and is differentiable with DeepEP's algebra: the backward of
+dispatch is a combine of dx that carries dprobs, the backward of combine is a cached dispatch of dout.
+"""
+
+from .. import interop  # noqa: F401  first: where no framework is reachable, it says what to do
+from .dispatcher import Dispatcher, TransportDispatcher
+from .interface import Dispatched, Received, Transport
+from .local import LocalDispatcher
+from .select import make_dispatcher
+
+__all__ = [
+    "Dispatched",
+    "Dispatcher",
+    "LocalDispatcher",
+    "Received",
+    "Transport",
+    "TransportDispatcher",
+    "make_dispatcher",
+]

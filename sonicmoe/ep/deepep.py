@@ -1,0 +1,244 @@
+"""DeepEP as a transport: its legacy `Buffer` and its `ElasticBuffer`. The library is found by what it offers, and never required.
+
+Differences that end here: the element type of ids, empty count lists of worst-case dispatch, worst-case rows that are not written
+(of an ElasticBuffer without host synchronisation not even their ids), weights that ElasticBuffer delivers at other ranks' slots.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ConfigError, DTypeError, ShapeError, expect
+from ..interop import IS_PADDLE, dtype_name
+from .interface import Received, Transport
+
+Tensor = torch.Tensor
+MODULES = ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep") if IS_PADDLE else ("deep_ep",)
+LEGACY, ELASTIC = "legacy", "elastic"
+CLASSES = {LEGACY: "Buffer", ELASTIC: "ElasticBuffer"}
+METHODS = {LEGACY: ("get_dispatch_layout", "dispatch", "combine"), ELASTIC: ("dispatch", "combine")}
+ROW_BYTES = 16  # rows are copied in words of this size
+
+
+class DeepEPLibrary(NamedTuple):
+    """An importable DeepEP and the buffers it offers, best first."""
+
+    module: Any
+    kinds: tuple[str, ...]
+
+
+def buffer_kinds(module: Any) -> tuple[str, ...]:
+    """Buffers that `module` offers. The legacy one comes first: it needs neither a size agreed in advance nor a recent NCCL."""
+
+    def offered(kind: str) -> bool:
+        buffer = getattr(module, CLASSES[kind], None)
+        return buffer is not None and all(hasattr(buffer, method) for method in METHODS[kind])
+
+    return tuple(kind for kind in (LEGACY, ELASTIC) if offered(kind))
+
+
+def find_library() -> tuple[DeepEPLibrary | None, str]:
+    """`(library, "")`, or `(None, why there is none)`."""
+    reasons = []
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # an extension built for another framework fails in many ways
+            reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            continue
+        kinds = buffer_kinds(module)
+        if kinds:
+            return DeepEPLibrary(module, kinds), ""
+        reasons.append(f"{name} has neither {' nor '.join(CLASSES.values())}")
+    return None, "; ".join(reasons)
+
+
+class _DeepEPTransport(Transport):
+    """What both buffers share.
+
+    Args:
+        num_experts: of the whole group.
+        group: the process group.
+        module: the library (anything with the class's name and methods).
+    """
+
+    def __init__(self, num_experts: int, group: Any, module: Any) -> None:
+        """Allocates nothing: the buffer's size follows the first tokens."""
+        world_size, rank = group_shape(group)
+        super().__init__(num_experts, world_size, rank)
+        self._group, self._module = group, module
+        self._id_dtype = getattr(module, "topk_idx_t", torch.int64)
+        self._buffer: Any = None
+        self._buffer_hidden = 0
+
+    def _check(self, x: Tensor) -> None:
+        expect(
+            x.dtype == torch.bfloat16,
+            DTypeError,
+            f"x is {dtype_name(x.dtype)}; DeepEP carries bfloat16 rows (the node quantises by itself)",
+        )
+        hidden = int(x.shape[1])
+        expect(
+            2 * hidden % ROW_BYTES == 0,
+            ShapeError,
+            f"x has {hidden} columns; DeepEP needs a multiple of {ROW_BYTES // 2}",
+        )
+
+    def _sized_buffer(self, hidden: int) -> Any:
+        """The buffer, made anew where rows are wider than before; every rank sees the same widths, so all do it together."""
+        if hidden > self._buffer_hidden:
+            self._buffer, self._buffer_hidden = self._make_buffer(hidden), hidden
+        return self._buffer
+
+    def _make_buffer(self, hidden: int) -> Any:
+        raise NotImplementedError
+
+
+class LegacyTransport(_DeepEPTransport):
+    """`deep_ep.Buffer`.
+
+    Args:
+        worst_tokens: rows of every delivery, 0 for exact ones. With a bound the host waits for nothing and knows no counts;
+            rows beyond the real ones have every id -1. It must cover what all ranks together may send here.
+    """
+
+    name = "DeepEP (Buffer)"
+
+    def __init__(self, num_experts: int, group: Any, module: Any, *, worst_tokens: int = 0) -> None:
+        """See the class."""
+        super().__init__(num_experts, group, module)
+        self._worst_tokens, self.exact_rows = worst_tokens, worst_tokens == 0
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+        """See `Transport.dispatch`."""
+        self._check(x)
+        buffer = self._sized_buffer(int(x.shape[1]))
+        ids = topk_idx.to(self._id_dtype)
+        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, self.num_experts)
+        arguments = {} if self._worst_tokens == 0 else {"num_worst_tokens": self._worst_tokens}
+        recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=topk_weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            **arguments,
+        )
+        return Received(recv_x, recv_idx.to(torch.int64), recv_weights, host_counts(counts), handle)
+
+    def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
+        """See `Transport.dispatch_cached`."""
+        self._check(x)
+        return self._sized_buffer(int(x.shape[1])).dispatch(x, handle=handle)[0]
+
+    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See `Transport.combine`."""
+        self._check(x)
+        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(x, handle, topk_weights=weights)
+        return combined, combined_weights
+
+    def _make_buffer(self, hidden: int) -> Any:
+        buffer, world = self._module.Buffer, self.world_size
+        configs = [buffer.get_dispatch_config(world), buffer.get_combine_config(world)]
+        nvlink = max(config.get_nvl_buffer_size_hint(2 * hidden, world) for config in configs)
+        rdma = max(config.get_rdma_buffer_size_hint(2 * hidden, world) for config in configs)
+        return buffer(self._group, nvlink, rdma)
+
+
+class ElasticTransport(_DeepEPTransport):
+    """`deep_ep.ElasticBuffer`, in its deterministic mode.
+
+    Args:
+        max_tokens: most tokens any rank dispatches at once; the same on every rank.
+        wait_for_counts: let the host learn exact sizes; without, deliveries have worst-case size and only the device knows it.
+
+    Raises:
+        ConfigError: `max_tokens` is not positive.
+    """
+
+    name = "DeepEP (ElasticBuffer)"
+
+    def __init__(
+        self, num_experts: int, group: Any, module: Any, *, max_tokens: int, wait_for_counts: bool = True
+    ) -> None:
+        """See the class."""
+        expect(
+            max_tokens > 0,
+            ConfigError,
+            f"max_tokens is {max_tokens}; an ElasticBuffer needs the most tokens a rank dispatches, the same on all ranks",
+        )
+        super().__init__(num_experts, group, module)
+        self._max_tokens, self._topk = max_tokens, 0
+        self._wait_for_counts = self.exact_rows = wait_for_counts
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+        """See `Transport.dispatch`."""
+        self._check(x)
+        expect(
+            int(x.shape[0]) <= self._max_tokens,
+            ShapeError,
+            f"x has {int(x.shape[0])} rows; this dispatcher was made for max_tokens = {self._max_tokens}",
+        )
+        self._topk = int(topk_idx.shape[1])
+        recv_x, recv_idx, recv_weights, handle, _ = self._sized_buffer(int(x.shape[1])).dispatch(
+            x,
+            topk_idx=topk_idx.to(self._id_dtype),
+            topk_weights=topk_weights,
+            num_experts=self.num_experts,
+            do_cpu_sync=self._wait_for_counts,
+        )
+        recv_idx = recv_idx.to(torch.int64)
+        if not self._wait_for_counts:
+            recv_idx = _without_tail(recv_idx, handle.psum_num_recv_tokens_per_scaleup_rank)
+        counts = host_counts(handle.num_recv_tokens_per_expert_list) if self._wait_for_counts else None
+        return Received(recv_x, recv_idx, recv_weights, counts, handle)
+
+    def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
+        """See `Transport.dispatch_cached`."""
+        self._check(x)
+        # The number of experts sizes the launch before the library looks into the handle.
+        buffer = self._sized_buffer(int(x.shape[1]))
+        return buffer.dispatch(x, num_experts=self.num_experts, handle=handle)[0]
+
+    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See `Transport.combine`."""
+        self._check(x)
+        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(x, handle, topk_weights=weights)
+        return combined, combined_weights
+
+    def _make_buffer(self, hidden: int) -> Any:
+        return self._module.ElasticBuffer(
+            self._group,
+            num_max_tokens_per_rank=self._max_tokens,
+            hidden=hidden,
+            num_topk=self._topk,
+            deterministic=True,
+        )
+
+
+def host_counts(counts: Any) -> list[int] | None:
+    """A count list as Python integers; None for the empty one of a dispatch that does not wait for the device."""
+    return [int(count) for count in counts] if counts is not None and len(counts) else None
+
+
+def group_shape(group: Any) -> tuple[int, int]:
+    """`(ranks, own rank)` of a torch process group or a Paddle communication group."""
+    if IS_PADDLE:
+        return int(group.nranks), int(group.rank)
+    return int(group.size()), int(group.rank())
+
+
+def _without_tail(indices: Tensor, received_per_rank: Tensor) -> Tensor:
+    """Ids -1 in the rows beyond the real ones, whose number (the last of the running sums) only the device knows."""
+    rows = torch.arange(int(indices.shape[0]), dtype=torch.int64, device=indices.device).reshape([-1, 1])
+    real = received_per_rank[-1].to(torch.int64)
+    return torch.where(rows < real, indices, torch.full_like(indices, -1))

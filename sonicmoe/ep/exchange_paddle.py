@@ -1,0 +1,66 @@
+"""`RowExchange` over `paddle.distributed`: one `alltoall_single`, or gathering where the backend has none (gloo, on CPUs)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from ..errors import ConfigError, expect
+from .collective import RowExchange
+
+
+class PaddleExchange(RowExchange):
+    """Rows through a communication group; None is the default group.
+
+    Raises:
+        ConfigError: no parallel environment was initialised.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        """Read rank and size."""
+        expect(
+            dist.is_initialized(),
+            ConfigError,
+            "paddle.distributed is not initialised; call init_parallel_env or fleet.init first",
+        )
+        self._group = dist.get_group() if group is None else group
+        self.world_size, self.rank = int(self._group.nranks), int(self._group.rank)
+        backend = str(dist.get_backend(self._group)).lower()
+        self._gathers = backend == "gloo"
+        self.name = f"paddle.distributed ({backend})"
+
+    def exchange(self, rows: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> paddle.Tensor:
+        """See `RowExchange.exchange`."""
+        if self._gathers:
+            return self._exchange_gathered(rows, send_counts)
+        arrived = paddle.empty([sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype)
+        dist.alltoall_single(arrived, rows, list(send_counts), list(recv_counts), group=self._group)
+        return arrived
+
+    def _exchange_gathered(self, rows: Any, send_counts: Sequence[int]) -> paddle.Tensor:
+        """Every rank's rows to every rank, of which each keeps its own. Point-to-point messages would send less, but Paddle's gloo numbers
+        them by each rank's own count of calls: beyond two ranks, partners wait for different numbers."""
+        counts = np.stack(self._gather(np.asarray(send_counts, dtype=np.int64)))
+        size, width = int(counts.sum(1).max()), int(rows.shape[1])
+        if size == 0:
+            return rows
+        padded = np.zeros([size, width], dtype=np.uint8)
+        padded[: int(rows.shape[0])] = rows.numpy() if int(rows.shape[0]) else 0
+        starts = np.cumsum(counts, axis=1) - counts
+        spans = [slice(start, start + n) for start, n in zip(starts[:, self.rank], counts[:, self.rank], strict=True)]
+        pieces = [piece[span] for piece, span in zip(self._gather(padded), spans, strict=True)]
+        return paddle.to_tensor(np.concatenate(pieces))
+
+    def _gather(self, values: np.ndarray) -> list[np.ndarray]:
+        gathered: list[Any] = []
+        dist.all_gather(gathered, paddle.to_tensor(values), group=self._group)
+        return [each.numpy() for each in gathered]
+
+
+def is_gpu_group(group: Any) -> bool:
+    """Whether the group's ranks exchange GPU tensors."""
+    return "nccl" in str(dist.get_backend(group)).lower()

@@ -1,0 +1,42 @@
+"""`RowExchange` over `torch.distributed`: NCCL and gloo, one `all_to_all_single`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, expect
+from .collective import RowExchange
+
+Tensor = torch.Tensor
+
+
+class TorchExchange(RowExchange):
+    """Rows through a process group; None is the default group.
+
+    Raises:
+        ConfigError: no process group was initialised.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        """Read rank and size."""
+        expect(
+            dist.is_initialized(), ConfigError, "torch.distributed has no process group; call init_process_group first"
+        )
+        self._group = group
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.name = f"torch.distributed ({dist.get_backend(group)})"
+
+    def exchange(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        """See `RowExchange.exchange`."""
+        arrived = torch.empty([sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype, device=rows.device)
+        dist.all_to_all_single(arrived, rows, list(recv_counts), list(send_counts), group=self._group)
+        return arrived
+
+
+def is_gpu_group(group: Any) -> bool:
+    """Whether the group's ranks exchange GPU tensors."""
+    return "nccl" in str(dist.get_backend(group)).lower()

@@ -1,0 +1,75 @@
+"""PaddleFleet's own fused dispatch and combine behind the dispatcher's contract, where Fleet is installed with DeepEP."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import DTypeError, ShapeError, expect
+from ..interop import dtype_name
+from .deepep import group_shape, host_counts
+from .dispatcher import Dispatcher
+from .interface import Dispatched, check_dispatch, zero_where_not_here
+
+Tensor = torch.Tensor
+MODULE = "paddlefleet.transformer.moe.fused_a2a"
+
+
+class FleetFunctions(NamedTuple):
+    """`fused_dispatch(x, token_indices, token_probs, num_experts, group, ...)` and `fused_combine(x, group, handle, ...)`."""
+
+    dispatch: Any
+    combine: Any
+
+
+class FleetHandle(NamedTuple):
+    """DeepEP's handle and the number of rows delivered."""
+
+    handle: Any
+    num_rows: int
+
+
+def find_fleet() -> tuple[FleetFunctions | None, str]:
+    """`(functions, "")`, or `(None, why there are none)`. Fleet sets both to None where it has no DeepEP."""
+    try:
+        module = importlib.import_module(MODULE)
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        return None, f"{MODULE}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    functions = FleetFunctions(getattr(module, "fused_dispatch", None), getattr(module, "fused_combine", None))
+    if None in functions:
+        return None, f"{MODULE} has no fused_dispatch: DeepEP is missing"
+    return functions, ""
+
+
+class FleetDispatcher(Dispatcher):
+    """Autograd, events and the EP barrier are Fleet's; the contract is ours. bf16 dispatch only."""
+
+    name = "PaddleFleet (fused_dispatch)"
+
+    def __init__(self, num_experts: int, group: Any, functions: FleetFunctions) -> None:
+        """`group`: the expert-parallel communication group."""
+        ranks, _ = group_shape(group)
+        self.num_experts, self.num_local_experts = num_experts, num_experts // ranks
+        self._group, self._functions = group, functions
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        """See `Dispatcher.dispatch`."""
+        check_dispatch(x, topk_idx, topk_weights)
+        expect(x.dtype == torch.bfloat16, DTypeError, f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16")
+        ids = topk_idx.detach().to(torch.int64)
+        recv_x, recv_probs, states, *_ = self._functions.dispatch(x, ids, topk_weights, self.num_experts, self._group)
+        indices = states["dispatched_indices"].to(torch.int64)
+        probs = zero_where_not_here(recv_probs, indices)
+        handle = FleetHandle(states["handle"], int(recv_x.shape[0]))
+        return Dispatched(recv_x, host_counts(states["tokens_per_expert"]), indices, probs, handle)
+
+    def combine(self, out: Tensor, handle: FleetHandle) -> Tensor:
+        """See `Dispatcher.combine`."""
+        expect(
+            int(out.shape[0]) == handle.num_rows,
+            ShapeError,
+            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {handle.num_rows} rows",
+        )
+        return self._functions.combine(out, self._group, handle.handle)  # type: ignore[no-any-return]

@@ -1,0 +1,98 @@
+"""Which dispatcher runs, and why: one decision, one log line."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..errors import ConfigError, EngineUnavailableError, expect
+from ..interop import IS_PADDLE
+from .collective import CollectiveTransport
+from .deepep import (
+    ELASTIC,
+    LEGACY,
+    DeepEPLibrary,
+    ElasticTransport,
+    LegacyTransport,
+    find_library,
+    group_shape,
+)
+from .dispatcher import Dispatcher, TransportDispatcher
+from .fleet import FleetDispatcher, find_fleet
+from .interface import Transport
+from .local import LocalDispatcher
+
+if IS_PADDLE:
+    from .exchange_paddle import PaddleExchange as GroupExchange
+    from .exchange_paddle import is_gpu_group
+else:
+    from .exchange_torch import TorchExchange as GroupExchange  # type: ignore[assignment]
+    from .exchange_torch import is_gpu_group
+
+logger = logging.getLogger("sonicmoe")
+
+KINDS = ("auto", "local", "collective", "deepep", "fleet")
+
+
+def make_dispatcher(num_experts: int, group: Any = None, *, kind: str = "auto", max_tokens: int = 0) -> Dispatcher:
+    """A dispatcher for `num_experts` experts over a group; one serves all MoE layers of a model.
+
+    Args:
+        num_experts: of the whole group.
+        group: process group (torch) or communication group (Paddle); None is one rank without a group.
+        kind: "auto": local without a group or in a group of one, collectives over a CPU group, else Fleet's or DeepEP's own kernels
+            where installed, else collectives. Or one of "local", "collective", "deepep", "fleet".
+        max_tokens: most tokens a rank dispatches at once, the same on all ranks; only an ElasticBuffer asks for it.
+
+    Raises:
+        ConfigError: an unknown kind, or one that does not fit the group.
+        EngineUnavailableError: `kind` names a library that is not there; the message says why.
+    """
+    expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
+    if group is None:
+        expect(kind in ("auto", "local"), ConfigError, f"kind {kind!r} needs a group of ranks; group is None")
+        return LocalDispatcher(num_experts)
+    expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
+    dispatcher = (
+        _auto(num_experts, group, max_tokens) if kind == "auto" else _named(kind, num_experts, group, max_tokens)
+    )
+    logger.info(
+        "expert parallelism over %s: %d experts, %d here", dispatcher.name, num_experts, dispatcher.num_local_experts
+    )
+    return dispatcher
+
+
+def _auto(num_experts: int, group: Any, max_tokens: int) -> Dispatcher:
+    if group_shape(group)[0] == 1:
+        return LocalDispatcher(num_experts)
+    if is_gpu_group(group):
+        fleet, _ = find_fleet() if IS_PADDLE else (None, "")
+        if fleet is not None:
+            return FleetDispatcher(num_experts, group, fleet)
+        library, why = find_library()
+        if library is not None and (library.kinds[0] == LEGACY or max_tokens > 0):
+            return TransportDispatcher(_deepep(library, num_experts, group, max_tokens))
+        logger.info(
+            "expert parallelism: no DeepEP (%s); using collectives", why or "its ElasticBuffer needs max_tokens"
+        )
+    return TransportDispatcher(CollectiveTransport(num_experts, GroupExchange(group)))
+
+
+def _named(kind: str, num_experts: int, group: Any, max_tokens: int) -> Dispatcher:
+    if kind == "fleet":
+        functions, why = find_fleet()
+        if functions is None:
+            raise EngineUnavailableError(f"PaddleFleet's fused dispatch is not available: {why}")
+        return FleetDispatcher(num_experts, group, functions)
+    if kind == "deepep":
+        library, why = find_library()
+        if library is None:
+            raise EngineUnavailableError(f"DeepEP is not available: {why}")
+        return TransportDispatcher(_deepep(library, num_experts, group, max_tokens))
+    return TransportDispatcher(CollectiveTransport(num_experts, GroupExchange(group)))
+
+
+def _deepep(library: DeepEPLibrary, num_experts: int, group: Any, max_tokens: int) -> Transport:
+    if library.kinds[0] == ELASTIC:
+        return ElasticTransport(num_experts, group, library.module, max_tokens=max_tokens)
+    return LegacyTransport(num_experts, group, library.module)

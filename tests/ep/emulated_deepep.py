@@ -1,0 +1,234 @@
+"""A library object with DeepEP's two buffers, emulated by gathering everything everywhere: their documented outputs, garbage included.
+
+Signatures are the real ones, so that a wrong keyword fails here as it would there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+GARBAGE = float("nan")
+topk_idx_t = torch.int64
+
+
+def gathered(value, group):
+    """Every rank's value, in rank order."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+class Config:
+    """Buffer-size hints."""
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
+        return hidden_bytes * num_ranks
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
+        return 0
+
+
+class _Emulation:
+    def __init__(self, group):
+        self.group, self.rank, self.group_size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def _deliver(self, x, ids, weights, num_experts):
+        """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and ids.dtype == topk_idx_t
+        assert weights.dtype == torch.float32
+        local = num_experts // self.group_size
+        first = self.rank * local
+        sources, rows, indices, raw = [], [], [], []
+        for rank, (x_r, ids_r, weights_r) in enumerate(gathered((x, ids, weights), self.group)):
+            for token in range(len(x_r)):
+                here = (ids_r[token] >= first) & (ids_r[token] < first + local)
+                if here.any():
+                    sources.append((rank, token))
+                    rows.append(x_r[token])
+                    indices.append(torch.where(here, ids_r[token] - first, -1))
+                    raw.append(weights_r[token])
+        empty_rows, empty_slots = x.new_empty([0, x.shape[1]]), ids.new_empty([0, ids.shape[1]])
+        recv_x = torch.stack(rows) if rows else empty_rows
+        recv_idx = torch.stack(indices) if rows else empty_slots
+        recv_weights = torch.stack(raw) if rows else empty_slots.to(torch.float32)
+        return sources, recv_x, recv_idx, recv_weights, [int((recv_idx == e).sum()) for e in range(local)]
+
+    def _redeliver(self, x, sources):
+        tokens = gathered(x, self.group)
+        return (
+            torch.stack([tokens[rank][token] for rank, token in sources]) if sources else x.new_empty([0, x.shape[1]])
+        )
+
+    def _collect(self, x, weights, sources, num_tokens):
+        """Per own token: `(fp32 row sums, per rank weights)` in rank order."""
+        assert x.dtype == torch.bfloat16 and x.is_contiguous()
+        total = torch.zeros([num_tokens, x.shape[1]])
+        per_rank = []
+        for x_r, weights_r, sources_r in gathered((x, weights, sources), self.group):
+            sums = None if weights_r is None else torch.zeros([num_tokens, weights_r.shape[1]])
+            for row, (rank, token) in enumerate(sources_r):
+                if rank == self.rank:
+                    total[token] += x_r[row].float()
+                    if sums is not None:
+                        sums[token] += weights_r[row]
+            per_rank.append(sums)
+        return total.to(x.dtype), per_rank
+
+
+def with_tail(rows, size, value):
+    """`rows` followed by `value` up to `size` rows."""
+    assert len(rows) <= size
+    return torch.cat([rows, torch.full([size - len(rows), *rows.shape[1:]], value, dtype=rows.dtype)])
+
+
+class Buffer(_Emulation):
+    """The legacy buffer: weights are 0 at foreign slots, worst-case rows have ids -1 and garbage elsewhere."""
+
+    made = 0
+
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
+        super().__init__(group)
+        self.num_nvl_bytes = num_nvl_bytes
+        Buffer.made += 1
+
+    @staticmethod
+    def get_dispatch_config(num_ranks):
+        return Config()
+
+    @staticmethod
+    def get_combine_config(num_ranks):
+        return Config()
+
+    def get_dispatch_layout(
+        self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
+    ):
+        local = num_experts // self.group_size
+        in_rank = torch.stack([((topk_idx // local == r) & (topk_idx >= 0)).any(1) for r in range(self.group_size)], 1)
+        per_expert = torch.tensor([int((topk_idx == e).sum()) for e in range(num_experts)], dtype=torch.int32)
+        return in_rank.sum(0).to(torch.int32), None, per_expert, in_rank, None
+
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=None,
+        topk_weights=None,
+        expert_alignment=1,
+        num_worst_tokens=0,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        assert x.shape[1] * x.element_size() * self.group_size <= self.num_nvl_bytes, "the buffer is too small"
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None and num_worst_tokens == 0
+            sources, _, rows = handle
+            recv_x = self._redeliver(x, sources)
+            return with_tail(recv_x, rows, GARBAGE), None, None, None, None, None
+        assert num_tokens_per_rank.tolist() == is_token_in_rank.sum(0).tolist()
+        sources, recv_x, recv_idx, weights, counts = self._deliver(
+            x, topk_idx, topk_weights, len(num_tokens_per_expert)
+        )
+        weights = torch.where(recv_idx >= 0, weights, 0.0)
+        counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        rows = num_worst_tokens or len(recv_x)
+        handle = (sources, len(x), rows)
+        if num_worst_tokens:
+            recv_x, weights = with_tail(recv_x, rows, GARBAGE), with_tail(weights, rows, GARBAGE)
+            recv_idx, counts = with_tail(recv_idx, rows, -1), []
+        return recv_x, recv_idx, weights, counts, handle, None
+
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        sources, num_tokens, rows = handle
+        assert len(x) == rows
+        combined, per_rank = self._collect(x, topk_weights, sources, num_tokens)
+        return combined, None if topk_weights is None else sum(per_rank), None
+
+
+class ElasticBuffer(_Emulation):
+    """Raw weights at foreign slots; without host synchronisation the tail is garbage, ids included; weights return from the owner."""
+
+    TAIL = 5
+
+    def __init__(
+        self,
+        group,
+        num_bytes=None,
+        num_cpu_bytes=0,
+        num_max_tokens_per_rank=0,
+        hidden=0,
+        num_topk=0,
+        use_fp8_dispatch=False,
+        deterministic=False,
+    ):
+        super().__init__(group)
+        assert num_max_tokens_per_rank > 0 and hidden > 0 and num_topk > 0 and deterministic
+        self.capacity = gathered(num_max_tokens_per_rank, group)
+        assert len(set(self.capacity)) == 1, "all ranks must give the same maximum"
+
+    def dispatch(
+        self,
+        x,
+        topk_idx=None,
+        topk_weights=None,
+        cumulative_local_expert_recv_stats=None,
+        num_experts=None,
+        num_max_tokens_per_rank=None,
+        expert_alignment=None,
+        handle=None,
+        do_handle_copy=True,
+        do_cpu_sync=None,
+        do_expand=False,
+        do_zero_padding=False,
+    ):
+        assert num_experts is not None, "the number of SMs is computed from it, also with a handle"
+        if handle is not None:
+            assert topk_idx is None and not do_cpu_sync
+            return with_tail(self._redeliver(x, handle.sources), handle.rows, GARBAGE), None, None, handle, None
+        sources, recv_x, recv_idx, weights, counts = self._deliver(x, topk_idx, topk_weights, num_experts)
+        real = len(recv_x)
+        rows = real if do_cpu_sync is not False else real + self.TAIL
+        owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // self.group_size), -1)
+        handle = SimpleNamespace(
+            sources=sources,
+            num_tokens=len(x),
+            rows=rows,
+            owner=owner,
+            num_recv_tokens_per_expert_list=counts if do_cpu_sync is not False else [],
+            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(
+                [sum(rank <= r for rank, _ in sources) for r in range(self.group_size)], dtype=torch.int32
+            ),
+        )
+        tail = (with_tail(recv_x, rows, GARBAGE), with_tail(recv_idx, rows, 0), with_tail(weights, rows, GARBAGE))
+        return *tail, handle, None
+
+    def combine(self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0):
+        assert len(x) == handle.rows
+        combined, per_rank = self._collect(x, topk_weights, handle.sources, handle.num_tokens)
+        if topk_weights is None:
+            return combined, None, None
+        weights = torch.full(handle.owner.shape, GARBAGE)
+        for rank, sums in enumerate(per_rank):
+            weights = torch.where(handle.owner == rank, sums, weights)
+        return combined, weights, None
+
+
+LIBRARY = SimpleNamespace(Buffer=Buffer, ElasticBuffer=ElasticBuffer, topk_idx_t=topk_idx_t)

@@ -1,0 +1,274 @@
+"""Dispatchers in one process: recorded DeepEP tensors, Fleet's functions, finding the library, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ep_cases import EXPERTS, source
+from ep_layer import run_layer
+
+from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher
+from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
+from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, find_fleet
+from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, RoutingError, ShapeError
+
+DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
+
+
+class Group:
+    """What a transport asks of a process group."""
+
+    def __init__(self, size=2, rank=0):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+def bf16(bits):
+    return torch.from_numpy((bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)).to(torch.bfloat16)
+
+
+class Recording:
+    """A `deep_ep` whose Buffer replays one rank's recorded dispatch and checks what it is asked."""
+
+    def __init__(self, rank):
+        with np.load(DEEPEP / f"dispatched_rank{rank}.npz") as data:
+            self.arrays = {name: data[name] for name in data.files}
+        self.combined, recording = [], self
+
+        class Buffer:
+            get_dispatch_config = get_combine_config = staticmethod(
+                lambda ranks: SimpleNamespace(
+                    get_nvl_buffer_size_hint=lambda hidden_bytes, ranks: hidden_bytes,
+                    get_rdma_buffer_size_hint=lambda hidden_bytes, ranks: 0,
+                )
+            )
+
+            def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
+                assert num_nvl_bytes == 2 * 256
+
+            def get_dispatch_layout(self, topk_idx, num_experts):
+                assert num_experts == 8 and np.array_equal(topk_idx.numpy(), recording.arrays["topk_idx"])
+                return "per rank", None, "per expert", "in rank", None
+
+            def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, **layout):
+                a = recording.arrays
+                if handle is not None:
+                    assert topk_idx is None and topk_weights is None and not layout
+                    return bf16(a["recv_x"]), None, None, None, None, None
+                assert torch.equal(x, bf16(a["x"])) and np.array_equal(topk_weights.numpy(), a["topk_weights"])
+                assert layout["is_token_in_rank"] == "in rank" and layout["num_tokens_per_expert"] == "per expert"
+                received = (torch.from_numpy(a[f"recv_{name}"]) for name in ("topk_idx", "topk_weights"))
+                counts = a["num_recv_tokens_per_expert_list"].tolist()
+                return bf16(a["recv_x"]), *received, counts, "handle", None
+
+            def combine(self, x, handle, topk_weights=None):
+                assert handle == "handle" and x.is_contiguous() and x.dtype == torch.bfloat16
+                recording.combined.append(topk_weights)
+                back = torch.ones(len(recording.arrays["x"]), x.shape[1], dtype=x.dtype)
+                return back, None if topk_weights is None else torch.ones(recording.arrays["topk_idx"].shape), None
+
+        self.Buffer = Buffer
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_recorded_deepep_dispatch_goes_through_unchanged(rank):
+    library = Recording(rank)
+    a = library.arrays
+    dispatcher = TransportDispatcher(LegacyTransport(8, Group(2, rank), library))
+    x, weights = bf16(a["x"]).requires_grad_(), torch.from_numpy(a["topk_weights"]).requires_grad_()
+    received = dispatcher.dispatch(x, torch.from_numpy(a["topk_idx"]).to(torch.int32), weights)
+    assert torch.equal(received.x, bf16(a["recv_x"]))
+    assert received.indices.dtype == torch.int64 and np.array_equal(received.indices.numpy(), a["recv_topk_idx"])
+    assert np.array_equal(received.probs.detach().numpy(), a["recv_topk_weights"])
+    assert received.tokens_per_expert == a["num_recv_tokens_per_expert_list"].tolist()
+    y = dispatcher.combine(received.x * 1.0, received.handle)
+    assert y.shape == x.shape
+    # A gradient at foreign slots, NaN even, must not reach DeepEP's sum over ranks.
+    dirty = torch.where(received.indices < 0, torch.nan, 2.0)
+    torch.autograd.backward([y, received.probs], [torch.ones_like(y), dirty])
+    assert library.combined[0] is None
+    assert torch.equal(library.combined[1], torch.where(received.indices < 0, 0.0, 2.0))
+    assert torch.equal(weights.grad, (torch.from_numpy(a["topk_idx"]) >= 0).to(torch.float32))
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_buffer_grows_with_the_rows_and_is_kept_otherwise():
+    made = []
+
+    class Buffer(Recording(0).Buffer):
+        def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
+            made.append(num_nvl_bytes)
+
+        def dispatch(self, x, handle=None):
+            return (x,)
+
+    transport = LegacyTransport(8, Group(), SimpleNamespace(Buffer=Buffer))
+    for hidden in (64, 64, 32, 128):
+        transport.dispatch_cached(torch.zeros(1, hidden, dtype=torch.bfloat16), "handle")
+    assert made == [128, 256]
+
+
+class FleetWorld:
+    """Fleet's `fused_dispatch` and `fused_combine` with their real parameters, for a group of one, weights left at dropped slots."""
+
+    def __init__(self):
+        self.calls = []
+
+    def fused_dispatch(
+        self,
+        x,
+        token_indices,
+        token_probs,
+        num_experts,
+        group,
+        previous_event=None,
+        fp8_dispatch=False,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+        moe_ep_barrier=True,
+        use_ue8m0=False,
+        prequant_dispatch_payload=None,
+    ):
+        assert token_probs.dtype == torch.float32 and token_indices.dtype == torch.int64
+        self.calls.append("dispatch")
+        counts = [int((token_indices == e).sum()) for e in range(num_experts)]
+        states = {"dispatched_indices": token_indices.to(torch.int32), "tokens_per_expert": counts, "handle": "h"}
+        return x * 1.0, token_probs * 1.0, states, None
+
+    def fused_combine(
+        self,
+        x,
+        group,
+        handle,
+        *,
+        _rr_fusedcombined=None,
+        previous_event=None,
+        combine_overlap_handle=None,
+        async_finish=False,
+        moe_ep_barrier=True,
+        use_rr_deepep_combine=False,
+        combine_grad_quant_func=None,
+        combine_grad_handle=None,
+    ):
+        assert handle == "h"
+        self.calls.append("combine")
+        return x * 1.0
+
+
+def test_fleet_functions_keep_the_contract():
+    fleet = FleetWorld()
+    functions = FleetFunctions(fleet.fused_dispatch, fleet.fused_combine)
+    results = run_layer(FleetDispatcher(EXPERTS, Group(1), functions), source(30, 3), dtype="bfloat16")
+    wanted = run_layer(LocalDispatcher(EXPERTS), source(30, 3), dtype="bfloat16")
+    assert fleet.calls == ["dispatch", "combine"]
+    for key, array in wanted.items():
+        assert results[key].tobytes() == array.tobytes(), key
+
+
+def test_fleet_without_deepep_is_said(monkeypatch):
+    assert find_fleet()[0] is None and "paddlefleet" in find_fleet()[1]
+    for name in ("paddlefleet", "paddlefleet.transformer", "paddlefleet.transformer.moe", MODULE):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[MODULE].fused_dispatch = sys.modules[MODULE].fused_combine = None
+    assert find_fleet() == (None, f"{MODULE} has no fused_dispatch: DeepEP is missing")
+    with pytest.raises(EngineUnavailableError, match="DeepEP is missing"):
+        make_dispatcher(8, Group(), kind="fleet")
+
+
+def test_the_library_is_found_by_what_it_offers(monkeypatch):
+    import emulated_deepep as emulated
+
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    library, why = find_library()
+    assert library is None and "deep_ep" in why
+    with pytest.raises(EngineUnavailableError, match="DeepEP is not available: deep_ep"):
+        make_dispatcher(8, Group(), kind="deepep")
+    monkeypatch.setitem(sys.modules, "deep_ep", ModuleType("deep_ep"))
+    assert find_library()[1] == "deep_ep has neither Buffer nor ElasticBuffer"
+    monkeypatch.setitem(sys.modules, "deep_ep", emulated.LIBRARY)
+    assert find_library()[0].kinds == ("legacy", "elastic")
+    assert isinstance(make_dispatcher(8, Group(), kind="deepep").transport, LegacyTransport)
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(ElasticBuffer=emulated.ElasticBuffer))
+    assert isinstance(make_dispatcher(8, Group(), kind="deepep", max_tokens=4).transport, ElasticTransport)
+    with pytest.raises(ConfigError, match="max_tokens is 0"):
+        make_dispatcher(8, Group(), kind="deepep")
+    assert buffer_kinds(SimpleNamespace(Buffer=object)) == ()
+
+
+@pytest.mark.parametrize("frozen", ["x", "weights", "both"])
+def test_frozen_inputs(frozen):
+    library = Recording(0)
+    a = library.arrays
+    dispatcher = TransportDispatcher(LegacyTransport(8, Group(), library))
+    x = bf16(a["x"]).requires_grad_(frozen == "weights")
+    weights = torch.from_numpy(a["topk_weights"]).requires_grad_(frozen == "x")
+    received = dispatcher.dispatch(x, torch.from_numpy(a["topk_idx"]), weights)
+    assert received.probs.requires_grad == received.x.requires_grad == (frozen != "both")
+    if frozen != "both":
+        (received.x.float().sum() + received.probs.sum()).backward()
+        assert (x.grad is None) == (frozen == "x") and (weights.grad is None) == (frozen == "weights")
+
+
+def test_local_dispatch_moves_nothing():
+    data = source(12, 5)
+    x, ids, weights = (torch.from_numpy(array) for array in (data.x, data.ids, data.weights))
+    dispatcher = make_dispatcher(EXPERTS)
+    received = dispatcher.dispatch(x, ids.to(torch.int32), weights)
+    assert isinstance(make_dispatcher(EXPERTS, Group(1)), LocalDispatcher)
+    assert received.x is x and dispatcher.combine(x, received.handle) is x
+    assert received.indices.dtype == torch.int64 and torch.equal(received.probs, torch.where(ids >= 0, weights, 0.0))
+    assert received.tokens_per_expert == [int((ids == e).sum()) for e in range(EXPERTS)]
+    empty = dispatcher.dispatch(x[:0], ids[:0], weights[:0])
+    assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle == 0
+    with pytest.raises(ShapeError, match=r"\(3, 32\).*delivered 12 rows"):
+        dispatcher.combine(x[:3], received.handle)
+
+
+X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments,error,words",
+    [
+        ((X.numpy(), IDS, WEIGHTS), TypeError, "x must be a torch tensor"),
+        ((X.to(torch.int32), IDS, WEIGHTS), DTypeError, "x is int32"),
+        ((X, IDS.float(), WEIGHTS), DTypeError, "topk_idx is float32; needed: int64"),
+        ((X, IDS, WEIGHTS.double()), DTypeError, "topk_weights is float64; needed: float32"),
+        ((X[0], IDS, WEIGHTS), ShapeError, r"x has shape \(8,\)"),
+        ((X, IDS[0], WEIGHTS), ShapeError, r"topk_idx has shape \(2,\)"),
+        ((X, IDS[:3], WEIGHTS), ShapeError, r"topk_idx has shape \(3, 2\).*\(4, 2\)"),
+        ((X, IDS, WEIGHTS[:, :1]), ShapeError, r"topk_weights has shape \(4, 1\).*\(4, 2\)"),
+    ],
+)
+def test_unfit_arguments_are_refused_by_name(arguments, error, words):
+    for dispatcher in (LocalDispatcher(4), TransportDispatcher(LegacyTransport(4, Group(), Recording(0)))):
+        with pytest.raises(error, match=words):
+            dispatcher.dispatch(*arguments)
+
+
+def test_unfit_worlds_are_refused():
+    with pytest.raises(RoutingError, match="num_experts is 9; 2 ranks"):
+        LegacyTransport(9, Group(), Recording(0))
+    with pytest.raises(ConfigError, match="kind is 'nvshmem'"):
+        make_dispatcher(8, kind="nvshmem")
+    with pytest.raises(ConfigError, match="needs a group"):
+        make_dispatcher(8, kind="deepep")
+    with pytest.raises(ConfigError, match="one rank"):
+        make_dispatcher(8, Group(), kind="local")
+    transport = LegacyTransport(8, Group(), Recording(0))
+    with pytest.raises(DTypeError, match="x is float32; DeepEP carries bfloat16"):
+        transport.dispatch(X, IDS, WEIGHTS)
+    with pytest.raises(ShapeError, match="x has 4 columns; DeepEP needs a multiple of 8"):
+        transport.dispatch(X[:, :4].to(torch.bfloat16), IDS, WEIGHTS)
+    with pytest.raises(ShapeError, match=r"4 rows.*max_tokens = 3"):
+        ElasticTransport(8, Group(), None, max_tokens=3).dispatch(X.to(torch.bfloat16), IDS, WEIGHTS)

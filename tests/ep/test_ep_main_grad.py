@@ -1,0 +1,40 @@
+"""`main_grad` under Paddle's own reductions, in two real Paddle processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from worlds import TESTS, paddle_variables, run_world
+
+pytestmark = pytest.mark.paddle
+
+BOUND = 2e-5
+WEIGHTS, BATCHES = 6, 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("main_grad")
+    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": "paddle"} for each in paddle_variables(2)]
+    run_world(lambda rank: [TESTS / "ep" / "main_grad_worker.py", rank, directory], variables)
+    return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "case", ["data parallel", "overlap", "reduce scatter", "pipeline", "delayed scale", "after delayed scale"]
+)
+def test_reduced_gradients_are_the_mean_over_ranks(ranks, case):
+    for result in ranks:
+        assert result[case] <= BOUND
+
+
+def test_hooks_fire_once_per_weight_and_backward(ranks):
+    for result in ranks:
+        assert result["overlap hooks"] == WEIGHTS * BATCHES
+        assert result["pipeline hooks"] == 2 * WEIGHTS * BATCHES
+
+
+def test_a_step_behind_the_reduction_is_wrong_and_said(ranks):
+    for result in ranks:
+        assert result["late error"] > 0.1
+        assert result["late warnings"] == 1

@@ -1,0 +1,266 @@
+"""Training over ranks: the single process's numbers, any number of ranks after any other, and the end of a rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks_worker import SCENARIOS, run_scenario
+from small_run import SIZE_OPTIONS, write_text
+from worlds import (
+    ROOT,
+    TESTS,
+    environment,
+    finish,
+    free_ports,
+    paddle_variables,
+    run_world,
+    start_world,
+    torchrun_variables,
+)
+
+from ernie_compat.checkpoint import load_checkpoint
+from ernie_compat.corpus import load_corpus
+from ernie_compat.trainer import CHECKPOINT_NAME
+
+WORLD = 4
+WORKER = TESTS / "ernie_compat" / "ranks_worker.py"
+FIRST_STEP, LATER, GRADIENT = 1e-6, 2e-5, 5e-6
+STOP_WITHIN_S = 20
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """`alone(scenario)`: directory and losses of one process that sees the whole batch."""
+    made: dict[str, tuple[Path, list[float]]] = {}
+
+    def run(name):
+        if name not in made:
+            directory = tmp_path_factory.mktemp("alone")
+            trainer = run_scenario(name, "torch", load_corpus([text]), directory)
+            made[name] = directory, [record.loss for record in trainer.records]
+        return made[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def world(text, alone, tmp_path_factory) -> Path:
+    """Every scenario on four ranks; "resumed" continues what one process began."""
+    directory = tmp_path_factory.mktemp("world")
+    for name in SCENARIOS:
+        (directory / name).mkdir()
+    shutil.copy(alone("half")[0] / CHECKPOINT_NAME, directory / "resumed" / CHECKPOINT_NAME)
+    scenarios = [f"{name}={port}" for name, port in zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True)]
+    run_world(lambda rank: [WORKER, "torch", text, directory, *scenarios], torchrun_variables(WORLD))
+    return directory
+
+
+def arrays(path):
+    return load_checkpoint(path)[1]
+
+
+def losses_of(directory, ranks=WORLD):
+    """The losses, equal on all ranks."""
+    losses = [json.loads((directory / f"losses{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(each == losses[0] for each in losses)
+    return losses[0]
+
+
+def assert_same_gradients(actual, wanted):
+    assert sorted(actual) == sorted(wanted)
+    for name, gradient in wanted.items():
+        error = np.linalg.norm(actual[name] - gradient) / max(np.linalg.norm(gradient), 1e-30)
+        assert error <= GRADIENT, name
+
+
+@pytest.mark.parametrize("name", ["ep4", "ep2", "ep1", "ep2 micro"])
+def test_four_ranks_train_as_one(world, alone, name):
+    directory, wanted = alone(name)
+    losses = losses_of(world / name)
+    assert losses[0] == pytest.approx(wanted[0], rel=FIRST_STEP)
+    assert losses == pytest.approx(wanted, rel=LATER) and len(losses) == 6
+    assert_same_gradients(arrays(world / name / "gradients.npz"), arrays(directory / "gradients.npz"))
+    ours, theirs = (arrays(path / CHECKPOINT_NAME) for path in (world / name, directory))
+    assert {n: a.shape for n, a in ours.items()} == {n: a.shape for n, a in theirs.items()}
+
+
+def test_repeated_runs_are_bit_identical(world):
+    first, second = (arrays(world / name / CHECKPOINT_NAME) for name in ("fp8", "fp8 again"))
+    assert losses_of(world / "fp8") == losses_of(world / "fp8 again")
+    assert [n for n in first if first[n].tobytes() != second[n].tobytes()] == [] and len(first) > 50
+
+
+def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
+    saved, loaded = arrays(alone("half")[0] / CHECKPOINT_NAME), arrays(world / "resumed" / "loaded.npz")
+    assert {f"main/{name}": array.tobytes() for name, array in loaded.items()} == {
+        name: array.tobytes() for name, array in saved.items()
+    }
+    continued = losses_of(world / "resumed")
+    assert continued[-3:] == pytest.approx(alone("ep1")[1][3:], rel=LATER)
+
+
+def test_four_ranks_checkpoint_resumes_in_one_process(world, alone, text, tmp_path):
+    shutil.copy(world / "half" / CHECKPOINT_NAME, tmp_path / CHECKPOINT_NAME)
+    trainer = run_scenario("resumed", "torch", load_corpus([text]), tmp_path)
+    saved, loaded = arrays(world / "half" / CHECKPOINT_NAME), arrays(tmp_path / "loaded.npz")
+    assert {name.removeprefix("main/"): array.tobytes() for name, array in saved.items()} == {
+        name: array.tobytes() for name, array in loaded.items()
+    }
+    assert [record.loss for record in trainer.records][-3:] == pytest.approx(alone("ep1")[1][3:], rel=LATER)
+
+
+def wait_for(condition, seconds, processes):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        assert all(process.poll() is None for process in processes), [p.communicate()[1] for p in processes]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_stops_the_others_with_one_line(text, tmp_path, victim):
+    options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
+    command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
+    processes = start_world(lambda rank: command, torchrun_variables(2))
+    checkpoint = tmp_path / CHECKPOINT_NAME
+    try:
+        wait_for(checkpoint.exists, 120, processes)
+        processes[victim].kill()
+        started = time.monotonic()
+        results = finish(processes, STOP_WITHIN_S)
+    finally:
+        for process in processes:
+            process.kill()
+    assert time.monotonic() - started < STOP_WITHIN_S
+    survivor = 1 - victim
+    code, _, err = results[survivor]
+    said = [line for line in err.splitlines() if line.startswith("sonicmoe train:")]
+    assert code == 1 and len(said) == 1 and "Traceback" not in err, err
+    assert said[0] == (
+        f"sonicmoe train: rank {survivor} stops: rank {victim} is gone (its process ended); "
+        f"the last checkpoint is whole, continue with: --resume --out {tmp_path}"
+    )
+    header, saved = load_checkpoint(checkpoint)
+    assert header["step"] % 3 == 0 and all(np.isfinite(array).all() for array in saved.values())
+
+
+def test_torchrun_trains_and_refuses(text, tmp_path):
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_ports(1)[0]),
+    ]
+    command = [*torchrun, "-m", "sonicmoe", "train", *SIZE_OPTIONS, "--framework", "torch", "--data", str(text)]
+    out = ["--steps", "3", "--out", str(tmp_path), "--json"]
+    result = subprocess.run(
+        [*command, "--ep", "2", *out],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["ranks"] == 2 and summary["steps"] == 3 and np.isfinite(summary["held_out_loss"])
+    assert result.stderr.count("step 3/3") == 1 and "2 ranks (2 expert-parallel x 1 data-parallel)" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".png") == [
+        CHECKPOINT_NAME,
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    header, _ = load_checkpoint(tmp_path / CHECKPOINT_NAME)
+    assert header["config"]["ep"] == 2
+    # The same command with a split that cannot be: one line, from one rank.
+    variables = torchrun_variables(2)
+    refused = [
+        "-m",
+        "sonicmoe.cli.train",
+        *SIZE_OPTIONS,
+        "--framework",
+        "torch",
+        "--ep",
+        "3",
+        "--experts",
+        "3",
+        "--data",
+        str(text),
+    ]
+    results = finish(start_world(lambda rank: refused, variables), 60)
+    assert [code for code, _, _ in results] == [2, 2]
+    assert results[1][2] == "" and results[0][2].count("\n") == 1
+    assert "--ep is 3 and there are 2 ranks; needed: a number of ranks that is a multiple of --ep" in results[0][2]
+
+
+def test_interrupted_ranks_save_one_checkpoint_together(text, tmp_path):
+    options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
+    command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
+    processes = start_world(lambda rank: command, torchrun_variables(2))
+    try:
+        wait_for((tmp_path / CHECKPOINT_NAME).exists, 120, processes)
+        processes[1].send_signal(signal.SIGINT)  # one rank alone: the other must not wait for it in vain
+        results = finish(processes, 60)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [code for code, _, _ in results] == [130, 130], results
+    step = load_checkpoint(tmp_path / CHECKPOINT_NAME)[0]["step"]
+    assert f"interrupted at step {step}; checkpoint saved" in results[0][2]
+
+
+@pytest.mark.paddle
+def test_paddle_ranks_train_as_one(text, alone, tmp_path):
+    """Two expert-parallel groups of two processes each of Paddle's CPU build (gloo) against one process of its PyTorch twin."""
+    directory, wanted = alone("ep2 micro")
+    (tmp_path / "ep2 micro").mkdir()
+    run_world(lambda rank: [WORKER, "paddle", text, tmp_path, "ep2 micro=0"], paddle_variables(WORLD))
+    losses = losses_of(tmp_path / "ep2 micro")
+    assert losses[0] == pytest.approx(wanted[0], rel=1e-5) and losses == pytest.approx(wanted, rel=1e-4)
+    actual, golden = (arrays(path / "gradients.npz") for path in (tmp_path / "ep2 micro", directory))
+    assert sorted(actual) == sorted(golden)
+    for name, gradient in golden.items():
+        error = np.linalg.norm(actual[name] - gradient) / max(np.linalg.norm(gradient), 1e-30)
+        assert error <= 1e-4, name
+
+
+@pytest.mark.paddle
+@pytest.mark.slow
+def test_paddle_launcher(text, tmp_path):
+    script = tmp_path / "sonicmoe"
+    script.write_text("from sonicmoe.cli.main import main\nmain()\n")  # the installed console command
+    launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--backend", "gloo"]
+    command = [
+        *launcher,
+        "--log_dir",
+        str(tmp_path / "log"),
+        str(script),
+        "train",
+        *SIZE_OPTIONS,
+        "--framework",
+        "paddle",
+    ]
+    options = ["--ep", "2", "--steps", "2", "--data", str(text), "--out", str(tmp_path / "out")]
+    result = subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=False, env=environment(), cwd=ROOT, timeout=180
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["framework"] == "paddle" and summary["ranks"] == 2 and summary["steps"] == 2

@@ -1,0 +1,115 @@
+"""Every snippet of ernie_compat/README.md runs, in order, in one Paddle process, and does what its text says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from small_run import ROOT, run_program
+
+README = (ROOT / "ernie_compat" / "README.md").read_text(encoding="utf-8")
+SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)
+
+# What surrounds each snippet: the names it assumes, and what must hold afterwards.
+BEFORE = {
+    "ERNIE-4.5 style: one module per expert": "from readme_standins import *",
+    "With a dispatcher of this package": "rig = Rig('step'); node, num_experts, group = rig.node, EXPERTS, None",
+    "PaddleFleet": """
+experts = paddle.nn.Layer()
+experts.weight1 = paddle.create_parameter([EXPERTS, HIDDEN, 2 * INTERMEDIATE], "float32")
+experts.weight2 = paddle.create_parameter([EXPERTS, INTERMEDIATE, HIDDEN], "float32")
+pointers = [w.data_ptr() for w in experts.parameters()]
+""",
+    "A loop of your own": """
+rig, micro_batches = Rig("step"), make_batches(3)
+model, nodes, optimizer, wanted = rig.model, [rig.node], rig.optimizer, rig.wanted(micro_batches)
+""",
+    "PaddleFormers trainer": """
+rig = Rig("backward")
+nodes, trainer, wanted = [rig.node], Trainer(rig.model, rig.optimizer, rig.reduce), rig.wanted(micro_batches)
+""",
+    "Pipeline parallel: `train_batch`": """
+rig = Rig("backward")
+nodes, optimizer, pipeline_model, data = [rig.node], rig.optimizer, PipelineParallel(rig.model, rig.reduce), micro_batches
+lr_scheduler = scaler = None
+wanted, stale = rig.wanted(micro_batches), rig.node(*[micro_batches[0][i] for i in (0,)], None, *micro_batches[0][1:]).numpy()
+""",
+    "After loading weights": """
+model = rig.model
+state = {name: value * 2 for name, value in model.state_dict().items()}
+""",
+}
+AFTER = {
+    "A process": "assert SonicMoEMlpNode is not None",
+    "ERNIE-4.5 style: one module per expert": """
+layer = NodeMOELayer(paddle.nn.Linear(HIDDEN, 5, bias_attr=False), [None, Expert(), Expert(), None, Expert()], 3, k=2)
+out = layer(paddle.randn([TOKENS, HIDDEN]).astype("bfloat16").astype("float32"))
+out.square().mean().backward()
+layer.node.step()
+assert out.shape == [TOKENS, HIDDEN] and layer.node.n_experts == 3
+assert all(p.grad is not None for e in layer.experts if e is not None for p in e.parameters())
+""",
+    "With a dispatcher of this package": """
+x, ids, probs = make_batches(1)[0]
+assert (moe_forward(x, ids, probs) == node(x, None, ids, probs)).all()
+""",
+    "PaddleFleet": """
+x, ids, probs = make_batches(1)[0]
+for w in experts.parameters():
+    w.main_grad = paddle.zeros(w.shape)
+node(x, None, ids, probs).sum().backward()
+assert [w.data_ptr() for w in experts.parameters()] == pointers
+assert all(float(w.main_grad.abs().sum()) > 0 for w in experts.parameters())
+""",
+    "A loop of your own": "same(rig.weights(), wanted)",
+    "PaddleFormers trainer": """
+trainer.train(micro_batches)
+assert rig.reduced > 0
+same(rig.weights(), wanted)
+""",
+    "Pipeline parallel: `train_batch`": """
+assert rig.reduced > 0 and loss > 0
+same(rig.weights(), wanted)
+fresh = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
+assert not np.array_equal(fresh, stale)
+""",
+    "After loading weights": """
+after = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
+assert not np.array_equal(fresh, after)
+""",
+}
+HELPERS = """
+import json, logging, warnings
+warnings.filterwarnings("ignore")
+lines = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("sonicmoe").addHandler(Keep())
+def same(actual, wanted):
+    for a, b in zip(actual, wanted, strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-6), float(np.abs(a - b).max())
+"""
+
+
+def snippets():
+    return dict(SNIPPET.findall(README))
+
+
+def test_every_snippet_is_known() -> None:
+    assert list(snippets()) == list(AFTER)
+    assert README.count("```python") == len(AFTER)
+
+
+@pytest.mark.paddle
+def test_every_snippet_runs_and_does_what_it_says() -> None:
+    parts = [HELPERS]
+    for name, code in snippets().items():
+        parts += [BEFORE.get(name, ""), code, AFTER[name]]
+    parts.append('print(json.dumps([line for line in lines if "too late" in line]))')
+    assert run_program("\n".join(parts)) == []
+
+
+def test_named_files_exist() -> None:
+    named = re.findall(r"`(\w+\.py)`", README)
+    assert named and [name for name in named if not (ROOT / "ernie_compat" / name).exists()] == []

@@ -1,0 +1,243 @@
+"""One MoE layer over the ranks of a host, for `multicard_smoke.py`: checks against one rank alone, and times by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.jit import no_compile
+from sonicmoe.jit_warmup import warmup_jit
+
+Tensor = torch.Tensor
+POISON_BYTES = 1 << 30
+CHECKED_SHARE = 8
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """tokens is per rank, experts of all ranks."""
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's tokens bf16 `[T, H]`, routing, and the gradient of the output."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    dout: Tensor
+
+
+class World:
+    """What the ranks of one group do together; every method is collective."""
+
+    def __init__(self, sizes: LayerSizes, device: torch.device, group: Any) -> None:
+        """Read rank and size."""
+        self.sizes, self.device, self.group = sizes, device, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.on_gpu = device.type == "cuda"
+
+    def warm_up(self) -> list[str]:
+        """Rank 0 compiles into the shared cache what all ranks need: their own layer, and all experts for the check."""
+        names: list[str] = []
+        if self.rank == 0 and self.on_gpu:
+            for experts in (self.sizes.experts // self.size, self.sizes.experts):
+                report = warmup_jit(experts, self.sizes.hidden, self.sizes.intermediate, str(self.device))
+                names += [outcome.kernel for outcome in report.kernels]
+        dist.barrier(self.group)
+        return names
+
+    def nothing_compiles(self) -> Any:
+        """After warm-up, a compile is an error that names the kernel."""
+        return no_compile() if self.on_gpu else nullcontext()
+
+    def dispatcher(self, kind: str) -> tuple[Dispatcher | None, str]:
+        """`(dispatcher, "")`, or `(None, why not)`."""
+        if kind == "deepep" and not self.on_gpu:
+            return None, "DeepEP needs GPUs"
+        try:
+            return make_dispatcher(self.sizes.experts, self.group, kind=kind, max_tokens=self.sizes.tokens), ""
+        except EngineUnavailableError as error:
+            return None, str(error)
+
+    def check(self, dispatcher: Dispatcher, fp8_mode: str) -> dict[str, Any]:
+        """Against one rank that holds everything; poisoned memory; repetition."""
+        sizes = replace(self.sizes, tokens=max(1, self.sizes.tokens // CHECKED_SHARE))
+        batches = [self._batch(sizes, rank) for rank in range(self.size)]
+        first = self._run(dispatcher, batches[self.rank], fp8_mode)
+        again = self._run(dispatcher, batches[self.rank], fp8_mode)
+        self._poison()
+        poisoned = self._run(dispatcher, batches[self.rank], fp8_mode)
+        return {
+            "errors": self._errors(first, batches, fp8_mode),
+            "finite": all(bool(torch.isfinite(t).all()) for t in poisoned.values()),
+            "repeats_bit_identical": all(torch.equal(first[name], again[name]) for name in first),
+            "poison_changes_nothing": all(torch.equal(first[name], poisoned[name]) for name in first),
+        }
+
+    def measure(self, dispatcher: Dispatcher, fp8_mode: str, repeats: int) -> dict[str, float]:
+        """Milliseconds of forward and backward by stage, medians over repetitions; and the whole layer with and without split_wgrad."""
+        batch = self._batch(self.sizes, self.rank)
+        node = self._node(dispatcher, fp8_mode)
+        stages = [self._staged(dispatcher, node, batch) for _ in range(repeats + 3)][3:]
+        names = ("dispatch", "expert", "combine")
+        medians = {f"{name}_ms": _median([stage[name] for stage in stages]) for name in names}
+        total = sum(medians.values())
+        whole, split = (self._whole(dispatcher, fp8_mode, batch, flag, repeats) for flag in (False, True))
+        rate = 1e3 * self.sizes.tokens / whole
+        return {**medians, "total_ms": total, "tokens_per_s": rate, "whole_wgrad_ms": whole, "split_wgrad_ms": split}
+
+    def _staged(self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch) -> dict[str, float]:
+        """One forward and backward with the stages cut apart: dispatch's time holds the dispatch backward of dx, and so on."""
+        spent: dict[str, float] = {}
+        x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+        with self._timed(spent, "dispatch"):
+            received = dispatcher.dispatch(x, batch.ids, weights)
+        tokens, probs = received.x.detach().requires_grad_(), received.probs.detach().requires_grad_()
+        with self._timed(spent, "expert"):
+            out = node(tokens, received.tokens_per_expert, received.indices, probs)
+        rows = out.detach().requires_grad_()
+        with self._timed(spent, "combine"):
+            y = dispatcher.combine(rows, received.handle)
+            y.backward(batch.dout)
+        with self._timed(spent, "expert"):
+            out.backward(rows.grad)
+        with self._timed(spent, "dispatch"):
+            torch.autograd.backward([received.x, received.probs], [tokens.grad, probs.grad])
+        node.step()
+        return spent
+
+    def _whole(self, dispatcher: Dispatcher, fp8_mode: str, batch: Batch, split: bool, repeats: int) -> float:
+        """Median milliseconds of forward, backward and every weight gradient."""
+        node, times = self._node(dispatcher, fp8_mode, split), []
+        for _ in range(repeats + 3):
+            x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+            spent: dict[str, float] = {}
+            with self._timed(spent, "layer"):
+                self._forward(dispatcher, node, x, batch.ids, weights).backward(batch.dout)
+                node.finish_wgrad()
+            node.step()
+            times.append(spent["layer"])
+        return _median(times[3:])
+
+    @contextmanager
+    def _timed(self, spent: dict[str, float], name: str) -> Iterator[None]:
+        """Adds the device's milliseconds; ranks start together."""
+        dist.barrier(self.group)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        yield
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        spent[name] = spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
+
+    def _run(self, dispatcher: Dispatcher, batch: Batch, fp8_mode: str) -> dict[str, Tensor]:
+        """y, dx, dweights of the rank's tokens and the gradients of its experts."""
+        node = self._node(dispatcher, fp8_mode)
+        x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+        y = self._forward(dispatcher, node, x, batch.ids, weights)
+        y.backward(batch.dout)
+        node.step()
+        up, down = (torch.stack([e_weight.main_grad for e_weight in half]) for half in self._weights)
+        return {"y": y.detach(), "dx": _grad(x), "dweights": _grad(weights), "up_gate": up, "down": down}
+
+    def _forward(
+        self, dispatcher: Dispatcher, node: SonicMoEMlpNode, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        received = dispatcher.dispatch(x, ids, weights)
+        out = node(received.x, received.tokens_per_expert, received.indices, received.probs)
+        return dispatcher.combine(out, received.handle)
+
+    def _errors(self, mine: dict[str, Tensor], batches: list[Batch], fp8_mode: str) -> dict[str, float]:
+        """Rank 0 only: relative L2 against all experts and all tokens in this process."""
+        gathered = {name: self._gather(tensor) for name, tensor in mine.items()}
+        if self.rank:
+            return {}
+        together = Batch(*(torch.cat([getattr(b, name) for b in batches]) for name in Batch.__dataclass_fields__))
+        wanted = self._run(LocalDispatcher(self.sizes.experts), together, fp8_mode)
+        return {name: _relative(torch.cat(gathered[name]), wanted[name]) for name in wanted}
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(pieces, tensor.contiguous(), group=self.group)
+        return pieces
+
+    def _node(self, dispatcher: Dispatcher, fp8_mode: str, split: bool = False) -> SonicMoEMlpNode:
+        count = dispatcher.num_local_experts
+        first = self.rank * count if count < self.sizes.experts else 0
+        experts = [self._expert(expert) for expert in range(first, first + count)]
+        self._weights = [[e.up_gate_proj.weight for e in experts], [e.down_proj.weight for e in experts]]
+        config = SonicMoEConfig(fp8_mode=fp8_mode)
+        return SonicMoEMlpNode(
+            experts, count, self.sizes.hidden, self.sizes.intermediate, config=config, split_wgrad=split
+        )
+
+    def _expert(self, expert: int) -> SimpleNamespace:
+        generator = torch.Generator(self.device).manual_seed(1000 + expert)
+        hidden, width = self.sizes.hidden, self.sizes.intermediate
+
+        def weight(rows: int, columns: int) -> torch.nn.Parameter:
+            values = torch.randn(rows, columns, generator=generator, device=self.device) * rows**-0.5
+            made = torch.nn.Parameter(values.to(torch.bfloat16))
+            made.main_grad = torch.zeros(rows, columns, device=self.device)  # type: ignore[attr-defined]
+            return made
+
+        return SimpleNamespace(
+            up_gate_proj=SimpleNamespace(weight=weight(hidden, 2 * width)),
+            down_proj=SimpleNamespace(weight=weight(width, hidden)),
+        )
+
+    def _batch(self, sizes: LayerSizes, rank: int) -> Batch:
+        """Routing is uneven (low ids are likelier) and a tenth of the slots is dropped."""
+        generator = torch.Generator().manual_seed(rank)
+        chance = torch.linspace(2.0, 0.5, sizes.experts).expand(sizes.tokens, -1)
+        ids = torch.multinomial(chance, sizes.topk, generator=generator)
+        ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+        x, dout = (torch.randn(sizes.tokens, sizes.hidden, generator=generator).to(torch.bfloat16) for _ in range(2))
+        weights = torch.rand(ids.shape, generator=generator)
+        return Batch(*(tensor.to(self.device) for tensor in (x, ids, weights, dout)))
+
+    def _poison(self) -> None:
+        """Leave NaN in the memory that the allocator hands out next."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            blocks = [torch.full([size], 0xFF, dtype=torch.uint8, device=self.device) for size in _block_sizes()]
+            torch.cuda.synchronize(self.device)
+            del blocks
+
+
+def _block_sizes() -> list[int]:
+    """Small blocks and large ones, a GiB of each kind the caching allocator keeps apart."""
+    return [1 << 19] * 64 + [POISON_BYTES // 8] * 8
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _relative(actual: Tensor, wanted: Tensor) -> float:
+    actual, wanted = actual.double(), wanted.double()
+    return float((actual - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
