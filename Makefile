@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 OUT ?= runs/demo
 DEMO_ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 # Suites that run a second time through Paddle's torch proxy: everything below the PyTorch face.
 PADDLE_TESTS := $(wildcard tests/paddle tests/routing tests/quant tests/engine tests/experts tests/node)
 FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
@@ -30,7 +30,7 @@ docs: $(VENV)/.installed-dev ## regenerate docs/env.md from the flag registry
 docs-check: $(VENV)/.installed-dev ## fail when docs/env.md is out of date
 	$(PY) tools/ci/generate_env_docs.py --check
 
-pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again through Paddle's torch proxy (PYTEST_ARGS="-n 2")
+pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again through Paddle's torch proxy (PYTEST_ARGS="-n 2 --dist worksteal")
 	$(PY) -m pytest $(PYTEST_ARGS)
 	@if $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("paddle") is None)'; then \
 	    set -x; SONICMOE_TEST_FRAMEWORK=paddle $(PY) -m pytest $(PYTEST_ARGS) $(PADDLE_TESTS); \

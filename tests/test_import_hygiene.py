@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ FRAMEWORKS = {"torch", "paddle"}
 
 # The border to the frameworks: imports torch in a function so that it can say what is missing, and runs it at module level.
 LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
+
+# The node's door to diagnosis, imported when `node.dump` is called.
+UPWARD = {"sonicmoe/ernie_compat/mlp_node.py": ["sonicmoe/diagnostics/step_capture.py"]}
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -94,3 +98,79 @@ def test_command_modules_name_no_framework_at_top_level() -> None:
         if (found := module_level_frameworks(path.read_text(encoding="utf-8")))
     }
     assert offenders == {}
+
+
+def layers() -> list[tuple[Path, int]]:
+    """Paths of the tree in docs/design.md, each with the number of its line in the table; the longest first."""
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = design.split("## The tree")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in tree.splitlines() if line.startswith("| ") and "`" in line]
+    listed = [
+        ((ROOT if row.strip().startswith("top-level") else PACKAGE) / name, number)
+        for number, row in enumerate(rows)
+        for name in re.findall(r"`([^`]+)`", row)
+    ]
+    return sorted(listed, key=lambda entry: -len(entry[0].parts))
+
+
+def layer_of(path: Path) -> int | None:
+    return next((number for listed, number in layers() if path == listed or listed in path.parents), None)
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of this repository, or of the package it is a name of."""
+    path = ROOT.joinpath(*module.split("."))
+    found = [path.with_suffix(".py"), path / "__init__.py", path.parent.with_suffix(".py"), path.parent / "__init__.py"]
+    return next((candidate for candidate in found if candidate.exists()), None)
+
+
+def repository_imports(path: Path, source: str) -> set[Path]:
+    """Files of this repository that `source`, as the text of `path`, imports: anywhere but under `if TYPE_CHECKING`."""
+    package = list(path.relative_to(ROOT).parent.parts)
+    tree = ast.parse(source)
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    modules = []
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            modules += [".".join(filter(None, [*base, alias.name])) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+    ours = [module for module in modules if module.split(".")[0] in {"sonicmoe", "ernie_compat"}]
+    return {found for module in ours if (found := file_of(module)) and found != PACKAGE / "__init__.py"}
+
+
+def upward_imports(path: Path, source: str) -> list[str]:
+    own = layer_of(path)
+    assert own is not None, f"{path} is in no line of the tree in docs/design.md"
+    targets = {target: layer_of(target) for target in repository_imports(path, source)}
+    return sorted(str(target.relative_to(ROOT)) for target, layer in targets.items() if layer is None or layer > own)
+
+
+def test_files_import_from_their_own_layer_and_below() -> None:
+    files = [path for top in (PACKAGE, ROOT / "ernie_compat") for path in sorted(top.rglob("*.py"))]
+    found = {
+        str(path.relative_to(ROOT)): upward
+        for path in files
+        if path != PACKAGE / "__init__.py" and (upward := upward_imports(path, path.read_text(encoding="utf-8")))
+    }
+    assert found == UPWARD
+
+
+def test_an_upward_import_is_recognised() -> None:
+    path = PACKAGE / "quant" / "gpu.py"
+    assert upward_imports(path, "from ..engine import interface") == ["sonicmoe/engine/interface.py"]
+    assert upward_imports(path, "def f():\n    from ..experts import ExpertWeights") == ["sonicmoe/experts.py"]
+    assert upward_imports(path, "from ..diagnostics.stages import tap") == ["sonicmoe/diagnostics/stages.py"]
+    assert upward_imports(path, "from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch") == []
+    assert upward_imports(path, "if TYPE_CHECKING:\n    from ..engine import interface") == []
+    assert upward_imports(PACKAGE / "ep" / "local.py", "import ernie_compat.trainer") == ["ernie_compat/trainer.py"]

@@ -1,0 +1,16 @@
+"""The suites of the integrations run under PyTorch, where the library they are about is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import framework
+
+collect_ignore_glob = (
+    [] if importlib.util.find_spec("transformers") and not framework.IS_PADDLE else ["test_transformers_*"]
+)
+
+
+def pytest_report_header() -> str | None:
+    """Say out loud what is not run."""
+    return "NOT RUN: the transformers suites need PyTorch and transformers >= 5.7" if collect_ignore_glob else None

@@ -1,0 +1,233 @@
+"""One experts module in every arrangement that transformers has, against its own eager forward; sentinels, DTensors, refusals."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from integrations.hf_models import relative_rmse
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
+
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.errors import FrameworkError, LayoutError
+from sonicmoe.integrations.transformers import check_model, register, unsupported_reason
+
+T, K, E, H, I = 37, 3, 5, 32, 24
+LAYOUTS = [
+    {"is_transposed": transposed, "is_concatenated": concatenated, "has_bias": bias, "has_gate": gate}
+    for transposed in (False, True)
+    for concatenated, gate in ((True, True), (False, True), (True, False))
+    for bias in (False, True)
+]
+
+
+def experts_class(is_transposed=False, is_concatenated=True, has_bias=False, has_gate=True):
+    """A class of experts in that arrangement, with a forward written out from the definition."""
+
+    class Experts(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts = E
+            up = "gate_up_proj" if has_gate else "up_proj"
+            width = 2 * I if has_gate else I
+            for name, rows, columns in ((up, width, H), ("down_proj", H, I)):
+                weight = torch.randn(E, rows, columns) * columns**-0.5
+                setattr(self, name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight))
+                if has_bias:
+                    setattr(self, f"{name}_bias", nn.Parameter(0.3 * torch.randn(E, rows)))
+            self.act_fn = ACT2FN[config.hidden_act]
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            out = torch.zeros_like(hidden_states)
+            up_name = "gate_up_proj" if has_gate else "up_proj"
+            for expert in range(E):
+                token, slot = torch.where(top_k_index == expert)
+                y = hidden_states[token]
+                for name in (up_name, "down_proj"):
+                    weight = getattr(self, name)[expert]
+                    y = y @ (weight if is_transposed else weight.mT)
+                    y = y + getattr(self, f"{name}_bias")[expert] if has_bias else y
+                    if name == up_name and has_gate:
+                        gate, up = y.chunk(2, -1) if is_concatenated else (y[:, ::2], y[:, 1::2])
+                        y = self.act_fn(gate) * up
+                    elif name == up_name:
+                        y = self.act_fn(y)
+                out = out.index_add(0, token, y * top_k_weights[token, slot, None])
+            return out
+
+    return use_experts_implementation(
+        is_transposed=is_transposed, is_concatenated=is_concatenated, has_bias=has_bias, has_gate=has_gate
+    )(Experts)
+
+
+def make(hidden_act="silu", **options):
+    torch.manual_seed(0)
+    register()
+    return experts_class(**options)(PretrainedConfig(hidden_act=hidden_act))
+
+
+def batch(invalid=0.0):
+    """Tokens, distinct ids with a share of both sentinels, weights and the gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, T, H, generator=generator)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    dropped = torch.rand(T, K, generator=generator) < invalid
+    sentinel = torch.where(torch.rand(T, K, generator=generator) < 0.5, -1, E + 3)
+    return x, torch.where(dropped, sentinel, ids), torch.rand(T, K, generator=generator), dout
+
+
+def run(experts, implementation, x, ids, weights, dout):
+    """out, dx, the gradient of the routing weights, and every parameter's."""
+    experts.config._experts_implementation = implementation
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = experts(x, ids, weights)
+    wanted = {"x": x, "weights": weights, **dict(experts.named_parameters())}
+    gradients = torch.autograd.grad(out, list(wanted.values()), dout)
+    return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+def assert_close(actual, expected, bound):
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
+        assert actual[name].shape == value.shape and actual[name].dtype == value.dtype
+        assert relative_rmse(actual[name], value) <= bound, name
+
+
+@pytest.mark.parametrize(
+    "options", LAYOUTS, ids=lambda options: " ".join(k for k, v in options.items() if v) or "plain"
+)
+def test_every_arrangement(options):
+    experts = make(**options)
+    expected = run(experts, "eager", *batch())
+    assert_close(run(experts, "sonicmoe", *batch()), expected, 1e-6)
+    assert_close(run(experts, "sonicmoe_fp8", *batch()), expected, 0.12)
+    assert relative_rmse(run(experts, "sonicmoe_fp8", *batch())["out"], expected["out"]) > 1e-3
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "swish", "gelu", "relu"])
+def test_gated_activations(hidden_act):
+    experts = make(hidden_act)
+    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu", "relu", "relu2"])
+def test_plain_activations(hidden_act):
+    experts = make(hidden_act, has_gate=False)
+    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+@pytest.mark.parametrize("invalid", [0.3, 0.99, 1.0])
+@pytest.mark.parametrize("garbage", [0.0, float("nan")], ids=["zero weight", "NaN weight"])
+def test_sentinels_of_expert_parallelism(implementation, invalid, garbage):
+    """Another rank's slots add nothing, whatever their weight says, and get a gradient of exactly zero."""
+    experts = make()
+    x, ids, weights, dout = batch(invalid)
+    here = (ids >= 0) & (ids < E)
+    found = run(experts, implementation, x, ids, torch.where(here, weights, garbage), dout)
+    assert_close(found, run(experts, "eager", x, ids, weights, dout), 1e-6 if implementation == "sonicmoe" else 0.15)
+    assert not found["weights"][~here].any()
+    assert not found["out"][~here.any(-1)].any() and not found["x"][~here.any(-1)].any()
+
+
+def test_local_parts_of_dtensors(tmp_path):
+    """Weights as DTensors: the forward reads this rank's part, and gradients come back as DTensors."""
+    experts = make(has_bias=True)
+    expected = run(experts, "eager", *batch())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for name, parameter in list(experts.named_parameters()):
+            setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        for implementation, bound in (("sonicmoe", 1e-6), ("sonicmoe_fp8", 0.12)):
+            found = run(experts, implementation, *batch())
+            assert isinstance(found["down_proj"], DTensor)
+            local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
+            assert_close(local, expected, bound)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_changed_weights_are_seen():
+    experts = make()
+    for implementation in ("sonicmoe", "sonicmoe_fp8"):
+        before = run(experts, implementation, *batch())["out"]
+        with torch.no_grad():
+            experts.gate_up_proj.mul_(-1.5)
+        after = run(experts, implementation, *batch())["out"]
+        assert relative_rmse(after, before) > 0.1
+        assert relative_rmse(after, run(experts, "eager", *batch())["out"]) < 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fp8_weights_are_made_once_per_change(compiled, monkeypatch):
+    made, original = [], ReferenceEngine.prepare_weights
+
+    def prepare(*arguments):
+        made.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
+    torch._dynamo.reset()
+    experts = make(is_transposed=True)
+    experts.config._experts_implementation = "sonicmoe_fp8"
+    forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
+    x, ids, weights, dout = batch()
+    for steps in (1, 2):
+        for _ in range(3):
+            forward(x, ids, weights).backward(dout)
+        assert len(made) == steps
+        with torch.no_grad():
+            experts.down_proj.mul_(0.5)
+
+
+REFUSED = {
+    "norm behind every expert": (lambda: with_norm(make()), "normalises the output of every expert"),
+    "tanh GELU": (lambda: make("gelu_new"), "activation NewGELUActivation; needed"),
+    "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation; needed"),
+    "8-bit weights": (lambda: with_weight(make(), "down_proj", torch.zeros(E, H, I).to(torch.float8_e4m3fn)), "down_proj in"),
+    "no weight": (lambda: with_weight(make(), "gate_up_proj", None), "no weight gate_up_proj"),
+}  # fmt: skip
+
+
+def with_norm(experts):
+    experts.has_post_expert_norm = True
+    return experts
+
+
+def with_weight(experts, name, weight):
+    delattr(experts, name)
+    if weight is not None:
+        experts.register_buffer(name, weight)
+    return experts
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_class_and_the_reason(case):
+    experts, reason = REFUSED[case][0](), REFUSED[case][1]
+    assert "Experts" in unsupported_reason(experts) and reason in unsupported_reason(experts)
+    with pytest.raises(LayoutError, match=f"Experts .*{reason}"):
+        check_model(experts)
+    experts.config._experts_implementation = "sonicmoe"
+    with pytest.raises(LayoutError, match=f"cannot run this model: Experts .*{reason}"):
+        experts(*batch()[:3])
+
+
+def test_registering_without_transformers_says_what_is_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations", None)
+    with pytest.raises(FrameworkError, match=r"from transformers 5\.7 on \(pip install"):
+        register()
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "5.6.2"])
+def test_registering_with_an_old_transformers_names_its_version(version, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(FrameworkError, match=rf"transformers {version} is too old: .* from transformers 5\.7 on"):
+        register()

@@ -1,0 +1,170 @@
+"""Whole transformers models on the engine: `eager`'s numbers in full precision, FP8's error in FP8, in every way of training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, gpt_oss, run
+from transformers.integrations import moe as hf_moe
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.errors import LayoutError
+from sonicmoe.functional import call
+from sonicmoe.integrations.transformers import check_model, register
+
+EXACT = 2e-6  # fp32 sums in another order
+FP8 = 0.1  # E4M3 has 3 mantissa bits: about 7 % on every gradient
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+@pytest.fixture
+def recipes(monkeypatch):
+    """The FP8 recipe (or None) of every forward of the engine."""
+    seen, original = [], call.forward
+
+    def forward(plan, *arguments, **options):
+        seen.append(plan.settings.recipe)
+        return original(plan, *arguments, **options)
+
+    monkeypatch.setattr("sonicmoe.functional.autograd.forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient_in_full_precision(family, recipes):
+    model = build(FAMILIES[family](2))
+    expected = run(model, "eager")
+    assert not recipes
+    for name, error in errors(run(model, "sonicmoe"), expected).items():
+        assert error <= EXACT, f"{name}: {error:.2e}"
+    assert recipes == [None, None], "two MoE layers, nothing quantised"
+    experts = [name for name in expected if ".experts." in name]
+    assert len(experts) == 4 and all(expected[name].any() for name in experts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8(family, recipes):
+    """One MoE layer: behind it no router could choose other experts for FP8's noise."""
+    model = build(FAMILIES[family](1))
+    expected = run(model, "eager")
+    found = errors(run(model, "sonicmoe_fp8"), expected)
+    assert max(found.values()) <= FP8, found
+    assert found["logits"] >= 1e-3, "nothing was quantised"
+    assert [recipe.name for recipe in recipes] == ["iso128"]
+
+
+def test_sonicmoe_follows_the_configuration():
+    model = build(FAMILIES["mixtral"](1))
+    plain = run(model, "sonicmoe")
+    with SonicMoEConfig(fp8_mode="perf").activate():
+        configured = run(model, "sonicmoe")
+    fp8 = run(model, "sonicmoe_fp8")
+    assert max(errors(configured, fp8).values()) == 0 < errors(fp8, plain)["logits"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_gradient_checkpointing(implementation, reentrant, recipes):
+    model = build(FAMILIES["qwen3-moe"](2))
+    expected = run(model, implementation)
+    assert len(recipes) == 2
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert max(errors(run(model, implementation), expected).values()) == 0
+    assert len(recipes) == 2 + 4, "two layers, forward and recompute"
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_compiled_in_one_graph(implementation):
+    torch._dynamo.reset()
+    model = build(FAMILIES["qwen3-moe"](1))
+    expected = run(model, implementation)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert max(errors(run(model, implementation), expected).values()) <= EXACT
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_a_few_steps_of_training(implementation):
+    """Prepared weights follow every optimizer step: the loss falls as it does with `eager`."""
+
+    def losses(name):
+        model = build(FAMILIES["olmoe"](1), name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        ids = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+        history = []
+        for _ in range(8):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append(loss.item())
+        return torch.tensor(history)
+
+    expected, found = losses("eager"), losses(implementation)
+    assert expected[-1] < 0.8 * expected[0]
+    bound = 1e-4 if implementation == "sonicmoe" else 0.02
+    assert ((found - expected).abs() / expected).max() <= bound
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_evaluation_and_generation(implementation):
+    model = build(FAMILIES["qwen3-moe"](2)).eval()
+    ids = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
+    model.set_experts_implementation(implementation)
+    with torch.inference_mode():
+        whole = model(ids).logits
+        assert torch.isfinite(whole).all()
+        assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (2, 9)
+    assert torch.equal(model(ids).logits, whole)
+
+
+def test_bf16():
+    model = build(FAMILIES["mixtral"](1)).to(torch.bfloat16)
+    found = errors(run(model, "sonicmoe"), run(copy.deepcopy(model).float(), "eager"))
+    assert max(found.values()) <= 0.05
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+# Refusals and registration
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_a_gate_of_its_own_is_refused(implementation):
+    model = build(gpt_oss(), implementation)
+    with pytest.raises(LayoutError, match=r"GptOssForCausalLM: GptOssExperts has a gate of its own"):
+        check_model(model)
+    with pytest.raises(LayoutError, match=r"cannot run this model: GptOssExperts has a gate of its own"):
+        run(model, implementation)
+    assert torch.isfinite(run(model, "eager")["logits"]).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_models_pass_the_check(family):
+    check_model(build(FAMILIES[family](1)))
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(LayoutError, match="Linear has no experts"):
+        check_model(torch.nn.Linear(2, 2))
+
+
+def test_another_activation_is_refused():
+    config = FAMILIES["qwen3-moe"](1)
+    config.hidden_act = "gelu_pytorch_tanh"
+    with pytest.raises(
+        LayoutError, match=r"Qwen3MoeExperts has the activation GELUTanh; needed: one of \['gelu', 'relu', 'silu'\]"
+    ):
+        check_model(build(config))
+
+
+def test_registration_may_be_repeated_and_reaches_every_reader():
+    register()
+    assert {"sonicmoe", "sonicmoe_fp8"} <= set(hf_moe.ALL_EXPERTS_FUNCTIONS)
+    assert hf_moe.ALL_EXPERTS_FUNCTIONS["sonicmoe"].__module__ == "sonicmoe.integrations.transformers"
+    assert hf_moe.ExpertsInterface()["sonicmoe_fp8"].__module__ == "sonicmoe.integrations.transformers"

@@ -1,0 +1,68 @@
+"""The pages and examples for PyTorch and transformers users run as they are printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"pytorch": "torch", "transformers": "transformers"}
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def run(*arguments: str) -> str:
+    environment = {**os.environ, **ONE_RANK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(PAGES[page]) is None:
+        pytest.skip(f"needs {PAGES[page]}")
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(snippets) >= 4 and len(snippets) == text.count("```") // 2
+    script = tmp_path / f"{page}_page.py"
+    script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
+    out = run(str(script))
+    assert out.endswith("all ran\n")
+    if page == "transformers":
+        assert "GptOssExperts has a gate of its own" in out
+        assert 1e-4 < float(re.search(r"relative difference of the logits: (\S+)", out)[1]) < 0.1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert targets
+    assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_learn(example: str) -> None:
+    errors = [float(error) for error in re.findall(r"error (\S+)", run(f"examples/{example}"))]
+    assert len(errors) == 4 and errors[-1] < 0.5 * errors[0]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_example_names_are_the_pages_names() -> None:
+    page = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(
+        re.findall(r"\(\.\./examples/(\w+\.py)\)", page)
+    )
