@@ -21,7 +21,7 @@ from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, expect
 from ..interop import current_stream, data_ptr, device_name, dtype_name, plain_ops
-from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
+from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, missing_tool
 from ..quant.format import BlockScaledTensor, Code, Orientation, scale_shape
 from ..quant.gpu import QuantizedWeights, quantize_rows, to_scratch
 from ..quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair
@@ -201,7 +201,7 @@ def hopper_unavailable(
         if hidden % HIDDEN_MULTIPLE or inner % INTERMEDIATE_MULTIPLE:
             needed = f"multiples of {HIDDEN_MULTIPLE} and {INTERMEDIATE_MULTIPLE}"
             return f"H is {hidden} and I is {inner}, and it needs {needed}"
-    problem = settings_problem(settings)
+    problem = settings_problem(settings) or missing_tool()
     if problem is None and not settings.fp8_wgrad:
         reason = bf16_unavailable(device)
         problem = f"fp8_wgrad is off and the BF16 weight gradients cannot run: {reason}" if reason else None

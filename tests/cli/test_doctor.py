@@ -150,6 +150,7 @@ def test_engine_in_force_on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch, flags,
     """Each precision is tested on the engine that a run in it would get; one asked for by name, in its own precision."""
     ran = []
     monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(hopper_engine, "missing_tool", lambda: None)
     monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
     monkeypatch.setattr(selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0"))
     monkeypatch.setattr(

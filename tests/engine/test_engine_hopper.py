@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engine.moe_golden import make_problem, native_weights
@@ -15,6 +16,7 @@ from sonicmoe.engine.interface import EngineSettings, WeightSource
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.kernels import sm90
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.reference import build_routing
@@ -30,7 +32,8 @@ MODELS = [
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Pretend that every GPU has this compute capability."""
+    """Pretend that every GPU has this compute capability, and that its kernels can be had."""
+    monkeypatch.setattr(hopper, "missing_tool", lambda: None)
 
     def pretend(*found):
         monkeypatch.setattr(hopper.torch.cuda, "get_device_capability", lambda *_: found)
@@ -82,6 +85,7 @@ class TestUnavailable:
 
     def test_the_device_that_is_asked_about(self, monkeypatch):
         asked = []
+        monkeypatch.setattr(hopper, "missing_tool", lambda: None)
         monkeypatch.setattr(hopper.torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
         for device in ("cuda", "cuda:0", "cuda:3"):
             assert hopper_unavailable(device, FP8) is None
@@ -109,6 +113,27 @@ class TestUnavailable:
     def test_other_settings(self, capability, changes):
         settings = replace(FP8, **changes)
         assert hopper_unavailable("cuda:0", settings) == settings_problem(settings) is not None
+
+    def test_a_machine_that_cannot_have_its_kernels(self, capability, monkeypatch):
+        monkeypatch.setattr(hopper, "missing_tool", lambda: "there is no nvcc")
+        assert hopper_unavailable("cuda:0", FP8) == "there is no nvcc"
+        assert hopper_unavailable("cuda:0", replace(FP8, recipe=None)) == "FP8 is off"
+
+    def test_kernels_need_a_compiler_or_a_warm_cache(self, monkeypatch, tmp_path):
+        held = set()
+        monkeypatch.setattr(sm90, "package_versions", lambda name: ((name, "1"),))
+        monkeypatch.setattr(
+            sm90, "default_cache", lambda: SimpleNamespace(try_load=lambda key: key if key in held else None)
+        )
+        monkeypatch.setattr(sm90, "find_toolkit", lambda: None)
+        assert "no nvcc to compile its GEMMs" in sm90.missing_tool()
+        held.update(job.key() for job in sm90.gemm_sources())
+        assert sm90.missing_tool() is None
+        held.clear()
+        monkeypatch.setattr(sm90, "find_toolkit", object)
+        assert sm90.missing_tool() is None
+        monkeypatch.setattr(sm90, "package_versions", lambda name: ((name, "absent"),))
+        assert "apache-tvm-ffi" in sm90.missing_tool()
 
     def test_plain_weight_gradients_need_the_bf16_gemms(self, capability, monkeypatch):
         plain = replace(FP8, fp8_wgrad=False)

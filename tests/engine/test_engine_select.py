@@ -37,6 +37,7 @@ beyond_hopper = pytest.mark.parametrize(("workload", "words"), BEYOND_HOPPER, id
 def hopper(monkeypatch):
     """A machine with a Hopper GPU and every package."""
     monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(hopper_engine, "missing_tool", lambda: None)
     monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from ...config import ResolvedConfig
 from ...enums import EngineName
+from ...jit.cache import default_cache
 from ...jit.cuda_source import CudaSource
+from ...jit.key import package_versions
 from ...jit.plan import ModelSpec, provides
+from ...jit.toolchain import find_toolkit
 
 _HERE = Path(__file__).parent
 
@@ -30,6 +33,16 @@ def fp8_wgrad_source(arch: str = "sm_90a") -> CudaSource:
 def gemm_sources(arch: str = "sm_90a") -> tuple[CudaSource, ...]:
     """Every GEMM source, for warm-up and for the spill check."""
     return fp8_grouped_gemm_source(arch), fp8_dgated_source(arch), fp8_wgrad_source(arch)
+
+
+def missing_tool(arch: str = "sm_90a") -> str | None:
+    """Why this machine can neither compile nor load the GEMMs, or None: what the cache holds needs no compiler."""
+    if dict(package_versions("apache-tvm-ffi"))["apache-tvm-ffi"] == "absent":
+        return "apache-tvm-ffi, which loads and launches its GEMMs, is not installed"
+    cache = default_cache()
+    if find_toolkit() is None and any(cache.try_load(source.key()) is None for source in gemm_sources(arch)):
+        return "there is no nvcc to compile its GEMMs, and the compile cache does not hold them"
+    return None
 
 
 @provides("hopper")
