@@ -41,9 +41,11 @@ from .interface import (
     GradAccumulators,
     PendingWgrad,
     Saved,
+    WeightSource,
     check_dout,
     check_forward,
     check_weights,
+    native_matrices,
 )
 
 Tensor = torch.Tensor
@@ -85,6 +87,18 @@ class Bf16Engine(Engine):
         with plain_ops():
             w1, w2 = _aligned(w1), _aligned(w2)
             return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
+
+    def prepare_source(
+        self, source: WeightSource, settings: EngineSettings, previous: EngineWeights | None, changed: bool
+    ) -> EngineWeights:
+        """Native copies; fp32 master weights are rounded to bfloat16, as autocast would."""
+        if previous is not None and not changed:
+            return previous
+        with plain_ops():
+            w1, w2 = native_matrices(source)
+            if w1.dtype == torch.float32:
+                w1, w2 = w1.to(torch.bfloat16), w2.to(torch.bfloat16)
+        return self.prepare_weights(w1, w2, None, None, settings)
 
     def forward(
         self,

@@ -238,7 +238,8 @@ def bf16_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CompileJob, ...]
     if not needed or config.engine not in (EngineName.AUTO, engine) or spec.arch != ARCH:
         return ()
     activation = ActivationType(spec.activation)
-    shapes = [MlpShape(spec.H, spec.I, activation, spec.dtype, bias) for bias in (False, True)]
+    dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype  # master weights are rounded to the tokens' dtype
+    shapes = [MlpShape(spec.H, spec.I, activation, dtype, bias) for bias in (False, True)]
     if shapes[0].problem() or missing_package():
         return ()
     if config.fp8:

@@ -8,7 +8,7 @@ import pytest
 from framework import torch
 
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.interface import EngineSettings, EngineWeights
+from sonicmoe.engine.interface import EngineSettings, EngineWeights, WeightSource
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
@@ -26,6 +26,21 @@ def test_a_recipe_is_refused():
     settings = replace(SETTINGS, recipe=next(iter(RECIPES.values())))
     with pytest.raises(ConfigError, match="quantises nothing and the settings have recipe"):
         ENGINE.prepare_weights(*weights(), settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_master_weights_are_rounded_once(monkeypatch, dtype):
+    """From where they lie: fp32 becomes bf16, the others stay; unchanged weights are not touched again."""
+    made = []
+    monkeypatch.setattr(Bf16Engine, "prepare_weights", lambda self, *given: made.append(given) or object())
+    ups, downs = (tuple(torch.rand(shape).to(dtype) for _ in range(2)) for shape in ([16, 16], [8, 16]))
+    source = WeightSource(ups, downs, transposed=True, split_half=True)
+    first = ENGINE.prepare_source(source, SETTINGS, None, True)
+    assert ENGINE.prepare_source(source, SETTINGS, first, False) is first and len(made) == 1
+    w1, w2 = made[0][:2]
+    wanted = torch.bfloat16 if dtype == torch.float32 else dtype
+    assert w1.dtype == w2.dtype == wanted
+    assert bool((w1[0, 1].to(torch.float32) == ups[0][:, 8].to(wanted).to(torch.float32)).all())  # the first up row
 
 
 @pytest.mark.parametrize(

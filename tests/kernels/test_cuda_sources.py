@@ -100,10 +100,12 @@ def test_host_tensors_are_refused_by_name(cache: CompileCache) -> None:
 def test_warm_up_plans_every_source() -> None:
     from sonicmoe.jit.plan import ModelSpec, plan
 
-    def names(**options) -> set[str]:
-        return {job.name for job in plan(ModelSpec(E=8, H=3072, I=1536), current_config(SonicMoEConfig(**options)))}
+    def names(dtype: str = "bfloat16", **options) -> set[str]:
+        spec = ModelSpec(E=8, H=3072, I=1536, dtype=dtype)
+        return {job.name for job in plan(spec, current_config(SonicMoEConfig(**options)))}
 
     always = {source.name for source in cuda_sources()}
     fp8 = {source.name for source in (quantize_source(), *gemm_sources())}
     assert always | fp8 <= names(fp8_mode="perf")
+    assert always | fp8 <= names("float32", fp8_mode="perf"), "fp32 master weights, bf16 tokens"
     assert always <= names() and not fp8 & names()

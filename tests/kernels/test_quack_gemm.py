@@ -205,7 +205,7 @@ def test_plan_covers_a_training_run_with_and_without_biases() -> None:
     plain_wgrad = {"expert_rows", "bf16_wgrad_down", "bf16_wgrad_up"}
     assert planned(spec, fp8_mode="perf", fp8_wgrad=False) == (plain_wgrad if everything else set())
     assert planned(replace(spec, arch="sm_100a")) == set()
-    assert planned(replace(spec, dtype="float32")) == set()
+    assert planned(replace(spec, dtype="float32")) == everything, "fp32 master weights, bf16 tokens"
     assert planned(replace(spec, H=3076)) == set()
     if everything:
         assert planned(spec, recompute_z=True) == BF16_NAMES

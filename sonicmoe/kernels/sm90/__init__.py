@@ -47,6 +47,6 @@ def missing_tool(arch: str = "sm_90a") -> str | None:
 
 @provides("hopper")
 def hopper_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CudaSource, ...]:
-    """The GEMMs of an FP8 run; none where another engine was asked for."""
-    wanted = config.fp8 and config.engine in (EngineName.AUTO, EngineName.HOPPER) and spec.dtype == "bfloat16"
+    """The GEMMs of an FP8 run, whatever the dtype of its parameters; none where another engine was asked for."""
+    wanted = config.fp8 and config.engine in (EngineName.AUTO, EngineName.HOPPER)
     return gemm_sources(spec.arch) if wanted else ()
