@@ -239,6 +239,30 @@ def test_wgrad(wgrad, shape, spread):
             assert float(error) < 2e-3 + 1e-6 * float(base[e].norm() / added.norm()), e
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-9])
+def test_wgrad_of_blocks_of_zeros(wgrad, size):
+    """Tokens that are masked out, or whose probability is 0, leave blocks of zeros, whose scales multiply to less than fp32 has."""
+    a, b, routing = wgrad_operands((2048, 256, 128, 2, 2), seed=8)
+    left, right = dequantize(a) * size, dequantize(b) * size
+    for zero_left, zero_right in (
+        ((0, 256), (0, 256)),
+        ((0, 256), ()),
+        ((), (128, 512)),
+        ((512, 768), (640, 1024)),
+        ((0, 4096), (0, 4096)),
+    ):
+        for values, rows_of in ((x := left.clone(), zero_left), (y := right.clone(), zero_right)):
+            if rows_of:
+                values[slice(*rows_of)] = 0
+        q, r = quantize(x, iso(128)), quantize(y, iso(128))
+        base = torch.zeros((2, x.shape[1], y.shape[1]), device="cuda")
+        accumulator = base.clone()
+        run_wgrad(wgrad, q, r, routing, accumulator)
+        wanted = golden_wgrad(q, r, routing, base)
+        error = (accumulator.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+        assert float(error) < 2e-3, (zero_left, zero_right)
+
+
 def test_wgrad_accumulates_and_repeats_bit_for_bit(wgrad):
     a, b, routing = wgrad_operands((4096, 1024, 512, 8, 4), seed=4)
     results = []

@@ -29,13 +29,14 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   TVM_FFI_ICHECK(rows % 128 == 0) << "row_token has " << rows << " elements; needed: a multiple of 128";
   TVM_FFI_ICHECK(rows * (n / 8) < (int64_t(1) << 32)) << "z is larger than 64 GiB";
   TVM_FFI_ICHECK(activation >= 0 && activation < 3) << "activation is " << activation << "; needed: 0, 1 or 2";
+  TVM_FFI_ICHECK(o.params.a_scale_shift == 0) << "dout_scale has one row per 128 tokens; needed: one per token, they are gathered";
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
   sm90::DgatedParams more{};
   more.rows = rows;
-  more.z = checked_bytes(z, "z", o.device, rows * 2 * n);
+  more.z = aligned_16(checked_bytes(z, "z", o.device, rows * 2 * n), "z");
   more.z_scale = checked_f32(z_scale, "z_scale", o.device, rows * (n / 64));
   more.row_prob = checked_f32(row_prob, "row_prob", o.device, rows);
-  more.dz = checked_bytes(dz, "dz", o.device, rows * 2 * n);
+  more.dz = aligned_16(checked_bytes(dz, "dz", o.device, rows * 2 * n), "dz");
   more.dz_scale = checked_f32(dz_scale, "dz_scale", o.device, rows / 128 * (n / 64));
   more.dprob_parts = checked_f32(dprob_parts, "dprob_parts", o.device, ceil_div(n, 256) * rows);
   const uint8_t *dz_t_data = nullptr, *y1s_t_data = nullptr;

@@ -38,6 +38,7 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
   const int64_t n = o.params.n;
   TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n << "; needed: a multiple of 128 (I a multiple of 64)";
   TVM_FFI_ICHECK(activation >= 0 && activation < 3) << "activation is " << activation << "; needed: 0, 1 or 2";
+  TVM_FFI_ICHECK(o.params.a_scale_shift == 0) << "a_scale has one row per 128 tokens; needed: one per token, they are gathered";
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
   float* y1_scales = checked_f32(y1_scale, "y1_scale", o.device, rows * ceil_div(n, 256));
   const uint8_t* y1_data = checked_bytes(y1, "y1", o.device, rows * (n / 2));

@@ -30,7 +30,7 @@ class WgradScheduler {
     const int n_tiles = (p_.n + kTileN - 1) / kTileN, tiles = ((p_.m + kTileM - 1) / kTileM + kCluster - 1) / kCluster * n_tiles;
     for (; expert_ < p_.experts; ++expert_) {
       const int64_t first = clamped(p_.padded_offsets[expert_]), last = clamped(p_.padded_offsets[expert_ + 1]);
-      if (last <= first) continue;
+      if (last - first < kTileK) continue;
       if (index_ < tiles) {
         tile.expert = expert_;
         tile.row = (index_ / n_tiles * kCluster + Scheduler::rank()) * kTileM;
@@ -94,7 +94,8 @@ struct BlockScales {
 #pragma unroll
     for (int h = 0; h < 2; ++h) next[h] = scale * __ldg(b[h] + block);
   }
-  // The loaded batch becomes the current one, each product at most kMaxDrop^2 below the largest before it.
+  // The loaded batch becomes the current one, each product at most kMaxDrop^2 below the largest before it, and normal: two
+  // blocks of zeros multiply to less, and the reciprocal of a subnormal number is infinite.
   __device__ __forceinline__ void enter() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -105,7 +106,7 @@ struct BlockScales {
         top = lane >= distance ? fmaxf(top, below) : top;
       }
       top = fmaxf(top, peak[h]);
-      now[h] = fmaxf(next[h], top * (kMaxDrop * kMaxDrop));
+      now[h] = fmaxf(fmaxf(next[h], top * (kMaxDrop * kMaxDrop)), 0x1p-126f);
       peak[h] = __shfl_sync(~0u, top, 31);
     }
   }

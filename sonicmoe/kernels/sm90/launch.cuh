@@ -68,6 +68,13 @@ inline uint8_t* checked_bytes(const TensorView& tensor, const char* name, DLDevi
   return checked<uint8_t>(tensor, name, static_cast<DLDataTypeCode>(tensor.dtype().code), 8, device, elements);
 }
 
+// What kernels read 16 bytes at a time.
+template <class T>
+T* aligned_16(T* data, const char* name) {
+  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0) << name << " does not start at a multiple of 16 bytes";
+  return data;
+}
+
 struct Operands {
   GemmParams params;
   DLDevice device;
@@ -93,11 +100,11 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   o.device = device;
   o.rows = rows;
   o.b = checked_bytes(b, "b", device, experts * n * k);
-  o.params.a = checked_bytes(a, "a", device, a.size(0) * k);
+  o.params.a = aligned_16(checked_bytes(a, "a", device, a.size(0) * k), "a");
   const bool blocks = a_scale.ndim() == 2 && a.size(0) % 128 == 0 && a_scale.size(0) == a.size(0) / 128;
   o.params.a_scale_shift = blocks ? 7 : 0;
-  o.params.a_scale = checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_blocks);
-  o.params.b_scale = checked_f32(b_scale, "b_scale", device, experts * ceil_div(n, 128) * k_blocks);
+  o.params.a_scale = aligned_16(checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_blocks), "a_scale");
+  o.params.b_scale = aligned_16(checked_f32(b_scale, "b_scale", device, experts * ceil_div(n, 128) * k_blocks), "b_scale");
   o.params.padded_offsets = checked_i64(offsets, "padded_offsets", device, experts + 1);
   o.params.max_rows = rows / sm90::kTileM * sm90::kTileM;
   o.params.experts = static_cast<int>(experts);
