@@ -219,7 +219,8 @@ class ExpertWeights:
                 not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them"
             )
             key = (engine.name, settings, tuple(data_ptr(parameter) for parameter in parameters))
-            fingerprint = () if engine.follows_weights else weight_fingerprint(parameters)
+            looks_itself = engine.follows_weights and not is_cuda(parameters[0])
+            fingerprint = () if looks_itself else weight_fingerprint(parameters)
             previous = self._prepared if key == self._prepared_for else None
             changed = self._stale or previous is None
             if not changed and fingerprint != self._fingerprint:
@@ -357,7 +358,7 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     fused optimizers move no version counter that could be asked instead.
     """
     if any(is_cuda(parameter) for parameter in parameters):
-        return () if IS_PADDLE else tuple(parameter._version for parameter in parameters)
+        return () if IS_PADDLE else tuple(0 if p.is_inference() else p._version for p in parameters)
     sums = []
     for parameter in parameters:
         bits = parameter.detach().view(torch.int32 if parameter.dtype == torch.float32 else torch.int16)

@@ -19,7 +19,7 @@ import torch
 
 from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType, ZCode
-from ..errors import ConfigError, expect
+from ..errors import ConfigError, ShapeError, expect
 from ..interop import current_stream, data_ptr, device_name, dtype_name, plain_ops
 from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, missing_tool
 from ..quant.format import BlockScaledTensor, Code, Orientation, scale_shape
@@ -29,6 +29,7 @@ from ..quant.recipes import BlockShape, iso, rows
 from ..routing.backends import arch_of
 from ..routing.gpu import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
+from .activations import pre_activation_width
 from .bf16 import HOPPER, Bf16Engine, bf16_unavailable
 from .interface import (
     Engine,
@@ -78,6 +79,12 @@ class HopperEngine(Engine):
         """
         problem = settings_problem(settings)
         expect(problem is None, ConfigError, f"the hopper engine cannot compute these settings: {problem}")
+        width = pre_activation_width(source.intermediate_size, settings.activation)
+        expect(
+            source.n1 == width,
+            ShapeError,
+            f"w1 has {source.n1} rows per expert; {settings.activation.value} with I={source.intermediate_size} needs {width}",
+        )
         reusable = previous is not None and isinstance(previous.store, QuantizedWeights)
         store = previous.store if reusable and previous is not None else QuantizedWeights(settings.iso_weight)
         with stage("prepare_weights"), plain_ops():

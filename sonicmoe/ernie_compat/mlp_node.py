@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,7 +125,8 @@ class SonicMoEMlpNode:
         resolved, _ = self._current()  # what cannot work is refused here, not in the first step
         weight = source.parameters()[0]
         if resolved.engine is not EngineName.AUTO and is_cuda(weight):
-            self._choose(weight, resolved)
+            with self._scope():
+                self._choose(device_name(weight), resolved, _token_dtype_for(weight))
 
     def __call__(
         self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
@@ -156,13 +158,15 @@ class SonicMoEMlpNode:
         check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
         self._check_tokens(x, dispatched_indices)
         config, settings = self._current()
-        choice = self._choose(x, config)
+        with self._scope() as scope:
+            choice = self._choose(device_name(x), config, dtype_name(x.dtype))
+            engine_weights = self._experts.prepared(choice.engine, settings)
         call = MlpCall(
-            config=self._explicit_config or active_config(),
+            config=scope,
             engine=choice.engine,
             settings=settings,
             experts=self._experts,
-            engine_weights=self._experts.prepared(choice.engine, settings),
+            engine_weights=engine_weights,
             flush=self.flush_mode,
             indices=dispatched_indices,
             tokens_per_expert=tokens_per_expert,
@@ -192,7 +196,8 @@ class SonicMoEMlpNode:
         self.finish_wgrad()
         if self._experts.unflushed:
             self._step_guard.check(self._experts.source.parameters())
-        self._experts.flush()
+        with self._scope():
+            self._experts.flush()
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or on a GPU in stream order."""
@@ -215,8 +220,10 @@ class SonicMoEMlpNode:
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step."""
         config, settings = self._current()
-        choice = self._choose(self._experts.source.parameters()[0], config)
-        self._experts.prepared(choice.engine, settings)
+        weight = self._experts.source.parameters()[0]
+        with self._scope():
+            choice = self._choose(device_name(weight), config, _token_dtype_for(weight))
+            self._experts.prepared(choice.engine, settings)
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the CPU). Allocates no gradients.
@@ -256,10 +263,13 @@ class SonicMoEMlpNode:
         config = current_config(self._explicit_config)
         return config, EngineSettings.from_config(config, self.activation_type)
 
-    def _choose(self, tensor: Tensor, config: ResolvedConfig) -> EngineChoice:
-        device = device_name(tensor)
+    def _scope(self) -> AbstractContextManager[SonicMoEConfig]:
+        """The node's configuration in force: its cache directories and its ban on compiling hold for every kernel it loads."""
+        return (self._explicit_config or active_config()).activate()
+
+    def _choose(self, device: str, config: ResolvedConfig, token_dtype: str) -> EngineChoice:
         settings = EngineSettings.from_config(config, self.activation_type)
-        workload = Workload(settings, self.hidden_size, self.intermediate_size, dtype_name(tensor.dtype))
+        workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
         key = (device, config.engine, workload)
         if self._chosen is None or self._chosen[0] != key:  # asking for packages and devices takes longer than a launch
             self._chosen = (key, choose_engine(*key))
@@ -288,6 +298,11 @@ def _refuse_biases(experts: Sequence[Any]) -> None:
                 LayoutError,
                 f"experts[{index}].{name} has a bias; the node computes without: needed: bias_attr=False (bias=False)",
             )
+
+
+def _token_dtype_for(weight: Tensor) -> str:
+    """What tokens to expect before any came: those of fp32 master weights are bfloat16 on a GPU."""
+    return "bfloat16" if is_cuda(weight) and weight.dtype == torch.float32 else dtype_name(weight.dtype)
 
 
 def _member(enum: type[Named], value: Any, argument: str) -> Named:

@@ -27,6 +27,7 @@ class WgradQueue:
         self._waiting: deque[Callable[[], None]] = deque()
         self._stream: torch.cuda.Stream | None = None
         self._on_stream = False
+        self._held: list[Tensor] = []
 
     def submit(self, pending: PendingWgrad, compute: Callable[[], None]) -> None:
         """Take over `compute`, which reads `pending` and adds into accumulators that are already allocated."""
@@ -51,6 +52,7 @@ class WgradQueue:
         if self._on_stream and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._on_stream = False
+            self._held.clear()
 
     def _side_stream(self, tensor: Tensor) -> torch.cuda.Stream:
         if self._stream is None:

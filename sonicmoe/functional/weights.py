@@ -128,14 +128,17 @@ def prepared_weights(
 def _followed(engine: Engine, weights: Weights, settings: EngineSettings, layout: WeightLayout) -> EngineWeights:
     """Kept as long as w1 lives, and brought up to date on the device at every call, in a CUDA graph at every replay."""
     expect(weights[2] is None, ConfigError, f"the {engine.name} engine has no biases; needed: b1 and b2 None")
-    anonymous = any(weight is not None and weight.is_inference() for weight in weights) or _any_module_is_sharded()
-    versions = () if anonymous else tuple(0 if t is None else t._version for t in weights)
-    key, state = (engine.name, settings, layout), (versions, _optimizer_steps)
+    source = layout.source(weights)
+    if _any_module_is_sharded() or any(weight is not None and weight.is_inference() for weight in weights):
+        forget(weights[0])
+        return engine.prepare_source(source, settings, None, True)
+    # Other weights get buffers of their own: those of an outstanding forward are still to be read by its backward.
+    place = (engine.name, settings, layout, tuple(None if t is None else t.data_ptr() for t in weights))
+    state = (tuple(None if t is None else t._version for t in weights), _optimizer_steps)
     kept: _Kept | None = _kept.get(weights[0])
-    previous = kept.prepared if kept is not None and kept.key[:1] == (key,) else None
-    changed = anonymous or kept is None or kept.key != (key, state)
-    prepared = engine.prepare_source(layout.source(weights), settings, previous, changed)
-    _kept[weights[0]] = _Kept((key, state), prepared, tuple(None if t is None else t.detach() for t in weights))
+    previous = kept.prepared if kept is not None and kept.key[0] == place else None
+    prepared = engine.prepare_source(source, settings, previous, kept is None or kept.key != (place, state))
+    _kept[weights[0]] = _Kept((place, state), prepared, tuple(None if t is None else t.detach() for t in weights))
     return prepared
 
 

@@ -177,6 +177,12 @@ class TestPreparedWeights:
         ours = ENGINE.prepare_source(source(), replace(FP8, iso_weight=True), None, True)
         assert ours.w1_dgrad is ours.w1 and ours.w2_dgrad is ours.w2
 
+    def test_rows_that_the_activation_cannot_have_are_refused(self):
+        given = source()
+        halves = WeightSource(tuple(up[:64] for up in given.up), given.down, transposed=False, split_half=False)
+        with pytest.raises(ShapeError, match="w1 has 64 rows per expert; swiglu with I=64 needs 128"):
+            ENGINE.prepare_source(halves, FP8, None, True)
+
     def test_the_store_is_kept(self):
         given = source()
         first = ENGINE.prepare_source(given, FP8, None, True)

@@ -12,12 +12,13 @@ from framework import torch
 from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
 
 from sonicmoe import moe_TC_softmax_topk_layer
+from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.functional import softmax_topk_layer
 from sonicmoe.functional.weights import WeightLayout, _kept, prepared_weights
-from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import dequantize
+from sonicmoe.quant.recipes import RECIPES, iso
+from sonicmoe.quant.reference import dequantize, quantize
 
 FP8 = {"use_fp8": True}
 MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
@@ -278,3 +279,25 @@ def test_prepared_weights_are_not_stored():
     assert len(pickle.dumps(moe)) == size
     assert copy.deepcopy(moe).c_fc.weight not in _kept
     assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
+
+
+def test_an_engine_that_follows_weights_gives_others_buffers_of_their_own():
+    """One up-projection with two down-projections: the second forward must not overwrite what the first one's backward reads."""
+    engine, settings = HopperEngine(), EngineSettings(recipe=RECIPES["iso128"])
+
+    def weight(*shape):
+        return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])))
+
+    w1, w2, other = weight(2, 128, 32), weight(2, 32, 64), torch.nn.Parameter(torch.ones(2, 32, 64))
+
+    def prepare(down):
+        return prepared_weights(engine, (w1, down, None, None), settings, WeightLayout(), torch.bfloat16)
+
+    first = prepare(w2)
+    assert prepare(w2).store is first.store
+    assert prepare(other).store is not first.store
+    assert torch.equal(dequantize(first.w2), dequantize(quantize(w2.detach(), iso(128))))
+    with torch.inference_mode():
+        anonymous = torch.ones(2, 128, 32), torch.ones(2, 32, 64), None, None
+    prepared_weights(engine, anonymous, settings, WeightLayout(), torch.bfloat16)
+    assert anonymous[0] not in _kept

@@ -20,7 +20,11 @@ from node.node_harness import (
     want_gradient,
 )
 
+from sonicmoe import SonicMoEConfig
+from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.ernie_compat import mlp_node
+from sonicmoe.experts import ExpertWeights
 from sonicmoe.interop import data_ptr
 
 both_sources = pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
@@ -206,3 +210,26 @@ class TestCaches:
                     weight.copy_(weight.detach() - 0.004 * weight.main_grad)
         assert losses[-1] < 0.8 * losses[0], losses
         assert all(after < before for before, after in pairwise(losses)), losses
+
+
+def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, tmp_path):
+    """The choice of the engine, the weight caches and the flush load kernels too: from the node's own cache, and under its bans."""
+    seen = {}
+
+    def spied(name, original):
+        def spy(*arguments, **options):
+            seen[name] = active_config().cache_dir
+            return original(*arguments, **options)
+
+        return spy
+
+    monkeypatch.setattr(mlp_node, "choose_engine", spied("choose", mlp_node.choose_engine))
+    for name in ("prepared", "flush"):
+        monkeypatch.setattr(ExpertWeights, name, spied(name, getattr(ExpertWeights, name)))
+    layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path))
+    layer.call().backward()
+    layer.node.step()
+    assert seen == dict.fromkeys(("choose", "prepared", "flush"), tmp_path)
+    seen.clear()
+    layer.node.prequantize_weights()
+    assert seen == {"prepared": tmp_path}
