@@ -197,6 +197,12 @@ def data_ptr(tensor: Any) -> int:
     return int(tensor.data_ptr())
 
 
+def aligned(tensor: Any) -> Any:
+    """Detached, contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied only if it is not."""
+    tensor = tensor.detach().contiguous()
+    return tensor if data_ptr(tensor) % 16 == 0 else tensor.clone()
+
+
 def numel(tensor: Any) -> int:
     """Element count from the shape; the proxy's `numel()` would be a tensor and a sync."""
     count = 1

@@ -20,7 +20,7 @@ import torch
 
 from ..enums import ActivationType
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
-from ..interop import IS_PADDLE, current_stream, data_ptr, device_name, dtype_name, is_cuda, plain_ops
+from ..interop import IS_PADDLE, aligned, current_stream, device_name, dtype_name, is_cuda, plain_ops
 from ..jit.key import package_versions
 from ..kernels.quack_gemm import (
     DTYPES,
@@ -50,7 +50,6 @@ from .interface import (
 
 Tensor = torch.Tensor
 HOPPER = (9, 0)
-_VECTOR_BYTES = 16  # TMA and 16-byte copies start on such addresses
 
 
 class Bf16Engine(Engine):
@@ -85,7 +84,7 @@ class Bf16Engine(Engine):
         expect(problem is None, ShapeError, str(problem))
         expect(is_cuda(w1), DeviceError, f"w1 is on {device_name(w1)}; the bf16 engine needs a Hopper GPU")
         with plain_ops():
-            w1, w2 = _aligned(w1), _aligned(w2)
+            w1, w2 = aligned(w1), aligned(w2)
             return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
 
     def prepare_source(
@@ -118,7 +117,7 @@ class Bf16Engine(Engine):
             f"x is {dtype_name(x.dtype)}; the weights are {dtype_name(w1.dtype)}, and one dtype is needed",
         )
         with plain_ops():
-            x = _aligned(x)
+            x = aligned(x)
             keeps_z = save and not settings.recompute_z
             z = _rows(routing, int(w1.shape[1]), x) if keeps_z else None
             if routing.num_rows == 0:
@@ -138,7 +137,7 @@ class Bf16Engine(Engine):
         settings, routing, x = saved.settings, saved.routing, saved.x
         assert x is not None
         with plain_ops():
-            dout = _aligned(dout.to(x.dtype))
+            dout = aligned(dout.to(x.dtype))
             w1 = _plain(weights.w1_dgrad)
             dz, y1s = _rows(routing, int(w1.shape[1]), x), _rows(routing, weights.intermediate_size, x)
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
@@ -314,14 +313,8 @@ def _plain(operand: Any) -> Tensor:
     return operand
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and on a 16-byte address, copied only if it is not."""
-    tensor = tensor.detach().contiguous()
-    return tensor if data_ptr(tensor) % _VECTOR_BYTES == 0 else tensor.clone()
-
-
 def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else _aligned(bias.detach().to(torch.float32))
+    return None if bias is None else aligned(bias.detach().to(torch.float32))
 
 
 def _index_of(device: str) -> int:

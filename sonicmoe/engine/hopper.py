@@ -20,12 +20,12 @@ import torch
 from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
-from ..interop import current_stream, data_ptr, device_name, dtype_name, plain_ops
+from ..interop import aligned, current_stream, device_name, dtype_name, plain_ops
 from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, missing_tool
-from ..quant.format import BlockScaledTensor, Code, Orientation, scale_shape
+from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, quantize_rows, to_scratch
 from ..quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair
-from ..quant.recipes import BlockShape, iso, rows
+from ..quant.recipes import iso, rows
 from ..routing.backends import arch_of
 from ..routing.gpu import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
@@ -106,7 +106,7 @@ class HopperEngine(Engine):
         """Quantise, two GEMMs, a weighted gather-and-sum; `save=False` stores no z."""
         check_forward(x, routing, weights, settings)
         with plain_ops():
-            x = _aligned(x)
+            x = aligned(x)
             with stage("quantize_x"):
                 x_fp8 = tap("x_fp8", quantize_rows(x))
             y1, z = _up(x_fp8, routing, weights, settings, store_z=save and not settings.recompute_z)
@@ -121,7 +121,7 @@ class HopperEngine(Engine):
         settings, routing, x = saved.settings, saved.routing, saved.x
         assert x is not None
         with plain_ops():
-            dout = _aligned(dout.to(x.dtype))
+            dout = aligned(dout.to(x.dtype))
             z = _restore_z(saved, weights)
             if settings.frees_stagewise:
                 saved.z = None
@@ -232,23 +232,6 @@ def _kernels(device: str) -> tuple[Any, Any, Any]:
     return fp8_grouped_gemm_source(arch).load(), fp8_dgated_source(arch).load(), fp8_wgrad_source(arch).load()
 
 
-def _empty(shape: tuple[int, int], block: BlockShape, device: Any, code: Code = Code.E4M3) -> tuple[Tensor, Tensor]:
-    """Unwritten codes, as bytes, and scales."""
-    dtype = torch.uint8 if code is Code.E4M3 else torch.int8
-    codes = torch.empty(shape, dtype=dtype, device=device)
-    return codes, torch.empty(scale_shape(shape, block), dtype=torch.float32, device=device)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and on a 16-byte address, copied only if it is not."""
-    tensor = tensor.detach().contiguous()
-    return tensor if data_ptr(tensor) % 16 == 0 else tensor.clone()
-
-
-def _bytes(q: BlockScaledTensor) -> Tensor:
-    return q.codes.view(torch.uint8)
-
-
 def _scaled(operand: Any) -> BlockScaledTensor:
     """`check_forward` has refused plain weights."""
     assert isinstance(operand, BlockScaledTensor)
@@ -267,15 +250,15 @@ def _up(
     """`(y1 [R, I], z [R, 2I] or None)`."""
     r, inner, device = routing.num_rows, weights.intermediate_size, x.codes.device
     w1 = _scaled(weights.w1)
-    y1, y1_scale = _empty((r, inner), _ROWS, device)
-    z, z_scale = _empty((r, 2 * inner), _ROWS, device, Code.INT8) if store_z else (y1, y1_scale)
+    y1 = BlockScaledTensor.empty((r, inner), _ROWS, device)
+    z = BlockScaledTensor.empty((r, 2 * inner), _ROWS, device, Code.INT8) if store_z else y1
     with stage("up"):
-        _kernels(device_name(y1))[0].gather_gated_gemm(
-            _bytes(x), x.scale_inv, _bytes(w1), w1.scale_inv, routing.row_token, routing.padded_offsets,
-            z, z_scale, y1, y1_scale, ACTIVATIONS[settings.activation], store_z, current_stream(y1),
+        _kernels(device_name(y1.codes))[0].gather_gated_gemm(
+            x.bytes, x.scale_inv, w1.bytes, w1.scale_inv, routing.row_token, routing.padded_offsets,
+            z.bytes, z.scale_inv, y1.bytes, y1.scale_inv, ACTIVATIONS[settings.activation], store_z, current_stream(y1.codes),
         )  # fmt: skip
-    saved = tap("z", BlockScaledTensor(z, z_scale, _ROWS, Code.INT8)) if store_z else None
-    return tap("y1", BlockScaledTensor(y1.view(Code.E4M3.dtype), y1_scale, _ROWS, Code.E4M3)), saved
+    saved = tap("z", z) if store_z else None
+    return tap("y1", y1), saved
 
 
 def _restore_z(saved: Saved, weights: EngineWeights) -> BlockScaledTensor:
@@ -293,7 +276,7 @@ def _plain_gemm(name: str, a: BlockScaledTensor, w: BlockScaledTensor, routing: 
     out = torch.empty((routing.num_rows, n), dtype=torch.bfloat16, device=a.codes.device)
     with stage(name):
         _kernels(device_name(out))[0].grouped_gemm(
-            _bytes(a), a.scale_inv, _bytes(w), w.scale_inv, routing.padded_offsets, out, current_stream(out)
+            a.bytes, a.scale_inv, w.bytes, w.scale_inv, routing.padded_offsets, out, current_stream(out)
         )
     return out
 
@@ -304,27 +287,24 @@ def _dgated(
     r, inner, device = routing.num_rows, int(w2.codes.shape[1]), dout.device
     with stage("quantize_dout"):
         dout_fp8 = tap("dout_fp8", quantize_rows(dout))
-    dz, dz_scale = _empty((r, 2 * inner), _BLOCK, device)
+    dz = BlockScaledTensor.empty((r, 2 * inner), _BLOCK, device)
     parts = torch.empty((-(-inner // _DPROB_COLUMNS), r), dtype=torch.float32, device=device)
+    operands: list[Any]
     if settings.fp8_wgrad:
-        dz_t, y1s_t = _empty((2 * inner, r), _BLOCK, device), _empty((inner, r), _BLOCK, device)
+        columns = Orientation.COLUMNS
+        operands = [BlockScaledTensor.empty((n, r), _BLOCK, device, orientation=columns) for n in (2 * inner, inner)]
+        outputs = [tensor for q in operands for tensor in (q.bytes, q.scale_inv)]
     else:  # plain operands; scales are not written
-        dz_t, y1s_t = ((torch.empty((r, n), dtype=torch.bfloat16, device=device), parts) for n in (2 * inner, inner))
+        operands = [torch.empty((r, n), dtype=torch.bfloat16, device=device) for n in (2 * inner, inner)]
+        outputs = [tensor for operand in operands for tensor in (operand, parts)]
     with stage("dgated"):
-        _kernels(device_name(dz))[1].gather_dgated_gemm(
-            _bytes(dout_fp8), dout_fp8.scale_inv, _bytes(w2), w2.scale_inv, routing.row_token, routing.row_prob,
-            routing.padded_offsets, z.codes, z.scale_inv, dz, dz_scale, parts, *dz_t, *y1s_t,
-            not settings.fp8_wgrad, ACTIVATIONS[settings.activation], current_stream(dz),
+        _kernels(device_name(parts))[1].gather_dgated_gemm(
+            dout_fp8.bytes, dout_fp8.scale_inv, w2.bytes, w2.scale_inv, routing.row_token, routing.row_prob,
+            routing.padded_offsets, z.bytes, z.scale_inv, dz.bytes, dz.scale_inv, parts, *outputs,
+            not settings.fp8_wgrad, ACTIVATIONS[settings.activation], current_stream(parts),
         )  # fmt: skip
-    dz_rows = BlockScaledTensor(dz.view(Code.E4M3.dtype), dz_scale, _BLOCK, Code.E4M3)
     row_dprob = tap("ds", parts.sum(0))
-    if not settings.fp8_wgrad:
-        return _Gradients(tap("dz_fp8", dz_rows), row_dprob, tap("dz", dz_t[0]), tap("y1s", y1s_t[0]))
-    operands = [
-        BlockScaledTensor(codes.view(Code.E4M3.dtype), scale, _BLOCK, Code.E4M3, Orientation.COLUMNS)
-        for codes, scale in (dz_t, y1s_t)
-    ]
-    return _Gradients(tap("dz_fp8", dz_rows), row_dprob, tap("dz", operands[0]), tap("y1s", operands[1]))
+    return _Gradients(tap("dz_fp8", dz), row_dprob, tap("dz", operands[0]), tap("y1s", operands[1]))
 
 
 def _wgrad(
@@ -333,11 +313,5 @@ def _wgrad(
     """`accumulator[e] += a_e^T b_e` over the rows of each expert; both operands token-major."""
     with stage(name):
         _kernels(device_name(accumulator))[2].grouped_wgrad(
-            _bytes(a),
-            a.scale_inv,
-            _bytes(b),
-            b.scale_inv,
-            routing.padded_offsets,
-            accumulator,
-            current_stream(accumulator),
+            a.bytes, a.scale_inv, b.bytes, b.scale_inv, routing.padded_offsets, accumulator, current_stream(accumulator)
         )

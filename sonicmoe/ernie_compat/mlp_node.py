@@ -122,11 +122,11 @@ class SonicMoEMlpNode:
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = source.native_shapes()
         self.activation_type = source.activation
         self._chosen: tuple[Any, EngineChoice] | None = None
-        resolved, _ = self._current()  # what cannot work is refused here, not in the first step
+        resolved, settings = self._current()  # what cannot work is refused here, not in the first step
         weight = source.parameters()[0]
         if resolved.engine is not EngineName.AUTO and is_cuda(weight):
             with self._scope():
-                self._choose(device_name(weight), resolved, _token_dtype_for(weight))
+                self._choose(device_name(weight), resolved, settings, _token_dtype_for(weight))
 
     def __call__(
         self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
@@ -159,7 +159,7 @@ class SonicMoEMlpNode:
         self._check_tokens(x, dispatched_indices)
         config, settings = self._current()
         with self._scope() as scope:
-            choice = self._choose(device_name(x), config, dtype_name(x.dtype))
+            choice = self._choose(device_name(x), config, settings, dtype_name(x.dtype))
             engine_weights = self._experts.prepared(choice.engine, settings)
         call = MlpCall(
             config=scope,
@@ -222,7 +222,7 @@ class SonicMoEMlpNode:
         config, settings = self._current()
         weight = self._experts.source.parameters()[0]
         with self._scope():
-            choice = self._choose(device_name(weight), config, _token_dtype_for(weight))
+            choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
             self._experts.prepared(choice.engine, settings)
 
     def warmup(self) -> tuple[str, ...]:
@@ -267,8 +267,7 @@ class SonicMoEMlpNode:
         """The node's configuration in force: its cache directories and its ban on compiling hold for every kernel it loads."""
         return (self._explicit_config or active_config()).activate()
 
-    def _choose(self, device: str, config: ResolvedConfig, token_dtype: str) -> EngineChoice:
-        settings = EngineSettings.from_config(config, self.activation_type)
+    def _choose(self, device: str, config: ResolvedConfig, settings: EngineSettings, token_dtype: str) -> EngineChoice:
         workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
         key = (device, config.engine, workload)
         if self._chosen is None or self._chosen[0] != key:  # asking for packages and devices takes longer than a launch

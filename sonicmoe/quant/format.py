@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -90,6 +91,26 @@ class BlockScaledTensor:
         if self.orientation is Orientation.ROWS:
             return stored
         return (*stored[:-2], stored[-1], stored[-2])
+
+    @classmethod
+    def empty(
+        cls,
+        stored_shape: tuple[int, ...],
+        block: BlockShape,
+        device: Any,
+        code: Code = Code.E4M3,
+        orientation: Orientation = Orientation.ROWS,
+    ) -> BlockScaledTensor:
+        """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix."""
+        codes = torch.empty(stored_shape, dtype=torch.uint8, device=device)
+        stored_block = block if orientation is Orientation.ROWS else block.transposed
+        scale_inv = torch.empty(scale_shape(stored_shape, stored_block), dtype=torch.float32, device=device)
+        return cls(codes.view(code.dtype), scale_inv, block, code, orientation)
+
+    @property
+    def bytes(self) -> Tensor:
+        """The codes as uint8, for kernels whose border knows no FP8 dtype; a view."""
+        return self.codes.view(torch.uint8)
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import DTypeError, LayoutError, ShapeError, expect
 from ..interop import (
+    aligned,
     current_stream,
     data_ptr,
     device_name,
@@ -23,8 +24,8 @@ from ..interop import (
 from ..kernels.cuda_quantize import quantize_source
 from ..layouts import WeightSource, native_matrices
 from ..routing.backends import arch_of
-from .format import BlockScaledTensor, Code, Orientation, scale_shape
-from .recipes import BlockShape, iso, rows
+from .format import BlockScaledTensor, Orientation
+from .recipes import iso, rows
 from .reference import quantize, transpose_storage
 
 Tensor = torch.Tensor
@@ -58,12 +59,9 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
     )
     if not is_cuda(x) or 0 in shape:
         return quantize(x, ROW_BLOCK)
-    x = x.detach().contiguous()
-    if data_ptr(x) % ALIGNMENT:
-        x = x.clone()
-    codes, scale_inv = _empty_codes(shape, ROW_BLOCK, x.device)
-    _kernels(device_name(x)).quantize_rows(x, codes, scale_inv, current_stream(x))
-    return _block_scaled(codes, scale_inv, ROW_BLOCK)
+    x, q = aligned(x), BlockScaledTensor.empty(shape, ROW_BLOCK, x.device)
+    _kernels(device_name(x)).quantize_rows(x, q.bytes, q.scale_inv, current_stream(x))
+    return q
 
 
 class QuantizedWeights:
@@ -148,22 +146,22 @@ class QuantizedWeights:
     def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:
         experts, device = len(source.up), source.up[0].device
         n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
-        forward = [
-            _empty_codes(shape, WEIGHT_BLOCK, device) for shape in ((experts, n1, hidden), (experts, hidden, inner))
-        ]
-        dgrad = [
-            _empty_codes(shape, WEIGHT_BLOCK, device)
+        self._forward = tuple(
+            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device)
+            for shape in ((experts, n1, hidden), (experts, hidden, inner))
+        )
+        self._dgrad = tuple(
+            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device, orientation=Orientation.COLUMNS)
             for shape in ((experts, hidden, n1), (experts, inner, hidden))
             if not self._iso_weight
-        ]
-        self._forward = tuple(_block_scaled(*pair, WEIGHT_BLOCK) for pair in forward)
-        self._dgrad = tuple(_block_scaled(*pair, WEIGHT_BLOCK, Orientation.COLUMNS) for pair in dgrad)
+        )
         table = torch.empty((2 * experts,), dtype=torch.int64, device=device)
         element = _ELEMENTS[source.up[0].dtype]
         count = _kernels(device_name(table)).num_checksums(table, n1, hidden, inner, source.transposed, element)
         checksums = torch.empty((int(count),), dtype=torch.int32, device=device)
         state = torch.zeros((2,), dtype=torch.int32, device=device)
-        outputs = [tensor for pair in (*forward, *dgrad) for tensor in pair] + [None] * (4 if self._iso_weight else 0)
+        written = [tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)]
+        outputs = written + [None] * (4 if self._iso_weight else 0)
         self._launch_buffers = (table, checksums, state, tuple(outputs))
         self._layout, self._pointers = layout, ()
 
@@ -190,32 +188,16 @@ def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
     key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.orientation)
     if key not in _scratch:
         other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
-        codes, scale_inv = _empty_codes((matrices, n_cols, n_rows), WEIGHT_BLOCK, q.codes.device)
-        _scratch[key] = _block_scaled(codes, scale_inv, WEIGHT_BLOCK, other)
+        shape = (matrices, n_cols, n_rows)
+        _scratch[key] = BlockScaledTensor.empty(shape, WEIGHT_BLOCK, q.codes.device, orientation=other)
     target = _scratch[key]
-    _kernels(key[0]).transpose_bytes(_bytes(q.codes), q.scale_inv, _bytes(target.codes), target.scale_inv, stream)
+    _kernels(key[0]).transpose_bytes(q.bytes, q.scale_inv, target.bytes, target.scale_inv, stream)
     return target
 
 
 def release_scratch() -> None:
     """Drop every shared buffer of `to_scratch`; tensors it returned stay valid as long as they are held."""
     _scratch.clear()
-
-
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8)
-
-
-def _empty_codes(shape: tuple[int, ...], block: BlockShape, device: Any) -> tuple[Tensor, Tensor]:
-    """Unwritten `(bytes, scale_inv)`."""
-    codes = torch.empty(shape, dtype=torch.uint8, device=device)
-    return codes, torch.empty(scale_shape(shape, block), dtype=torch.float32, device=device)
-
-
-def _block_scaled(
-    codes: Tensor, scale_inv: Tensor, block: BlockShape, orientation: Orientation = Orientation.ROWS
-) -> BlockScaledTensor:
-    return BlockScaledTensor(codes.view(Code.E4M3.dtype), scale_inv, block, Code.E4M3, orientation)
 
 
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:

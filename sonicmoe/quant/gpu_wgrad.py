@@ -13,8 +13,8 @@ import torch
 
 from ..errors import DTypeError, ShapeError, expect
 from ..interop import (
+    aligned,
     current_stream,
-    data_ptr,
     device_name,
     dtype_name,
     is_cuda,
@@ -24,7 +24,7 @@ from ..interop import (
 )
 from ..kernels.cuda_wgrad import wgrad_operands_source
 from ..routing.backends import arch_of
-from .format import BlockScaledTensor, Code, Orientation, scale_shape
+from .format import BlockScaledTensor, Code, Orientation
 from .recipes import iso
 from .reference import quantize, transpose_storage
 
@@ -33,7 +33,6 @@ Tensor = torch.Tensor
 BLOCK = iso(128)
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMN_MULTIPLE = 16
-VECTOR_BYTES = 16
 
 
 def gather_transpose_quantize(x: Tensor, row_token: Tensor, padded_offsets: Tensor) -> BlockScaledTensor:
@@ -93,10 +92,10 @@ def transpose_codes(q: BlockScaledTensor, padded_offsets: Tensor) -> BlockScaled
     require_same_device([("q", q.codes), ("padded_offsets", padded_offsets)])
     if not is_cuda(q.codes):
         return transpose_storage(q)
-    out = _allocate(rows, width, q.codes.device)
+    out = _empty(rows, width, q.codes.device)
     kernels = _kernels(device_name(q.codes))
-    kernels.transpose_codes(_bytes(q.codes), q.scale_inv, padded_offsets, *out, current_stream(q.codes))
-    return _columns(*out)
+    kernels.transpose_codes(q.bytes, q.scale_inv, padded_offsets, out.bytes, out.scale_inv, current_stream(q.codes))
+    return out
 
 
 def _gathered(
@@ -112,22 +111,16 @@ def _gathered(
     _check_sizes(rows, width)
     _check_offsets(padded_offsets)
     require_same_device([*matrices, ("row_token", row_token), ("padded_offsets", padded_offsets)])
-    values = [_vectorised(matrix.detach()) for _, matrix in matrices]
+    values = [aligned(matrix) for _, matrix in matrices]
     if not is_cuda(row_token):
         with plain_ops():
             return [transpose_storage(quantize(_gather_rows(value, row_token), BLOCK)) for value in values]
-    outs = [_allocate(rows, width, row_token.device) for _ in values]
+    outs = [_empty(rows, width, row_token.device) for _ in values]
     kernels = _kernels(device_name(row_token))
     launch = kernels.gather_transpose_quantize if len(values) == 1 else kernels.gather_transpose_quantize_pair
-    flat = [tensor for out in outs for tensor in out]
+    flat = [tensor for out in outs for tensor in (out.bytes, out.scale_inv)]
     launch(*values, row_token.contiguous(), padded_offsets.contiguous(), *flat, current_stream(row_token))
-    return [_columns(*out) for out in outs]
-
-
-def _vectorised(values: Tensor) -> Tensor:
-    """As the kernel reads them: contiguous from an aligned address, which a view need not be."""
-    values = values.contiguous()
-    return values.clone() if data_ptr(values) % VECTOR_BYTES else values
+    return outs
 
 
 def _gather_rows(values: Tensor, row_token: Tensor) -> Tensor:
@@ -140,18 +133,9 @@ def _gather_rows(values: Tensor, row_token: Tensor) -> Tensor:
     return out
 
 
-def _allocate(rows: int, width: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Unwritten codes, as bytes, and scales."""
-    codes = torch.empty((width, rows), dtype=torch.uint8, device=device)
-    return codes, torch.empty(scale_shape((width, rows), BLOCK), dtype=torch.float32, device=device)
-
-
-def _columns(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
-    return BlockScaledTensor(codes.view(Code.E4M3.dtype), scale_inv, BLOCK, Code.E4M3, Orientation.COLUMNS)
-
-
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.contiguous().view(torch.uint8)
+def _empty(rows: int, width: int, device: Any) -> BlockScaledTensor:
+    """Unwritten, token-major."""
+    return BlockScaledTensor.empty((width, rows), BLOCK, device, orientation=Orientation.COLUMNS)
 
 
 @functools.lru_cache(maxsize=64)
