@@ -181,6 +181,7 @@ class ExpertWeights:
         self._prepared: EngineWeights | None = None
         self._prepared_for: tuple[Any, ...] | None = None
         self._fingerprint: tuple[int, ...] = ()
+        self._updates = 0
         self._stale = True
         self._accumulators: GradAccumulators | None = None
         self._backwards = 0
@@ -223,14 +224,33 @@ class ExpertWeights:
             fingerprint = () if looks_itself else weight_fingerprint(parameters)
             previous = self._prepared if key == self._prepared_for else None
             changed = self._stale or previous is None
-            if not changed and fingerprint != self._fingerprint:
-                changed = True
-                self._report_changed_weights()
+            if previous is not None and fingerprint != self._fingerprint:
+                self._updates += 1
+                if not changed:
+                    changed = True
+                    self._report_changed_weights()
             if changed or engine.follows_weights:
                 self._prepared = engine.prepare_source(self.source.source(), settings, previous, changed)
             self._prepared_for, self._fingerprint, self._stale = key, fingerprint, False
             assert self._prepared is not None
             return self._prepared
+
+    @property
+    def updates(self) -> int:
+        """How many changes of the weights `prepared` has seen, as far as the host can: no fused optimizer of Paddle leaves a trace."""
+        return self._updates
+
+    def check_current(self, prepared: EngineWeights, updates: int) -> None:
+        """Whether a backward still finds the weights of its forward, which saw that many `updates`; waits for nothing.
+
+        Raises:
+            RuntimeError: a later forward has written changed weights into the buffers of `prepared`.
+        """
+        if prepared is self._prepared and updates != self._updates:
+            raise RuntimeError(
+                "expert weights were changed, and read by another forward, between this forward and its backward; its gradients would "
+                "mix old activations with new weights. Finish every backward before the optimizer steps"
+            )
 
     def invalidate(self) -> None:
         """Trust nothing derived from the weights; the next forward makes it anew."""

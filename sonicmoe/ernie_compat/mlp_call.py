@@ -24,7 +24,8 @@ Tensor = torch.Tensor
 class MlpCall:
     """Arguments of one call. Holds no activation: those live in the autograd context, so any number of calls may be outstanding.
 
-    engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference.
+    engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference;
+    weight_updates says which state of the weights it held then.
     config is in force in both passes, so that kernels of the node's own cache directory serve it; backward may run on another
     thread, and after the caller's `activate()` block has ended.
     """
@@ -34,6 +35,7 @@ class MlpCall:
     settings: EngineSettings
     experts: ExpertWeights
     engine_weights: EngineWeights
+    weight_updates: int
     flush: FlushMode
     indices: Tensor
     tokens_per_expert: Any
@@ -57,6 +59,7 @@ class MlpCall:
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and flushed where the mode says so."""
+        self.experts.check_current(self.engine_weights, self.weight_updates)
         trainable = self.experts.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None
         with self.config.activate():

@@ -167,6 +167,7 @@ class SonicMoEMlpNode:
             settings=settings,
             experts=self._experts,
             engine_weights=engine_weights,
+            weight_updates=self._experts.updates,
             flush=self.flush_mode,
             indices=dispatched_indices,
             tokens_per_expert=tokens_per_expert,

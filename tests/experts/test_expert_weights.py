@@ -39,6 +39,13 @@ class CountingEngine(ReferenceEngine):
         return super().prepare_weights(*arguments)
 
 
+class InPlaceEngine(ReferenceEngine):
+    """Writes changed weights where the old ones lay, as a GPU engine does."""
+
+    def prepare_source(self, source, settings, previous, changed):
+        return previous or super().prepare_source(source, settings, previous, changed)
+
+
 def gradients_of(source, attribute):
     """The attribute of every parameter, stacked like the fused arrangement."""
     arrays = [numpy(getattr(parameter, attribute)) for parameter in source.parameters()]
@@ -375,3 +382,39 @@ class TestFingerprint:
 
     def test_of_nothing(self):
         assert weight_fingerprint([]) == ()
+
+
+class TestBackwardsThatAreLate:
+    """A forward is outstanding while the weights change and another forward reads them."""
+
+    def scenario(self, engine, change):
+        source = per_expert_source(*weight_arrays())
+        weights = ExpertWeights(source)
+        prepared = weights.prepared(engine, FP8)
+        updates = weights.updates
+        change(weights, source.parameters()[1])
+        weights.check_current(prepared, updates)  # nothing has overwritten the old weights so far
+        weights.prepared(engine, FP8)
+        return weights, prepared, updates
+
+    def double(self, weights, weight):
+        write(weight, 2 * numpy(weight))
+
+    def double_and_step(self, weights, weight):
+        self.double(weights, weight)
+        weights.invalidate()
+
+    @pytest.mark.parametrize("change", ["double", "double_and_step"])
+    def test_overwritten_weights_are_refused(self, change):
+        weights, prepared, updates = self.scenario(InPlaceEngine(), getattr(self, change))
+        with pytest.raises(RuntimeError, match="read by another forward, between this forward and its backward"):
+            weights.check_current(prepared, updates)
+        weights.check_current(prepared, weights.updates)
+
+    def test_a_step_without_a_change_is_none(self):
+        weights, prepared, updates = self.scenario(InPlaceEngine(), lambda weights, weight: weights.invalidate())
+        weights.check_current(prepared, updates)
+
+    def test_an_engine_that_kept_the_old_ones_has_them(self):
+        weights, prepared, updates = self.scenario(ReferenceEngine(), self.double)
+        weights.check_current(prepared, updates)

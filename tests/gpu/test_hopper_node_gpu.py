@@ -279,6 +279,17 @@ class TestWeightsThatChange:
             assert all(relative(got[0], before) > 0.01 for before in seen)
             seen.append(got[0])
 
+    def test_between_a_forward_and_its_backward(self):
+        node, experts = layer()
+        batch, optimizer = make_batch(), torch.optim.AdamW(experts.parameters(), lr=1e-2, fused=True)
+        late = forward(node, batch)
+        for parameter in experts.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        run(node, batch)
+        with pytest.raises(RuntimeError, match="between this forward and its backward"):
+            backward(late, batch)
+
     def test_one_expert_alone(self):
         node, experts = layer()
         batch = make_batch()

@@ -101,7 +101,7 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   o.rows = rows;
   o.b = checked_bytes(b, "b", device, experts * n * k);
   o.params.a = aligned_16(checked_bytes(a, "a", device, a.size(0) * k), "a");
-  const bool blocks = a_scale.ndim() == 2 && a.size(0) % 128 == 0 && a_scale.size(0) == a.size(0) / 128;
+  const bool blocks = a_scale.ndim() == 2 && a.size(0) > 0 && a.size(0) % 128 == 0 && a_scale.size(0) == a.size(0) / 128;
   o.params.a_scale_shift = blocks ? 7 : 0;
   o.params.a_scale = aligned_16(checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_blocks), "a_scale");
   o.params.b_scale = aligned_16(checked_f32(b_scale, "b_scale", device, experts * ceil_div(n, 128) * k_blocks), "b_scale");
