@@ -24,6 +24,7 @@ from .interop import (
     data_ptr,
     device_name,
     dtype_name,
+    grad_enabled,
     is_cuda,
     numel,
     plain_ops,
@@ -31,6 +32,7 @@ from .interop import (
     requires_grad,
 )
 from .layouts import WeightSource, native_matrices
+from .weight_changes import optimizer_steps, weight_fingerprint
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -181,10 +183,13 @@ class ExpertWeights:
         self._prepared: EngineWeights | None = None
         self._prepared_for: tuple[Any, ...] | None = None
         self._fingerprint: tuple[int, ...] = ()
+        self._optimizer_steps = 0
         self._updates = 0
         self._stale = True
         self._accumulators: GradAccumulators | None = None
         self._backwards = 0
+        self._backwards_since_step = 0
+        self._cannot_see_changes = False
         self._warned_forgotten_step = False
 
     @property
@@ -200,19 +205,24 @@ class ExpertWeights:
     def note_backward(self) -> None:
         """A backward has added to the accumulators."""
         self._backwards += 1
-        # Weights that never get gradients never move: a step() that is never called shows in no other way.
-        if self._backwards == self.FORGOTTEN_STEP_BACKWARDS:
-            self._warn_forgotten_step(f"{self._backwards} backward passes have run since node.step()")
+        self._backwards_since_step += 1
+        # Weights that never get gradients never move: a step() that is never called shows in no other way. Nor do changes of weights
+        # that nothing but step() announces, with complete gradients too.
+        waiting = self._backwards_since_step if self._cannot_see_changes else self._backwards
+        if waiting == self.FORGOTTEN_STEP_BACKWARDS:
+            self._warn_forgotten_step(f"{waiting} backward passes have run since node.step()")
 
     def prepared(self, engine: Engine, settings: EngineSettings) -> EngineWeights:
         """What `engine` reads: cached until `invalidate`, a new pointer or other settings.
 
         A write that no event announces is noticed by an engine that follows its weights, and on the host, where their bytes are
-        compared; on a GPU that would wait for the device, so there the other engines go by PyTorch's version counters.
+        compared. On a GPU that would wait for the device: there the other engines go by PyTorch's version counters and optimizer steps.
+        Paddle has neither, so with them `invalidate` is the contract of training, and nothing is trusted without gradients.
 
         Raises:
             LayoutError: the framework has freed the memory of a weight.
         """
+        training = grad_enabled()
         with plain_ops():
             parameters = self.source.parameters()
             freed = [index for index, parameter in enumerate(parameters) if not _holds_memory(parameter)]
@@ -222,16 +232,15 @@ class ExpertWeights:
             key = (engine.name, settings, tuple(data_ptr(parameter) for parameter in parameters))
             looks_itself = engine.follows_weights and not is_cuda(parameters[0])
             fingerprint = () if looks_itself else weight_fingerprint(parameters)
+            steps = optimizer_steps() if is_cuda(parameters[0]) else 0
             previous = self._prepared if key == self._prepared_for else None
-            changed = self._stale or previous is None
-            if previous is not None and fingerprint != self._fingerprint:
-                self._updates += 1
-                if not changed:
-                    changed = True
-                    self._report_changed_weights()
+            self._cannot_see_changes = not fingerprint and not engine.follows_weights
+            changed = self._stale or previous is None or (self._cannot_see_changes and not training)
+            if previous is not None:
+                changed = self._look_for_changes(fingerprint, steps, announced=changed) or changed
             if changed or engine.follows_weights:
                 self._prepared = engine.prepare_source(self.source.source(), settings, previous, changed)
-            self._prepared_for, self._fingerprint, self._stale = key, fingerprint, False
+            self._prepared_for, self._fingerprint, self._optimizer_steps, self._stale = key, fingerprint, steps, False
             assert self._prepared is not None
             return self._prepared
 
@@ -255,6 +264,7 @@ class ExpertWeights:
     def invalidate(self) -> None:
         """Trust nothing derived from the weights; the next forward makes it anew."""
         self._stale = True
+        self._backwards_since_step = 0
 
     def accumulators(self, device: Any) -> GradAccumulators:
         """The native fp32 accumulators, allocated and zeroed on `device` at first use."""
@@ -353,13 +363,17 @@ class ExpertWeights:
                 tensor.zero_()
         self._backwards = 0
 
-    def _report_changed_weights(self) -> None:
-        if self.unflushed:
-            self._warn_forgotten_step(
-                "expert weights changed while gradients wait in the node: an optimizer step ran without them"
-            )
-        else:
-            logger.info("expert weights changed without step() or invalidate_caches(); caches rebuilt")
+    def _look_for_changes(self, fingerprint: tuple[int, ...], optimizer_steps: int, *, announced: bool) -> bool:
+        """Whether weights were, or may have been, written since they were prepared; says so where nobody announced it."""
+        written, stepped = fingerprint != self._fingerprint, optimizer_steps != self._optimizer_steps
+        self._updates += written
+        if not announced and (written or stepped):
+            if self.unflushed:
+                what = "expert weights changed" if written else "an optimizer stepped"
+                self._warn_forgotten_step(f"{what} while gradients wait in the node, and will be without them")
+            elif written:
+                logger.info("expert weights changed without step() or invalidate_caches(); caches rebuilt")
+        return written or stepped
 
     def _warn_forgotten_step(self, symptom: str) -> None:
         if not self._warned_forgotten_step:
@@ -369,27 +383,6 @@ class ExpertWeights:
 
 def _holds_memory(parameter: Tensor) -> bool:
     return not IS_PADDLE or bool(parameter._is_initialized())  # type: ignore[attr-defined]
-
-
-def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Two checksums of every parameter's bits as integers, weighted by column and by row; version counters on a GPU.
-
-    Any change of one value and any exchange of two shows in the checksums. They guard the caches where an event was missed;
-    fused optimizers move no version counter that could be asked instead.
-    """
-    if any(is_cuda(parameter) for parameter in parameters):
-        return () if IS_PADDLE else tuple(0 if p.is_inference() else p._version for p in parameters)
-    sums = []
-    for parameter in parameters:
-        bits = parameter.detach().view(torch.int32 if parameter.dtype == torch.float32 else torch.int16)
-        matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
-        sums += [_weighted_sum(matrix.sum(0)), _weighted_sum(matrix.sum(1))]
-    return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
-
-
-def _weighted_sum(values: Tensor) -> Tensor:
-    positions = torch.arange(1, int(values.shape[0]) + 1, dtype=torch.int64, device=values.device)
-    return (values * positions).sum()
 
 
 def _projection(expert: Any, index: int, name: str) -> Any:

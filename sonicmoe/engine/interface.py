@@ -212,17 +212,17 @@ class SavedSpec:
 
 
 def routing_checksum(routing: RoutingMetadata) -> int | None:
-    """A checksum of which row serves which slot; None on a GPU, where reading it would wait for the device."""
-    if is_cuda(routing.slot_row):
+    """A checksum of which row serves which slot; None on a GPU, where reading it would wait, but for routing that was validated."""
+    if is_cuda(routing.slot_row) and routing.host_counts is None:
         return None
     size = routing.num_tokens * routing.topk
-    position = torch.arange(1, size + 1, dtype=torch.int64)
+    position = torch.arange(1, size + 1, dtype=torch.int64, device=routing.slot_row.device)
     return int((routing.slot_row.reshape([size]) * position).sum())
 
 
 def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
     """Activation recompute rebuilds the tensors but not the host counts and the checksum: where they disagree, routing changed."""
-    if checksum is None or routing.host_counts is None or is_cuda(routing.expert_counts):
+    if checksum is None or routing.host_counts is None:
         return
     rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
     expect(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..enums import EngineName
 from ..errors import EngineUnavailableError
@@ -37,11 +37,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine to run and the reason, in words fit for a log line; `falls_back` where a faster one was wanted and cannot run."""
+    """The engine to run and the reason, in words fit for a log line.
+
+    falls_back: a faster one was wanted and cannot run. settings: what to run it with, where not with the workload's own.
+    """
 
     engine: Engine
     reason: str
     falls_back: bool = False
+    settings: EngineSettings | None = None
 
 
 def choose_engine(
@@ -68,11 +72,21 @@ def _automatic(device: str, workload: Workload | None) -> EngineChoice:
     wanted = EngineName.BF16 if workload is None or workload.settings.recipe is None else EngineName.HOPPER
     reason = _unavailable(wanted, device, workload)
     if reason is not None:
-        return EngineChoice(ReferenceEngine(), f"not {wanted.value}: {reason}; {plain}", falls_back=True)
+        return _fallback(device, workload, f"not {wanted.value}: {reason}", plain)
     what = (
         "FP8 GEMMs with fused activation" if wanted is EngineName.HOPPER else "grouped GEMMs in the dtype of the tokens"
     )
     return EngineChoice(ENGINES[wanted](), f"a Hopper GPU: {what}")
+
+
+def _fallback(device: str, workload: Workload | None, problem: str, plain: str) -> EngineChoice:
+    """For FP8 that the GPU engine cannot compute, BF16 that it can: emulating it would be hundreds of times slower."""
+    if workload is not None and workload.settings.recipe is not None:
+        settings = replace(workload.settings, recipe=None)
+        if _unavailable(EngineName.BF16, device, replace(workload, settings=settings)) is None:
+            reason = f"{problem}; grouped GEMMs in the dtype of the tokens, without FP8"
+            return EngineChoice(Bf16Engine(), reason, falls_back=True, settings=settings)
+    return EngineChoice(ReferenceEngine(), f"{problem}; {plain}", falls_back=True)
 
 
 def _unavailable(name: EngineName, device: str, workload: Workload | None) -> str | None:

@@ -160,6 +160,7 @@ class SonicMoEMlpNode:
         config, settings = self._current()
         with self._scope() as scope:
             choice = self._choose(device_name(x), config, settings, dtype_name(x.dtype))
+            settings = choice.settings or settings
             engine_weights = self._experts.prepared(choice.engine, settings)
         call = MlpCall(
             config=scope,
@@ -224,7 +225,7 @@ class SonicMoEMlpNode:
         weight = self._experts.source.parameters()[0]
         with self._scope():
             choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
-            self._experts.prepared(choice.engine, settings)
+            self._experts.prepared(choice.engine, choice.settings or settings)
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the CPU). Allocates no gradients.

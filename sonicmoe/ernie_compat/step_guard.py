@@ -26,7 +26,7 @@ REMEDY = (
 
 
 class StepGuard:
-    """Remembers how `main_grad`s and weights looked after the last backward. Warns once per node."""
+    """Remembers how gradients (`main_grad`, else `.grad`) and weights looked after the last backward. Warns once per node."""
 
     STEPS_BY_VALUE = 2
 
@@ -52,7 +52,7 @@ class StepGuard:
         if values is not None and not reduced:
             reduced, applied = (_differ(*pair) for pair in zip(values, _values(parameters), strict=True))
         if reduced:
-            self._warn("main_grad of expert weights was reduced, scaled or replaced")
+            self._warn("gradients of expert weights were reduced, scaled or replaced")
         elif applied:
             self._warn("an optimizer changed the expert weights")
 
@@ -69,16 +69,22 @@ class StepGuard:
         )
 
 
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """Where the flush adds to, if it is there."""
+    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+
+
 def _identity(parameter: Tensor) -> tuple[Any, ...]:
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
+    held = _gradient(parameter)
+    if held is None:
         return ()
-    return id(main_grad), data_ptr(main_grad), main_grad.inplace_version if IS_PADDLE else main_grad._version
+    # A `.grad` may be a new object at every look.
+    which = (id(held),) if hasattr(parameter, "main_grad") else ()
+    return (*which, data_ptr(held), held.inplace_version if IS_PADDLE else held._version)
 
 
 def _on_host(parameters: Sequence[Tensor]) -> bool:
-    main_grads = [getattr(parameter, "main_grad", None) for parameter in parameters]
-    return not any(is_cuda(tensor) for tensor in _held([*parameters, *main_grads]))
+    return not any(is_cuda(tensor) for tensor in _held([*parameters, *map(_gradient, parameters)]))
 
 
 def _held(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -88,9 +94,9 @@ def _held(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Sums of magnitudes of the main gradients and of the weights that train."""
+    """Sums of magnitudes of the gradients and of the weights that train."""
     trained = [parameter for parameter in parameters if requires_grad(parameter)]
-    return _sums([getattr(parameter, "main_grad", None) for parameter in trained]), _sums(trained)
+    return _sums([_gradient(parameter) for parameter in trained]), _sums(trained)
 
 
 def _sums(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -92,7 +92,16 @@ class TestOnHopper:
     @beyond_hopper
     def test_what_it_cannot_do_falls_back(self, hopper, workload, words):
         choice = choose_engine("cuda:0", workload=workload)
-        assert choice.engine.name == "reference" and choice.falls_back
+        assert choice.engine.name == "bf16" and choice.falls_back
+        assert choice.settings == replace(workload.settings, recipe=None)
+        assert choice.reason.startswith("not hopper: ") and words in choice.reason
+        assert choice.reason.endswith("without FP8")
+
+    @beyond_hopper
+    def test_and_to_plain_operations_without_the_bf16_engine(self, hopper, monkeypatch, workload, words):
+        monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "quack-kernels is absent")
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "reference" and choice.falls_back and choice.settings is None
         assert choice.reason.startswith("not hopper: ") and words in choice.reason
 
     @beyond_hopper
@@ -115,6 +124,7 @@ class TestOnHopper:
             choose_engine("cuda:0", EngineName.HOPPER, replace(WORKLOAD, settings=EngineSettings()))
 
     def test_another_gpu_falls_back(self, hopper, monkeypatch):
+        monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "it is no Hopper GPU")
         monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (8, 0))
         choice = choose_engine("cuda:0", workload=WORKLOAD)
         assert choice.falls_back and "cuda:0 has compute capability 8.0" in choice.reason

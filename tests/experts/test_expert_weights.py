@@ -17,11 +17,12 @@ from experts.weight_sources import (
 )
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
+from sonicmoe import experts, weight_changes
 from sonicmoe.engine.interface import EngineSettings, GradAccumulators
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import DTypeError, ShapeError
-from sonicmoe.experts import ExpertWeights, FusedParameters, PerExpertParameters, add_to_main_grad, weight_fingerprint
+from sonicmoe.experts import ExpertWeights, FusedParameters, PerExpertParameters, add_to_main_grad
 from sonicmoe.interop import data_ptr, grad_enabled
 from sonicmoe.quant.recipes import RECIPES
 
@@ -353,37 +354,6 @@ class TestCaches:
         assert not caplog.records
 
 
-class TestFingerprint:
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_every_single_bit_counts(self, dtype):
-        dtype = getattr(torch, dtype)
-        weight = parameter(np.float32(weight_arrays()[0][0]), dtype)
-        before = weight_fingerprint([weight])
-        for position in (0, 100, 383):
-            changed = numpy(weight)
-            changed.ravel()[position] *= 1 + 2.0**-6
-            other = parameter(np.float32(changed), dtype)
-            assert not np.array_equal(numpy(other), numpy(weight))
-            assert weight_fingerprint([other]) != before
-        assert weight_fingerprint([parameter(np.float32(numpy(weight)), dtype)]) == before
-
-    def test_knows_which_parameter(self):
-        a, b = (parameter(np.float32(w)) for w in weight_arrays()[1][:2])
-        assert weight_fingerprint([a, b]) != weight_fingerprint([b, a])
-        assert weight_fingerprint([a, b]) == (*weight_fingerprint([a]), *weight_fingerprint([b]))
-
-    @pytest.mark.parametrize("one", [(0, 0), (3, 2)])
-    @pytest.mark.parametrize("other", [(0, 5), (7, 0), (11, 15)])
-    def test_an_exchange_of_two_values_shows(self, one, other):
-        values = np.float32(weight_arrays()[1][0])
-        before = weight_fingerprint([parameter(values)])
-        values[one], values[other] = values[other], values[one]
-        assert weight_fingerprint([parameter(values)]) != before
-
-    def test_of_nothing(self):
-        assert weight_fingerprint([]) == ()
-
-
 class TestBackwardsThatAreLate:
     """A forward is outstanding while the weights change and another forward reads them."""
 
@@ -418,3 +388,73 @@ class TestBackwardsThatAreLate:
     def test_an_engine_that_kept_the_old_ones_has_them(self):
         weights, prepared, updates = self.scenario(ReferenceEngine(), self.double)
         weights.check_current(prepared, updates)
+
+
+class TestOnAGpu:
+    """Where checksums would wait for the device: version counters, optimizer steps, and what is left under Paddle."""
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch):
+        for module in (experts, weight_changes):
+            monkeypatch.setattr(module, "is_cuda", lambda tensor: True)
+
+    def prepared_twice(self, change, engine=None):
+        engine, source = engine or CountingEngine(), per_expert_source(*weight_arrays())
+        weights = ExpertWeights(source)
+        weights.prepared(engine, PLAIN)
+        change(source.parameters())
+        weights.prepared(engine, PLAIN)
+        return engine.prepared
+
+    def test_without_a_change_nothing_is_made_anew(self):
+        assert self.prepared_twice(lambda parameters: None) == 1
+
+    @pytest.mark.skipif(IS_PADDLE, reason="Paddle has no version counters that count")
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_an_optimizer_step_is_seen(self, fused):
+        """Fused optimizers move no version counter."""
+
+        def step(parameters):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            torch.optim.AdamW(parameters, lr=0.1, fused=fused).step()
+
+        assert self.prepared_twice(step) == 2
+
+    @pytest.mark.skipif(IS_PADDLE, reason="a hook of PyTorch's optimizers")
+    def test_a_step_without_the_waiting_gradients_is_warned_about(self, caplog):
+        source = per_expert_source(*weight_arrays())
+        weights = ExpertWeights(source)
+        weights.prepared(ReferenceEngine(), PLAIN)
+        weights.note_backward()
+        other = torch.nn.Parameter(torch.zeros(1))
+        other.grad = torch.ones(1)
+        torch.optim.AdamW([other], fused=True).step()
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            weights.prepared(ReferenceEngine(), PLAIN)
+        (record,) = caplog.records
+        assert "an optimizer stepped while gradients wait in the node" in record.getMessage()
+
+    @pytest.mark.skipif(not IS_PADDLE, reason="elsewhere changes show")
+    def test_paddle_trusts_nothing_without_gradients(self):
+        engine, weights = CountingEngine(), ExpertWeights(per_expert_source(*weight_arrays()))
+        for _ in range(2):
+            weights.prepared(engine, PLAIN)
+        assert engine.prepared == 1
+        with torch.no_grad():
+            for _ in range(2):
+                weights.prepared(engine, PLAIN)
+        assert engine.prepared == 3
+
+    @pytest.mark.skipif(not IS_PADDLE, reason="elsewhere changes show")
+    def test_paddle_needs_step_with_complete_gradients_too(self, caplog):
+        source = per_expert_source(*weight_arrays())
+        bind_main_grads(source)
+        weights, _, _ = filled(source)
+        weights.prepared(ReferenceEngine(), PLAIN)
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            for _ in range(ExpertWeights.FORGOTTEN_STEP_BACKWARDS + 5):
+                weights.note_backward()
+                weights._backwards = 0  # flush="backward"
+        (record,) = caplog.records
+        assert "1024 backward passes have run since node.step()" in record.getMessage()

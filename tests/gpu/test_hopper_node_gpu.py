@@ -13,6 +13,7 @@ from gpu.hopper_step import FP8, E, H, I, K, backward, forward, main_grads, make
 
 from sonicmoe import MoE, SonicMoEConfig, gradients
 from sonicmoe.engine import hopper, select
+from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.cuda_source import CudaSource
@@ -27,12 +28,15 @@ pytestmark = pytest.mark.gpu
 
 AUTO = SonicMoEConfig(fp8_mode="perf")
 EMULATION = SonicMoEConfig(fp8_mode="perf", engine="reference")
+PLAIN_WGRAD = SonicMoEConfig(fp8_mode="perf", engine="hopper", fp8_wgrad=False)
+BF16 = SonicMoEConfig(fp8_mode="off", engine="bf16")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Everything warm-up plans for this layer; nothing below may compile."""
-    assert warmup_jit(E, H, I, "cuda", config=FP8, jobs=os.cpu_count()).complete
+    for config in (FP8, PLAIN_WGRAD, BF16):
+        assert warmup_jit(E, H, I, "cuda", config=config, jobs=os.cpu_count()).complete
     with no_compile():
         yield
 
@@ -134,10 +138,43 @@ class TestNumbers:
         assert_same_bits(whole_step(node, experts, batch), wanted)
 
 
-@pytest.mark.parametrize("mode", ["plain", "iso_weight", "recompute_z", "stagewise_memory"])
-def test_waits_for_nothing(mode):
-    config = FP8 if mode == "plain" else SonicMoEConfig(fp8_mode="perf", engine="hopper", **{mode: True})
-    node, _ = layer(config=config)
+def fused_layer(config=FP8, **options):
+    """`layer` on two stacked parameters, with `main_grad`s."""
+    experts = make_experts()
+    stacked = [
+        torch.stack([getattr(e, name).weight.detach() for e in experts]) for name in ("up_gate_proj", "down_proj")
+    ]
+    weights = torch.nn.ParameterList(torch.nn.Parameter(weight) for weight in stacked)
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape, device=weight.device)
+    return SonicMoEMlpNode.from_fused(*weights, config=config, **options), weights
+
+
+def memory_mode(**changes):
+    return SonicMoEConfig(**{"fp8_mode": "perf", "engine": "hopper"} | changes)
+
+
+SYNC_FREE = {
+    "plain": (layer, FP8, {}),
+    "iso_weight": (layer, memory_mode(iso_weight=True), {}),
+    "recompute_z": (layer, memory_mode(recompute_z=True), {}),
+    "stagewise_memory": (layer, memory_mode(stagewise_memory=True), {}),
+    "mem": (layer, memory_mode(fp8_mode="mem"), {}),
+    "iso_weight and recompute_z": (layer, memory_mode(iso_weight=True, recompute_z=True), {}),
+    "plain wgrad": (layer, PLAIN_WGRAD, {}),
+    "flush in backward": (layer, FP8, {"flush": "backward"}),
+    "split_wgrad": (layer, FP8, {"split_wgrad": True}),
+    "from_fused": (fused_layer, FP8, {}),
+    "bf16": (layer, BF16, {}),
+    "bf16, flush in backward": (layer, BF16, {"flush": "backward"}),
+    "bf16, split_wgrad": (layer, BF16, {"split_wgrad": True}),
+    "bf16, from_fused": (fused_layer, BF16, {}),
+}
+
+
+@pytest.mark.parametrize(("make", "config", "options"), SYNC_FREE.values(), ids=SYNC_FREE)
+def test_waits_for_nothing(make, config, options):
+    node, weights = make(config=config, **options)
     batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 333, 1500))]
     counts = [int((batches[2].indices == e).sum()) for e in range(E)]
     for _ in range(3):  # over the first steps the guard of a forgotten step() compares values
@@ -149,6 +186,13 @@ def test_waits_for_nothing(mode):
                 run(node, batch)
             backward(forward(node, batches[2], counts), batches[2])
             node.step()
+    assert all(bool(weight.main_grad.any()) for weight in weights.parameters()), "computed nothing"
+
+
+@pytest.mark.parametrize("wait", [torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero], ids=lambda f: f.__name__)
+def test_a_wait_would_be_seen(wait):
+    with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
+        wait(torch.ones(1, device="cuda"))
 
 
 def test_moe_waits_for_nothing():
@@ -281,11 +325,10 @@ class TestWeightsThatChange:
 
     def test_between_a_forward_and_its_backward(self):
         node, experts = layer()
-        batch, optimizer = make_batch(), torch.optim.AdamW(experts.parameters(), lr=1e-2, fused=True)
+        batch = make_batch()
         late = forward(node, batch)
-        for parameter in experts.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+        with torch.no_grad():
+            experts[0].down_proj.weight.mul_(0.5)
         run(node, batch)
         with pytest.raises(RuntimeError, match="between this forward and its backward"):
             backward(late, batch)

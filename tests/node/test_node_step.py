@@ -68,6 +68,17 @@ def test_a_late_step_is_named_once(said, case):
     assert "on_optimizer_begin" in said()[0] and "flush='backward'" in said()[0]
 
 
+def test_a_late_step_of_plain_gradients_is_named(said):
+    layer = Layer()
+    for _ in range(3):
+        layer.run()
+        for parameter in layer.node._experts.source.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5) if not IS_PADDLE else parameter.grad.scale_(0.5)
+        layer.node.step()
+    assert len(said()) == 1 and "reduced, scaled or replaced" in said()[0]
+
+
 def test_steps_in_time_say_nothing(said):
     """Several micro-batches, flushes between them, reduction and optimizer afterwards, main_grad created on the way."""
     for value in (0.0, 1.0, None):
