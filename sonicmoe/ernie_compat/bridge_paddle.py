@@ -40,6 +40,8 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
         if ctx.call.settings.frees_stagewise:
             ctx.container = ()  # its references would keep alive, to the end of backward, what the engine drops in the middle
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
+        if ctx.call.wgrad_queue is not None:
+            ctx.call.wgrad_queue.launch_after(None)  # a PyLayer cannot name the node that takes dx
         x_wanted, probs_wanted = ctx.wanted
         return (dx if x_wanted else None, dprobs if probs_wanted else None, *gradients)
 

@@ -38,6 +38,8 @@ class _MlpFunction(torch.autograd.Function):
                 )
             saved.z, ctx.own_z = ctx.own_z, None
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
+        if ctx.call.wgrad_queue is not None:
+            ctx.call.wgrad_queue.launch_after(ctx.next_functions[0][0])  # x, the first tensor among the inputs
         _, x_wanted, probs_wanted, *_ = ctx.needs_input_grad
         return (None, dx if x_wanted else None, dprobs if probs_wanted else None, *gradients)
 

@@ -1,14 +1,16 @@
 """Weight gradients that do not hold up dx: on a GPU a side stream computes them while the caller's stream goes on to the combine.
 
-On a host there is nothing to overlap with: they wait until they are asked for, so that a schedule may place them (a pipeline bubble).
-Order is the order of the backwards, so results are the same bits as without.
+Their kernels fill every multiprocessor, and a collective launched behind them would wait: they are launched once autograd has run
+whatever takes dx, that is, behind the combine. On a host there is nothing to overlap with: they wait until they are asked for, so
+that a schedule may place them (a pipeline bubble). Order is the order of the backwards, so results are the same bits as without.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,54 +21,94 @@ from ..interop import is_cuda
 Tensor = torch.Tensor
 
 
+@dataclass(eq=False)
+class _Task:
+    """Weight gradients of one backward. ready: the event on the caller's stream after which operands are there; None on a host.
+
+    tensors: everything `compute` reads or adds into, which must live until the side stream has done so, whoever else drops it.
+    """
+
+    compute: Callable[[], None]
+    ready: Any
+    tensors: list[Tensor]
+
+
 class WgradQueue:
     """The weight gradients of one node that have been handed over and not yet waited for."""
 
     def __init__(self) -> None:
         """Makes no stream before the first GPU tensor."""
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[_Task] = deque()
         self._stream: torch.cuda.Stream | None = None
         self._on_stream = False
         self._held: list[Tensor] = []
 
     def submit(self, pending: PendingWgrad, compute: Callable[[], None]) -> None:
-        """Take over `compute`, which reads `pending` and adds into accumulators that are already allocated."""
+        """Take over `compute`: a partial over `pending` and over accumulators that are already allocated."""
+        self.launch()
         if pending.dout is None or not is_cuda(pending.dout):
-            self._waiting.append(compute)
+            self._waiting.append(_Task(compute, None, []))
             return
-        stream = self._side_stream(pending.dout)
-        stream.wait_stream(torch.cuda.current_stream())
-        for tensor in tensors_in(pending):
-            if hasattr(
-                tensor, "record_stream"
-            ):  # or its memory would be the caller's stream's again as soon as it is dropped
-                tensor.record_stream(stream)
-        with torch.cuda.stream(stream):
-            compute()
-        self._on_stream = True
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device=pending.dout.device)
+        ready = torch.cuda.current_stream().record_event()
+        kept = {id(tensor): tensor for tensor in tensors_in([pending, compute])}
+        self._waiting.append(_Task(compute, ready, list(kept.values())))
+
+    def launch_after(self, following: Any) -> None:
+        """Launch once autograd has run the node `following`, which takes dx; None: at once."""
+        if following is None or not self._waiting or self._waiting[-1].ready is None:
+            self.launch()
+            return
+        handles: list[Any] = []
+
+        def launch(*_gradients: Any) -> None:
+            handles.pop().remove()
+            self.launch()
+
+        handles.append(following.register_hook(launch))
+
+    def launch(self) -> None:
+        """Put on the side stream what a GPU is to compute; what a host is to compute goes on waiting."""
+        while self._waiting and self._waiting[0].ready is not None:
+            task = self._waiting.popleft()
+            stream = self._stream
+            assert stream is not None
+            stream.wait_event(task.ready)
+            self._keep(task.tensors, stream)
+            task.tensors.clear()  # an engine that frees operands one by one must hold the last reference
+            with torch.cuda.stream(stream):
+                task.compute()
+            self._on_stream = True
 
     def finish(self) -> None:
         """Everything handed over is done, or ordered before whatever the caller launches next; waits for nothing on the host."""
+        self.launch()
         while self._waiting:
-            self._waiting.popleft()()
+            self._waiting.popleft().compute()
         if self._on_stream and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._on_stream = False
             self._held.clear()
 
-    def _side_stream(self, tensor: Tensor) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device=tensor.device)
-        return self._stream
+    def _keep(self, tensors: list[Tensor], stream: Any) -> None:
+        """Their memory must not be the caller's stream's again before `stream` is through; held until `finish` where no allocator helps."""
+        for tensor in tensors:
+            if hasattr(tensor, "record_stream"):
+                tensor.record_stream(stream)
+            else:
+                self._held.append(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dataclasses and sequences: engines keep their operands in forms of their own."""
+    """Every tensor in nested dataclasses, sequences and arguments of partials: engines keep their operands in forms of their own."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+    elif isinstance(value, partial):
+        yield from tensors_in(value.args)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))

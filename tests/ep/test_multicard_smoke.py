@@ -1,57 +1,191 @@
-"""The program for several GPUs, tried over gloo: it measures, and it fails when something is wrong."""
+"""The program for several GPUs, tried over gloo: it measures, it fails when something is wrong, and it answers whatever happens."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
+import pytest
 from worlds import ROOT, environment
 
-SMOKE = ROOT / "tools" / "ci" / "multicard_smoke.py"
-SIZES = "--device cpu --tokens 128 --hidden 64 --intermediate 32 --experts 4 --topk 2 --repeats 1 --steps 0".split()  # noqa: SIM905
+from sonicmoe.config import current_config
+from sonicmoe.jit.plan import ModelSpec, plan
+from sonicmoe.kernels.quack_gemm import missing_package
+
+TOOLS = ROOT / "tools" / "ci"
+SMOKE = TOOLS / "multicard_smoke.py"
+SIZES = {"tokens": 128, "hidden": 64, "intermediate": 32, "experts": 4, "topk": 2, "repeats": 1}
+OPTIONS = [
+    "--device",
+    "cpu",
+    "--precisions",
+    "fp8",
+    *(word for n, size in SIZES.items() for word in (f"--{n}", str(size))),
+]
+GOOD = {"errors": dict.fromkeys(("y", "dx", "dweights", "up_gate", "down"), 1e-3), "finite": True}
+GOOD |= {"poison_changes_nothing": True, "repeats_bit_identical": True}
+
+
+@pytest.fixture
+def smoke(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import multicard_smoke
+
+    return multicard_smoke
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import multicard_rank
+
+    return multicard_rank.Report(tmp_path / "rank0.json", 0)
+
+
+def run(*more, program=SMOKE):
+    """`(exit code, figures, stderr)` of a small run over gloo."""
+    command = [sys.executable, str(program), *OPTIONS, "--json", *more]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
+    return result.returncode, json.loads(result.stdout), result.stderr
 
 
 def test_runs_over_gloo_and_reports():
-    command = [sys.executable, str(SMOKE), *SIZES, "--precisions", "fp8", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    code, figures, said = run("--steps", "4")
+    assert code == 0, said
     assert figures["failures"] == [] and figures["skipped"] == {"deepep": "DeepEP needs GPUs"}
     (layer,) = figures["layers"]
-    assert layer["dispatcher"] == "torch.distributed (gloo)" and layer["times"]["tokens_per_s"] > 0
-    assert set(layer["errors"]) == {"y", "dx", "dweights", "up_gate", "down"}
+    assert layer["dispatcher"] == "torch.distributed (gloo)"
+    for case in ("even", "idle_rank"):
+        assert set(layer[case]["errors"]) == set(GOOD["errors"]) and layer[case]["errors"]["y"] > 0
+    times = layer["times"]
+    assert sum(times[f"{stage}_share"] for stage in ("dispatch", "expert", "combine")) == pytest.approx(1)
+    assert times["tokens_per_s"] > 0 and times["split_tokens_per_s"] > 0 and times["dx_combine_ms"] > 0
+    assert figures["unmoved_parameters"] == figures["differing_parameters"] == figures["failed_ranks"] == 0
+    assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
 
 
-def test_a_wrong_result_fails(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(SMOKE.parent))
-    import multicard_smoke
-
-    monkeypatch.setattr(sys, "argv", ["multicard_smoke.py", *SIZES])
-    good = {"errors": dict.fromkeys(multicard_smoke.BOUNDS, 1e-3), "finite": True}
-    good |= {"poison_changes_nothing": True, "repeats_bit_identical": True}
-    for spoilt in (
+@pytest.mark.parametrize(
+    "spoilt",
+    [
         {"errors": {"dx": 0.5}},
         {"errors": {"dx": float("nan")}},
         {"finite": False},
         {"poison_changes_nothing": False},
-    ):
-        report = multicard_smoke.Report(multicard_smoke.parse(), True)
-        report.layer("nccl", "fp8", {**good, **spoilt})
-        assert report.finish() == 1 and "FAILED: nccl, fp8" in capsys.readouterr().err
-    report = multicard_smoke.Report(multicard_smoke.parse(), True)
-    report.layer("nccl", "fp8", good)
-    report.training({"ranks": 5.0, "alone": 5.0})
-    assert report.finish() == 0
-    report.training({"ranks": 5.1, "alone": 5.0})
-    assert report.finish() == 1
+        {"repeats_bit_identical": False},
+    ],
+    ids=str,
+)
+def test_a_wrong_layer_fails(report, spoilt):
+    report.layer("nccl", "fp8", {"even": GOOD, "idle_rank": GOOD})
+    assert report.failures == []
+    report.layer("nccl", "fp8", {"even": GOOD, "idle_rank": {**GOOD, **spoilt}})
+    assert len(report.failures) == 1 and report.failures[0].startswith("rank 0: nccl, fp8, idle_rank: ")
 
 
-def test_too_few_gpus_is_said(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(SMOKE.parent))
-    import multicard_smoke
+def test_a_run_that_does_not_train_fails(report):
+    report.training({"ranks": 5.0, "alone": 5.0}, 0, 0)
+    assert report.failures == []
+    report.training({"ranks": 5.1, "alone": 5.0}, 2, 1)
+    said = "; ".join(report.failures)
+    assert all(words in said for words in ("2 parameters did not train", "1 parameters differ", "differ by 2.00 %"))
 
-    monkeypatch.setattr(multicard_smoke, "gpu_count", lambda: 1)
-    monkeypatch.setattr(sys, "argv", ["multicard_smoke.py"])
-    assert multicard_smoke.launch(multicard_smoke.parse()) == 2
+
+def faulty_tools(directory, old, new):
+    """The tools with one line of a rank's program exchanged."""
+    directory = directory / "tools" / "ci"
+    directory.mkdir(parents=True)
+    for file in TOOLS.glob("multicard_*.py"):
+        text = file.read_text()
+        if file.name == "multicard_rank.py":
+            assert old in text
+            text = text.replace(old, new)
+        (directory / file.name).write_text(text)
+    return directory / "multicard_smoke.py"
+
+
+@pytest.mark.parametrize(
+    "fault,said",
+    [
+        ("raise RuntimeError('no more')", "rank 1: RuntimeError: no more, in: collective: making the dispatcher"),
+        ("os.kill(os.getpid(), 9)", "rank 1 ended with exit code -9, in: collective: making the dispatcher"),
+        ("time.sleep(600)", "rank 1 was stopped after 15 s, in: collective: making the dispatcher"),
+    ],
+)
+def test_a_rank_that_fails_dies_or_hangs_is_named_and_what_was_found_is_printed(tmp_path, fault, said):
+    line = "    dispatcher, why = world.dispatcher(kind)\n"
+    program = faulty_tools(tmp_path, line, f"    if world.rank == 1:\n        {fault}\n{line}")
+    started = time.monotonic()
+    code, figures, _ = run("--steps", "0", "--timeout", "15", program=program)
+    assert code == 1 and time.monotonic() - started < 45
+    assert said in figures["failures"] and figures["failed_ranks"] >= 1
+    assert figures["ranks"] == 2 and "joining the ranks" in figures["seconds"]
+
+
+def test_ranks_end_with_a_killed_launcher(tmp_path):
+    program = faulty_tools(
+        tmp_path,
+        '    report.enter("joining the ranks")\n',
+        "    print('pid', os.getpid(), flush=True)\n    time.sleep(600)\n",
+    )
+    command = [sys.executable, str(program), *OPTIONS]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid):
+    """Whether a process runs; one that ended and was not collected does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_ranks_get_a_whitelisted_environment(smoke):
+    switches = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    foreign = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "TORCHELASTIC_RUN_ID": "x",
+        "http_proxy": "x",
+        "PADDLE_TRAINERS_NUM": "2",
+    }
+    assert smoke.passed_environment({**switches, **foreign, "PATH": "/bin"}) == {**switches, "PATH": "/bin"}
+
+
+def test_too_few_gpus_are_said(smoke, monkeypatch, capsys):
+    monkeypatch.setattr(smoke, "gpu_count", lambda: 1)
+    assert smoke.launch(smoke.parse(["--device", "cuda"])) == 2
     assert "1 GPUs here, 2 needed; nothing was run" in capsys.readouterr().err
+
+
+def test_warm_up_covers_every_precision(smoke, monkeypatch):
+    """After it nothing may be compiled: what rank 0 asks for must be the plan of FP8 and that of BF16, for a rank's experts."""
+    import multicard_layer
+
+    asked = []
+
+    def warmup(*sizes, config):
+        asked.append((sizes, plan(ModelSpec(*sizes[:3]), current_config(config))))
+        return SimpleNamespace(kernels=[SimpleNamespace(kernel=job.name) for job in asked[-1][1]])
+
+    monkeypatch.setattr(multicard_layer, "warmup_jit", warmup)
+    monkeypatch.setattr(multicard_layer.World, "meet", lambda world: None)
+    world = object.__new__(multicard_layer.World)
+    world.sizes = multicard_layer.LayerSizes(64, 3072, 1536, 16, 8)
+    world.rank, world.size, world.on_gpu, world.device = 0, 2, True, "cuda:0"
+    names = world.warm_up(smoke.PRECISIONS)
+    assert {sizes for sizes, _ in asked} == {(8, 3072, 1536, "cuda:0")}
+    assert {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "flush", "aggregate"} <= set(names)
+    if missing_package() is None:
+        assert {"bf16_up", "bf16_down", "bf16_dgated", "bf16_wgrad_up"} <= set(names)

@@ -66,6 +66,16 @@ assert all(float(w.main_grad.abs().sum()) > 0 for w in experts.parameters())
 trainer.train(micro_batches)
 assert rig.reduced > 0
 same(rig.weights(), wanted)
+# The obvious place is too late, and the node says so.
+class LateCallback(TrainerCallback):
+    def on_optimizer_begin(self, args, state, control, **kwargs):
+        late.node.step()
+late = Rig("step")
+late_trainer = Trainer(late.model, late.optimizer, lambda: [p.main_grad.scale_(0.5) for p in late.model.parameters()])
+late_trainer.add_callback(LateCallback())
+late_trainer.train(micro_batches)
+assert [line for line in lines if "too late" in line and "on_optimizer_begin" in line and "flush='backward'" in line], lines
+lines.clear()
 """,
     "Pipeline parallel: `train_batch`": """
 assert rig.reduced > 0 and loss > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from torch import nn
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.jit.cache import default_cache
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = "--tokens 4096 --hidden 1024 --intermediate 512 --experts 16 --topk 4 --repeats 5 --steps 20".split()  # noqa: SIM905
+SIZES = {"tokens": 4096, "hidden": 1024, "intermediate": 512, "experts": 16, "topk": 4, "repeats": 5, "steps": 20}
+OPTIONS = ["--device", "cuda", *(word for n, size in SIZES.items() for word in (f"--{n}", str(size)))]
+STAGES = ("dispatch", "expert", "combine")
 E, H, I, K, T = 4, 512, 256, 2, 777
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -23,12 +27,12 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture(scope="module")
 def smoke():
-    """The figures of tools/ci/multicard_smoke.py."""
-    command = [sys.executable, str(ROOT / "tools" / "ci" / "multicard_smoke.py"), "--json", *SIZES]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=540)
+    """`(figures, stderr)` of tools/ci/multicard_smoke.py, with the kernels that this machine has compiled already."""
+    program = ROOT / "tools" / "ci" / "multicard_smoke.py"
+    command = [sys.executable, str(program), "--json", "--cache", str(default_cache().root), *OPTIONS]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.stdout.strip(), result.stderr[-4000:]
-    figures = json.loads(result.stdout.splitlines()[-1])
-    return figures, result.returncode, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
 def layers_of(figures, dispatcher):
@@ -37,27 +41,38 @@ def layers_of(figures, dispatcher):
 
 @two_gpus
 def test_every_check_held(smoke):
-    figures, code, said = smoke
-    assert code == 0 and figures["failures"] == [], said[-4000:]
-    assert figures["ranks"] == 2 and abs(figures["training"]["ranks"] / figures["training"]["alone"] - 1) <= 5e-3
+    figures, said = smoke
+    assert figures["failures"] == [] and figures["failed_ranks"] == 0, said[-4000:]
+    assert figures["ranks"] == 2 and figures["device"] == "cuda"
+    assert figures["gap_to_one_process"] <= 5e-3
+    assert figures["unmoved_parameters"] == figures["differing_parameters"] == 0
 
 
 @two_gpus
 @pytest.mark.parametrize("dispatcher,kind", [("nccl", "collective"), ("DeepEP", "deepep")])
 def test_layer_equals_one_gpu(smoke, dispatcher, kind):
-    figures = smoke[0]
+    figures, said = smoke
     if kind in figures["skipped"]:
         assert kind == "deepep", "NCCL is always there"
         pytest.skip(f"DeepEP did NOT run: {figures['skipped'][kind]}")
     layers = layers_of(figures, dispatcher)
-    assert {layer["precision"] for layer in layers} == {"fp8", "bf16"}
+    assert {layer["precision"] for layer in layers} == {"fp8", "bf16"}, said[-4000:]
     for layer in layers:
-        assert set(layer["errors"]) == {"y", "dx", "dweights", "up_gate", "down"}
-        assert layer["finite"] and layer["poison_changes_nothing"] and layer["repeats_bit_identical"]
+        for case in (layer["even"], layer["idle_rank"]):
+            assert set(case["errors"]) == {"y", "dx", "dweights", "up_gate", "down"}
+            assert case["finite"] and case["poison_changes_nothing"] and case["repeats_bit_identical"]
         times = layer["times"]
-        assert times["tokens_per_s"] > 0 and all(
-            times[f"{stage}_ms"] > 0 for stage in ("dispatch", "expert", "combine")
-        )
+        assert times["tokens_per_s"] > 0 and sum(times[f"{stage}_share"] for stage in STAGES) == pytest.approx(1)
+
+
+@two_gpus
+def test_split_wgrad_costs_nothing(smoke):
+    """What it hides of the combine of dx is a matter of sizes; it must not make a layer slower."""
+    figures, said = smoke
+    layers = layers_of(figures, "nccl")
+    assert len(layers) == 2, said[-4000:]
+    for layer in layers:
+        assert layer["times"]["split_wgrad_ms"] <= 1.1 * layer["times"]["whole_wgrad_ms"], layer["times"]
 
 
 class Expert(nn.Module):
@@ -97,3 +112,25 @@ def test_split_wgrad_changes_no_bit(fp8_mode):
     for _ in range(3):
         for a, b in zip(train(True, fp8_mode), whole, strict=True):
             assert bool(torch.isfinite(a).all()) and torch.equal(a, b)
+
+
+def test_accumulators_outlive_their_node():
+    """The node is gone while its side stream is still to add: the memory that the caller gets next must not be added to."""
+    generator = torch.Generator().manual_seed(5)
+    experts = nn.ModuleList(Expert(generator) for _ in range(E)).to("cuda", torch.bfloat16)
+    node = SonicMoEMlpNode(experts, E, H, I, config=SonicMoEConfig(fp8_mode="perf"), split_wgrad=True)
+    x = torch.randn(T, H, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)]).cuda()
+    probs = torch.rand(T, K, generator=generator).cuda()
+    node(x, None, ids, probs).sum().backward()
+    node.step()
+    torch.cuda.synchronize()
+    bytes_held, side = node.gradient_bytes, node._wgrad_queue._stream
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+    node(x, None, ids, probs).sum().backward()
+    del node, experts
+    gc.collect()
+    taken = [torch.zeros(elements, device="cuda") for elements in (bytes_held // 12, bytes_held // 6) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert bytes_held > 0 and not any(bool(tensor.any()) for tensor in taken)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,8 +21,15 @@ from sonicmoe.jit import no_compile
 from sonicmoe.jit_warmup import warmup_jit
 
 Tensor = torch.Tensor
+PRECISIONS = {"fp8": ("perf", "hopper"), "bf16": ("off", "bf16")}  # FP8 mode, and the engine that a GPU must run it on
 POISON_BYTES = 1 << 30
 CHECKED_SHARE = 8
+WARM_UPS = 3
+SHARES = {
+    "dispatch": ("dispatch", "dx_combine"),
+    "expert": ("expert", "expert_backward"),
+    "combine": ("combine", "dout_dispatch"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,15 +62,20 @@ class World:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.on_gpu = device.type == "cuda"
 
-    def warm_up(self) -> list[str]:
-        """Rank 0 compiles into the shared cache what all ranks need: their own layer, and all experts for the check."""
+    def warm_up(self, precisions: Sequence[str]) -> list[str]:
+        """Rank 0 compiles into the shared cache what all ranks need, every precision at once; names of the kernels."""
         names: list[str] = []
         if self.rank == 0 and self.on_gpu:
-            for experts in (self.sizes.experts // self.size, self.sizes.experts):
-                report = warmup_jit(experts, self.sizes.hidden, self.sizes.intermediate, str(self.device))
-                names += [outcome.kernel for outcome in report.kernels]
-        dist.barrier(self.group)
+            shape = (self.sizes.experts // self.size, self.sizes.hidden, self.sizes.intermediate, str(self.device))
+            with ThreadPoolExecutor(len(precisions) or 1) as pool:
+                reports = pool.map(lambda precision: warmup_jit(*shape, config=self._config(precision)), precisions)
+                names = [outcome.kernel for report in reports for outcome in report.kernels]
+        self.meet()
         return names
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(self.group, device_ids=[self.device.index] if self.on_gpu else None)
 
     def nothing_compiles(self) -> Any:
         """After warm-up, a compile is an error that names the kernel."""
@@ -77,35 +90,51 @@ class World:
         except EngineUnavailableError as error:
             return None, str(error)
 
-    def check(self, dispatcher: Dispatcher, fp8_mode: str) -> dict[str, Any]:
-        """Against one rank that holds everything; poisoned memory; repetition."""
+    def check(self, dispatcher: Dispatcher, precision: str) -> dict[str, dict[str, Any]]:
+        """Against one rank that holds everything; poisoned memory; repetition. By case: tokens everywhere, an idle last rank."""
         sizes = replace(self.sizes, tokens=max(1, self.sizes.tokens // CHECKED_SHARE))
-        batches = [self._batch(sizes, rank) for rank in range(self.size)]
-        first = self._run(dispatcher, batches[self.rank], fp8_mode)
-        again = self._run(dispatcher, batches[self.rank], fp8_mode)
-        self._poison()
-        poisoned = self._run(dispatcher, batches[self.rank], fp8_mode)
         return {
-            "errors": self._errors(first, batches, fp8_mode),
+            case: self._check(dispatcher, precision, [self._batch(sizes, rank, idle) for rank in range(self.size)])
+            for case, idle in (("even", False), ("idle_rank", True))
+        }
+
+    def _check(self, dispatcher: Dispatcher, precision: str, batches: list[Batch]) -> dict[str, Any]:
+        first = self._run(dispatcher, batches[self.rank], precision)
+        again = self._run(dispatcher, batches[self.rank], precision)
+        self._poison()
+        poisoned = self._run(dispatcher, batches[self.rank], precision)
+        return {
+            "errors": self._errors(first, batches, precision),
             "finite": all(bool(torch.isfinite(t).all()) for t in poisoned.values()),
             "repeats_bit_identical": all(torch.equal(first[name], again[name]) for name in first),
             "poison_changes_nothing": all(torch.equal(first[name], poisoned[name]) for name in first),
         }
 
-    def measure(self, dispatcher: Dispatcher, fp8_mode: str, repeats: int) -> dict[str, float]:
-        """Milliseconds of forward and backward by stage, medians over repetitions; and the whole layer with and without split_wgrad."""
+    def measure(self, dispatcher: Dispatcher, precision: str, repeats: int) -> dict[str, float]:
+        """Milliseconds of forward and backward, medians over repetitions: by stage, and of the whole layer with and without split_wgrad.
+
+        The combine of dx is the backward of dispatch: what `split_wgrad` can hide of it is `hidden_ms`.
+        """
         batch = self._batch(self.sizes, self.rank)
-        node = self._node(dispatcher, fp8_mode)
-        stages = [self._staged(dispatcher, node, batch) for _ in range(repeats + 3)][3:]
-        names = ("dispatch", "expert", "combine")
-        medians = {f"{name}_ms": _median([stage[name] for stage in stages]) for name in names}
+        node = self._node(dispatcher, precision)
+        stages = [self._staged(dispatcher, node, batch) for _ in range(repeats + WARM_UPS)][WARM_UPS:]
+        medians = {name: _median([stage[name] for stage in stages]) for name in stages[0]}
         total = sum(medians.values())
-        whole, split = (self._whole(dispatcher, fp8_mode, batch, flag, repeats) for flag in (False, True))
-        rate = 1e3 * self.sizes.tokens / whole
-        return {**medians, "total_ms": total, "tokens_per_s": rate, "whole_wgrad_ms": whole, "split_wgrad_ms": split}
+        shares = {name: sum(medians[part] for part in parts) / total for name, parts in SHARES.items()}
+        whole, split = self._whole_and_split(dispatcher, precision, batch, repeats)
+        return {
+            **{f"{name}_ms": value for name, value in medians.items()},
+            **{f"{name}_share": value for name, value in shares.items()},
+            "total_ms": total,
+            "whole_wgrad_ms": whole,
+            "split_wgrad_ms": split,
+            "hidden_ms": whole - split,
+            "tokens_per_s": 1e3 * self.sizes.tokens / whole,
+            "split_tokens_per_s": 1e3 * self.sizes.tokens / split,
+        }
 
     def _staged(self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch) -> dict[str, float]:
-        """One forward and backward with the stages cut apart: dispatch's time holds the dispatch backward of dx, and so on."""
+        """One forward and backward with the stages cut apart."""
         spent: dict[str, float] = {}
         x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
         with self._timed(spent, "dispatch"):
@@ -116,42 +145,47 @@ class World:
         rows = out.detach().requires_grad_()
         with self._timed(spent, "combine"):
             y = dispatcher.combine(rows, received.handle)
+        with self._timed(spent, "dout_dispatch"):
             y.backward(batch.dout)
-        with self._timed(spent, "expert"):
+        with self._timed(spent, "expert_backward"):
             out.backward(rows.grad)
-        with self._timed(spent, "dispatch"):
+        with self._timed(spent, "dx_combine"):
             torch.autograd.backward([received.x, received.probs], [tokens.grad, probs.grad])
         node.step()
         return spent
 
-    def _whole(self, dispatcher: Dispatcher, fp8_mode: str, batch: Batch, split: bool, repeats: int) -> float:
-        """Median milliseconds of forward, backward and every weight gradient."""
-        node, times = self._node(dispatcher, fp8_mode, split), []
-        for _ in range(repeats + 3):
-            x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
-            spent: dict[str, float] = {}
-            with self._timed(spent, "layer"):
-                self._forward(dispatcher, node, x, batch.ids, weights).backward(batch.dout)
-                node.finish_wgrad()
-            node.step()
-            times.append(spent["layer"])
-        return _median(times[3:])
+    def _whole_and_split(
+        self, dispatcher: Dispatcher, precision: str, batch: Batch, repeats: int
+    ) -> tuple[float, float]:
+        """Median milliseconds of forward, backward and every weight gradient without and with `split_wgrad`, measured in turn."""
+        nodes = {split: self._node(dispatcher, precision, split) for split in (False, True)}
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(repeats + WARM_UPS):
+            for split, node in nodes.items():
+                x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+                spent: dict[str, float] = {}
+                with self._timed(spent, "layer"):
+                    self._forward(dispatcher, node, x, batch.ids, weights).backward(batch.dout)
+                    node.finish_wgrad()
+                node.step()
+                times[split].append(spent["layer"])
+        return _median(times[False][WARM_UPS:]), _median(times[True][WARM_UPS:])
 
     @contextmanager
     def _timed(self, spent: dict[str, float], name: str) -> Iterator[None]:
-        """Adds the device's milliseconds; ranks start together."""
-        dist.barrier(self.group)
+        """Notes the device's milliseconds; ranks start together."""
+        self.meet()
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         yield
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-        spent[name] = spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
+        spent[name] = 1e3 * (time.perf_counter() - started)
 
-    def _run(self, dispatcher: Dispatcher, batch: Batch, fp8_mode: str) -> dict[str, Tensor]:
+    def _run(self, dispatcher: Dispatcher, batch: Batch, precision: str) -> dict[str, Tensor]:
         """y, dx, dweights of the rank's tokens and the gradients of its experts."""
-        node = self._node(dispatcher, fp8_mode)
+        node = self._node(dispatcher, precision)
         x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
         y = self._forward(dispatcher, node, x, batch.ids, weights)
         y.backward(batch.dout)
@@ -166,29 +200,40 @@ class World:
         out = node(received.x, received.tokens_per_expert, received.indices, received.probs)
         return dispatcher.combine(out, received.handle)
 
-    def _errors(self, mine: dict[str, Tensor], batches: list[Batch], fp8_mode: str) -> dict[str, float]:
+    def _errors(self, mine: dict[str, Tensor], batches: list[Batch], precision: str) -> dict[str, float]:
         """Rank 0 only: relative L2 against all experts and all tokens in this process."""
         gathered = {name: self._gather(tensor) for name, tensor in mine.items()}
         if self.rank:
             return {}
         together = Batch(*(torch.cat([getattr(b, name) for b in batches]) for name in Batch.__dataclass_fields__))
-        wanted = self._run(LocalDispatcher(self.sizes.experts), together, fp8_mode)
+        wanted = self._run(LocalDispatcher(self.sizes.experts), together, precision)
         return {name: _relative(torch.cat(gathered[name]), wanted[name]) for name in wanted}
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(pieces, tensor.contiguous(), group=self.group)
-        return pieces
+        """Every rank's tensor; they may differ in rows, and a collective cannot."""
+        rows = [torch.zeros([1], dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(rows, torch.full_like(rows[0], tensor.shape[0]), group=self.group)
+        counts = [int(count) for count in rows]
+        padded = tensor.new_zeros([max(counts), *tensor.shape[1:]])
+        padded[: tensor.shape[0]] = tensor
+        pieces = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(pieces, padded, group=self.group)
+        return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
 
-    def _node(self, dispatcher: Dispatcher, fp8_mode: str, split: bool = False) -> SonicMoEMlpNode:
+    def _node(self, dispatcher: Dispatcher, precision: str, split: bool = False) -> SonicMoEMlpNode:
         count = dispatcher.num_local_experts
         first = self.rank * count if count < self.sizes.experts else 0
         experts = [self._expert(expert) for expert in range(first, first + count)]
         self._weights = [[e.up_gate_proj.weight for e in experts], [e.down_proj.weight for e in experts]]
-        config = SonicMoEConfig(fp8_mode=fp8_mode)
+        config = self._config(precision)
         return SonicMoEMlpNode(
             experts, count, self.sizes.hidden, self.sizes.intermediate, config=config, split_wgrad=split
         )
+
+    def _config(self, precision: str) -> SonicMoEConfig:
+        """On a GPU with the engine by name: another one in its place would be checked and timed unnoticed."""
+        mode, engine = PRECISIONS[precision]
+        return SonicMoEConfig(fp8_mode=mode, engine=engine if self.on_gpu else "reference")
 
     def _expert(self, expert: int) -> SimpleNamespace:
         generator = torch.Generator(self.device).manual_seed(1000 + expert)
@@ -205,15 +250,21 @@ class World:
             down_proj=SimpleNamespace(weight=weight(width, hidden)),
         )
 
-    def _batch(self, sizes: LayerSizes, rank: int) -> Batch:
-        """Routing is uneven (low ids are likelier) and a tenth of the slots is dropped."""
+    def _batch(self, sizes: LayerSizes, rank: int, idle: bool = False) -> Batch:
+        """Routing is uneven (low ids are likelier) and a tenth of the slots is dropped.
+
+        idle: the last rank has no tokens, and expert 0 gets none.
+        """
         generator = torch.Generator().manual_seed(rank)
+        tokens = 0 if idle and rank == self.size - 1 else sizes.tokens
         chance = torch.linspace(2.0, 0.5, sizes.experts).expand(sizes.tokens, -1)
         ids = torch.multinomial(chance, sizes.topk, generator=generator)
         ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+        if idle:
+            ids[ids == 0] = -1
         x, dout = (torch.randn(sizes.tokens, sizes.hidden, generator=generator).to(torch.bfloat16) for _ in range(2))
         weights = torch.rand(ids.shape, generator=generator)
-        return Batch(*(tensor.to(self.device) for tensor in (x, ids, weights, dout)))
+        return Batch(*(tensor[:tokens].to(self.device) for tensor in (x, ids, weights, dout)))
 
     def _poison(self) -> None:
         """Leave NaN in the memory that the allocator hands out next."""
