@@ -74,8 +74,8 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 
-def _identity(parameter: Tensor) -> tuple[Any, ...]:
-    held = _gradient(parameter)
+def _identity(parameter: Any) -> tuple[Any, ...]:
+    held: Any = _gradient(parameter)
     if held is None:
         return ()
     # A `.grad` may be a new object at every look.

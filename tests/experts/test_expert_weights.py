@@ -415,8 +415,8 @@ class TestOnAGpu:
         """Fused optimizers move no version counter."""
 
         def step(parameters):
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
+            for weight in parameters:
+                weight.grad = torch.ones_like(weight)
             torch.optim.AdamW(parameters, lr=0.1, fused=fused).step()
 
         assert self.prepared_twice(step) == 2
