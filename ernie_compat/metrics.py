@@ -29,7 +29,7 @@ class StepRecord:
 
     tokens_per_s is that of the run itself, without the full-precision twin. expert_load: share of routed slots per expert,
     `[L_moe][E]`, each row sums to 1. load_imbalance: the busiest expert's load over the mean, averaged over layers (1 = balanced).
-    full_precision_loss is None without `--compare`.
+    full_precision_loss and full_precision_seconds, the twin's, are None without `--compare`.
     """
 
     step: int
@@ -43,6 +43,7 @@ class StepRecord:
     load_imbalance: float
     expert_load: tuple[tuple[float, ...], ...]
     full_precision_loss: float | None = None
+    full_precision_seconds: float | None = None
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:

@@ -15,6 +15,7 @@ from sonicmoe.errors import ConfigError, expect
 BYTE_VOCABULARY = 256
 FRAMEWORKS = ("paddle", "torch")
 PRECISIONS = ("fp8", "bf16", "fp32")
+BASELINES = ("bf16", "fp32")
 SMOOTHING_WINDOW = 25
 
 
@@ -146,7 +147,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run's numbers, apart from the text itself. `ep`: ranks of an expert-parallel group."""
+    """Everything that decides a run's numbers, apart from the text itself.
+
+    compare, against: train a twin in full precision beside the run, and which one; None leaves the choice to the engine that runs
+    (see `trainer.baseline_for`). ep: ranks of an expert-parallel group.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -154,6 +159,7 @@ class RunConfig:
     precision: str = "fp8"
     engine: str = "auto"
     compare: bool = False
+    against: str | None = None
     ep: int = 1
 
     def __post_init__(self) -> None:
@@ -163,6 +169,11 @@ class RunConfig:
         )
         expect(
             self.precision in PRECISIONS, ConfigError, f"precision is {self.precision!r}; needed: one of {PRECISIONS}"
+        )
+        expect(
+            self.against is None or self.against in BASELINES,
+            ConfigError,
+            f"against is {self.against!r}; needed: one of {BASELINES}",
         )
         _require_positive(self, "ep")
         experts = self.model.num_experts

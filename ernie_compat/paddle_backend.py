@@ -14,9 +14,11 @@ import paddle
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 from paddle.nn import functional as F
 
+from sonicmoe.interop import device_name
+
 from .checkpoint import require_matching_arrays
 from .initial_weights import has_weight_decay, initial_weights
-from .learner import StepResult, node_config, token_dtype_name
+from .learner import StepResult, engine_in_use, node_config, token_dtype_name
 from .model_config import ModelConfig, TrainConfig
 from .paddle_model import ErnieMoEDecoder
 from .parallel import Parallel, gather_state, is_expert, whole_shapes
@@ -35,16 +37,19 @@ def make_learner(
 ) -> PaddleLearner:
     """The decoder on Paddle's current device, at its initial weights."""
     decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype_name(precision), parallel)
-    return PaddleLearner(decoder, model, train, parallel)
+    in_use = engine_in_use(model, precision, engine, device_name(next(iter(decoder.parameters()))))
+    return PaddleLearner(decoder, model, train, in_use, parallel)
 
 
 class PaddleLearner:
     """`Learner` on a `paddle_model.ErnieMoEDecoder`."""
 
-    def __init__(self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, parallel: Parallel) -> None:
+    def __init__(
+        self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, engine: str, parallel: Parallel
+    ) -> None:
         """Load the initial weights, give every parameter a `main_grad` and create the optimizer state."""
         self.decoder, self.model, self.train, self.parallel = decoder, model, train, parallel
-        self.device = str(paddle.device.get_device())
+        self.device, self.engine = str(paddle.device.get_device()), engine
         self.parameters = dict(decoder.named_parameters())
         self.num_parameters = sum(
             int(np.prod(p.shape)) * (parallel.layout.ep_size if is_expert(name) else 1)

@@ -1,4 +1,7 @@
-"""The learner in PyTorch: AdamW over fp32 parameters; the node adds its weight gradients into `.grad`."""
+"""The learner in PyTorch: AdamW over fp32 parameters; the node adds its weight gradients into `.grad`.
+
+On a GPU a step is launched without waiting for the device, and its figures come back in one copy at the end.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from sonicmoe.interop import device_name
+
 from .checkpoint import require_matching_arrays
 from .initial_weights import has_weight_decay, initial_weights
-from .learner import StepResult, node_config, token_dtype_name
+from .learner import StepResult, engine_in_use, node_config, token_dtype_name
 from .model_config import ModelConfig, TrainConfig
 from .parallel import Parallel, gather_state, is_expert, whole_shapes
 from .torch_model import ErnieMoEDecoder
@@ -24,20 +29,32 @@ def make_learner(
 ) -> TorchLearner:
     """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    token_dtype = getattr(torch, token_dtype_name(precision))
-    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype, parallel).to(device)
-    return TorchLearner(decoder, model, train, device, parallel)
+    token_dtype, dense_dtype = getattr(torch, token_dtype_name(precision)), dense_dtype_on(device, precision)
+    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype, dense_dtype, parallel).to(device)
+    in_use = engine_in_use(model, precision, engine, device_name(decoder.lm_head.weight))
+    return TorchLearner(decoder, model, train, device, in_use, parallel)
+
+
+def dense_dtype_on(device: str, precision: str) -> torch.dtype:
+    """Of the products outside the experts: fp32 on a host; on a GPU bf16 beside fp8 and bf16 experts, fp32 beside fp32 ones."""
+    return torch.float32 if device == "cpu" or precision == "fp32" else torch.bfloat16
 
 
 class TorchLearner:
     """`Learner` on a `torch_model.ErnieMoEDecoder`."""
 
     def __init__(
-        self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, device: str, parallel: Parallel
+        self,
+        decoder: ErnieMoEDecoder,
+        model: ModelConfig,
+        train: TrainConfig,
+        device: str,
+        engine: str,
+        parallel: Parallel,
     ) -> None:
         """Load the initial weights and create the optimizer state, so that a checkpoint has one shape at every step."""
-        self.decoder, self.model, self.train, self.device = decoder, model, train, device
-        self.parallel = parallel
+        self.decoder, self.model, self.train = decoder, model, train
+        self.device, self.engine, self.parallel = device, engine, parallel
         self.parameters = dict(decoder.named_parameters())
         self.num_parameters = sum(
             p.numel() * (parallel.layout.ep_size if is_expert(name) else 1) for name, p in self.parameters.items()
@@ -45,23 +62,37 @@ class TorchLearner:
         self._load_weights(initial_weights(model, train.seed))
         decayed = [p for name, p in self.parameters.items() if has_weight_decay(name)]
         plain = [p for name, p in self.parameters.items() if not has_weight_decay(name)]
+        fused = device != "cpu"
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}],
             betas=(train.beta1, train.beta2),
             eps=train.adam_eps,
+            fused=fused,
         )
         for parameter in self.parameters.values():
             # Allocated gradients keep an expert that got no token in the optimizer step, resumed or not.
             parameter.grad = torch.zeros_like(parameter)
             self.optimizer.state[parameter] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device=device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
         """See `Learner.train_step`."""
-        parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
+        # Before the first launch: a copy to the device waits for everything that was launched.
+        batches = [self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)]
+        loss, aux_loss, z_loss, grad_norm, *counts = self.launch_step(batches, learning_rate).tolist()
+        shape = len(self.model.moe_layers), self.model.num_experts
+        return StepResult(loss, aux_loss, z_loss, grad_norm, np.array(counts, dtype=np.int64).reshape(shape))
+
+    def launch_step(self, batches: list[tuple[Tensor, Tensor]], learning_rate: float) -> Tensor:
+        """One optimizer step on inputs `[B, S]` and targets `[B * S]` per micro-batch; on a GPU it waits for nothing.
+
+        Returns:
+            fp64 `[4 + L_moe * E]` on the device: what `StepResult` holds, in its order.
+        """
+        parts = [self._micro_batch(*batch) for batch in batches]
         for node in self.decoder.nodes:
             node.step()
         self._reduce_gradients()
@@ -70,10 +101,9 @@ class TorchLearner:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        losses = torch.stack([losses for losses, _ in parts]).mean(0)
-        loss, aux_loss, z_loss = self._mean_over_ranks(losses).tolist()
-        counts = torch.stack([counts for _, counts in parts]).sum(0).to(torch.int64)
-        return StepResult(loss, aux_loss, z_loss, float(grad_norm), counts.cpu().numpy())
+        losses = self._mean_over_ranks(torch.stack([losses for losses, _ in parts]).mean(0))
+        counts = torch.stack([counts for _, counts in parts]).sum(0)
+        return torch.cat([figures.reshape(-1).to(torch.float64) for figures in (losses, grad_norm, counts)])
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """See `Learner.evaluate`."""
@@ -95,8 +125,7 @@ class TorchLearner:
                 value = torch.from_numpy(np.array(arrays[f"{key}/{name}"]))
                 self.optimizer.state[parameter][torch_key].copy_(value)
 
-    def _micro_batch(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-        inputs, targets = self._inputs_and_targets(tokens)
+    def _micro_batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         out = self.decoder(inputs)
         loss = F.cross_entropy(out.logits, targets)
         total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss

@@ -1,5 +1,8 @@
 """A small ERNIE-style MoE decoder on the node, in PyTorch; `paddle_model` is its twin, name by name and bit by bit at the start.
 
+`dense_dtype` is that of the products outside the experts: fp32, or bf16 as mixed precision has it; residual stream, norms, routers,
+head and losses are fp32 either way.
+
 Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E experts, K slots, I intermediate,
 V vocabulary.
 """
@@ -19,6 +22,7 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 from .initial_weights import causal_mask, half_turn, rotary_tables
 from .model_config import ModelConfig
 from .parallel import Parallel
+from .torch_attention import repeatable_attention
 
 Tensor = torch.Tensor
 
@@ -41,16 +45,17 @@ class DecoderOutput(NamedTuple):
 
 
 class Projection(nn.Module):
-    """`x @ weight` with `weight [in, out]` and no bias."""
+    """`x @ weight` with an fp32 `weight [in, out]` and no bias, both operands rounded to `dtype`."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> None:
         """Allocate; values are loaded afterwards."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
-        return x @ self.weight
+        """`[..., in]` -> `[..., out]` in `dtype`."""
+        return x.to(self.dtype) @ self.weight.to(self.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -68,19 +73,23 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; plain products, so that gradients are the same bits every time."""
+    """Causal self-attention with rotary positions; its gradients are the same bits every time.
+
+    In fp32 by plain products; in bf16 by PyTorch's fused kernels, which never store the scores.
+    """
 
     cos_S1D: Tensor
     sin_S1D: Tensor
     turn_DD: Tensor
     mask_SS: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dense_dtype: torch.dtype) -> None:
         """Allocate projections; tables and mask are constants."""
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size)
-        self.o_proj = Projection(config.hidden_size, config.hidden_size)
+        self.fused = dense_dtype != torch.float32
+        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, dense_dtype)
+        self.o_proj = Projection(config.hidden_size, config.hidden_size, dense_dtype)
         cos, sin = rotary_tables(config)
         self.register_buffer("cos_S1D", torch.from_numpy(cos[:, None]), persistent=False)
         self.register_buffer("sin_S1D", torch.from_numpy(sin[:, None]), persistent=False)
@@ -88,39 +97,46 @@ class Attention(nn.Module):
         self.register_buffer("mask_SS", torch.from_numpy(causal_mask(config.seq_len)), persistent=False)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """`[B, S, H]` -> `[B, S, H]`."""
+        """`[B, S, H]` -> `[B, S, H]` in the dense dtype."""
         batch, length, hidden = x_BSH.shape
         qk_BSH, v_BSH = self.qkv_proj(x_BSH).split([2 * hidden, hidden], dim=-1)
         qk_BSND = self._rotate(qk_BSH.reshape(batch, length, 2 * self.num_heads, self.head_dim))
         q_BNSD, k_BNSD = qk_BSND.transpose(1, 2).chunk(2, dim=1)
         v_BNSD = v_BSH.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        attend = repeatable_attention if self.fused else self._attend
+        return self.o_proj(attend(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2).reshape(batch, length, hidden))
+
+    def _attend(self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
+        length = q_BNSD.shape[2]
         scores = (q_BNSD * self.head_dim**-0.5) @ k_BNSD.transpose(-2, -1)
-        weights = torch.softmax(scores + self.mask_SS[:length, :length], dim=-1)
-        return self.o_proj((weights @ v_BNSD).transpose(1, 2).reshape(batch, length, hidden))
+        return torch.softmax(scores + self.mask_SS[:length, :length], dim=-1) @ v_BNSD
 
     def _rotate(self, x_BSND: Tensor) -> Tensor:
+        """In fp32, rounded once to the dtype of `x_BSND`."""
         length = x_BSND.shape[1]
-        turned = (x_BSND.reshape(-1, self.head_dim) @ self.turn_DD).reshape(x_BSND.shape)
-        return x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]
+        turned = (x_BSND.reshape(-1, self.head_dim) @ self.turn_DD.to(x_BSND.dtype)).reshape(x_BSND.shape)
+        return (x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]).to(x_BSND.dtype)
 
 
 class SwiGLUMlp(nn.Module):
     """Gated MLP with the node's weight layout: `up_gate_proj.weight [H, 2I]` (gate first) and `down_proj.weight [I, H]`."""
 
-    def __init__(self, hidden: int, intermediate: int) -> None:
+    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype = torch.float32) -> None:
         """Allocate; as an expert only the weights are used, the node does the arithmetic."""
         super().__init__()
-        self.up_gate_proj = Projection(hidden, 2 * intermediate)
-        self.down_proj = Projection(intermediate, hidden)
+        self.up_gate_proj = Projection(hidden, 2 * intermediate, dtype)
+        self.down_proj = Projection(intermediate, hidden, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., H]` -> `[..., H]`."""
+        """`[..., H]` -> `[..., H]` in `dtype`."""
         gate, up = self.up_gate_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 
 class MoEMlp(nn.Module):
     """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through the node, combine."""
+
+    expert_ids_E: Tensor
 
     def __init__(
         self,
@@ -135,6 +151,7 @@ class MoEMlp(nn.Module):
         self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
         self.parallel, self.dispatcher = parallel, dispatcher
         self.router = Projection(config.hidden_size, config.num_experts)
+        self.register_buffer("expert_ids_E", torch.arange(config.num_experts), persistent=False)
         local = parallel.layout.local_experts(config.num_experts)
         experts = [
             SwiGLUMlp(config.hidden_size, config.intermediate_size) if expert in local else None
@@ -151,7 +168,8 @@ class MoEMlp(nn.Module):
         probs_TE = torch.softmax(logits_TE, dim=-1)
         top_TK, indices_TK = torch.topk(probs_TE, self.topk, dim=-1)
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        counts_E = torch.bincount(indices_TK.reshape(-1), minlength=self.num_experts).to(torch.float32)
+        # torch.bincount would wait for a GPU.
+        counts_E = (indices_TK.unsqueeze(-1) == self.expert_ids_E).sum((0, 1)).to(torch.float32)
         self.parallel.sum_world([counts_E])
         received = self.dispatcher.dispatch(x_TH.to(self.token_dtype), indices_TK, top_TK)
         out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
@@ -173,19 +191,20 @@ class DecoderLayer(nn.Module):
         index: int,
         node_config: SonicMoEConfig,
         token_dtype: torch.dtype,
+        dense_dtype: torch.dtype,
         parallel: Parallel,
         dispatcher: Dispatcher,
     ) -> None:
         """Layer `index` of `config`."""
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, dense_dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MoEMlp | SwiGLUMlp
         if index in config.moe_layers:
             self.mlp = MoEMlp(config, node_config, token_dtype, parallel, dispatcher)
         else:
-            self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size)
+            self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size, dense_dtype)
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterOutput | None]:
         """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, what its router did."""
@@ -198,17 +217,23 @@ class DecoderLayer(nn.Module):
 
 
 class ErnieMoEDecoder(nn.Module):
-    """Byte-level decoder; `node_config` and `token_dtype` decide only what happens inside the nodes."""
+    """Byte-level decoder; `node_config` and `token_dtype` decide what happens inside the nodes, `dense_dtype` the products around them."""
 
     def __init__(
-        self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: torch.dtype, parallel: Parallel
+        self,
+        config: ModelConfig,
+        node_config: SonicMoEConfig,
+        token_dtype: torch.dtype,
+        dense_dtype: torch.dtype,
+        parallel: Parallel,
     ) -> None:
         """Build the layers; load weights with `initial_weights` afterwards."""
         super().__init__()
         dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, node_config, token_dtype, parallel, dispatcher) for i in range(config.num_layers)
+            DecoderLayer(config, i, node_config, token_dtype, dense_dtype, parallel, dispatcher)
+            for i in range(config.num_layers)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class Trainer:
         corpus.require_length(config.model.seq_len)
         parallel = parallel or SingleProcess()
         config.require_world(parallel.layout.world_size)
-        return cls(config, corpus, directory, _make_learners(config, parallel), parallel)
+        config, learners = _make_learners(config, parallel)
+        return cls(config, corpus, directory, learners, parallel)
 
     @classmethod
     def resume(cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None) -> Trainer:
@@ -82,7 +83,9 @@ class Trainer:
             CheckpointError: no checkpoint, a damaged one, or one of another model, framework or precision.
         """
         path = directory / CHECKPOINT_NAME
-        require_resumable(read_header(path), config)
+        saved = read_header(path)
+        require_resumable(saved, config)
+        config = replace(config, against=config.against or saved["config"].get("against"))
         trainer = cls.start(config, corpus, directory, parallel)
         header, arrays = load_checkpoint(path)
         for name, learner in trainer.learners.items():
@@ -148,39 +151,45 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         """Final figures, plain values; every rank calls it.
 
-        `loss_end` and `load_imbalance` are means over the last steps, `tokens_per_s` the median, `loss_gap` a fraction
-        (see `metrics.loss_gap`), None without a twin.
+        Of ends and `load_imbalance` the mean over the last steps, of times the median. `loss_gap` is a fraction (see
+        `metrics.loss_gap`). What belongs to the twin is None without one. `engine` was asked for, `engine_used` ran.
         """
-        main = self.learners[MAIN]
+        main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
         held_out = self.evaluate()
         last = self.records[-SMOOTHING_WINDOW:]
         return {
             "framework": self.config.framework,
             "precision": self.config.precision,
             "engine": self.config.engine,
+            "engine_used": main.engine,
+            "against": self.config.against if twin else None,
+            "engine_full_precision": twin.engine if twin else None,
             "device": main.device,
             "parameters": main.num_parameters,
             "ranks": self.parallel.layout.world_size,
             "steps": self.step,
             "loss_start": self.records[0].loss if self.records else None,
-            "loss_end": float(np.mean([r.loss for r in last])) if last else None,
+            "loss_end": _over(np.mean, [r.loss for r in last]),
+            "loss_end_full_precision": _over(np.mean, [r.full_precision_loss for r in last]),
             "held_out_loss": held_out.get(MAIN),
             "held_out_loss_full_precision": held_out.get(FULL_PRECISION),
             "loss_gap": recorded_loss_gap(self.records),
-            "tokens_per_s": float(np.median([r.tokens_per_s for r in self.records])) if self.records else None,
-            "load_imbalance": float(np.mean([r.load_imbalance for r in last])) if last else None,
+            "tokens_per_s": _over(np.median, [r.tokens_per_s for r in self.records]),
+            "seconds_per_step": _over(np.median, [r.seconds for r in self.records]),
+            "seconds_per_step_full_precision": _over(np.median, [r.full_precision_seconds for r in self.records]),
+            "load_imbalance": _over(np.mean, [r.load_imbalance for r in last]),
         }
 
     def _advance(self) -> StepRecord:
         train, step = self.config.train, self.step + 1
         tokens = self.corpus.batch(step, train.batch_size, self.config.model.seq_len, train.seed)
         rate = train.learning_rate(step)
-        started = time.perf_counter()
-        result = self.learners[MAIN].train_step(tokens, rate)
-        seconds = time.perf_counter() - started
-        twin = self.learners.get(FULL_PRECISION)
-        reference = twin.train_step(tokens, rate).loss if twin is not None else None
+        result, seconds = _timed_step(self.learners[MAIN], tokens, rate)
         _require_finite(result, step)
+        twin = self.learners.get(FULL_PRECISION)
+        reference, reference_seconds = _timed_step(twin, tokens, rate) if twin is not None else (None, None)
+        if reference is not None:
+            _require_finite(reference, step, " of the run in full precision")
         self.step = step
         num_tokens = train.batch_size * self.config.model.seq_len
         return StepRecord(
@@ -194,8 +203,14 @@ class Trainer:
             seconds=seconds,
             load_imbalance=load_imbalance(result.expert_counts),
             expert_load=expert_load(result.expert_counts),
-            full_precision_loss=reference,
+            full_precision_loss=reference.loss if reference is not None else None,
+            full_precision_seconds=reference_seconds,
         )
+
+
+def baseline_for(engine: str) -> str:
+    """What a run whose experts are on `engine` is compared with: bf16 beside the FP8 kernels of a GPU, else fp32."""
+    return "bf16" if engine == "hopper" else "fp32"
 
 
 def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
@@ -207,6 +222,8 @@ def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
     saved, wanted = header.get("config", {}), config.to_json()
     for name in ("framework", "precision", "compare"):
         _require_equal(name, saved.get(name), wanted[name])
+    if config.compare and config.against is not None:
+        _require_equal("against", saved.get("against"), config.against)
     for name, value in wanted["model"].items():
         _require_equal(name, saved.get("model", {}).get(name), value)
     for name in ("seed", "batch_size", "micro_batches"):
@@ -215,15 +232,32 @@ def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
     expect(done <= steps, CheckpointError, f"the checkpoint is at step {done}, past the {steps} steps asked for")
 
 
-def _make_learners(config: RunConfig, parallel: Parallel) -> dict[str, Learner]:
+def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, dict[str, Learner]]:
+    """The learners, and the configuration with its baseline decided."""
+
     def make(precision: str, engine: str) -> Learner:
         return make_learner(config.framework, config.model, config.train, precision, engine, parallel)
 
-    learners = {MAIN: make(config.precision, config.engine)}
-    if config.compare:
-        # The reference engine computes in fp32 on every device; an engine for FP8 or BF16 would not be full precision.
-        learners[FULL_PRECISION] = make("fp32", "reference")
-    return learners
+    main = make(config.precision, config.engine)
+    if not config.compare:
+        return config, {MAIN: main}
+    against = config.against or baseline_for(main.engine)
+    # By name, so that nothing else can step in. Only the reference engine computes in fp32.
+    engine = "bf16" if against == "bf16" and main.engine != "reference" else "reference"
+    return replace(config, against=against), {MAIN: main, FULL_PRECISION: make(against, engine)}
+
+
+def _timed_step(learner: Learner, tokens: np.ndarray, learning_rate: float) -> tuple[StepResult, float]:
+    """The step and its seconds; its figures are there when the device has done all of it."""
+    started = time.perf_counter()
+    result = learner.train_step(tokens, learning_rate)
+    return result, time.perf_counter() - started
+
+
+def _over(statistic: Callable[[list[float]], Any], values: list[float | None]) -> float | None:
+    """`statistic` of the values; None where there are none, or none was recorded."""
+    known = [value for value in values if value is not None]
+    return float(statistic(known)) if known else None
 
 
 def _require_equal(name: str, saved: Any, wanted: Any) -> None:
@@ -234,11 +268,11 @@ def _require_equal(name: str, saved: Any, wanted: Any) -> None:
     )
 
 
-def _require_finite(result: StepResult, step: int) -> None:
+def _require_finite(result: StepResult, step: int, whose: str = "") -> None:
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
     expect(
         finite,
         TrainingError,
-        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; the last checkpoint is whole: resume from it with "
-        "a lower learning rate",
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; the last checkpoint is whole: resume from it "
+        "with a lower learning rate",
     )

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ernie_compat.model_config import FRAMEWORKS, PRECISIONS, SMOOTHING_WINDOW, ModelConfig, RunConfig, TrainConfig
+from ernie_compat.model_config import (
+    BASELINES,
+    FRAMEWORKS,
+    PRECISIONS,
+    SMOOTHING_WINDOW,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 from ..enums import EngineName
 from ..errors import ConfigError, SonicMoEError, expect
@@ -44,9 +52,9 @@ TRAIN_OPTIONS = {
     "seed": "seed",
     "checkpoint_every": "checkpoint_every",
 }
-RUN_OPTIONS = ("framework", "precision", "engine", "compare", "ep")
+RUN_OPTIONS = ("framework", "precision", "engine", "compare", "against", "ep")
 COMPARE_HELP = (
-    "Train the same seed in full precision (fp32) beside it and report the loss gap: the mean of |s - r| / r over the last "
+    "Train the same seed in full precision beside it, on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
     f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps."
 )
 
@@ -86,6 +94,12 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 @_choice_option("--engine", [name.value for name in EngineName], RunConfig.engine, "Engine of the expert MLPs.")
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
+@_choice_option(
+    "--against",
+    BASELINES,
+    "bf16 where the experts run on engine hopper, else fp32",
+    "The full precision of --compare, which it implies.",
+)
 @_size_option("--steps", TrainConfig.steps, "Optimizer steps.")
 @_size_option("--batch", TrainConfig.batch_size, "Sequences per optimizer step.")
 @_size_option(
@@ -229,6 +243,13 @@ def _configuration(given: Mapping[str, Any], checkpoint: Path | None) -> RunConf
     else:
         base = RunConfig.from_json(read_header(checkpoint).get("config", {}))
     model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
+    if "against" in given:
+        expect(
+            given.get("compare", True),
+            ConfigError,
+            "--against with --no-compare: there is nothing to compare with; needed: one of them",
+        )
+        given = {"compare": True, **given}
     training = {field: given[option] for option, field in TRAIN_OPTIONS.items() if option in given}
     return dataclasses.replace(
         base,
@@ -255,8 +276,8 @@ def _announce(trainer: Trainer, resume: bool, console: Console) -> None:
     config, corpus, learner = trainer.config, trainer.corpus, trainer.learners[MAIN]
     model = config.model
     console.print(
-        f"{config.framework} on {learner.device}, experts in {config.precision}"
-        f"{', compared with fp32' if config.compare else ''}{_ranks(trainer.parallel)}: {learner.num_parameters / 1e6:.2f} M parameters, "
+        f"{config.framework} on {learner.device}, experts in {config.precision} on engine {learner.engine}"
+        f"{_baseline(trainer)}{_ranks(trainer.parallel)}: {learner.num_parameters / 1e6:.2f} M parameters, "
         f"{model.num_layers} layers ({len(model.moe_layers)} MoE), {model.num_experts} experts, top-{model.topk}\n"
         f"text: {corpus.num_files} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:.1f} MB; results in {trainer.directory}",
         soft_wrap=True,
@@ -268,6 +289,13 @@ def _announce(trainer: Trainer, resume: bool, console: Console) -> None:
                 "warning: the text differs from the checkpoint's; give the same --data to continue the same run",
                 soft_wrap=True,
             )
+
+
+def _baseline(trainer: Trainer) -> str:
+    from ernie_compat.trainer import FULL_PRECISION
+
+    twin = trainer.learners.get(FULL_PRECISION)
+    return "" if twin is None else f", compared with {trainer.config.against} on engine {twin.engine}"
 
 
 def _ranks(parallel: Parallel) -> str:
@@ -309,14 +337,21 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     def figure(name: str, form: str, suffix: str = "") -> str | None:
         return None if summary[name] is None else format(summary[name], form) + suffix
 
-    reference = figure("held_out_loss_full_precision", ".4f")
+    def beside(name: str, form: str) -> str:
+        reference = figure(f"{name}_full_precision", form)
+        return f"  (full precision {reference})" if reference else ""
+
     gap = None if summary["loss_gap"] is None else f"{100 * summary['loss_gap']:.3f} %"
+    twin = summary["engine_full_precision"]
+    baseline = f"  (full precision: {summary['against']} on {twin})" if twin else ""
     return [
+        ("engine", f"{summary['precision']} on {summary['engine_used']}{baseline}"),
         ("steps", str(summary["steps"])),
         ("loss at start", figure("loss_start", ".4f")),
-        ("loss at end", figure("loss_end", ".4f", "  (mean of the last 25 steps)")),
-        ("held-out loss", figure("held_out_loss", ".4f", f"  (full precision {reference})" if reference else "")),
+        ("loss at end", figure("loss_end", ".4f", f"  (mean of the last {SMOOTHING_WINDOW} steps)")),
+        ("held-out loss", figure("held_out_loss", ".4f", beside("held_out_loss", ".4f"))),
         ("gap to full precision", gap and f"{gap}  (smoothed loss, last quarter of the steps)"),
+        ("seconds per step", figure("seconds_per_step", ".4f", beside("seconds_per_step", ".4f"))),
         ("tokens/s", figure("tokens_per_s", ",.0f")),
         ("busiest expert", figure("load_imbalance", ".2f", " x the mean load")),
         *((f"plot: {name}", path) for name, path in summary["plots"].items()),

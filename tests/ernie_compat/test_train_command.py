@@ -120,6 +120,8 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
         (["--resume", "--out", "{new}"], "no checkpoint at"),
         (["--resume", "--out", "{damaged}"], "damaged"),
         (["--out", "{file}"], "cannot be a directory"),
+        (["--against", "fp8"], "'fp8' is not one of"),
+        (["--against", "bf16", "--no-compare"], "--against with --no-compare"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(text: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
@@ -216,3 +218,27 @@ def test_other_text_on_resume_is_said(text: Path, tmp_path: Path) -> None:
     )
     result = run_command_in_process(["--resume", "--out", str(out), "--data", str(text / "a.txt"), "--steps", "2"])
     assert result.exit_code == 0 and "the text differs" in result.stderr
+
+
+def test_against_implies_compare_and_the_summary_names_what_ran(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--data", str(text), "--steps", "2", "--against", "bf16", "--out", str(out), *SIZE_OPTIONS]
+    result = run_command_in_process(arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "experts in fp8 on engine reference, compared with bf16 on engine reference" in result.stderr
+    assert "fp8 on reference  (full precision: bf16 on reference)" in result.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["engine_used"], summary["against"], summary["engine_full_precision"]) == (
+        "reference",
+        "bf16",
+        "reference",
+    )
+    assert summary["seconds_per_step"] > 0 and summary["seconds_per_step_full_precision"] > 0
+    assert summary["loss_end_full_precision"] > 0 and summary["loss_gap"] > 0
+
+
+def test_on_a_host_the_comparison_is_with_fp32(text: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(text), "--steps", "1", "--compare", "--json", "--engine", "reference", *SIZE_OPTIONS]
+    result = run_command_in_process([*arguments, "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["against"] == "fp32"

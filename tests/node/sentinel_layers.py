@@ -1,0 +1,241 @@
+"""Deep, hot and nearly idle: 48 layers of nodes on a rank that holds an eighth of the experts, 99 of 100 tokens without any of them.
+
+What a rank of an expert-parallel group of eight sees at its worst. NaN that leaks through one invalid slot reaches the loss, the
+router or a weight within a few optimizer steps, and every byte of memory that the framework hands out is NaN beforehand.
+
+As a program: `PYTHONPATH=.:tests python tests/node/sentinel_layers.py hopper` (or `bf16`, or `reference` on a host) prints the losses.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+GROUP = 8  # ranks that share the experts
+IDLE = 5  # the local expert that no token ever picks
+UNTOUCHED = 7.0  # what waits in its main_grad
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Sizes of the stack on one rank, `experts` being the local ones; `served` tokens of `tokens` have a valid slot in a layer."""
+
+    config: SonicMoEConfig
+    device: str = "cuda"
+    layers: int = 48
+    tokens: int = 2048
+    hidden: int = 512
+    intermediate: int = 384
+    experts: int = 8
+    topk: int = 4
+    steps: int = 6
+    lr: float = 2e-3
+
+    @property
+    def served(self) -> int:
+        return max(1, self.tokens // 100)
+
+
+@dataclass
+class Trace:
+    """Of one training run: the losses, every tensor that a step made by its name, and the tensors as they are after the last step."""
+
+    losses: list[float] = field(default_factory=list)
+    made: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    left: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Expert(nn.Module):
+    """fp32 master weights in ERNIE's arrangement, each with a private `main_grad`."""
+
+    def __init__(self, scenario: Scenario, generator: torch.Generator) -> None:
+        super().__init__()
+        hidden, inner = scenario.hidden, scenario.intermediate
+        self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
+        for module, shape in ((self.up_gate_proj, (hidden, 2 * inner)), (self.down_proj, (inner, hidden))):
+            values = torch.randn(shape, generator=generator, device=scenario.device) * shape[0] ** -0.5
+            module.weight = nn.Parameter(values)
+            module.weight.main_grad = torch.zeros_like(values)
+
+
+class Layer(nn.Module):
+    """Norm, a gate that learns through the probabilities, the rank's experts, and the residual."""
+
+    def __init__(self, scenario: Scenario, generator: torch.Generator) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(scenario, generator) for _ in range(scenario.experts))
+        sizes = scenario.experts, scenario.hidden, scenario.intermediate
+        self.node = SonicMoEMlpNode(self.experts, *sizes, config=scenario.config)
+        self.gate = nn.Parameter(torch.randn(scenario.hidden, generator=generator, device=scenario.device))
+        self.bias = nn.Parameter(torch.linspace(-1, 1, scenario.topk, device=scenario.device))
+        self.indices = draw_indices(scenario, generator)
+
+    @property
+    def invalid(self) -> torch.Tensor:
+        return (self.indices < 0) | (self.indices >= len(self.experts))
+
+    def forward(self, h: torch.Tensor, watch: Callable[[str, torch.Tensor], None]) -> torch.Tensor:
+        normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+        # Probabilities of invalid slots are not zero: some dispatchers leave them so.
+        probs = torch.sigmoid((normed * self.gate).mean(-1, keepdim=True) + self.bias)
+        x = normed.to(torch.bfloat16)
+        out = self.node(x, None, self.indices, probs)
+        if h.requires_grad:
+            watch("out", out.detach())
+            x.register_hook(lambda dx: watch("dx", dx))
+            probs.register_hook(lambda dprobs: watch("dprobs", dprobs))
+        return h + out.to(torch.float32)
+
+
+def draw_indices(scenario: Scenario, generator: torch.Generator) -> torch.Tensor:
+    """int64 `[T, K]`: `served` tokens with one valid slot or more, all others without; both sentinels everywhere."""
+    assert scenario.topk < scenario.experts, "some slot would have to pick the idle expert"
+    size, device = (scenario.tokens, scenario.topk), scenario.device
+    scores = torch.rand((scenario.tokens, scenario.experts), generator=generator, device=device)
+    scores[:, IDLE % scenario.experts] = -1.0
+    here = scores.topk(scenario.topk, 1).indices
+    foreign = torch.randint(scenario.experts, GROUP * scenario.experts, size, generator=generator, device=device)
+    absent = torch.where(torch.rand(size, generator=generator, device=device) < 0.5, -1, foreign)
+    valid = torch.rand(size, generator=generator, device=device) < 1 / scenario.topk
+    valid[:, scenario.topk // 2] = True
+    order = torch.rand(scenario.tokens, generator=generator, device=device).argsort()
+    valid[order[scenario.served :]] = False
+    return torch.where(valid, here, absent)
+
+
+def train(scenario: Scenario, before_step: Callable[[], None] = lambda: None) -> Trace:
+    """Train the stack from one seed to move the served tokens towards a fixed target; asserts at every step what must hold."""
+    generator = torch.Generator(scenario.device).manual_seed(11)
+    layers = nn.ModuleList(Layer(scenario, generator) for _ in range(scenario.layers))
+    x = torch.randn((scenario.tokens, scenario.hidden), generator=generator, device=scenario.device)
+    target = torch.randn((scenario.tokens, scenario.hidden), generator=generator, device=scenario.device)
+    served = torch.stack([(~layer.invalid).any(1) for layer in layers]).any(0).to(torch.float32)
+    parameters = dict(layers.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=scenario.lr, weight_decay=0.0, fused=scenario.device != "cpu")
+    idle = {name: p.detach().clone() for name, p in parameters.items() if f"experts.{IDLE % scenario.experts}." in name}
+    trace, x = Trace(), x.requires_grad_()
+    for _ in range(scenario.steps):
+        before_step()
+        h, mark = x, len(trace.made)
+        for layer in layers:
+            h = layer(h, lambda name, tensor: trace.made.append((name, tensor)))
+        for name in idle:
+            parameters[name].main_grad.fill_(UNTOUCHED)
+        # Times zero, not left out: NaN in a token that nobody serves shows too.
+        loss = ((h - target).square().mean(1) * served).sum() / served.sum()
+        loss.backward()
+        for layer in layers:
+            layer.node.step()
+        trace.losses.append(float(loss.detach()))
+        check_step(layers, dict(parameters), idle, trace.made[mark:], x.grad)
+        for name, parameter in parameters.items():
+            if name in idle:
+                parameter.main_grad.zero_()
+            if hasattr(parameter, "main_grad"):
+                parameter.grad = parameter.main_grad
+        trace.left = {f"gradient of {name}": p.grad.clone() for name, p in parameters.items()}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        x.grad = None
+    for name, before in idle.items():
+        assert torch.equal(parameters[name], before), f"{name} moved without a token"
+    trace.left |= {name: p.detach() for name, p in parameters.items()}
+    assert_finite(trace.left)
+    return trace
+
+
+def check_step(layers, parameters, idle, made, dx) -> None:
+    """Everything is finite, what nobody computed is zero, and what nobody touched is as it was."""
+    assert_finite({f"{name} {number}": tensor for number, (name, tensor) in enumerate(made)} | {"dx of the stack": dx})
+    assert_finite({f"gradient of {name}": getattr(p, "main_grad", p.grad) for name, p in parameters.items()})
+    by_name = {name: [tensor for found, tensor in made if found == name] for name in ("out", "dx", "dprobs")}
+    assert {len(tensors) for tensors in by_name.values()} == {len(layers)}
+    backwards = [*zip(layers, reversed(by_name["dx"]), reversed(by_name["dprobs"]), by_name["out"], strict=True)]
+    leaks = []
+    for layer, dx_rows, dprobs, out in backwards:
+        alone = layer.invalid.all(1)
+        leaks += [out[alone].any(), dx_rows[alone].any(), dprobs[layer.invalid].any()]
+        leaks += [~dprobs[~layer.invalid].any()]  # and the gate does learn
+    assert not bool(torch.stack(leaks).any()), torch.stack(leaks).nonzero().flatten().tolist()
+    for name in idle:
+        gradient = parameters[name].main_grad
+        assert torch.equal(gradient, torch.full_like(gradient, UNTOUCHED)), f"main_grad of {name} was touched"
+
+
+def assert_finite(tensors: dict[str, torch.Tensor]) -> None:
+    finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).tolist()
+    bad = [name for name, good in zip(tensors, finite, strict=True) if not good]
+    assert not bad, f"{len(bad)} of {len(tensors)} are not finite: {bad[:5]}"
+
+
+def assert_same_bits(one: Trace, other: Trace) -> None:
+    """Every tensor of every step, and the weights and gradients that the last one left."""
+    assert one.losses == other.losses
+    pairs = [(name, a, b) for (name, a), (_, b) in zip(one.made, other.made, strict=True)]
+    pairs += [(name, tensor, other.left[name]) for name, tensor in one.left.items()]
+    differing = [name for name, a, b in pairs if not torch.equal(a, b)]
+    assert not differing, f"{len(differing)} of {len(pairs)} differ: {differing[:5]}"
+
+
+@contextmanager
+def memory_full_of(nan: bool, device: str) -> Iterator[None]:
+    """PyTorch's deterministic mode; with `nan` its other half too: every new tensor is full of NaN, or of the largest integer."""
+    memory = torch.utils.deterministic
+    before = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = nan
+    try:
+        assert not nan or bool(torch.isnan(torch.empty(7, device=device)).all()), "the poison is not active"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        memory.fill_uninitialized_memory = before
+
+
+def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
+    """In clean memory, then in memory full of NaN; on a GPU what earlier tensors freed is overwritten before every step too."""
+    traces = []
+    for nan in (False, True):
+        with memory_full_of(nan, scenario.device):
+            traces.append(train(scenario, lambda byte=0xFF if nan else 0: overwrite_free_memory(byte, scenario.device)))
+    return traces[0], traces[1]
+
+
+def overwrite_free_memory(byte: int, device: str) -> None:
+    if device == "cuda":
+        from gpu.hopper_cases import fill_free_memory
+
+        fill_free_memory(byte)
+
+
+CONFIGS = {
+    "hopper": SonicMoEConfig(fp8_mode="perf", engine="hopper"),  # by name: a fallback would prove nothing
+    "bf16": SonicMoEConfig(fp8_mode="off", engine="bf16"),
+    "reference": SonicMoEConfig(fp8_mode="perf", engine="reference"),
+}
+
+
+def main(engine: str) -> None:
+    """At full size, on the host with few tokens."""
+    small = {"device": "cpu", "tokens": 300, "hidden": 64, "intermediate": 32}
+    scenario = Scenario(CONFIGS[engine], **(small if engine == "reference" else {}))
+    started = time.perf_counter()
+    clean, poisoned = train_twice(scenario)
+    assert_same_bits(clean, poisoned)
+    print(f"{engine}: losses {[round(loss, 4) for loss in clean.losses]}, the same bits in memory full of NaN")
+    print(
+        f"{scenario.layers} layers, {scenario.served} of {scenario.tokens} tokens served, {time.perf_counter() - started:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
