@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 PADDLE_TESTS := $(wildcard tests/paddle tests/routing tests/quant tests/engine tests/experts tests/node)
 FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
 
-.PHONY: help demo test lint docs docs-check pytest quick clean
+.PHONY: help demo test lint docs docs-check pytest core quick clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,7 +17,7 @@ help: ## list the targets
 demo: $(VENV)/.installed-demo ## train a small ERNIE-style MoE in FP8 beside full precision (OUT=runs/demo, DEMO_ARGS=...)
 	$(PY) -m sonicmoe train --framework $$(cat $(VENV)/.framework) --precision fp8 --compare --out $(OUT) $(DEMO_ARGS)
 
-test: lint docs-check pytest ## everything that gates a change: lint, types, generated docs, tests
+test: lint docs-check pytest core ## everything that gates a change: lint, types, generated docs, tests, core figures against baselines.json
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .
@@ -35,6 +35,9 @@ pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again thr
 	@if $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("paddle") is None)'; then \
 	    set -x; SONICMOE_TEST_FRAMEWORK=paddle $(PY) -m pytest $(PYTEST_ARGS) $(PADDLE_TESTS); \
 	else echo "NOT RUN on this machine: the tests through Paddle's torch proxy, paddle is not installed"; fi
+
+core: $(VENV)/.installed-tests ## the core tests' fast phases: precision, determinism, memory, compile cache against tools/ci/baselines.json
+	PYTHON=$(PY) tools/ci/run_core_tests.sh --fast
 
 quick: $(VENV)/.installed-dev ## what the pre-commit hook runs: ruff, generated docs, the fastest tests
 	$(PY) -m ruff check .

@@ -4,25 +4,27 @@ The least form is
 
     us = a * TK*H*I + b * TK*max(H, 2I) * ln(1 + TK/TK0) + c * E           compute + cache misses + per expert
 
-and the fit adds, one by one, terms that lower the error it would make on points it has not seen (cross-validation over the
-training points), until none does. Coefficients are costs: none may be negative. Errors are relative, so small shapes count.
+and the fit adds, one by one, terms of `cost_terms.py` that lower the error it would make on points it has not seen
+(cross-validation over the training points), until none does. Coefficients are costs: none may be negative. Errors are relative, so
+small shapes count. Which points are held out depends on their sizes alone: a sweep that is continued never moves one into the fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import SonicMoEError
+from .cost_terms import BASE_TERMS, EXTRA_TERMS, Columns, evaluate
 from .floors import PEAK_TFLOPS
 from .shapes import Shape
 from .sweep import Point
 
 Array = np.ndarray
-TILE_ROWS = 128
 HELD_OUT_SHARE = 0.2
 FOLDS = 5
 LEAST_POINTS = 12
@@ -32,52 +34,6 @@ KNEES = tuple(2.0**k for k in range(8, 22))
 
 class FitError(SonicMoEError, ValueError):
     """Too few points for a fit."""
-
-
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """Sizes of N points as fp64 `[N]` arrays."""
-
-    tk: Array
-    hidden: Array
-    intermediate: Array
-    experts: Array
-    tokens: Array
-
-    @classmethod
-    def of(cls, shapes: Sequence[Shape]) -> Columns:
-        """From shapes."""
-        fields = [(s.rows, s.hidden, s.intermediate, s.experts, s.tokens) for s in shapes]
-        return cls(*np.array(fields, dtype=np.float64).reshape(-1, 5).T)
-
-    @property
-    def idle_rows(self) -> Array:
-        """Rows of tiles that compute nothing: half a tile per expert on average, more where an expert has less than half a tile."""
-        return np.maximum(self.experts * TILE_ROWS / 2, self.experts * TILE_ROWS - self.tk)
-
-    @property
-    def weights(self) -> Array:
-        """E*H*I."""
-        return self.experts * self.hidden * self.intermediate
-
-
-Term = Callable[[Columns, float], Array]
-BASE_TERMS: dict[str, Term] = {
-    "TK*H*I": lambda c, knee: c.tk * c.hidden * c.intermediate,
-    "TK*max(H,2I)*ln(1+TK/TK0)": lambda c, knee: (
-        c.tk * np.maximum(c.hidden, 2 * c.intermediate) * np.log1p(c.tk / knee)
-    ),
-    "E": lambda c, knee: c.experts,
-}
-EXTRA_TERMS: dict[str, Term] = {
-    "1": lambda c, knee: np.ones_like(c.tk),
-    "E*H*I": lambda c, knee: c.weights,
-    "idle rows*H*I": lambda c, knee: c.idle_rows * c.hidden * c.intermediate,
-    "TK*H": lambda c, knee: c.tk * c.hidden,
-    "TK*I": lambda c, knee: c.tk * c.intermediate,
-    "TK": lambda c, knee: c.tk,
-}
-TERMS = BASE_TERMS | EXTRA_TERMS
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +56,7 @@ class CostModel:
 
     def predict(self, shapes: Sequence[Shape]) -> Array:
         """Microseconds of forward and backward."""
-        return evaluate(Columns.of(shapes), tuple(self.coefficients), self.knee) @ np.array(
+        return evaluate(Columns.of(shapes, self.fp8), tuple(self.coefficients), self.knee) @ np.array(
             list(self.coefficients.values())
         )
 
@@ -108,6 +64,16 @@ class CostModel:
         """Predicted share of the peak of the operands' format."""
         flop = np.array([shape.flop for shape in shapes])
         return flop / self.predict(shapes) / 1e6 / PEAK_TFLOPS["fp8" if self.fp8 else "bf16"]
+
+    def shares(self, shapes: Sequence[Shape]) -> dict[str, float]:
+        """Mean share of the predicted time, by term."""
+        names = tuple(self.coefficients)
+        parts = evaluate(Columns.of(shapes, self.fp8), names, self.knee) * np.array(list(self.coefficients.values()))
+        return dict(zip(names, (parts / parts.sum(1, keepdims=True)).mean(0).tolist(), strict=True))
+
+    def errors(self, points: Sequence[Point]) -> Array:
+        """Relative errors of the predicted time, `[N]`; positive where it is too long."""
+        return self.predict([point.shape for point in points]) / np.array([point.us for point in points]) - 1
 
     def lines(self) -> list[str]:
         """The report."""
@@ -126,11 +92,6 @@ class CostModel:
         return {**plain, "held_out": [vars(shape) for shape in self.held_out]}
 
 
-def evaluate(columns: Columns, names: Sequence[str], knee: float) -> Array:
-    """Values of the terms, `[N, len(names)]`."""
-    return np.stack([TERMS[name](columns, knee) for name in names], axis=1)
-
-
 @dataclass(frozen=True, eq=False)
 class _Data:
     """Points as arrays: what a fit sees, or what it is scored on."""
@@ -143,7 +104,9 @@ class _Data:
     def of(cls, points: Sequence[Point]) -> _Data:
         shapes, us = [point.shape for point in points], np.array([point.us for point in points], dtype=np.float64)
         peak = PEAK_TFLOPS["fp8" if points[0].fp8 else "bf16"]
-        return cls(Columns.of(shapes), us, 100 * np.array([shape.flop for shape in shapes]) / us / 1e6 / peak)
+        return cls(
+            Columns.of(shapes, points[0].fp8), us, 100 * np.array([shape.flop for shape in shapes]) / us / 1e6 / peak
+        )
 
     def fit(self, names: Sequence[str], knee: float) -> Array:
         return solve(evaluate(self.columns, names, knee), self.us)
@@ -154,16 +117,17 @@ class _Data:
 
 
 def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
-    """Fit one engine's points; a fifth of them, drawn by `seed`, is held out and only scored.
+    """Fit one engine's points; about a fifth of them, drawn by a hash of `seed` and their sizes, is held out and only scored.
 
     Raises:
         FitError: fewer than `LEAST_POINTS` points.
     """
     if len(points) < LEAST_POINTS:
         raise FitError(f"{len(points)} points; a fit needs at least {LEAST_POINTS}: continue the sweep")
-    held_out = set(np.random.default_rng(seed).permutation(len(points))[: max(1, round(HELD_OUT_SHARE * len(points)))])
-    unseen = [point for number, point in enumerate(points) if number in held_out]
-    seen, test = _Data.of([point for number, point in enumerate(points) if number not in held_out]), _Data.of(unseen)
+    points = sorted(points, key=lambda point: draw(point.shape, seed))  # the order in the file says nothing
+    count = max(1, sum(draw(point.shape, seed) < HELD_OUT_SHARE for point in points))
+    unseen, rest = points[:count], points[count:]
+    seen, test = _Data.of(rest), _Data.of(unseen)
     names, knee = choose_terms(seen.columns, seen.us)
     weights = seen.fit(names, knee)
     base = tuple(BASE_TERMS)
@@ -181,6 +145,12 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
         mfu_error=float(np.mean(np.abs(test.mfu / (1 + errors) - test.mfu))),
         held_out=tuple(point.shape for point in unseen),
     )
+
+
+def draw(shape: Shape, seed: int) -> float:
+    """A number in [0, 1) that looks random and is the same for the same sizes and seed."""
+    digest = hashlib.sha256(f"{seed}: {shape}".encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def mape(relative_errors: Array) -> float:
@@ -235,8 +205,8 @@ def solve(values: Array, times: Array) -> Array:
 
 
 def groups(points: Sequence[Point]) -> Iterator[tuple[tuple[int, int, int], list[Point]]]:
-    """Points that differ in T alone, sorted by T."""
-    keys = dict.fromkeys((p.hidden, p.intermediate, p.experts) for p in points)
+    """Points that differ in T alone, sorted by H, I, E and T."""
+    keys = sorted({(p.hidden, p.intermediate, p.experts) for p in points})
     for key in keys:
         own = [p for p in points if (p.hidden, p.intermediate, p.experts) == key]
         yield key, sorted(own, key=lambda p: p.tokens)

@@ -32,15 +32,18 @@ def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> li
 
 def plot_curves(model: CostModel, points: Sequence[Point], path: Path) -> Path:
     """One panel per (H, I), a colour per E: dots measured (hollow: held out), lines predicted."""
-    widths = list(dict.fromkeys((p.hidden, p.intermediate) for p in points))
+    widths = sorted({(p.hidden, p.intermediate) for p in points})
+    colours = {experts: f"C{number % 10}" for number, experts in enumerate(sorted({p.experts for p in points}))}
     rows, columns = -(-len(widths) // 2), min(2, len(widths))
     figure = new_figure((6.5 * columns, 4 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes[len(widths) :]:
+        axis.set_visible(False)
     peak = PEAK_TFLOPS["fp8" if model.fp8 else "bf16"]
     for axis, (hidden, intermediate) in zip(axes, widths, strict=False):
         own = [p for p in points if (p.hidden, p.intermediate) == (hidden, intermediate)]
-        for number, ((_, _, experts), line) in enumerate(groups(own)):
-            colour = f"C{number % 10}"
+        for (_, _, experts), line in groups(own):
+            colour = colours[experts]
             for held_out in (False, True):
                 shown = [p for p in line if (p.shape in model.held_out) == held_out]
                 axis.plot(

@@ -39,8 +39,10 @@ class Spread:
 class Result:
     """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty without a GPU.
 
-    `pair` is forward plus backward of the same call. `stages` and `kernels` sum GPU time per call by stage and by kernel name;
-    work outside every stage stands under "". `refusal` says why the engine did not run, and then nothing else is set.
+    `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps issued back to back (`steady.py`),
+    `steady_busy` the time in which the GPU worked during such steps; None where not measured. `stages` and `kernels` sum GPU time per
+    call by stage and by kernel name; work outside every stage stands under "". `refusal` says why the engine did not run, and then
+    nothing else is set.
     """
 
     shape: Shape
@@ -50,6 +52,8 @@ class Result:
     wall: dict[str, Spread] = field(default_factory=dict)
     host: dict[str, Spread] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
+    steady: Spread | None = None
+    steady_busy: Spread | None = None
     stages: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, float] = field(default_factory=dict)
     saved_mib: float | None = None
@@ -66,6 +70,11 @@ class Result:
     def pair_us(self) -> float | None:
         """What rates are computed from: busy time of forward and backward, wall time where nothing was profiled."""
         return self.pair_busy if self.busy else self.wall["pair"].median if self.wall else None
+
+    @property
+    def steady_ratio(self) -> float | None:
+        """Wall over busy time in the steady state: what the host and gaps between kernels cost a training step."""
+        return self.steady.median / self.steady_busy.median if self.steady and self.steady_busy else None
 
     @property
     def tflops(self) -> float | None:
@@ -95,7 +104,7 @@ class Result:
         """Plain data with the derived figures."""
         derived = {
             "pair_us": self.pair_us, "tflops": self.tflops, "mfu": self.mfu, "gbytes_per_s": self.gbytes_per_s,
-            "peak_tflops": PEAK_TFLOPS[self.peak_name] if self.gpu else None, "flop": self.shape.flop,
+            "steady_ratio": self.steady_ratio, "peak_tflops": PEAK_TFLOPS[self.peak_name] if self.gpu else None, "flop": self.shape.flop,
         }  # fmt: skip
         ideal = {stage: floor.us for stage, floor in floors(self.shape, self.fp8).items()} if self.gpu else {}
         return {**dataclasses.asdict(self), **derived, "floors_us": ideal}

@@ -2,50 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from .figures import Result
+from .figures import Result, Spread
 from .floors import PEAK_TFLOPS, floors
 from .trace import short_name
 
-COLUMNS = (
-    "engine", "forward us", "backward us", "wall us", "±", "busy us", "wall/busy", "host us", "step us",
-    "TFLOPS", "MFU", "GB/s", "peak MiB", "saved MiB", "speed-up",
-)  # fmt: skip
+NONE = "–"
 
 
-def result_table(results: Sequence[Result]) -> Table:
-    """One row per engine at one shape; speed-up of `pair_us` over the first engine that ran."""
-    table = Table(*COLUMNS, title=str(results[0].shape), title_justify="left")
+def time_table(results: Sequence[Result]) -> Table:
+    """Where the microseconds of one shape go, a row per engine."""
+    return _table(str(results[0].shape), results, _times)
+
+
+def rate_table(results: Sequence[Result]) -> Table:
+    """Rates and memory at the same shape; speed-up in `pair_us` over the first engine that ran, and in the steady state."""
+    ran = [result for result in results if result.pair_us]
+    base = ran[0] if ran else None
+    return _table(None, ran, lambda result: _rates(result, base))
+
+
+def _table(title: str | None, results: Sequence[Result], cells: Callable[[Result], dict[str, str]]) -> Table:
+    """A row per engine; columns in which nobody has a figure are left out."""
+    rows = [cells(result) if result.refusal is None else {} for result in results]
+    heads = dict.fromkeys(head for row in rows for head, cell in row.items() if cell != NONE)
+    table = Table("engine", *heads, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    base = next((result.pair_us for result in results if result.pair_us), None)
-    for result in results:
-        table.add_row(result.variant, *(_cells(result, base) if result.refusal is None else ["not run"]))
+    for result, row in zip(results, rows, strict=True):
+        table.add_row(result.variant, *([row[head] for head in heads] if row else ["not run"]))
     return table
 
 
-def _cells(result: Result, base: float | None) -> list[str]:
-    wall, pair = result.wall, result.wall["pair"]
-    busy = result.busy
-    return [
-        _us(busy.get("forward", wall["forward"].median)),
-        _us(busy.get("backward", wall["backward"].median)),
-        _us(pair.median),
-        f"{pair.percent:.1f} %",
-        _us(result.pair_busy),
-        _ratio(pair.median, result.pair_busy),
-        _us(result.host["pair"].median) if result.gpu else "–",
-        _us(wall["step"].median),
-        _number(result.tflops, ".1f" if result.gpu else ".4f"),
-        f"{result.mfu:.1%} of {result.peak_name}" if result.mfu is not None else "–",
-        _number(result.gbytes_per_s, ",.0f" if result.gpu else ".2f"),
-        _number(result.peak_mib, ",.0f"),
-        _number(result.saved_mib, ",.1f"),
-        _ratio(base, result.pair_us),
-    ]
+def _times(result: Result) -> dict[str, str]:
+    wall, busy = result.wall, result.busy
+    return {
+        "forward us": _us(busy.get("forward", wall["forward"].median)),
+        "backward us": _us(busy.get("backward", wall["backward"].median)),
+        "busy us": _us(result.pair_busy),
+        "wall us": _spread(wall["pair"]),
+        "host us": _us(result.host["pair"].median) if result.gpu else NONE,
+        "steady us": _spread(result.steady),
+        "steady busy us": _spread(result.steady_busy),
+        "steady/busy": _number(result.steady_ratio, ".3f"),
+        "step us": _us(wall["step"].median),
+    }
+
+
+def _rates(result: Result, base: Result | None) -> dict[str, str]:
+    assert base is not None
+    steady = _ratio(base.steady.median, result.steady.median) if base.steady and result.steady else NONE
+    return {
+        "TFLOPS": _number(result.tflops, ".1f" if result.gpu else ".4f"),
+        "MFU": f"{result.mfu:.1%} of {result.peak_name}" if result.mfu is not None else NONE,
+        "GB/s": _number(result.gbytes_per_s, ",.0f" if result.gpu else ".2f"),
+        "peak MiB": _number(result.peak_mib, ",.0f"),
+        "saved MiB": _number(result.saved_mib, ",.1f"),
+        "speed-up": _ratio(base.pair_us, result.pair_us),
+        "steady speed-up": steady,
+    }
 
 
 def notes(results: Sequence[Result]) -> list[str]:
@@ -59,8 +77,16 @@ def notes(results: Sequence[Result]) -> list[str]:
                 for r in results
                 if r.wall and not r.busy
             ),
-            "forward, backward, busy: kernel time from the profiler; wall, ±: median and half interquartile range of CUDA-event times",
-            "around whole calls on an idle GPU; step: wall time of node.step() plus preparing the weights; GB/s: least traffic over busy",
+            *(
+                f"{r.variant}: several layers of {r.shape} do not fit at once; no steady state (fewer --layers)"
+                for r in results
+                if r.wall and r.steady is None
+            ),
+            "forward, backward, busy: kernel time from the profiler, each phase synchronised; wall: one call on an idle GPU; "
+            "host: until its launches returned; ±: half interquartile range",
+            "steady, steady busy: per layer of steps issued back to back (--layers forwards, one backward() for all), by the clock "
+            "and as time in which the GPU worked: what a training step pays",
+            "step: wall time of node.step() plus preparing the weights; GB/s: least traffic over busy",
             f"MFU: of the dense peaks {PEAK_TFLOPS['fp8']:.0f} TFLOPS (FP8) and {PEAK_TFLOPS['bf16']:.0f} (BF16); "
             "TFLOPS: 18 T K H I / busy time of forward and backward",
         ]
@@ -90,20 +116,24 @@ def stage_table(result: Result) -> Table:
     for stage, us in result.stages.items():
         floor = ideal.get(stage)
         if floor is None:
-            table.add_row(stage or "unnamed", _us(us), "–", "–", "–", "–")
+            table.add_row(stage or "unnamed", _us(us), NONE, NONE, NONE, NONE)
             continue
-        tflops = f"{floor.flop / us / 1e6:,.0f}" if floor.flop else "–"
+        tflops = f"{floor.flop / us / 1e6:,.0f}" if floor.flop else NONE
         table.add_row(stage, _us(us), _us(floor.us), _ratio(us, floor.us), tflops, f"{floor.bytes / us / 1e3:,.0f}")
     return table
 
 
 def _us(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def _spread(spread: Spread | None) -> str:
+    return NONE if spread is None else f"{spread.median:,.0f} ±{spread.percent:.1f} %"
 
 
 def _ratio(above: float | None, below: float | None) -> str:
-    return f"{above / below:.2f}" if above and below else "–"
+    return f"{above / below:.2f}" if above and below else NONE
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return NONE if value is None else format(value, form)

@@ -15,11 +15,13 @@ from ..ernie_compat import SonicMoEMlpNode
 from ..errors import SonicMoEError
 from .figures import Result, Spread
 from .shapes import Shape
+from .steady import LAYERS, Stack, profile_steps, time_steps
 from .timing import PhaseTime, clock_state, measure_memory, profile_phases, time_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
 
 PROFILED_CALLS = 5
+STEADY_ROUNDS, STEADY_STEPS, PROFILED_STEPS = 5, 2, 3
 PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 Notify = Callable[[str], None]
 
@@ -36,22 +38,22 @@ def measure(
     rounds: int,
     warmup: int,
     nvtx: bool = False,
-    layer: Layer | None = None,
+    layers: int = LAYERS,
     notify: Notify = lambda text: None,
 ) -> list[Result]:
     """One result per variant, in order; an engine that refuses these sizes yields a result that says so.
 
     Args:
-        shape: sizes; with `layer`, its T and K.
+        shape: sizes.
         variants: engines and modes to compare.
         rounds: timed runs per variant, interleaved with those of the others.
         warmup: untimed runs before them.
         nvtx: open NVTX ranges too, for Nsight.
-        layer: experts to reuse.
+        layers: forwards of a step in the steady state, before its one backward.
         notify: told what is being measured.
     """
     device = find_device()
-    layer = layer or Layer(shape, device)
+    layer = Layer(shape, device)
     batches = rotating_batches(shape, device)
     results = [Result(shape, str(variant), variant.fp8, device != "cpu") for variant in variants]
     nodes: dict[int, SonicMoEMlpNode] = {}
@@ -66,6 +68,8 @@ def measure(
             results[index].refusal = " ".join(str(error).split())
     notify(f"{shape}: {rounds} rounds of {len(nodes)} engines")
     _time_interleaved(nodes, results, batches, rounds, device)
+    if device != "cpu":
+        _time_steady(nodes, results, batches, min(rounds, STEADY_ROUNDS), layers, device)
     for index, node in nodes.items():
         notify(f"{shape}: profiling {variants[index]}")
         _examine(node, results[index], batches, device, nvtx)
@@ -90,6 +94,29 @@ def _time_interleaved(
             spreads = {name: Spread.of([getattr(run[name], clock) for run in runs]) for name in runs[0]}
             pairs = [getattr(run["forward"], clock) + getattr(run["backward"], clock) for run in runs]
             setattr(results[index], clock, {**spreads, "pair": Spread.of(pairs)})
+
+
+def _time_steady(
+    nodes: dict[int, SonicMoEMlpNode],
+    results: Sequence[Result],
+    batches: Sequence[Batch],
+    rounds: int,
+    layers: int,
+    device: str,
+) -> None:
+    """Wall time per layer of steps back to back, in interleaved rounds; then busy time of such steps. Left out where they do not fit."""
+    stacks = {index: Stack(node, batches, layers) for index, node in nodes.items()}
+    times: dict[int, list[float]] = {index: [] for index in stacks}
+    for number in range(rounds):
+        for index in list(stacks) if number % 2 == 0 else list(reversed(stacks)):
+            try:
+                times[index] += time_steps(stacks[index], STEADY_STEPS, device)
+            except torch.OutOfMemoryError:
+                del stacks[index]
+    for index, stack in stacks.items():
+        results[index].steady = Spread.of(times[index])
+        busy = profile_steps(stack, PROFILED_STEPS)
+        results[index].steady_busy = Spread.of(busy) if busy else None
 
 
 def _examine(node: SonicMoEMlpNode, result: Result, batches: Sequence[Batch], device: str, nvtx: bool) -> None:

@@ -1,4 +1,8 @@
-"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued; one line per point."""
+"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued; one line per point.
+
+A point on a GPU is the time in which it worked, per layer, during steps issued back to back (`steady.py`): no host time in it, and
+the clocks of a training run. Experts are built once for all T; those of one (E, H, I) follow each other.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,18 @@ from ..errors import SonicMoEError
 from .shapes import Shape
 
 if TYPE_CHECKING:
-    from .figures import Result
     from .workload import Variant
 
 TOPK = 8
 GPU_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 GPU_EXPERTS = (8, 16, 32, 64, 128)
-GPU_WIDTHS = ((2048, 768), (2048, 1024), (3072, 1536), (4096, 1536), (4096, 2048), (7168, 2048))
+GPU_WIDTHS = ((2048, 768), (3072, 1536), (4096, 1024), (4096, 4096), (7168, 2048))
 CPU_TOKENS, CPU_EXPERTS, CPU_WIDTHS = (64, 128, 256, 512), (4, 8), ((64, 32), (128, 64))
 CPU_TOPK = 2
+STRIDE = 7  # no divisor of the number of (E, H, I): a sweep that is stopped early has seen all over the grid
 MAX_BYTES = 100 << 30  # leaves room on a 141 GB GPU
-WARMUP = 2
+STACK_TOKENS, STACK_LAYERS = 65536, (2, 8)  # layers per step: host time hidden, memory bounded
+STEPS = 3  # least number timed
 
 
 class SweepError(SonicMoEError, ValueError):
@@ -33,7 +38,10 @@ class SweepError(SonicMoEError, ValueError):
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. `us` is busy time of forward and backward on a GPU, wall time elsewhere; None where the engine refused."""
+    """One measurement. `us` is busy time of forward and backward on a GPU, wall time elsewhere; None where the engine refused.
+
+    percent: half the interquartile range of `us` over the steps measured. wall_us: wall time per layer of the same steps unprofiled.
+    """
 
     tokens: int
     hidden: int
@@ -44,9 +52,8 @@ class Point:
     fp8: bool
     device: str
     us: float | None
+    percent: float | None = None
     wall_us: float | None = None
-    wall_percent: float | None = None
-    step_us: float | None = None
     date: str = ""
     refusal: str | None = None
 
@@ -67,18 +74,31 @@ class Point:
 
 
 def grid(device: str) -> list[Shape]:
-    """Every point, those that share experts one after the other; shapes too large for the memory are left out."""
+    """Every point, those that share experts one after the other, these in steps of `STRIDE`; what exceeds the memory is left out."""
     gpu = device != "cpu"
     experts, widths, tokens = (GPU_EXPERTS, GPU_WIDTHS, GPU_TOKENS) if gpu else (CPU_EXPERTS, CPU_WIDTHS, CPU_TOKENS)
     topk = TOPK if gpu else CPU_TOPK
-    shapes = [Shape(t, h, i, e, topk) for e in experts for h, i in widths for t in tokens]
+    layers = [(e, *width) for e in experts for width in widths]
+    layers = [layers[STRIDE * number % len(layers)] for number in range(len(layers))]
+    shapes = [Shape(t, h, i, e, topk) for e, h, i in layers for t in tokens]
     return [shape for shape in shapes if needed_bytes(shape) <= MAX_BYTES]
 
 
+def stack_layers(shape: Shape) -> int:
+    """Layers per step: as many as hide the host's time, fewer where one layer takes long and much memory."""
+    least, most = STACK_LAYERS
+    return max(least, min(most, STACK_TOKENS // shape.tokens))
+
+
 def needed_bytes(shape: Shape) -> float:
-    """Upper estimate of memory: weights, caches, accumulators and gradients (16 bytes a weight), and bf16 row tensors."""
+    """Upper estimate of memory: weights, their FP8 codes or native copy and fp32 accumulators (8 bytes a weight, 10 with slack),
+    row tensors of one call in bf16, and z, tokens and gradients of every layer of a step.
+    """
     weights = 3.0 * shape.experts * shape.hidden * shape.intermediate
-    return 16 * weights + 2.0 * shape.rows * (3 * shape.hidden + 6 * shape.intermediate)
+    padded = shape.rows + 128.0 * shape.experts
+    one_call = 2 * padded * (3 * shape.hidden + 6 * shape.intermediate)
+    held = 4 * padded * shape.intermediate + 12.0 * shape.tokens * shape.hidden
+    return 10 * weights + one_call + stack_layers(shape) * held
 
 
 def read_points(path: Path) -> list[Point]:
@@ -107,7 +127,7 @@ def sweep(
     variant: Variant,
     *,
     budget_s: float | None = None,
-    rounds: int = 5,
+    rounds: int = STEPS,
     notify: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, int]:
     """Measure the shapes that `path` lacks, appending each as soon as it is known.
@@ -115,42 +135,21 @@ def sweep(
     Returns:
         Points measured now, and points left when the budget ended.
     """
-    from .runner import find_device, machine, measure
-    from .workload import Layer
+    from .point_bench import PointBench
+    from .runner import find_device, machine
 
-    device, started = find_device(), time.monotonic()
+    started, bench = time.monotonic(), PointBench(variant, find_device())
     facts = machine()
     known = {point.key for point in _all_points(path)}
     missing = [shape for shape in shapes if (shape, str(variant), facts["device"]) not in known]
-    layer: Layer | None = None
     _drop_cut_line(path)
     for done, shape in enumerate(missing):
         if budget_s is not None and time.monotonic() - started > budget_s:
             return done, len(missing) - done
         notify(f"{done + 1} of {len(missing)}: {shape}")
-        if layer is None or _widths(layer.shape) != _widths(shape):
-            layer = None  # frees the last one first
-            layer = Layer(shape, device)
-        (result,) = measure(shape, [variant], rounds=rounds, warmup=WARMUP, layer=layer)
-        _append(
-            path,
-            Point(
-                **vars(shape), engine=str(variant), fp8=variant.fp8, device=facts["device"], date=facts["date"],
-                us=result.pair_us, refusal=result.refusal, **_walls(result),
-            ),
-        )  # fmt: skip
+        names = {"engine": str(variant), "fp8": variant.fp8, "device": facts["device"], "date": facts["date"]}
+        _append(path, Point(**vars(shape), **names, **bench.figures(shape, rounds)))
     return len(missing), 0
-
-
-def _walls(result: Result) -> dict[str, Any]:
-    if result.refusal is not None:
-        return {}
-    pair, step = result.wall["pair"], result.wall["step"]
-    return {"wall_us": pair.median, "wall_percent": pair.percent, "step_us": step.median}
-
-
-def _widths(shape: Shape) -> tuple[int, int, int]:
-    return shape.hidden, shape.intermediate, shape.experts
 
 
 def _append(path: Path, point: Point) -> None:

@@ -71,10 +71,15 @@ def profile_phases(calls: Sequence[Phases], nvtx: bool) -> list[Kernel]:
                 with torch.profiler.record_function(PHASE_PREFIX + name):
                     run()
                     torch.cuda.synchronize()
+    return kernels_of(trace_of(profiler))
+
+
+def trace_of(profiler: Any) -> dict[str, Any]:
+    """The Chrome trace of a profiler that has ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return kernels_of(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text()))
 
 
 def stage_ranges(nvtx: bool) -> AbstractContextManager[None]:

@@ -56,6 +56,21 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
     return found
 
 
+def gpu_spans(trace: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """`(start, end)` in microseconds of every kernel, copy and fill, in order of time."""
+    work = (event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and event.get("cat") in GPU_WORK)
+    return sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in work)
+
+
+def covered_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Time inside at least one of the sorted spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 def _range(event: Mapping[str, Any]) -> _Range:
     start = float(event["ts"])
     return _Range(event["name"], start, start + float(event["dur"]), event.get("tid"))

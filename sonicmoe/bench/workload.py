@@ -125,12 +125,12 @@ class Batch:
         return sum(t.numel() * t.element_size() for t in (self.x, self.indices, self.probs, self.dout))
 
 
-def rotating_batches(shape: Shape, device: str) -> list[Batch]:
-    """As many batches as it takes to exceed the L2 cache twice; one on a CPU. Call `torch.manual_seed` first."""
+def rotating_batches(shape: Shape, device: str, most: int = MAX_ROTATION) -> list[Batch]:
+    """As many batches, up to `most`, as it takes to exceed the L2 cache twice; one on a CPU. Call `torch.manual_seed` first."""
     first = Batch.random(shape, device)
     if device == "cpu":
         return [first]
-    count = min(MAX_ROTATION, 1 + -(-ROTATION_BYTES // first.nbytes))
+    count = min(most, 1 + -(-ROTATION_BYTES // first.nbytes))
     return [first, *(Batch.random(shape, device) for _ in range(count - 1))]
 
 

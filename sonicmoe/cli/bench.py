@@ -39,10 +39,13 @@ def _size(letter: str, text: str) -> Any:
               "[default: every GPU engine, else reference]")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), help="Timed runs per engine.  [default: 20, 3 without a GPU]")
 @click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Untimed runs before.")
+@click.option("--layers", type=click.IntRange(1), default=8, show_default=True,
+              help="Layers of a step in the steady state: so many forwards, then one backward() for all.")  # fmt: skip
 @click.option("--kernels", type=click.IntRange(0), default=12, show_default=True, help="Lines of the kernel breakdown.")
 @click.option("--nvtx", is_flag=True, help="Also open an NVTX range per stage, for Nsight.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw pictures to DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 @click.option("--list", "list_only", is_flag=True, help="List the named shapes, measure nothing.")
 @click.option("--sweep", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Measure E x (H, I) x T*K into FILE (JSON lines), continuing what is there; then fit.")  # fmt: skip
@@ -57,10 +60,12 @@ def bench(
     engines: tuple[str, ...],
     rounds: int | None,
     warmup: int,
+    layers: int,
     kernels: int,
     nvtx: bool,
     plot: Path | None,
     as_json: bool,
+    markdown: bool,
     list_only: bool,
     sweep: Path | None,
     budget: float | None,
@@ -75,12 +80,12 @@ def bench(
         list_shapes(as_json)
         return
     if fit is not None:
-        report_fit(fit, plot, as_json)
+        report_fit(fit, plot, as_json, markdown)
         return
     load_framework("torch")
     if sweep is not None:
         run_sweep(sweep, engines, budget, rounds, as_json)
-        report_fit(sweep, plot, as_json)
+        report_fit(sweep, plot, as_json, markdown)
         return
     from ..bench.runner import find_device, machine, measure
     from ..bench.workload import Variant, available_variants
@@ -92,13 +97,13 @@ def bench(
     with status() as notify:
         for shape in shapes:
             count = rounds or ROUNDS[device.split(":")[0]]
-            results += measure(shape, variants, rounds=count, warmup=warmup, nvtx=nvtx, notify=notify)
+            results += measure(shape, variants, rounds=count, warmup=warmup, nvtx=nvtx, layers=layers, notify=notify)
     pictures = draw(results, plot)
     if as_json:
         data = {"machine": machine(), "results": [result.to_json() for result in results], "plots": pictures}
         click.echo(json.dumps(data, indent=2, allow_nan=False))
     else:
-        report(results, machine(), kernels, pictures)
+        report(results, machine(), kernels, pictures, markdown)
     if all(result.refusal is not None for result in results):
         raise click.exceptions.Exit(1)
 
@@ -122,19 +127,22 @@ def status() -> Iterator[Callable[[str], None]]:
         yield line.update
 
 
-def report(results: list[Result], machine: dict[str, Any], kernels: int, pictures: list[str]) -> None:
-    """Machine, a table per shape, stages and kernels per engine, and what the columns mean."""
-    from ..bench.report import kernel_table, notes, result_table, stage_table
+def report(results: list[Result], machine: dict[str, Any], kernels: int, pictures: list[str], markdown: bool) -> None:
+    """Machine, two tables per shape, stages and kernels per engine, and what the columns mean."""
+    from ..bench.report import kernel_table, notes, rate_table, stage_table, time_table
 
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
     clocks = ", ".join(f"{name} {value}" for name, value in machine["clocks"].items())
     click.echo(f"{machine['device']}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}")
     for shape in dict.fromkeys(result.shape for result in results):
-        print_table(result_table([result for result in results if result.shape == shape]), False)
+        own = [result for result in results if result.shape == shape]
+        if any(result.pair_us for result in own):
+            print_table(time_table(own), markdown)
+            print_table(rate_table(own), markdown)
     for result in results:
         if result.stages and kernels:
-            print_table(stage_table(result), False)
-            print_table(kernel_table(result, kernels), False)
+            print_table(stage_table(result), markdown)
+            print_table(kernel_table(result, kernels), markdown)
     for line in [*notes(results), *(f"plot: {path}" for path in pictures)]:
         click.echo(line)
 
@@ -160,23 +168,24 @@ def list_shapes(as_json: bool) -> None:
 def run_sweep(path: Path, engines: Sequence[str], budget: float | None, rounds: int | None, as_json: bool) -> None:
     """Measure what is missing in `path`."""
     from ..bench.runner import find_device
-    from ..bench.sweep import grid, sweep
+    from ..bench.sweep import STEPS, grid, sweep
     from ..bench.workload import Variant, available_variants
 
     device = find_device()
     expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
     variant = Variant.parse(engines[0]) if engines else available_variants(device)[-1]
     with status() as notify:
-        done, left = sweep(path, grid(device), variant, budget_s=budget, rounds=rounds or 5, notify=notify)
+        done, left = sweep(path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=notify)
     click.echo(
         f"{path}: {done} points measured now, {left} left" + (" (run again to continue)" if left else ""), err=as_json
     )
 
 
-def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
+def report_fit(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
     """Fit and print the cost model of every engine in a sweep."""
     from ..bench.cost_model import FitError, fit_model
     from ..bench.cost_plots import plot_model
+    from ..bench.cost_report import residual_table, term_table
     from ..bench.sweep import read_points
 
     groups: dict[str, list[Any]] = {}
@@ -192,7 +201,11 @@ def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
         pictures = [] if plot is None else [str(p) for p in plot_model(model, points, plot)]
         data[group] = {**model.to_json(), "plots": pictures}
         if not as_json:
-            click.echo("\n".join([f"{group}: {len(points)} points", *model.lines(), *pictures]))
+            dates = "–".join(dict.fromkeys(f(point.date for point in points) for f in (min, max)))
+            click.echo("\n".join([f"{group}, {dates}: {len(points)} points", *model.lines()]))
+            print_table(term_table(model, points), markdown)
+            print_table(residual_table(model, points), markdown)
+            click.echo("".join(f"plot: {picture}\n" for picture in pictures), nl=False)
     if as_json:
         click.echo(json.dumps(data, indent=2, allow_nan=False))
     else:

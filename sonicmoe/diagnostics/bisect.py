@@ -22,16 +22,18 @@ from .step_dump import Array, StepDump
 
 INPUTS = ("x", "probs", "w1", "w2", "dout")
 TOKEN_STAGES = ("x", "x_fp8", "out", "dout", "dout_fp8", "dx")
-ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows")
+WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
+ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
 SLOT_STAGES = ("probs", "ds")
 WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2", "flush")
 FORWARD = ("x", "w1", "w2", "probs", "routing", "w1_fp8", "w2_fp8", "x_fp8", "z", "z_saved", "y1", "y2", "out")
-BACKWARD = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx", "dw2", "dw1", "flush")
+BACKWARD_DX = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx")
+BACKWARD = (*BACKWARD_DX, "wgrad_dout", "wgrad_y1s", "dw2", "wgrad_x", "wgrad_dz", "dw1", "flush")
 STAGES = (*FORWARD, *BACKWARD)
 
 # GEMM operands: an engine that reads whole tiles of them needs finite padding rows.
 PADDING = "padding"
-READ_PADDING = ("y1", "dz", "y1s", "dz_fp8")
+READ_PADDING = ("y1", "dz", "y1s", "dz_fp8", *WGRAD_OPERANDS)
 
 # Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left between a stage and its own
 # arithmetic, or between two engines, is rounding: 3 % where one side is quantised and the other is not, 0.4 % of bf16.

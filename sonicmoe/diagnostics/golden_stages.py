@@ -77,11 +77,12 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
         dx_rows = grouped(dz, w1, owners)
         ds = np.zeros(step.indices.size)
         ds[slot[layout.real]] = (dy1 * y1).sum(1)[layout.real]
-        dw1 = outer(dz, gathered(x, token), owners)
-        dw2 = outer(gathered(dout, token), probability * y1, owners)
+        y1s, x_rows, dout_rows = probability * y1, gathered(x, token), gathered(dout, token)
+        dw1, dw2 = outer(dz, x_rows, owners), outer(dout_rows, y1s, owners)
         return stages | {
-            "dout": dout, "dout_fp8": dout, "dy1": dy1, "dz": dz, "dz_fp8": dz, "y1s": probability * y1, "ds": ds.reshape(step.probs.shape),
+            "dout": dout, "dout_fp8": dout, "dy1": dy1, "dz": dz, "dz_fp8": dz, "y1s": y1s, "ds": ds.reshape(step.probs.shape),
             "dx_rows": dx_rows, "dx": summed(dx_rows, token, len(x)), "dw1": dw1, "dw2": dw2,
+            "wgrad_x": x_rows, "wgrad_dz": dz, "wgrad_dout": dout_rows, "wgrad_y1s": y1s,
             "flush": user_layout(dw1, dw2, is_glu(activation)),
         }  # fmt: skip
 

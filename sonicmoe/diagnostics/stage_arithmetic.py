@@ -137,13 +137,23 @@ class StageArithmetic:
     def _dx(self) -> Array:
         return summed(self._best("dx_rows"), self._token, len(self._step.x))
 
+    def _wgrad_dout(self) -> Array:
+        return self._stored(gathered(self._best("dout"), self._token), "wgrad_dout")
+
+    def _wgrad_y1s(self) -> Array:
+        return self._stored(self._best("y1s"), "wgrad_y1s")
+
     def _dw2(self) -> Array:
-        left = self._stored(gathered(self._best("dout"), self._token), "wgrad_dout")
-        return outer(left, self._stored(self._best("y1s"), "wgrad_y1s"), self._owners)
+        return outer(self._best("wgrad_dout"), self._best("wgrad_y1s"), self._owners)
+
+    def _wgrad_x(self) -> Array:
+        return self._stored(gathered(self._best("x"), self._token), "wgrad_x")
+
+    def _wgrad_dz(self) -> Array:
+        return self._stored(self._best("dz"), "wgrad_dz")
 
     def _dw1(self) -> Array:
-        right = self._stored(gathered(self._best("x"), self._token), "wgrad_x")
-        return outer(self._stored(self._best("dz"), "wgrad_dz"), right, self._owners)
+        return outer(self._best("wgrad_dz"), self._best("wgrad_x"), self._owners)
 
     def _flush(self) -> Array:
         return user_layout(self._best("dw1"), self._best("dw2"), is_glu(self._activation))

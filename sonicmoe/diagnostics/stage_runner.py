@@ -70,7 +70,8 @@ class Recorder:
         elif isinstance(value, Tensor):
             self.run.stages[name] = StageValue(to_numpy(value))
         elif isinstance(value, BlockScaledTensor):
-            codes = to_numpy(value.codes.to(torch.float32)) if value.orientation is Orientation.ROWS else None
+            codes = to_numpy(value.codes.to(torch.float32))
+            codes = codes if value.orientation is Orientation.ROWS else codes.swapaxes(-1, -2)
             self.run.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.block, value.code.max)
         else:
             self.run.unread[name] = type(value).__name__

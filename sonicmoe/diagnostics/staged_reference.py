@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..engine import reference as parts
@@ -70,13 +72,28 @@ class StagedReferenceEngine(parts.ReferenceEngine):
             return dx, ds, PendingWgrad(settings, routing, x, dout, dz, y1s)
 
     def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
-        """As the reference engine, with dw1 and dw2 shown."""
-        super().backward_dw(pending, accumulators)
-        for name in ("dw1", "dw2"):
-            total = getattr(accumulators, name)
-            shown = tap(name, total)
-            if shown is not total:
-                total.copy_(shown)
+        """As the reference engine, with both operands of dw1 and dw2 shown, and what they add up to."""
+        routing, x, dout = pending.routing, pending.x, pending.dout
+        dz, y1s = parts._values(pending.dz), parts._values(pending.y1s)
+        assert x is not None and dout is not None
+        settings = pending.settings if pending.settings.fp8_wgrad else replace(pending.settings, recipe=None)
+
+        def shown(name: str, rows: Tensor) -> Tensor:
+            return _shown_operand(name, rows, name, settings, x.dtype)
+
+        with plain_ops(), ieee_matmul():
+            left = shown("wgrad_dout", parts._gather_rows(dout, routing))
+            parts._accumulate(accumulators.dw2, left, shown("wgrad_y1s", y1s), routing)
+            _show_total("dw2", accumulators.dw2)
+            right = shown("wgrad_x", parts._gather_rows(x, routing))
+            parts._accumulate(accumulators.dw1, shown("wgrad_dz", dz), right, routing)
+            _show_total("dw1", accumulators.dw1)
+
+
+def _show_total(name: str, total: Tensor) -> None:
+    shown = tap(name, total)
+    if shown is not total:
+        total.copy_(shown)
 
 
 def _shown_operand(stage: str, values: Tensor, field: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:

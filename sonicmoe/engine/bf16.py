@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
 from ..interop import IS_PADDLE, aligned, current_stream, device_name, dtype_name, is_cuda, plain_ops
@@ -126,9 +127,13 @@ class Bf16Engine(Engine):
             y1 = _rows(routing, weights.intermediate_size, x)
             y2 = _rows(routing, weights.hidden_size, x)
             with _launches(x, weights, settings, routing) as (gemms, rows):
-                gemms.up(x, w1, z, y1, weights.b1, rows.cu_rows, rows.gather_index)
-                gemms.down(y1, w2, y2, weights.b2, rows.cu_rows)
-            out = aggregate(y2, routing, weighted=True)
+                with stage("up"):
+                    gemms.up(x, w1, z, y1, weights.b1, rows.cu_rows, rows.gather_index)
+                z = None if z is None else tap("z", z)
+                with stage("down"):
+                    gemms.down(tap("y1", y1), w2, y2, weights.b2, rows.cu_rows)
+            with stage("aggregate_out"):
+                out = tap("out", aggregate(tap("y2", y2), routing, weighted=True))
             return out, Saved(settings, routing, x, z) if save else None
 
     def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
@@ -147,10 +152,14 @@ class Bf16Engine(Engine):
             else:
                 with _launches(x, weights, settings, routing) as (gemms, rows):
                     row_dprob = _dgated(gemms, rows, dout, saved, weights, dz, y1s)
+                    dz = pending.dz = tap("dz", dz)
+                    pending.y1s = tap("y1s", y1s)
                     dx_rows = _rows(routing, weights.hidden_size, x)
-                    gemms.dgrad(dz, w1, dx_rows, rows.cu_rows)
-                dx = aggregate(dx_rows, routing, weighted=False)
-                dprobs = scatter_to_slots(row_dprob, routing)
+                    with stage("dx_gemm"):
+                        gemms.dgrad(dz, w1, dx_rows, rows.cu_rows)
+                with stage("aggregate_dx"):
+                    dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
+                    dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -168,10 +177,12 @@ class Bf16Engine(Engine):
                 if accumulators.db1 is not None and accumulators.db2 is not None:
                     rows.add_columns(dout, accumulators.db2, weight=routing.row_prob)
                     rows.add_columns(dz, accumulators.db1, weight=None)
-                gemms.wgrad_down(dout, y1s, accumulators.dw2, rows.cu_rows, rows.gather_index)
+                with stage("dw2"):
+                    gemms.wgrad_down(dout, y1s, accumulators.dw2, rows.cu_rows, rows.gather_index)
                 if settings.frees_stagewise:
                     pending.dout = pending.y1s = dout = y1s = None
-                gemms.wgrad_up(x, dz, accumulators.dw1, rows.cu_rows, rows.gather_index)
+                with stage("dw1"):
+                    gemms.wgrad_up(x, dz, accumulators.dw1, rows.cu_rows, rows.gather_index)
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
@@ -251,7 +262,8 @@ def _dgated(
     z = _restore_z(gemms, rows, saved, weights)
     partials = torch.empty((routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device)
     w2 = _plain(weights.w2_dgrad)
-    gemms.dgated(dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index)
+    with stage("dgated"):
+        gemms.dgated(dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index)
     if saved.settings.frees_stagewise:
         saved.z = None
     return rows.sum_partials(partials, dout, weights.b2)

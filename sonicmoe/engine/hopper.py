@@ -130,7 +130,7 @@ class HopperEngine(Engine):
             dx_rows = _plain_gemm("dx_gemm", gradients.dz, _dgrad_order(weights, "w1"), routing)
             with stage("aggregate_dx"):
                 dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False, dtype=x.dtype))
-                dprobs = scatter_to_slots(gradients.row_dprob, routing)
+                dprobs = tap("ds", scatter_to_slots(gradients.row_dprob, routing))
             pending = PendingWgrad(settings, routing, x, dout, gradients.wgrad_dz, gradients.wgrad_y1s)
             if settings.frees_stagewise:
                 saved.x = None
@@ -151,14 +151,15 @@ class HopperEngine(Engine):
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
                 with stage("wgrad_operands"):
-                    dout_t = gather_transpose_quantize(dout, *index)
+                    dout_t = tap("wgrad_dout", gather_transpose_quantize(dout, *index))
                 _wgrad("dw2", dout_t, y1s, routing, accumulators.dw2)
                 del dout_t, dout, y1s
                 with stage("wgrad_operands"):
-                    x_t = gather_transpose_quantize(x, *index)
+                    x_t = tap("wgrad_x", gather_transpose_quantize(x, *index))
             else:
                 with stage("wgrad_operands"):
                     x_t, dout_t = gather_transpose_quantize_pair(x, dout, *index)
+                x_t, dout_t = tap("wgrad_x", x_t), tap("wgrad_dout", dout_t)
                 _wgrad("dw2", dout_t, y1s, routing, accumulators.dw2)
             _wgrad("dw1", dz, x_t, routing, accumulators.dw1)
         pending.x = pending.dout = pending.dz = pending.y1s = None
@@ -303,7 +304,7 @@ def _dgated(
             routing.padded_offsets, z.bytes, z.scale_inv, dz.bytes, dz.scale_inv, parts, *outputs,
             not settings.fp8_wgrad, ACTIVATIONS[settings.activation], current_stream(parts),
         )  # fmt: skip
-    row_dprob = tap("ds", parts.sum(0))
+    row_dprob = tap("row_dprob", parts.sum(0))
     return _Gradients(tap("dz_fp8", dz), row_dprob, tap("dz", operands[0]), tap("y1s", operands[1]))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..config import SonicMoEConfig
+from ..diagnostics.stages import stage
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, PendingWgrad, Saved
 from ..enums import FlushMode
 from ..experts import ExpertWeights
@@ -47,14 +48,15 @@ class MlpCall:
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
         with self.config.activate():
-            routing = build_metadata(
-                self.indices,
-                probs,
-                self.num_experts,
-                self.tokens_per_expert,
-                alignment=self.settings.row_alignment,
-                validate=self.validate,
-            )
+            with stage("routing"):
+                routing = build_metadata(
+                    self.indices,
+                    probs,
+                    self.num_experts,
+                    self.tokens_per_expert,
+                    alignment=self.settings.row_alignment,
+                    validate=self.validate,
+                )
             return self.engine.forward(x, routing, self.engine_weights, self.settings, save=save)
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:

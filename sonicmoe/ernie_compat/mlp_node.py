@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config, warn_unknown_flags
+from ..diagnostics.stages import stage
 from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
 from ..enums import ActivationType, EngineName, FlushMode
@@ -198,7 +199,7 @@ class SonicMoEMlpNode:
         self.finish_wgrad()
         if self._experts.unflushed:
             self._step_guard.check(self._experts.source.parameters())
-        with self._scope():
+        with self._scope(), stage("flush"):
             self._experts.flush()
 
     def finish_wgrad(self) -> None:

@@ -69,8 +69,7 @@ def test_rotation_exceeds_the_cache_twice(monkeypatch):
     monkeypatch.setattr(Batch, "random", classmethod(lambda cls, shape, device: BATCH))
     assert len(rotating_batches(SHAPES["reference"], "cpu")) == 1
     assert len(rotating_batches(SMALL, "cuda:0")) == workload.MAX_ROTATION
-    monkeypatch.setattr(workload, "MAX_ROTATION", 10_000)
-    assert len(rotating_batches(SMALL, "cuda:0")) == 1 + -(-workload.ROTATION_BYTES // BATCH.nbytes)
+    assert len(rotating_batches(SMALL, "cuda:0", most=10_000)) == 1 + -(-workload.ROTATION_BYTES // BATCH.nbytes)
 
 
 BATCH = Batch.random(SMALL, "cpu")

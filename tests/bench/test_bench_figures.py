@@ -7,7 +7,8 @@ import pytest
 from sonicmoe.bench.figures import Result, Spread
 from sonicmoe.bench.floors import BACKWARD_STAGES, FORWARD_STAGES, PEAK_TFLOPS, STEP_STAGES, floors, gemm_flop
 from sonicmoe.bench.shapes import REFERENCE, SHAPES, Shape
-from sonicmoe.bench.trace import Kernel, kernels_of, short_name, total_us
+from sonicmoe.bench.steady import busy_per_step
+from sonicmoe.bench.trace import Kernel, covered_us, gpu_spans, kernels_of, short_name, total_us
 from sonicmoe.errors import ShapeError
 
 
@@ -117,6 +118,22 @@ def test_totals_are_per_call_and_sorted():
     kernels = kernels_of(TRACE)
     assert total_us(kernels, "phase", 1) == {"forward": 25, "backward": 15, "": 3}
     assert list(total_us(kernels, "name", 5).items())[:2] == [("void gemm<float, 3>(int)", 5), ("wgrad", 3)]
+
+
+def test_time_covered_counts_overlap_once_and_gaps_not_at_all():
+    spans = gpu_spans(TRACE)
+    assert spans == [(45, 70), (160, 163), (280, 290), (291, 296)]
+    assert covered_us(spans) == 25 + 3 + 10 + 5
+    assert covered_us([(0, 10), (5, 8), (9, 12), (20, 21)]) == 13
+    assert covered_us([]) == 0 and gpu_spans({}) == []
+
+
+def test_busy_steps_are_cut_by_their_number_of_launches():
+    one = [(0.0, 4.0), (4.0, 6.0)]
+    spans = [(start + shift, end + shift + shift / 100) for shift in (0, 100, 200) for start, end in one]
+    assert busy_per_step(spans, 2, 2) == [(6 + 1) / 2, (6 + 2) / 2]  # each step's second kernel begins inside its first
+    assert busy_per_step(spans[:-1], 2, 1) == [pytest.approx(covered_us(spans[:-1]) / 3)]
+    assert busy_per_step([], 2, 1) == []
 
 
 @pytest.mark.parametrize(

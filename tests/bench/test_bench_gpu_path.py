@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -10,11 +11,13 @@ from framework import torch
 
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
-from sonicmoe.bench.report import kernel_table, notes, result_table, stage_table
+from sonicmoe.bench.report import kernel_table, notes, rate_table, stage_table, time_table
 from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import Shape
+from sonicmoe.bench.steady import Stack, profile_steps, time_steps
+from sonicmoe.bench.sweep import sweep
 from sonicmoe.bench.timing import measure_memory, profile_phases, time_phases
-from sonicmoe.bench.workload import Variant
+from sonicmoe.bench.workload import Batch, Call, Layer, Variant
 from sonicmoe.diagnostics.stages import stage
 from sonicmoe.enums import EngineName
 
@@ -64,6 +67,103 @@ def test_a_phase_is_timed_between_its_events_and_nothing_waits_inside(gpu):
     assert all(0 <= times[name].host < 1e5 for name, _ in phases)
 
 
+class FakeStack:
+    """Two layers; a step is one entry in the log and launches three kernels that overlap: 10, 12 and 14 us long, 5 us apart."""
+
+    layers = 2
+
+    def __init__(self, gpu):
+        self._gpu = gpu
+
+    def run(self):
+        self._gpu.log.append("step")
+        if FakeProfiler.running is not None:
+            began = 100.0 * sum(entry == "step" for entry in self._gpu.log)
+            FakeProfiler.running.kernels += [(began + 5 * n, 10.0 + 2 * n) for n in range(3)]
+
+
+def test_steady_steps_follow_each_other_and_nothing_waits_between(gpu):
+    assert time_steps(FakeStack(gpu), 2, "cuda:0") == [1000.0, 1000.0]  # two clock ticks a step of two layers
+    assert gpu.log == ["step", "event", "step", "event", "step", "event", "sync"]
+
+
+def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(profiler, gpu):
+    assert profile_steps(FakeStack(gpu), 3) == [12.0, 12.0, 12.0]  # from 0 to 24 us, over two layers
+    assert gpu.log == ["sync", "step", "step", "step", "step", "sync"]
+
+
+def first_row(table):
+    return {column.header: next(iter(column.cells)) for column in table.columns}
+
+
+def test_steady_figures_reach_the_table(profiler, gpu, monkeypatch):
+    layer = Layer(TINY, "cpu")
+    nodes = {n: layer.node(variant) for n, variant in enumerate(VARIANTS)}
+    results = [Result(TINY, str(variant), variant.fp8, True) for variant in VARIANTS]
+    monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: FakeStack(gpu))
+    runner._time_steady(nodes, results, [], 2, 2, "cuda:0")
+    for result in results:
+        assert result.steady.count == 4 and result.steady.median == 1000 and result.steady_busy.median == 12
+        assert result.to_json()["steady_ratio"] == result.steady_ratio == pytest.approx(1000 / 12)
+        result.wall = result.host = {name: result.steady for name in ("forward", "backward", "pair", "step")}
+    shown = first_row(time_table(results))
+    assert (shown["steady us"], shown["steady busy us"], shown["steady/busy"]) == (
+        "1,000 ±0.0 %",
+        "12 ±0.0 %",
+        "83.333",
+    )
+    results[0].steady = dataclasses.replace(results[0].steady, median=1500.0)
+    rates = rate_table(results).columns
+    assert rates[0].header == "engine" and list(rates[-1].cells) == ["1.00", "1.50"]
+
+
+def test_layers_that_do_not_fit_leave_no_steady_figure_and_a_line(gpu, monkeypatch):
+    class Full(FakeStack):
+        def run(self):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: Full(gpu))
+    result = Result(TINY, "hopper:perf", True, True)
+    runner._time_steady({0: None}, [result], [], 2, 2, "cuda:0")
+    assert result.steady is None and result.steady_ratio is None
+    result.wall = {"pair": None}
+    assert any("do not fit at once" in line for line in notes([result]))
+
+
+def test_a_stack_computes_what_its_calls_compute():
+    """All weight gradients arrive, and the gradients of a batch that layers share stay out of the batch."""
+    torch.manual_seed(5)
+    batches = [Batch.random(TINY, "cpu") for _ in range(2)]
+    stacked, single = Layer(TINY, "cpu"), Layer(TINY, "cpu")
+    node = stacked.node(VARIANTS[1])
+    Stack(node, batches, 3).run()
+    node.step()
+    other = single.node(VARIANTS[1])
+    for batch in (batches[0], batches[1], batches[0]):
+        call = Call(other, batch)
+        call.forward()
+        call.backward()
+        call.clear()
+    other.step()
+    for a, b in zip(stacked.experts, single.experts, strict=True):
+        torch.testing.assert_close(a.down_proj.weight.main_grad, b.down_proj.weight.main_grad)
+        assert a.down_proj.weight.main_grad.abs().sum() > 0
+    assert all(batch.x.grad is None and batch.probs.grad is None for batch in batches)
+
+
+def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr("sonicmoe.bench.runner.find_device", lambda: "cuda:0")
+    monkeypatch.setattr("sonicmoe.bench.point_bench.rotating_batches", lambda *_: [])
+    monkeypatch.setattr("sonicmoe.bench.point_bench.PointBench._node_for", lambda self, shape: None)
+    monkeypatch.setattr("sonicmoe.bench.point_bench.Stack", lambda node, batches, layers: FakeStack(gpu))
+    path = tmp_path / "sweep.jsonl"
+    assert sweep(path, [TINY], VARIANTS[1]) == (1, 0)
+    point = json.loads(path.read_text())
+    assert (point["us"], point["percent"], point["wall_us"]) == (12.0, 0.0, 1000.0)
+    profiled = gpu.log[gpu.log.index("sync") + 2 :]
+    assert profiled.count("step") == 1 + 40  # 150 ms would be 75
+
+
 class FakeCall:
     """Saves 3 MiB, returns 1 MiB, needs 6 more for a moment in backward, leaves 2 of gradients."""
 
@@ -90,10 +190,12 @@ def test_memory_leaves_out_the_output_and_what_was_there(gpu):
 
 
 class FakeProfiler:
-    """Exports two kernels per phase range it has seen, launched inside the stage ranges that were open."""
+    """Exports the kernels it was given, and two per phase range it has seen, launched inside the stage ranges that were open."""
+
+    running = None
 
     def __init__(self, activities):
-        self.ranges = []
+        self.ranges, self.kernels = [], []
 
     def __enter__(self):
         FakeProfiler.running = self
@@ -110,6 +212,8 @@ class FakeProfiler:
             if not name.startswith("sonicmoe.phase."):
                 events.append({**span, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start, "dur": 0.1})
                 events.append({**span, "cat": "kernel", "name": f"{name}_kernel", "ts": start, "dur": 7.0, "tid": 9})
+        for start, duration in self.kernels:
+            events.append({"ph": "X", "cat": "kernel", "name": "k", "ts": start, "dur": duration, "tid": 9, "args": {}})
         with open(path, "w") as file:
             json.dump({"traceEvents": events}, file)
 
@@ -175,10 +279,11 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
         assert result.stages == {"up": 7.0, "dw1": 7.0, "flush": 7.0}
         assert result.tflops == pytest.approx(TINY.flop / 14 / 1e6)
         assert result.mfu == pytest.approx(result.tflops / (1979 if result.fp8 else 989))
-    assert [str(cell) for cell in result_table(results).columns[5].cells] == ["14", "14"]
+    assert first_row(time_table(results))["busy us"] == "14"
+    assert "steady us" not in first_row(time_table(results)), "nobody has it: no column"
     assert list(stage_table(results[1]).columns[0].cells) == ["up", "dw1", "flush"]
     assert list(kernel_table(results[0], 1).columns[2].cells) == ["sonicmoe.up_kernel", "2 others"]
-    assert "profiler" in notes(results)[0]
+    assert any("kernel time from the profiler" in line for line in notes(results))
 
 
 def test_a_driver_that_forbids_profiling_leaves_wall_times(gpu, monkeypatch):

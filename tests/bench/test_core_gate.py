@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+
+from sonicmoe.bench.figures import Result, Spread
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "ci"
 
@@ -113,6 +117,42 @@ def test_the_fast_run_does_not_ask_for_what_it_leaves_out(core):
     gates = {"p": {"gaussian out": 1, "student-t out": 2, "process: x": 3}}
     assert set(core.gates_of(phase, gates, fast=True)) == {"gaussian out"}
     assert set(core.gates_of(phase, gates, fast=False)) == set(gates["p"])
+
+
+def test_figures_of_gpu_phases_have_gates(core, monkeypatch):
+    """Both engines faked: an FP8 engine twice as fast passes, one as fast as BF16 does not, and every figure has its gate."""
+    phases, gates = sys.modules["core_phases"], json.loads((TOOLS / "baselines.json").read_text())["performance"]
+    variants = [phases.Variant.parse(name) for name in ("bf16", "hopper")]
+    monkeypatch.setattr(phases, "find_device", lambda: "cuda:0")
+    monkeypatch.setattr(phases, "available_variants", lambda device: variants)
+
+    def faked(fp8_us):
+        def measure(shape, chosen, rounds, warmup):
+            for variant in chosen:
+                us = fp8_us if variant.fp8 else 1000.0
+                steady = {"steady": Spread.of([1.04 * us]), "steady_busy": Spread.of([us])}
+                yield Result(shape, str(variant), variant.fp8, True, **steady)
+
+        return measure
+
+    monkeypatch.setattr(phases, "measure", faked(500.0))
+    phase = next(phase for phase in phases.PHASES if phase.name == "performance")
+    assert core.run_phase(phase, False, gates).misses == []
+    monkeypatch.setattr(phases, "measure", faked(1000.0))
+    misses = core.run_phase(phase, False, gates).misses
+    assert len(misses) == 4 and all("fp8 over bf16" in miss for miss in misses)
+
+
+def test_the_shell_script_says_which_interpreter_is_missing():
+    script = [str(TOOLS / "run_core_tests.sh"), "--help"]
+
+    def run(python):
+        environment = {**os.environ, "PYTHON": python}
+        return subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+
+    missing, found = run("no-such-python"), run(sys.executable)
+    assert missing.returncode == 2 and "no-such-python" in missing.stderr
+    assert found.returncode == 0 and "--record" in found.stdout
 
 
 def test_the_real_phases_pass_and_a_worse_engine_does_not(core, monkeypatch, tmp_path):

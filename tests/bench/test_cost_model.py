@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,10 +15,23 @@ from click.testing import CliRunner
 from framework import torch
 
 from sonicmoe.bench import sweep as sweep_module
-from sonicmoe.bench.cost_model import BASE_TERMS, Columns, FitError, choose_terms, fit_model, groups, solve
+from sonicmoe.bench.cost_model import FitError, choose_terms, fit_model, groups, solve
 from sonicmoe.bench.cost_plots import plot_model
-from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.sweep import MAX_BYTES, Point, SweepError, grid, needed_bytes, read_points, sweep
+from sonicmoe.bench.cost_report import residual_table, term_table
+from sonicmoe.bench.cost_terms import BASE_TERMS, TERMS, Columns
+from sonicmoe.bench.floors import STEP_STAGES, floors
+from sonicmoe.bench.shapes import REFERENCE, Shape
+from sonicmoe.bench.sweep import (
+    GPU_EXPERTS,
+    GPU_WIDTHS,
+    MAX_BYTES,
+    Point,
+    SweepError,
+    grid,
+    needed_bytes,
+    read_points,
+    sweep,
+)
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName
@@ -49,13 +65,13 @@ def test_the_least_form_is_found_again():
     assert model.coefficients["TK*H*I"] == pytest.approx(1.4e-8, rel=0.01)
     assert model.coefficients["E"] == pytest.approx(2.0, rel=0.01)
     assert model.knee == 16384
-    assert len(model.held_out) == round(0.2 * model.points)
+    assert 0.1 < len(model.held_out) / model.points < 0.3
 
 
 def test_noise_ends_where_it_began():
     model = fit_model(made_points(noise=0.03))
     assert 1.0 < model.held_out_mape < 3.8
-    assert set(model.coefficients) <= {*BASE_TERMS, "1", "TK", "TK*H", "TK*I", "E*H*I", "idle rows*H*I"}
+    assert set(model.coefficients) <= set(TERMS)
     assert model.mfu_error < 2
 
 
@@ -101,6 +117,20 @@ def test_prediction_and_mfu_agree():
     assert us == pytest.approx(least_form(Columns.of([shape]))[0], rel=0.01)
 
 
+def test_tables_say_where_a_form_errs():
+    """Points of one E take 20 % longer than the rest says: nothing in the form explains that, and the table shows it."""
+    points = [dataclasses.replace(p, us=p.us * (1.2 if p.experts == 32 else 1), percent=0.5) for p in made_points()]
+    model = fit_model(points)
+    table = residual_table(model, points)
+    rows = {cells[0]: cells[1:] for cells in zip(*(list(column.cells) for column in table.columns), strict=True)}
+    assert rows["E = 32"][0] == "40" and float(rows["E = 32"][1]) < -8 < 0 < float(rows["E = 16"][1])
+    assert rows["fitted"][-1] == "0.50" and int(rows["fitted"][0]) + int(rows["held out"][0]) == len(points)
+    shares = model.shares([p.shape for p in points])
+    assert (
+        sum(shares.values()) == pytest.approx(1) and next(iter(term_table(model, points).columns[0].cells)) == "TK*H*I"
+    )
+
+
 def test_pictures(tmp_path):
     points = made_points(noise=0.02)[::3]
     paths = plot_model(fit_model(points), points, tmp_path)
@@ -113,11 +143,78 @@ def test_pictures(tmp_path):
 
 def test_grid_fits_the_memory_and_groups_experts():
     shapes = grid("cuda:0")
-    assert len(shapes) > 200 and max(map(needed_bytes, shapes)) <= MAX_BYTES
+    assert len(shapes) == len(set(shapes)) == 200 and max(map(needed_bytes, shapes)) <= MAX_BYTES
     widths = [(s.hidden, s.intermediate, s.experts) for s in shapes]
     changes = sum(a != b for a, b in itertools.pairwise(widths))
     assert changes == len(set(widths)) - 1, "experts are built once"
     assert len(list(groups(made_points()))) == len(set(widths))
+    early = shapes[: len(shapes) // 4]
+    assert {s.experts for s in early} == set(GPU_EXPERTS) and {s.hidden for s in early} == {h for h, _ in GPU_WIDTHS}
+
+
+def test_rows_are_padded_as_kernels_pad_them():
+    every = Columns.of([Shape(1000, 64, 64, 8, 8), Shape(1024, 64, 64, 8, 8)])  # all experts get all tokens
+    np.testing.assert_array_equal(every.padded_rows, 8 * 1024.0)
+    shape, rng = Shape(777, 64, 64, 16, 3), np.random.default_rng(0)
+    drawn = [rng.random((777, 16)).argsort(1)[:, :3] for _ in range(200)]
+    tiles = [np.ceil(np.bincount(ids.ravel(), minlength=16) / 128).sum() for ids in drawn]
+    assert Columns.of([shape]).padded_rows[0] == pytest.approx(128 * np.mean(tiles), rel=0.01)
+
+
+def test_the_roofline_is_the_floors_and_grows_in_waves():
+    reference = Columns.of([REFERENCE])
+    bound = sum(floor.us for stage, floor in floors(REFERENCE, True).items() if stage not in STEP_STAGES)
+    assert reference.roofline_us[0] == pytest.approx(bound, rel=0.03)
+    small = Columns.of([Shape(t, 2048, 768, 8, 8) for t in (129, 256)])
+    assert small.roofline_us[1] < 1.05 * small.roofline_us[0], "the same tiles in the same waves"
+
+
+def a_gpu(shape, rng):
+    """A law of another kind: 132 SMs in whole waves of tiles, drawn counts in blocks of 128 rows, each product bound by its operations
+    or by its traffic (6-norm), clocks that fall with load, launches."""
+    counts = rng.multinomial(shape.rows, [1 / shape.experts] * shape.experts)
+    h, i, blocks, weights = (
+        shape.hidden,
+        shape.intermediate,
+        np.ceil(counts / 128).sum(),
+        shape.experts * shape.hidden * shape.intermediate,
+    )
+    rows, total = 128 * blocks, 60e-6 + 0.3e-6 * shape.experts
+
+    def product(tiles, depth, moved, slower):
+        compute = np.ceil(tiles / 132) * 2 * 128 * 256 * depth / (1.45e15 / 132) * slower
+        return (compute**6 + (moved / 4e12) ** 6) ** (1 / 6)
+
+    for width, depth, moved, slower in (
+        (2 * i, h, rows * 3 * i + 2 * weights, 1.2), (h, i, rows * (i + 2 * h) + weights, 1.05),
+        (i, h, rows * 7 * i + weights, 1.7), (h, 2 * i, rows * (2 * i + 2 * h) + 2 * weights, 1.05),
+    ):  # fmt: skip
+        total += product(blocks * np.ceil(width / 256), depth, moved, slower)
+    for height, width, copies in ((h, i, 1), (2 * i, h, 2)):
+        tiles = shape.experts * np.ceil(height / 128) * np.ceil(width / 256)
+        total += product(tiles, rows / shape.experts, rows * (height + width) + 8 * copies * weights, 1.15)
+    total += (4 * shape.rows * h + 8 * shape.tokens * h + 3 * rows * h) / 4e12
+    return 1e6 * total * (1 + 0.02 * np.log1p(shape.flop / 3e12))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_more_complex_law_is_predicted_within_the_goal(seed):
+    rng = np.random.default_rng(seed)
+    points = [
+        dataclasses.replace(p, us=float(a_gpu(p.shape, rng) * (1 + 0.01 * rng.standard_normal())))
+        for p in made_points()
+    ]
+    model = fit_model(points)
+    assert model.held_out_mape <= 3.8 and model.held_out_worst < 15 and model.base_mape > 10
+
+
+def test_held_out_points_depend_on_sizes_alone():
+    points = made_points(noise=0.02)
+    held_out = set(fit_model(points).held_out)
+    assert set(fit_model(points[::-1]).held_out) == held_out
+    some = points[:90]
+    assert set(fit_model(some).held_out) == held_out & {p.shape for p in some}
+    assert set(fit_model(points, seed=1).held_out) != held_out
 
 
 def test_a_sweep_continues_where_it_stopped(tmp_path, monkeypatch):
@@ -140,6 +237,31 @@ def test_a_sweep_continues_where_it_stopped(tmp_path, monkeypatch):
         read_points(path)
 
 
+def test_a_killed_sweep_continues(tmp_path):
+    """SIGKILL in the middle; what was measured stays, what was not is measured, nothing twice."""
+    path = tmp_path / "sweep.jsonl"
+    program = (
+        "import sys; from pathlib import Path; from sonicmoe.bench import sweep as s, workload as w; "
+        "from sonicmoe.bench.shapes import Shape; "
+        "s.sweep(Path(sys.argv[1]), [Shape(t, 64, 32, 4, 2) for t in range(256, 4096)], w.Variant.parse('reference'))"
+    )
+    running = subprocess.Popen([sys.executable, "-c", program, str(path)])
+    try:
+        deadline = time.monotonic() + 120
+        while (not path.exists() or path.read_text().count("\n") < 3) and time.monotonic() < deadline:
+            assert running.poll() is None
+            time.sleep(0.05)
+    finally:
+        running.kill()
+        running.wait()
+    before = read_points(path)
+    assert len(before) >= 3
+    shapes = [point.shape for point in before] + [Shape(99, 64, 32, 4, 2)]
+    assert sweep(path, shapes, PERF, rounds=1) == (1, 0)
+    after = read_points(path)
+    assert after[:-1] == before and after[-1].tokens == 99
+
+
 def test_a_refusal_is_remembered_and_not_fitted(tmp_path):
     path = tmp_path / "sweep.jsonl"
     hopper = Variant(EngineName.HOPPER, "perf")
@@ -159,5 +281,7 @@ def test_commands(tmp_path, monkeypatch):
     path.write_text("".join(json.dumps(dataclasses.asdict(p)) + "\n" for p in made_points(noise=0.02)))
     fitted = CliRunner().invoke(main, ["bench", "--fit", str(path), "--plot", str(tmp_path / "plots")])
     assert fitted.exit_code == 0 and "hopper:perf on H200" in fitted.output and "mfu_curves" in fitted.output
+    table = CliRunner().invoke(main, ["bench", "--fit", str(path), "--markdown"]).output
+    assert "| TK*H*I | 1.395e-08 |" in table and "| held out |" in table and "| H, I = 4096, 4096 | 40 |" in table
     data = json.loads(CliRunner().invoke(main, ["bench", "--fit", str(path), "--json"]).stdout)
     assert 0 < data["hopper:perf on H200"]["held_out_mape"] < 3.8

@@ -11,12 +11,21 @@ from framework import numpy, tensor, torch
 from planted import SIZES, layout_of, make_step, plant, row_of
 
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.bisect import INPUTS, ROW_STAGES, SLOT_STAGES, STAGES, TOKEN_STAGES, WEIGHT_STAGES, bisect
+from sonicmoe.diagnostics.bisect import (
+    INPUTS,
+    ROW_STAGES,
+    SLOT_STAGES,
+    STAGES,
+    TOKEN_STAGES,
+    WEIGHT_STAGES,
+    WGRAD_OPERANDS,
+    bisect,
+)
 from sonicmoe.diagnostics.bisect_report import text_of, verdict
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes
 from sonicmoe.diagnostics.golden_stages import RowLayout, golden_stages
 from sonicmoe.diagnostics.stage_arithmetic import StageArithmetic
-from sonicmoe.diagnostics.stage_runner import engine_settings, run_stages, staged_engine
+from sonicmoe.diagnostics.stage_runner import Recorder, engine_settings, run_stages, staged_engine
 from sonicmoe.diagnostics.stage_stats import StageValue, octaves, row_deviations, stage_stats
 from sonicmoe.diagnostics.staged_reference import StagedReferenceEngine
 from sonicmoe.diagnostics.stages import listening
@@ -25,7 +34,8 @@ from sonicmoe.engine.interface import GradAccumulators
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import EngineUnavailableError, ShapeError
-from sonicmoe.quant.recipes import BlockShape
+from sonicmoe.quant.recipes import RECIPES, BlockShape
+from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.reference import build_routing
 
 PLAIN = {"recipe": None}
@@ -36,7 +46,8 @@ def place_of(stage, kind, step):
     row, token, slot = row_of(step)
     if stage in ROW_STAGES:
         # A broken scale of a square block breaks all of its rows, and the first is named.
-        whole_block = stage == "dz_fp8" and kind != "nan" and step.settings.recipe == "iso128"
+        square = stage == "dz_fp8" or stage in WGRAD_OPERANDS
+        whole_block = square and kind != "nan" and step.settings.recipe == "iso128"
         return (row, 5), {"expert": 2} if whole_block else {"expert": 2, "row": row, "token": token, "slot": slot}
     if stage in SLOT_STAGES:
         return (token, slot), {"expert": 2, "row": row, "token": token, "slot": slot}
@@ -84,7 +95,7 @@ def test_a_row_given_to_the_wrong_token_is_named():
     assert f"row_token is {first[1]}; the contract says {first[0]} (2 of" in str(report.fault)
 
 
-@pytest.mark.parametrize("stage", ["y1", "dz_fp8", "y1s"])
+@pytest.mark.parametrize("stage", ["y1", "dz_fp8", "y1s", "wgrad_x"])
 def test_nan_in_a_padding_row_is_a_fault_when_it_spreads(stage):
     step = make_step()
     padding = int(np.flatnonzero(~layout_of(step).real)[0])
@@ -171,7 +182,9 @@ class Silent(ReferenceEngine):
 def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
     monkeypatch.setattr("sonicmoe.diagnostics.bisect.staged_engine", lambda name, device: Silent())
     report = bisect(make_step(), "reference")
-    assert report.missing == ("x_fp8", "z", "y1", "y2", "dout_fp8", "dy1", "dz_fp8", "dx_rows")
+    assert report.missing == (
+        "x_fp8", "z", "y1", "y2", "dout_fp8", "dy1", "dz_fp8", "dx_rows", "wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz",
+    )  # fmt: skip
     assert (report.fault.stage, report.fault.place.row, report.fault.place.expert) == ("dz", 4, 0)
     assert report.wrong[0] == "dz" and "dw1" not in report.wrong
 
@@ -277,6 +290,19 @@ def test_command(tmp_path):
     assert data["fault"]["stage"] == "x" and data["stages"]["x"]["nan"] == 1 and data["against"] == "golden"
     assert run(tmp_path / "bad.npz", "--engine", "hopper").exit_code == 2
     assert "cannot read" in run(tmp_path / "absent.npz").output
+
+
+def test_codes_are_counted_in_either_orientation():
+    """Token-major operands of weight gradients lie transposed; their saturation and underflow are those of the same matrix."""
+    values = np.random.default_rng(0).standard_normal((256, 128)).astype(np.float32)
+    q = quantize(tensor(values), RECIPES["iso128"].wgrad_dz)
+    recorder = Recorder("any")
+    recorder("dz", q)
+    recorder("y1s", transpose_storage(q))
+    one, other = (recorder.run.stages[name] for name in ("dz", "y1s"))
+    np.testing.assert_array_equal(one.codes, other.codes)
+    stats = [stage_stats(value, values) for value in (one, other)]
+    assert stats[0].saturation == stats[1].saturation > 0 and stats[0].underflow == stats[1].underflow
 
 
 def test_runs_show_every_stage_and_nothing_unread():

@@ -7,6 +7,7 @@ import torch
 
 from sonicmoe.bench.runner import find_device, machine, measure
 from sonicmoe.bench.shapes import Shape
+from sonicmoe.bench.sweep import read_points, sweep
 from sonicmoe.bench.timing import profile_phases
 from sonicmoe.bench.workload import available_variants, rotating_batches
 from sonicmoe.diagnostics.stages import stage
@@ -27,6 +28,22 @@ def test_every_engine_of_this_machine_is_measured():
         assert result.wall["pair"].most > 0.5 * result.pair_busy  # clocks differ a little, never by half
         assert 0 < result.mfu < 1
         assert result.saved_mib > 0 and result.peak_mib >= result.saved_mib
+        assert result.steady_ratio > 0.9  # clocks of two runs; work that overlaps counts once
+        assert 0.5 < result.steady_busy.median / result.pair_busy < 1.5
+        assert {"up", "down", "dgated", "dx_gemm", "dw2", "dw1", "aggregate_out", "aggregate_dx"} <= set(result.stages)
+
+
+def test_a_sweep_measures_busy_time_of_every_engine(tmp_path):
+    """Busy time of a swept point is that of the benchmark, it repeats, and more tokens cost more."""
+    for variant in available_variants(find_device()):
+        path = tmp_path / f"{variant.engine.value}.jsonl"
+        shapes = [Shape(tokens, 512, 256, 8, 4) for tokens in (1024, 8192)]
+        assert sweep(path, shapes, variant) == (2, 0) and sweep(path, shapes, variant) == (0, 0)
+        small, large = read_points(path)
+        assert 0 < small.us < large.us < 8.8 * small.us
+        assert max(small.percent, large.percent) < 5 and small.wall_us > 0.9 * small.us
+        (result,) = measure(shapes[1], [variant], rounds=3, warmup=1)
+        assert large.us == pytest.approx(result.steady_busy.median, rel=0.1)
 
 
 def test_kernels_belong_to_their_stage_and_phase():

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from kernel_checks import block_errors, poisoned
 
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_wgrad_source
@@ -37,12 +38,6 @@ def dgated():
 @pytest.fixture(scope="module")
 def wgrad():
     return fp8_wgrad_source().load().grouped_wgrad
-
-
-def poisoned(shape, dtype):
-    if dtype in (torch.int8, torch.uint8):
-        return torch.full(shape, 0x7F, dtype=dtype, device="cuda")
-    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
 
 
 def normal(generator, *size):
@@ -114,13 +109,6 @@ class Backward:
         pairs = ((self.dz_t, self.dz_t_scale), (self.y1s_t, self.y1s_t_scale))
         transposed = [BlockScaledTensor(c.view(E4M3), s, iso(128), Code.E4M3, Orientation.COLUMNS) for c, s in pairs]
         return [dequantize(q)[: self.used] for q in (dz, *transposed)]
-
-
-def block_errors(actual, wanted):
-    """Relative RMSE of each 128-row block; a block of zeros must be zero."""
-    difference = (actual.double() - wanted).reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
-    norm = wanted.reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
-    return torch.where(norm > 0, difference / norm.clamp(min=1e-300), difference)
 
 
 def check_quantised(name, got, wanted):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from kernel_checks import block_errors, poisoned
 
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
@@ -61,13 +62,6 @@ def make_case(shape, seed=0, spread=0.0):
     return x, w1, w2, build_routing_gpu(indices, probs, experts)
 
 
-def poisoned(shape, dtype):
-    """Fresh memory that reads as NaN, or as the byte 0x7F."""
-    if dtype in (torch.int8, torch.uint8):
-        return torch.full(shape, 0x7F, dtype=dtype, device="cuda")
-    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-
-
 def up_projection(module, x, w1, routing, activation=0, store_z=True):
     """`(z, y1)` as block-scaled tensors."""
     r, n = routing.num_rows, w1.shape[1]
@@ -101,14 +95,6 @@ def gathered(x, routing):
     used = int(routing.padded_offsets[-1])
     token = routing.row_token[:used].long()
     return dequantize(x)[token.clamp(min=0)] * (token >= 0).unsqueeze(1)
-
-
-def block_errors(actual, wanted):
-    """Relative RMSE of each 128-row block; a block of zeros must be zero."""
-    difference = (actual.double() - wanted).reshape(-1, 128, wanted.shape[1])
-    norm = wanted.reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
-    error = difference.norm(dim=(1, 2))
-    return torch.where(norm > 0, error / norm.clamp(min=1e-300), error)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -22,8 +22,10 @@ from typing import Any
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from gpu_timing import idle, median_us
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.engine.interface import EngineSettings, GradAccumulators
@@ -38,7 +40,7 @@ from sonicmoe.routing.metadata import RoutingMetadata
 
 Tensor = torch.Tensor
 REFERENCE = (8192, 3072, 1536, 8, 8)
-STEPS, ROUNDS = 20, 5
+STEPS, ROUNDS, REST_S = 20, 5, 0.3
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 FORWARD = ("index", "up", "down", "combine")
 BACKWARD = ("index", "dgated", "dprob sums", "dgrad", "combine dx", "dprobs", "index", "wgrad down", "wgrad up")
@@ -131,7 +133,7 @@ def timed(step: Callable[[], Any], labels: tuple[str, ...]) -> Timing:
 
 def wall_row(step: Callable[[], Any]) -> float:
     """Microseconds of the host's clock a step."""
-    rest()
+    idle(REST_S)
     began = time.perf_counter()
     for _ in range(STEPS):
         step()
@@ -152,34 +154,13 @@ def profiled_row(step: Callable[[], Any]) -> list[tuple[str, float]]:
 def profiled_kernels(step: Callable[[], Any]) -> list[tuple[str, float]]:
     """`(kernel, microseconds)` of every launch in a row of steps."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        rest()
+        idle(REST_S)
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: event.time_range.start)
     return [(event.name[:40], event.time_range.elapsed_us()) for event in events]
-
-
-def rest() -> None:
-    """Let the GPU finish and its clocks recover."""
-    torch.cuda.synchronize()
-    time.sleep(0.3)
-
-
-def microseconds(launch: Callable[[], object], launches: int = 15) -> float:
-    """Median GPU time of one launch, from events."""
-    for _ in range(3):
-        launch()
-    torch.cuda.synchronize()
-    time.sleep(0.1)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(launches + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        launch()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks))
 
 
 def tilings(product: str) -> list[GemmConfig]:
@@ -227,7 +208,7 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
         )
         factor = 4.0 if product in ("up", "dgrad", "wgrad_up") else 2.0
         try:
-            time_us = microseconds(launch)
+            time_us = median_us(launch, launches=15, rest=0.1)
         except RuntimeError as error:
             click.echo(f"{product} {config}: {error}", err=True)
             continue

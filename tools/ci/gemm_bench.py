@@ -6,19 +6,19 @@ A figure is the median over launches of one launch's GPU time, from CUDA events,
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from gpu_timing import median_us
 
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
@@ -74,21 +74,6 @@ def cublas() -> tuple[Callable[[], object], float]:
     return (lambda: torch._scaled_mm(a, a.T, one, one, out_dtype=torch.bfloat16)), 2.0 * 8192**3
 
 
-def microseconds(launch: Callable[[], object], launches: int = 20) -> float:
-    """Median GPU time of one launch."""
-    for _ in range(3):
-        launch()
-    torch.cuda.synchronize()
-    time.sleep(0.3)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(launches + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        launch()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks))
-
-
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def main(as_json: bool) -> None:
@@ -97,7 +82,7 @@ def main(as_json: bool) -> None:
     for shape in SHAPES:
         table = {**variants(shape), "cuBLAS tensor-wise, 8192^3": cublas()}
         for name, (launch, operations) in table.items():
-            time_us = statistics.median(microseconds(launch) for _ in range(2))
+            time_us = statistics.median(median_us(launch) for _ in range(2))
             report.append({"shape": shape, "gemm": name, "us": time_us, "tflops": operations / time_us / 1e6})
             if not as_json:
                 click.echo(f"{shape!s:30} {name:32} {time_us:8.1f} us {report[-1]['tflops']:7.0f} TFLOPS")

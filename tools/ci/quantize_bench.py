@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from routing_bench import INPUTS, copy_tbps, host_us, interleaved_us
+from gpu_timing import INPUTS, copy_tbps, host_us, interleaved_us
 
 from sonicmoe.layouts import WeightSource
 from sonicmoe.quant import gpu

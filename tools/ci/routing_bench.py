@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,15 @@ from typing import Any
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from gpu_timing import INPUTS, copy_tbps, host_us, interleaved_us
 
 from sonicmoe.routing.backends import CudaKernels, TritonKernels, arch_of
 from sonicmoe.routing.gpu import aggregate, build_routing_gpu, scatter_to_slots
 
 Tensor = torch.Tensor
-INPUTS = 4
 METADATA_SHAPES = (
     (8192, 8, 8), (8192, 8, 32), (8192, 8, 128), (8192, 8, 512), (16384, 8, 32), (32768, 8, 32),
     (131072, 8, 8), (131072, 8, 128), (524288, 8, 8), (524288, 8, 128),
@@ -65,70 +64,6 @@ def padded_sort_pipeline(indices: Tensor, probs: Tensor, num_experts: int, rows:
     row_token = torch.full((rows + 1,), -1, dtype=torch.int32, device=device).scatter_(0, row, token)[:rows]
     row_prob = torch.zeros(rows + 1, device=device).scatter_(0, row, probs.reshape(-1)[order])[:rows]
     return counts.to(torch.int32), offsets, padded.to(torch.int32), first, row_token, row_slot, slot_row, row_prob
-
-
-def captured(call: Callable[[int], Any], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls; the call is warmed up on a side stream first, as capture demands."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for number in range(INPUTS):
-            call(number)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(calls):
-            call(number % INPUTS)
-    return graph
-
-
-def interleaved_us(
-    variants: dict[str, Callable[[int], Any]], calls: int, rounds: int
-) -> dict[str, tuple[float, float]]:
-    """name -> (median, smallest) microseconds of GPU time per call."""
-    graphs = {name: captured(call, calls) for name, call in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for number in range(rounds + 2):
-        for name, graph in graphs.items():
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if number >= 2:
-                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
-    return {name: (statistics.median(values), min(values)) for name, values in times.items()}
-
-
-def host_us(call: Callable[[int], Any], calls: int = 200) -> float:
-    """Microseconds of host time per call, while the GPU keeps up."""
-    for number in range(20):
-        call(number % INPUTS)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for number in range(calls):
-        call(number % INPUTS)
-    elapsed = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return elapsed * 1e6 / calls
-
-
-def copy_tbps() -> float:
-    """Bytes read and written per second by a large device copy, in TB/s; median of ten, the better of two ways to copy."""
-    source = torch.randn(2**29, device="cuda")
-    target, zero = torch.empty_like(source), torch.zeros((), device="cuda")
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    best = 0.0
-    for copy in (lambda: target.copy_(source), lambda: torch.add(source, zero, out=target)):
-        times = []
-        for _ in range(13):
-            start.record()
-            copy()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        best = max(best, 2 * source.numel() * 4 / statistics.median(times[3:]) / 1e9)
-    return best
 
 
 def routed(tokens: int, topk: int, experts: int) -> list[tuple[Tensor, Tensor]]:

@@ -8,19 +8,19 @@ median over calls of one call's GPU time, from CUDA events, after an idle pause;
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from gpu_timing import median_us
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
@@ -71,21 +71,6 @@ def calls(shape: tuple[int, ...], valid: float, use_fp8: bool) -> dict[str, Call
     return {"functional API": general, "transformers": implementation}
 
 
-def microseconds(call: Callable[[], object], launches: int = 20) -> float:
-    """Median GPU time of one call."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    time.sleep(0.3)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(launches + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks))
-
-
 @click.command()
 @click.option("--shape", default="8192,3072,1536,8,8", help="T,H,I,E,K")
 @click.option("--bf16", is_flag=True, help="BF16 instead of FP8.")
@@ -99,7 +84,7 @@ def main(shape: str, bf16: bool, as_json: bool) -> None:
     by_fraction = {valid: calls(sizes, valid, not bf16) for valid in FRACTIONS}
     report = []
     for face in by_fraction[1.0]:
-        turns = [{valid: microseconds(by_fraction[valid][face]) for valid in FRACTIONS} for _ in range(3)]
+        turns = [{valid: median_us(by_fraction[valid][face]) for valid in FRACTIONS} for _ in range(3)]
         times = {valid: statistics.median(turn[valid] for turn in turns) for valid in FRACTIONS}
         for valid, time_us in times.items():
             part = time_us / times[1.0]

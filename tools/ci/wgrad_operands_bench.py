@@ -10,7 +10,6 @@ perfect cache would move: each token once, each output once; a gradient, its des
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,10 @@ from typing import Any
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from gpu_timing import interleaved_us
 
 from sonicmoe import gradients
 from sonicmoe.interop import current_stream
@@ -33,6 +34,7 @@ from sonicmoe.routing.gpu import build_routing_gpu
 Tensor = torch.Tensor
 # (T, H, I, E, K)
 SHAPES = ((8192, 3072, 1536, 8, 8), (2048, 3072, 1536, 8, 8), (8192, 3072, 1536, 32, 8), (16384, 2048, 768, 128, 8))
+CALLS = 4  # in one graph
 Variants = dict[str, tuple[Callable[[], object], float]]
 
 
@@ -84,33 +86,11 @@ def copy_of(size: float) -> tuple[Callable[[], object], float]:
     return (lambda: target.copy_(source)), size
 
 
-def interleaved_us(variants: Variants, rounds: int, calls: int = 4) -> dict[str, float]:
-    """Median microseconds of GPU time per call."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, (launch, _) in variants.items():
-        launch()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(calls):
-                launch()
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for number in range(rounds + 2):
-        for name, graph in graphs.items():
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if number >= 2:
-                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def measured(shape: tuple[int, ...], variants: Variants, rounds: int) -> list[dict[str, Any]]:
     """One result and one printed line per variant."""
     results = []
-    times = interleaved_us(variants, rounds)
+    calls = {name: lambda _, launch=launch: launch() for name, (launch, _) in variants.items()}
+    times = {name: median for name, (median, _) in interleaved_us(calls, CALLS, rounds).items()}
     copy = next(variants[name][1] / us for name, us in times.items() if name.startswith("copy"))
     for name, us in times.items():
         rate = variants[name][1] / us

@@ -1,0 +1,131 @@
+"""The terms a cost model may be made of, each a function of sizes. numpy only.
+
+Rows are counted as the kernels see them: every expert's rows padded to tiles of 128, in the mean over uniform routing. The roofline
+term adds up what each stage would take at best: the larger of its operations in full waves of tiles, at the rate of the best public
+GEMM, and its least traffic at copy bandwidth. It is a fixed function of sizes; only its coefficient is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .floors import COPY_BYTES_PER_S, CUBLAS_BF16_TFLOPS, DEEPGEMM_TFLOPS
+from .shapes import Shape
+
+Array = np.ndarray
+TILE_ROWS, TILE_COLUMNS = 128, 256
+MULTIPROCESSORS = 132  # of H100 and H200 SXM
+TAIL = 5.0  # standard deviations of an expert's rows that are looked at
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Sizes of N points as fp64 `[N]` arrays. `fp8`: operands have one byte instead of two."""
+
+    tk: Array
+    hidden: Array
+    intermediate: Array
+    experts: Array
+    tokens: Array
+    fp8: bool = True
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape], fp8: bool = True) -> Columns:
+        """From shapes."""
+        fields = [(s.rows, s.hidden, s.intermediate, s.experts, s.tokens) for s in shapes]
+        tk, hidden, intermediate, experts, tokens = np.array(fields, dtype=np.float64).reshape(-1, 5).T
+        return cls(tk, hidden, intermediate, experts, tokens, fp8)
+
+    @property
+    def weights(self) -> Array:
+        """E*H*I."""
+        return self.experts * self.hidden * self.intermediate
+
+    @cached_property
+    def padded_rows(self) -> Array:
+        """Rows in whole tiles, summed over experts: the mean over tokens that pick their experts uniformly."""
+        share = self.tk / self.tokens / self.experts
+        means, spreads = self.tokens * share, np.sqrt(self.tokens * share * np.clip(1 - share, 0, 1))
+        tiles = [_mean_tiles(mean, spread) for mean, spread in zip(means, spreads, strict=True)]
+        return TILE_ROWS * self.experts * np.array(tiles)
+
+    @cached_property
+    def roofline_us(self) -> Array:
+        """Sum of the stages' floors."""
+        return np.sum([np.maximum(self._waves_us(name), us) for name, us in self._traffic_us().items()], axis=0)
+
+    def _waves_us(self, stage: str) -> Array | float:
+        """Operations of a stage's tiles, the last wave counted as if it were full; 0 for a stage without a GEMM."""
+        h, i, blocks = self.hidden, self.intermediate, self.padded_rows / TILE_ROWS
+        wide = {"up": (2 * i, h), "down": (h, i), "dgated": (i, h), "dx_gemm": (h, 2 * i)}
+        if stage in wide:
+            columns, depth = wide[stage]
+            tiles = blocks * np.ceil(columns / TILE_COLUMNS)
+        elif stage in ("dw2", "dw1"):
+            height, width = (h, i) if stage == "dw2" else (2 * i, h)
+            tiles = self.experts * np.ceil(height / TILE_ROWS) * np.ceil(width / TILE_COLUMNS)
+            depth = self.padded_rows / self.experts
+        else:
+            return 0.0
+        full = np.ceil(tiles / MULTIPROCESSORS) * MULTIPROCESSORS
+        tflops = DEEPGEMM_TFLOPS[stage] if self.fp8 else CUBLAS_BF16_TFLOPS
+        return np.asarray(full * 2 * TILE_ROWS * TILE_COLUMNS * depth / tflops / 1e6)
+
+    def _traffic_us(self) -> dict[str, Array]:
+        """Least traffic per stage, as in `floors.stage_bytes`, with padded rows where kernels write them."""
+        element = 1 if self.fp8 else 2
+        x, rows, y = self.tokens * self.hidden, self.tk * self.hidden, self.padded_rows * self.intermediate
+        z, w2 = 2 * y, self.weights
+        w1 = 2 * w2
+        traffic = {
+            "quantise": 2 * x * (2 + element),
+            "up": element * (x + w1 + z + y),
+            "down": element * (y + w2) + 2 * rows,
+            "aggregate": 4 * (rows + x),
+            "dgated": element * (x + w2 + 2 * z + y),
+            "dx_gemm": element * (z + w1) + 2 * rows,
+            "wgrad_operands": 2 * element * (x + rows),
+            "dw2": element * (rows + y) + 8 * w2,
+            "dw1": element * (rows + z) + 8 * w1,
+        }
+        return {stage: 1e6 * moved / COPY_BYTES_PER_S for stage, moved in traffic.items()}
+
+
+def _mean_tiles(mean: float, spread: float) -> float:
+    """Mean of `ceil(rows / 128)` for normally distributed rows."""
+    if spread < 1e-9:
+        return math.ceil(mean / TILE_ROWS)
+    first = max(0, math.floor((mean - TAIL * spread) / TILE_ROWS))
+    last = math.ceil((mean + TAIL * spread) / TILE_ROWS)
+    beyond = ((mean - TILE_ROWS * tile - 0.5) / spread / math.sqrt(2) for tile in range(first, last + 1))
+    return first + sum(0.5 * (1 + math.erf(z)) for z in beyond)
+
+
+Term = Callable[[Columns, float], Array]
+BASE_TERMS: dict[str, Term] = {
+    "TK*H*I": lambda c, knee: c.tk * c.hidden * c.intermediate,
+    "TK*max(H,2I)*ln(1+TK/TK0)": lambda c, knee: (
+        c.tk * np.maximum(c.hidden, 2 * c.intermediate) * np.log1p(c.tk / knee)
+    ),
+    "E": lambda c, knee: c.experts,
+}
+EXTRA_TERMS: dict[str, Term] = {
+    "1": lambda c, knee: np.ones_like(c.tk),
+    "E*H*I": lambda c, knee: c.weights,
+    "idle rows*H*I": lambda c, knee: (c.padded_rows - c.tk) * c.hidden * c.intermediate,
+    "TK*H": lambda c, knee: c.tk * c.hidden,
+    "TK*I": lambda c, knee: c.tk * c.intermediate,
+    "TK": lambda c, knee: c.tk,
+    "roofline": lambda c, knee: c.roofline_us,
+}
+TERMS = BASE_TERMS | EXTRA_TERMS
+
+
+def evaluate(columns: Columns, names: Sequence[str], knee: float) -> Array:
+    """Values of the terms, `[N, len(names)]`."""
+    return np.stack([TERMS[name](columns, knee) for name in names], axis=1)

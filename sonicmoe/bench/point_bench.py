@@ -1,0 +1,62 @@
+"""Measure the points of a sweep on one engine, with experts built once for all T and freed before the next are built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..ernie_compat import SonicMoEMlpNode
+from ..errors import SonicMoEError
+from .figures import Spread
+from .shapes import Shape
+from .steady import Stack, profile_steps, time_steps
+from .sweep import stack_layers
+from .workload import Batch, Layer, Variant, rotating_batches
+
+ENOUGH_US = 150e3  # of steps in one go: past the clocks of the first milliseconds, and many kernels to average over
+MOST_STEPS = 40
+
+
+class PointBench:
+    """One engine's node, kept as long as its experts fit the next point."""
+
+    def __init__(self, variant: Variant, device: str) -> None:
+        """Nothing is built yet."""
+        self._variant, self._device = variant, device
+        self._layer: Layer | None = None
+        self._node: SonicMoEMlpNode | None = None
+
+    def figures(self, shape: Shape, rounds: int) -> dict[str, Any]:
+        """`us`, `percent`, `wall_us` of a `Point` from at least `rounds` steps, or the engine's `refusal`."""
+        try:
+            node = self._node_for(shape)
+            return self._timed(node, shape, rotating_batches(shape, self._device, stack_layers(shape)), rounds)
+        except (SonicMoEError, torch.OutOfMemoryError) as error:
+            self._layer = self._node = None
+            return {"us": None, "refusal": " ".join(str(error).split())}
+
+    def _node_for(self, shape: Shape) -> SonicMoEMlpNode:
+        if self._node is None or self._layer is None or _widths(self._layer.shape) != _widths(shape):
+            self._layer = self._node = None  # frees the last one first
+            if self._device != "cpu":
+                torch.cuda.empty_cache()
+            self._layer = Layer(shape, self._device)
+            self._node = self._layer.node(self._variant)
+        return self._node
+
+    def _timed(self, node: SonicMoEMlpNode, shape: Shape, batches: Sequence[Batch], rounds: int) -> dict[str, Any]:
+        stack = Stack(node, batches, stack_layers(shape))
+        stack.run()  # compiles, quantises the weights, makes the accumulators
+        walls = time_steps(stack, rounds, self._device)
+        wall = Spread.of(walls)
+        if self._device == "cpu":
+            return {"us": wall.median, "percent": wall.percent, "wall_us": wall.median}
+        steps = max(rounds, min(MOST_STEPS, round(ENOUGH_US / (wall.median * stack.layers))))
+        busy = Spread.of(profile_steps(stack, steps) or walls)  # where nobody may profile, wall times must do
+        return {"us": busy.median, "percent": busy.percent, "wall_us": wall.median}
+
+
+def _widths(shape: Shape) -> tuple[int, int, int]:
+    return shape.hidden, shape.intermediate, shape.experts

@@ -1,0 +1,84 @@
+"""Steady state: what one layer costs a training step, with launches that never wait for the GPU.
+
+A step here is what a model of many layers does: the forwards of several layers, then one `backward()` for all of them. PyTorch
+hands every `backward()` to a thread of the device, and waking it can take half a millisecond; a model pays that once per step,
+and so does a `Stack`. Steps are issued back to back, so that wall and busy time are of a GPU that is never left idle by the
+measurement, at the clocks that a training run has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..ernie_compat import SonicMoEMlpNode
+from .timing import trace_of
+from .trace import covered_us, gpu_spans
+from .workload import Batch
+
+Tensor = torch.Tensor
+LAYERS = 8
+
+
+class Stack:
+    """Forwards of one node on `layers` batches, then one backward through all of them; gradients of tokens are dropped."""
+
+    def __init__(self, node: SonicMoEMlpNode, batches: Sequence[Batch], layers: int = LAYERS) -> None:
+        """Nothing runs yet; batches are used in turn."""
+        self._node = node
+        self._batches = [batch for batch, _ in zip(itertools.cycle(batches), range(layers), strict=False)]
+        self.layers = layers
+
+    def run(self) -> None:
+        """One step, issued; waits for nothing. Weight gradients add up in the node."""
+        outs = [self._node(_leaf(b.x), b.counts, b.indices, _leaf(b.probs)) for b in self._batches]
+        torch.autograd.backward(outs, [batch.dout for batch in self._batches])
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same storage with a gradient of its own, so that layers which share a batch add nothing to each other's."""
+    return tensor.detach().requires_grad_()
+
+
+def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
+    """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the host's clock."""
+    stack.run()
+    if device == "cpu":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            stack.run()
+            marks.append(time.perf_counter())
+        return [1e6 * (b - a) / stack.layers for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        stack.run()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) / stack.layers for a, b in itertools.pairwise(events)]
+
+
+def profile_steps(stack: Stack, steps: int) -> list[float]:
+    """Microseconds per layer in which the GPU worked, of `steps` steps behind one that is left out; empty without a profiler.
+
+    Work that overlaps counts once: wall time can never be below it.
+    """
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps + 1):
+            stack.run()
+        torch.cuda.synchronize()
+    return busy_per_step(gpu_spans(trace_of(profiler)), steps, stack.layers)
+
+
+def busy_per_step(spans: Sequence[tuple[float, float]], steps: int, layers: int) -> list[float]:
+    """Equal steps launch equally much, so the spans of `steps + 1` of them are cut by number; else one mean over all of them."""
+    count, surplus = divmod(len(spans), steps + 1)
+    if not spans:
+        return []
+    if surplus:
+        return [covered_us(spans) / (steps + 1) / layers]
+    return [covered_us(spans[number * count : (number + 1) * count]) / layers for number in range(1, steps + 1)]
