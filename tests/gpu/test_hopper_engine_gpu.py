@@ -30,6 +30,7 @@ from gpu.hopper_cases import (
 )
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.engine.hopper import hopper_unavailable
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
@@ -43,10 +44,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN_WGRAD = replace(FP8, fp8_wgrad=False)
 WGRADS = pytest.mark.parametrize("settings", [FP8, PLAIN_WGRAD], ids=["fp8 wgrad", "plain wgrad"])
-# (H, I) of Qwen3-30B-A3B, Qwen3-235B, DeepSeek-V3, Mixtral, GPT-OSS, ERNIE-4.5 (two), OLMoE
-MODELS = [
-    (2048, 768), (4096, 1536), (7168, 2048), (4096, 14336), (2880, 2880), (2560, 1536), (8192, 3584), (2048, 1024),
-]  # fmt: skip
+MODELS = expert_sizes()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +59,7 @@ def compiled():
         yield
 
 
-@pytest.mark.parametrize("sizes", MODELS, ids=str)
+@pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
 def test_this_gpu_can_run_public_models(sizes):
     assert hopper_unavailable("cuda:0", FP8, sizes=sizes) is None
 
@@ -82,7 +80,7 @@ class TestNumbers:
     def test_every_activation(self, activation):
         check(make_case(activation=activation))
 
-    @pytest.mark.parametrize(("hidden", "intermediate"), MODELS)
+    @pytest.mark.parametrize(("hidden", "intermediate"), MODELS.values(), ids=MODELS)
     def test_sizes_of_public_models(self, hidden, intermediate):
         few = hidden * intermediate > 2**25
         options = {"experts": 2, "empty": ()} if few else {"experts": 4, "empty": (1,)}
@@ -217,7 +215,7 @@ class TestSameBits:
         fill_free_memory(0)
         zeroed = run_with_stages(case, settings)
         stages = {name.split()[1].partition(".")[0] for name in zeroed if name.startswith("stage ")}
-        assert {"z", "y1", "y2", "dz_fp8", "dz", "y1s", "ds", "dx_rows"} <= stages
+        assert {"z", "y1", "y2", "dz_fp8", "dz", "y1s", "row_dprob", "dx_rows"} <= stages
         fill_free_memory(0xFF)  # NaN in every floating format, -1 in every integer
         assert_same_bits(run_with_stages(case, settings), zeroed)
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills every fresh `torch.empty`

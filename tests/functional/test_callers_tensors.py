@@ -1,0 +1,44 @@
+"""Public calls of the PyTorch face never write into their caller's tensors; the node's suite has its own (tests/node/test_node_life.py)."""
+
+from __future__ import annotations
+
+import callers_tensors
+import pytest
+from callers_tensors import FACES, SPELLINGS, check_face, check_node, given, spelled, untouched
+from framework import torch
+
+from sonicmoe import SonicMoEConfig
+
+CALLS = [(face, fp8) for face in FACES for fp8 in (False, True) if not (fp8 and face == "MoE, plain")]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(("face", "fp8"), CALLS)
+def test_calls_leave_their_callers_tensors_alone(face, fp8, spelling):
+    check_face(face, given("cpu", spelling), fp8)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("options", [{}, {"flush": "backward"}, {"split_wgrad": True}], ids=str)
+@pytest.mark.parametrize("mode", ["off", "perf", "mem"])
+def test_the_node_writes_main_grad_alone(mode, options, spelling):
+    check_node(given("cpu", spelling), SonicMoEConfig(fp8_mode=mode), **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.data[0].neg_(),
+        lambda t: t.mul_(1),
+        lambda t: t.requires_grad_(),
+        lambda t: t.resize_(2, 3),
+        lambda t: callers_tensors.storage_bytes(t)[-1].fill_(1),
+        lambda t: callers_tensors.storage_bytes(t)[2 * callers_tensors.MARGIN + 2].fill_(1),
+        lambda t: setattr(t, "grad", torch.zeros_like(t)),
+    ],
+    ids=["value", "version counter", "wants a gradient", "shape", "behind it", "between its elements", ".grad"],
+)
+def test_the_snapshot_sees(change):
+    tensor = spelled(torch.ones(3, 4, dtype=torch.bfloat16), "strided")
+    with pytest.raises(AssertionError, match="mine"), untouched(mine=tensor, other=torch.ones(3)):
+        change(tensor)
