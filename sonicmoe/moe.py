@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .engine.activations import activate, pre_activation_width
-from .enums import ActivationType, KernelBackendMoE
+from .enums import GATED_ACTIVATIONS, ActivationType, KernelBackendMoE
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from .functional import softmax_topk_layer
 from .functional.weights import forget
@@ -51,12 +51,14 @@ class MoE(nn.Module):
         activation_function: `ActivationType` or its value.
         add_bias: biases on both projections.
         std: standard deviation of the expert weights.
+        is_glu: as upstream's scripts say it; follows from the activation, which it must not contradict.
 
     `state_dict` names: `router.weight [E, H]`, `c_fc.weight [E, N1, H]` (gate and up rows interleaved), `c_fc.bias`,
     `c_proj.weight [E, H, I]`, `c_proj.bias`.
 
     Raises:
         ShapeError: K > E, or a size is not positive.
+        ConfigError: `is_glu` and the activation contradict each other.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class MoE(nn.Module):
         activation_function: ActivationType | str = ActivationType.SWIGLU,
         add_bias: bool = False,
         std: float = 0.02,
+        is_glu: bool | None = None,
     ) -> None:
         """See the class."""
         super().__init__()
@@ -83,6 +86,12 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, num_experts_per_tok
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation_function = ActivationType(activation_function)
+        gated = self.activation_function in GATED_ACTIVATIONS
+        expect(
+            is_glu is None or is_glu == gated,
+            ConfigError,
+            f"is_glu is {is_glu}; {self.activation_function.value} needs {gated}",
+        )
         width = pre_activation_width(intermediate_size, self.activation_function)
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
         self.c_fc = Experts(num_experts, hidden_size, width, add_bias, std)

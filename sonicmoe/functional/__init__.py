@@ -117,7 +117,7 @@ def softmax_topk_layer(
     chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
     probs = torch.softmax(chosen, dim=-1)
     out = expert_mlp(
-        _autocast(x),
+        autocast(x),
         indices,
         probs,
         *weights,
@@ -145,6 +145,9 @@ def moe_general_routing_inputs(
     activation_type: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
     concat_layout: bool = False,
+    *,
+    use_fp8: bool | None = None,
+    max_experts_per_token: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Experts on any routing: N (token, expert, score) triples, a token may appear any number of times.
 
@@ -154,7 +157,10 @@ def moe_general_routing_inputs(
         token_indices: int `[N]`, ascending.
         expert_indices: int `[N]`; -1 and >= E drop the triple.
         E: number of experts; must match the weights when given.
-        w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout: as in `moe_TC_softmax_topk_layer`.
+        w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout, use_fp8: as in
+            `moe_TC_softmax_topk_layer`.
+        max_experts_per_token: the most often that any token appears. Given, the call waits for no GPU, can be captured in a CUDA graph
+            and compiled into a full graph; without it, the number is read off the device.
 
     Returns:
         `(out [T, H], expert_frequency int32 [E])`.
@@ -162,14 +168,17 @@ def moe_general_routing_inputs(
     Raises:
         ShapeError: the triples differ in length, or E or the tokens do not fit the weights.
         DTypeError: scores are no floating type, or indices are neither int32 nor int64.
-        RoutingError: `token_indices` is not ascending (checked on the host, or with `validate_dispatch`), or names no row of x.
+        RoutingError: `token_indices` is not ascending, names no row of x, or names one more than `max_experts_per_token` times. On a GPU
+            with `max_experts_per_token` (unless `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
     """
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
-    indices, probs = _triples_to_topk(router_scores, token_indices, expert_indices, int(x.shape[0]))
+    indices, probs = _triples_to_topk(
+        router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
+    )
     activation = ActivationType(activation_type)
     out = expert_mlp(
-        _autocast(x),
+        autocast(x),
         indices,
         probs,
         w1.permute(2, 0, 1),
@@ -179,39 +188,60 @@ def moe_general_routing_inputs(
         activation,
         layout=_layout(activation, concat_layout),
         inference=is_inference_mode_enabled,
+        use_fp8=use_fp8,
     )
     counts = count_cumsum(expert_indices, experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
     return out, counts
 
 
-def _triples_to_topk(scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Sorted triples -> `[T, Kmax]` indices (-1 filled) and fp32 probabilities, differentiable in the scores."""
+def _triples_to_topk(
+    scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int, topk: int | None
+) -> tuple[Tensor, Tensor]:
+    """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in the scores."""
     _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
-    if current_config().validate_dispatch or not is_cuda(tokens):
-        expect(
-            not bool((tokens[1:] < tokens[:-1]).any()),
-            RoutingError,
-            "token_indices is not ascending; sort the triples by token",
-        )
     # A row outside x counts in an extra bin, so that one look at two numbers sizes the table and finds strays.
     inside = (tokens >= 0) & (tokens < num_tokens)
     bins = torch.where(inside, tokens, torch.full_like(tokens, num_tokens))
     counted = count_cumsum(bins, num_tokens + 1, do_cumsum=False)
     assert isinstance(counted, torch.Tensor)
     per_token, strays = counted[:num_tokens].to(torch.int64), counted[num_tokens]
-    topk, outside = torch.stack([per_token.max() if num_tokens else torch.ones_like(strays), strays]).tolist()
-    expect(outside == 0, RoutingError, f"token_indices holds {outside} ids outside [0, {num_tokens}), the rows of x")
-    topk = max(1, topk)
+    topk = _check_token_indices(tokens, per_token, strays, topk)
     first = torch.cumsum(per_token, 0) - per_token
     slot = tokens * topk + torch.arange(int(tokens.shape[0]), device=tokens.device) - first[tokens]
     indices = torch.full((num_tokens * topk,), -1, dtype=torch.int64, device=tokens.device)
-    indices[slot] = experts.to(torch.int64)
+    indices = indices.index_put((slot,), experts.to(torch.int64))
     probs = torch.zeros(num_tokens * topk, dtype=torch.float32, device=tokens.device).index_put(
         (slot,), scores.to(torch.float32)
     )
     return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk)
+
+
+def _check_token_indices(tokens: Tensor, per_token: Tensor, strays: Tensor, topk: int | None) -> int:
+    """The width of the table: `topk` where the caller knows it, and then nothing waits for a GPU; else read off the device."""
+    expect(topk is None or topk >= 1, ShapeError, f"max_experts_per_token is {topk}; needed: at least 1")
+    num_tokens = int(per_token.shape[0])
+    most = per_token.max() if num_tokens else torch.zeros_like(strays)
+    unsorted = (tokens[1:] < tokens[:-1]).any()
+    may_wait = not torch.compiler.is_compiling() and (current_config().validate_dispatch or not is_cuda(tokens))
+    if topk is not None and not may_wait:
+        torch._assert_async(
+            ~unsorted & (strays == 0) & (most <= topk),
+            f"token_indices is not ascending, leaves [0, {num_tokens}), or names a token more than {topk} times",
+        )
+        return topk
+    found, outside, shuffled = torch.stack(
+        [most.to(torch.int64), strays.to(torch.int64), unsorted.to(torch.int64)]
+    ).tolist()
+    expect(not shuffled, RoutingError, "token_indices is not ascending; sort the triples by token")
+    expect(outside == 0, RoutingError, f"token_indices holds {outside} ids outside [0, {num_tokens}), the rows of x")
+    expect(
+        topk is None or found <= topk,
+        RoutingError,
+        f"token_indices names a token {found} times; max_experts_per_token is {topk}",
+    )
+    return max(1, found) if topk is None else topk
 
 
 def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
@@ -243,7 +273,7 @@ def _layout(activation: ActivationType, concat_layout: bool) -> WeightLayout:
     return WeightLayout(split_half=concat_layout and is_glu(activation))
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """Tokens in the autocast dtype where autocast lowers precision; autocast to fp32 leaves them as they are, like upstream."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from ..engine.interface import EngineWeights
 from ..enums import ActivationType
 from ..routing.build import build_metadata
 from .call import Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
-from .weights import WeightLayout, prepared_weights
+from .weights import WeightLayout, prepared_weights, versions_of
 
 Tensor = torch.Tensor
 
@@ -61,6 +62,14 @@ def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
     return build_metadata(indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate)
 
 
+def _check_not_overwritten(prepared: EngineWeights, versions: Any) -> None:
+    if versions_of(prepared) != versions:
+        raise RuntimeError(
+            "the expert weights were modified by an inplace operation and quantised again since this forward; "
+            "run its backward before the next forward with the changed weights"
+        )
+
+
 class _ExpertMlp(torch.autograd.Function):
     """Weight gradients are computed in fresh fp32 accumulators and returned in each weight's dtype."""
 
@@ -85,6 +94,7 @@ class _ExpertMlp(torch.autograd.Function):
         # changed in place, and they are prepared again for backward, so that no rearranged copy lives from one pass to the other.
         quantised = plan.settings.recipe is not None
         ctx.prepared = prepared if quantised else None
+        ctx.versions = versions_of(prepared)
         ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
         ctx.plan = plan
         ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
@@ -104,6 +114,8 @@ class _ExpertMlp(torch.autograd.Function):
                 weights = (w1, w2, b1, b2)
                 engine = plan.choose(saved.x, weights)
                 prepared = prepared_weights(engine, weights, plan.settings, plan.layout, saved.x.dtype)
+            else:
+                _check_not_overwritten(prepared, ctx.versions)
             dx, dprobs, gradients = backward(plan, dout, saved, prepared, ctx.dtypes, wgrad=any(weights_wanted))
         kept = (gradient if wanted else None for gradient, wanted in zip(gradients, weights_wanted, strict=True))
         return (None, None, dx if x_wanted else None, dprobs if probs_wanted else None, *kept)

@@ -90,15 +90,7 @@ def backward(
     dx, dprobs = engine.backward(dout, saved, prepared, accumulators)
     if accumulators is None:
         return dx, dprobs, (None,) * len(dtypes)
-    gradients = plan.layout.gradients(accumulators)
-    return (
-        dx,
-        dprobs,
-        tuple(
-            gradient.to(dtype) if gradient is not None and dtype is not None else None
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
-        ),
-    )
+    return dx, dprobs, plan.layout.gradients(accumulators, dtypes)
 
 
 def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> GradAccumulators:

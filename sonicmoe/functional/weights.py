@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,14 +64,21 @@ class WeightLayout:
             b1 = None if b1 is None else layouts.interleave_bias(b1)
         return w1.contiguous(), w2.contiguous(), b1, b2
 
-    def gradients(self, accumulators: GradAccumulators) -> tuple[Tensor | None, ...]:
-        """fp32 `(dw1, dw2, db1, db2)` in the order and shape of the user's weights."""
-        dw1, dw2, db1, db2 = accumulators.dw1, accumulators.dw2, accumulators.db1, accumulators.db2
+    def gradients(
+        self, accumulators: GradAccumulators, dtypes: tuple[torch.dtype | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """`(dw1, dw2, db1, db2)` rounded once to `dtypes`, in the order and shape of the user's weights; None where there is none."""
+        summed = (accumulators.dw1, accumulators.dw2, accumulators.db1, accumulators.db2)
+        # Rounded before they are rearranged: half the bytes to move.
+        dw1, dw2, db1, db2 = (
+            None if gradient is None or dtype is None else gradient.to(dtype)
+            for gradient, dtype in zip(summed, dtypes, strict=True)
+        )
         if self.split_half:
-            dw1 = layouts.deinterleave_gate_up(dw1)
+            dw1 = None if dw1 is None else layouts.deinterleave_gate_up(dw1)
             db1 = None if db1 is None else layouts.deinterleave_bias(db1)
         if self.transposed:
-            dw1, dw2 = dw1.transpose(-2, -1).contiguous(), dw2.transpose(-2, -1).contiguous()
+            dw1, dw2 = (None if dw is None else dw.transpose(-2, -1).contiguous() for dw in (dw1, dw2))
         return dw1, dw2, db1, db2
 
 
@@ -91,11 +99,17 @@ class _Kept:
 
     key: tuple[Any, ...]
     prepared: EngineWeights
-    sources: tuple[Tensor | None, ...]
+    memory: tuple[Any, ...]
+    source: WeightSource | None = None
 
 
-# w1, the very tensor object, to its `_Kept`; a parameter takes its entry along when it dies.
+# w1, or the parameter that it is a view of (a view is a new object at every call), to what is kept of it by place in memory: a
+# parameter takes its entries along when it dies, and no entry holds the parameter.
 _kept = WeakTensorKeyDictionary()
+# Entries that a CUDA graph reads, which holds no reference of its own: they stay as long as the parameter, whatever replaces them.
+_captured = WeakTensorKeyDictionary()
+# Prepared weights that an engine brings up to date in place, to the version counters they were made of.
+_versions: WeakKeyDictionary[EngineWeights, tuple[int | None, ...]] = WeakKeyDictionary()
 
 
 def prepared_weights(
@@ -105,8 +119,9 @@ def prepared_weights(
 
     Without a recipe both operands of a product are in `dtype`, that of the tokens: autocast leaves parameters in fp32.
 
-    Reused while the tensor object w1 lives, storage and version counters stand still and no `torch.optim.Optimizer` steps. PyTorch's
-    in-place operations move the version counter; a write through `.data` moves nothing: call `forget`.
+    Reused while w1, or the parameter that it is a view of, lives, storage and version counters stand still and no `torch.optim.Optimizer`
+    steps. PyTorch's in-place operations move the version counter, a view's and its parameter's alike; a write through `.data` moves
+    nothing: call `forget`.
     Nothing is kept of inference tensors, which have no version counter; of unquantised weights that had to be rearranged or cast, which
     would cost a second copy of the model; in a process that uses `fully_shard`, which refills the memory of gathered weights and
     sets the version counter back; and while a CUDA graph is captured, whose replays must quantise the weights of their time.
@@ -114,37 +129,92 @@ def prepared_weights(
     if engine.follows_weights:
         return _followed(engine, weights, settings, layout)
     if not _may_keep(weights, settings, layout, dtype):
-        forget(weights[0])
+        _drop(weights[0])
         return _prepare(engine, weights, settings, layout, dtype)
-    versions = tuple((t.data_ptr(), t._version) if t is not None else None for t in weights)
-    key = (engine.name, settings, layout, versions, _optimizer_steps)
-    kept: _Kept | None = _kept.get(weights[0])
+    key = (engine.name, settings, layout, _places(weights), _version_counters(weights), _optimizer_steps)
+    kept = _find(weights[0])
     if kept is None or kept.key != key:
-        sources = tuple(None if weight is None else weight.detach() for weight in weights)
-        kept = _kept[weights[0]] = _Kept(key, _prepare(engine, weights, settings, layout, dtype), sources)
+        kept = _Kept(key, _prepare(engine, weights, settings, layout, dtype), _memory(weights))
+        _keep(weights[0], kept)
     return kept.prepared
 
 
 def _followed(engine: Engine, weights: Weights, settings: EngineSettings, layout: WeightLayout) -> EngineWeights:
     """Kept as long as w1 lives, and brought up to date on the device at every call, in a CUDA graph at every replay."""
     expect(weights[2] is None, ConfigError, f"the {engine.name} engine has no biases; needed: b1 and b2 None")
-    source = layout.source(weights)
     if _any_module_is_sharded() or any(weight is not None and weight.is_inference() for weight in weights):
-        forget(weights[0])
-        return engine.prepare_source(source, settings, None, True)
+        _drop(weights[0])
+        return engine.prepare_source(layout.source(weights), settings, None, True)
     # Other weights get buffers of their own: those of an outstanding forward are still to be read by its backward.
-    place = (engine.name, settings, layout, tuple(None if t is None else t.data_ptr() for t in weights))
-    state = (tuple(None if t is None else t._version for t in weights), _optimizer_steps)
-    kept: _Kept | None = _kept.get(weights[0])
-    previous = kept.prepared if kept is not None and kept.key[0] == place else None
-    prepared = engine.prepare_source(source, settings, previous, kept is None or kept.key != (place, state))
-    _kept[weights[0]] = _Kept((place, state), prepared, tuple(None if t is None else t.detach() for t in weights))
+    place = (engine.name, settings, layout, _places(weights))
+    versions = _version_counters(weights)
+    key = (place, (versions, _optimizer_steps))
+    kept = _find(weights[0])
+    if kept is not None and kept.key[0] != place:
+        kept = None
+    # Splitting E experts takes longer than a launch: done once where it makes views, which show every later value.
+    source = layout.source(weights) if kept is None or kept.source is None else kept.source
+    previous = None if kept is None else kept.prepared
+    prepared = engine.prepare_source(source, settings, previous, kept is None or kept.key != key)
+    if kept is None or kept.key != key or kept.prepared is not prepared:
+        _versions[prepared] = versions
+        views = source if weights[0].is_contiguous() and weights[1].is_contiguous() else None
+        _keep(weights[0], _Kept(key, prepared, _memory(weights), views))
+    if is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing():
+        _captured.setdefault(_owner(weights[0]), set()).add(prepared)
     return prepared
 
 
 def forget(w1: Tensor) -> None:
-    """Drop what was prepared from these weights."""
-    _kept.pop(w1, None)
+    """Drop what was prepared from these weights, and from every other view of the same tensor."""
+    _kept.pop(_owner(w1), None)
+
+
+def versions_of(prepared: EngineWeights) -> tuple[int | None, ...] | None:
+    """Version counters of the weights that an engine which follows weights last read; None for copies that never change."""
+    return _versions.get(prepared)
+
+
+def _owner(w1: Tensor) -> Tensor:
+    """Of views, only a plain parameter's: flattened and distributed ones are refilled behind their version counter."""
+    return w1._base if type(w1._base) is torch.nn.Parameter else w1
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _find(w1: Tensor) -> _Kept | None:
+    entries: dict[tuple[Any, ...], _Kept] = _kept.get(_owner(w1), {})
+    return entries.get(_geometry(w1))
+
+
+def _keep(w1: Tensor, kept: _Kept) -> None:
+    owner = _owner(w1)
+    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
+    entries.pop(_geometry(w1), None)
+    entries[_geometry(w1)] = kept
+    # More than fit side by side into one tensor overlap: the oldest goes, so that entries cannot grow without end.
+    if len(entries) > max(1, owner.numel() // max(1, w1.numel())):
+        del entries[next(iter(entries))]
+
+
+def _drop(w1: Tensor) -> None:
+    entries = _kept.get(_owner(w1))
+    if entries is not None:
+        entries.pop(_geometry(w1), None)
+
+
+def _places(weights: Weights) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights)
+
+
+def _version_counters(weights: Weights) -> tuple[int | None, ...]:
+    return tuple(None if t is None else t._version for t in weights)
+
+
+def _memory(weights: Weights) -> tuple[Any, ...]:
+    return tuple(None if t is None else t.untyped_storage() for t in weights)
 
 
 def _prepare(

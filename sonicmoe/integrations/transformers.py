@@ -18,6 +18,7 @@ from torch import nn
 
 from ..enums import ActivationType
 from ..errors import FrameworkError, LayoutError, expect
+from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..functional.weights import WeightLayout
 from ..interop import parse_version
@@ -58,7 +59,7 @@ def register() -> None:
     moe = _moe_module()
     _check_version()
     for name, use_fp8 in IMPLEMENTATIONS.items():
-        moe.ALL_EXPERTS_FUNCTIONS.register(name, _experts_forward(use_fp8))
+        moe.ALL_EXPERTS_FUNCTIONS.register(name, _experts_forward(use_fp8, moe._default_apply_gate))
 
 
 def check_model(model: nn.Module) -> None:
@@ -76,9 +77,14 @@ def check_model(model: nn.Module) -> None:
 
 def unsupported_reason(experts: nn.Module) -> str | None:
     """Why the engine cannot compute this experts module, in words that name its class; None where it can."""
+    return _unsupported_reason(experts, _moe_module()._default_apply_gate)
+
+
+def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
+    """`standard_gate`: the `_apply_gate` of experts that compute act(gate) * up."""
     kind = type(experts).__name__
     gated = getattr(experts, "has_gate", True)
-    if gated and getattr(type(experts), "_apply_gate", None) is not _moe_module()._default_apply_gate:
+    if gated and getattr(type(experts), "_apply_gate", None) is not standard_gate:
         return f"{kind} has a gate of its own (_apply_gate); the engine computes act(gate) * up"
     if getattr(experts, "has_post_expert_norm", False):
         return f"{kind} normalises the output of every expert (has_post_expert_norm)"
@@ -95,20 +101,24 @@ def unsupported_reason(experts: nn.Module) -> str | None:
     return None
 
 
-def _experts_forward(use_fp8: bool | None) -> ExpertsForward:
-    """The function that transformers calls in place of an experts module's forward."""
+def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward:
+    """The function that transformers calls in place of an experts module's forward.
+
+    It imports nothing: transformers' packages are lazy modules, whose import torch.compile up to 2.11 cannot trace.
+    """
 
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, H]`, ids `[T, K]` (-1 and >= E: another rank's), weights `[T, K]` -> `[T, H]`."""
-        reason = unsupported_reason(self)
+        reason = _unsupported_reason(self, standard_gate)
         if reason is not None:
             raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {reason}")
         gated = getattr(self, "has_gate", True)
         names = _weight_names(self)
         up, down, *biases = (_local(getattr(self, name)) for name in names)
         up_bias, down_bias = biases or (None, None)
-        return expert_mlp(
-            _local(hidden_states),
+        tokens = _local(hidden_states)
+        out = expert_mlp(
+            autocast(tokens),  # norms give fp32 under autocast; the built-in implementations compute lower all the same
             _local(top_k_index),
             _local(top_k_weights).to(torch.float32),
             up,
@@ -122,6 +132,7 @@ def _experts_forward(use_fp8: bool | None) -> ExpertsForward:
             ),
             use_fp8=use_fp8,
         )
+        return out.to(tokens.dtype)
 
     return forward
 
@@ -143,9 +154,9 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; its gradient finds the way back."""
+    """This rank's part of a DTensor, as a view: nothing is kept of it, since in-place operations on DTensors do not move its version."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor if to_local is None else to_local()[:]
 
 
 def _moe_module() -> Any:

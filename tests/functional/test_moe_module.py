@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import EngineUnavailableError, RoutingError, ShapeError
+from sonicmoe.errors import ConfigError, EngineUnavailableError, RoutingError, ShapeError
 
 MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
 
@@ -31,6 +31,14 @@ def test_state_dict(activation, width, bias):
     assert all(parameter.requires_grad for parameter in moe.parameters())
     for weight in (moe.c_fc.weight, moe.c_proj.weight):
         assert weight.std().item() == pytest.approx(0.05, rel=0.1) and abs(weight.mean().item()) < 0.005
+
+
+def test_is_glu_as_upstreams_scripts_say_it():
+    assert MoE(2, 1, 8, 4, ActivationType.REGLU, is_glu=True).c_fc.weight.shape == (2, 8, 8)
+    assert MoE(2, 1, 8, 4, ActivationType.GELU, is_glu=False).c_fc.weight.shape == (2, 4, 8)
+    for activation, gated in ((ActivationType.REGLU, True), (ActivationType.GELU, False)):
+        with pytest.raises(ConfigError, match=f"is_glu is {not gated}; {activation.value} needs {gated}"):
+            MoE(2, 1, 8, 4, activation, is_glu=not gated)
 
 
 def test_representation_and_attributes():

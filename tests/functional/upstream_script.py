@@ -16,6 +16,7 @@ layer = MoE(
     hidden_size=64,
     intermediate_size=32,
     activation_function=ActivationType.SWIGLU,
+    is_glu=is_glu(ActivationType.SWIGLU),
     add_bias=False,
     std=0.02,
 ).to(device=device, dtype=torch.bfloat16)

@@ -1,11 +1,12 @@
-"""`MoE` on a GPU engine under `torch.compile` and in a CUDA graph: the eager layer's numbers, and never stale weights."""
+"""`MoE` and upstream's functions on a GPU engine, eager, compiled and in a CUDA graph: the same numbers, and never stale weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sonicmoe import MoE
+from sonicmoe import KernelBackendMoE, MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.call import make_plan
 from sonicmoe.functional.weights import WeightLayout
@@ -25,9 +26,9 @@ def needs_a_gpu_engine(request):
         pytest.skip("no GPU engine for this precision in this build")
 
 
-def layer(seed: int = 0) -> MoE:
+def layer(seed: int = 0, activation: str = "swiglu", bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> MoE:
     torch.manual_seed(seed)
-    moe = MoE(8, 2, 256, 128, std=0.1).to("cuda", torch.bfloat16)
+    moe = MoE(8, 2, 256, 128, activation, bias, std=0.1).to("cuda", dtype)
     with torch.no_grad():
         moe.router.weight.normal_()
     return moe
@@ -65,24 +66,141 @@ def test_compiled(use_fp8: bool, backend: str) -> None:
         optimizer.step()
 
 
+def whole_layer(moe: MoE):
+    """`moe_TC_softmax_topk_layer` on fresh views of the parameters, as upstream's users call it."""
+
+    def forward(x, use_fp8):
+        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
+        return moe_TC_softmax_topk_layer(
+            x, moe.router.weight, w1, moe.c_fc.bias, w2, moe.c_proj.bias, 2, moe.stream_id, use_fp8=use_fp8
+        )[:2]
+
+    return forward
+
+
+def general(moe: MoE):
+    """`moe_general_routing_inputs` of a router of one's own, which has sent one expert's tokens to another rank."""
+
+    def forward(x, use_fp8):
+        scores, experts = torch.nn.functional.linear(x, moe.router.weight).float().topk(2)
+        experts = torch.where(experts == 3, -1, experts)
+        rows = torch.arange(2 * len(x), device=x.device) // 2
+        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
+        return moe_general_routing_inputs(
+            x, scores.softmax(-1).flatten(), rows, experts.flatten(), w1, None, w2, None, 8, moe.stream_id,
+            use_fp8=use_fp8, max_experts_per_token=2,
+        )  # fmt: skip
+
+    return forward
+
+
+FACES = pytest.mark.parametrize("face", [lambda moe: moe, whole_layer, general], ids=["MoE", "whole layer", "general"])
+
+
 @MODES
-def test_captured_in_a_cuda_graph(use_fp8: bool) -> None:
+@FACES
+def test_captured_in_a_cuda_graph(face, use_fp8: bool) -> None:
     """A replay after the weights have changed computes with the new ones."""
     moe, other, (x, dout) = layer(), layer(seed=1), batch(512)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            gradients(moe, moe, x, dout, use_fp8)
+            gradients(moe, face(moe), x, dout, use_fp8)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = gradients(moe, moe, x, dout, use_fp8)
+        captured = gradients(moe, face(moe), x, dout, use_fp8)
     for source in (moe, other):
         with torch.no_grad():
             for mine, its in zip(moe.parameters(), source.parameters(), strict=True):
                 mine.copy_(its)
         graph.replay()
         torch.cuda.synchronize()
-        for a, b in zip(captured, gradients(source, source, x, dout, use_fp8), strict=True):
+        for a, b in zip(captured, gradients(source, face(source), x, dout, use_fp8), strict=True):
             assert torch.equal(a, b)
+
+
+@MODES
+@FACES
+def test_never_waits_for_the_gpu(face, use_fp8: bool) -> None:
+    moe, (x, dout) = layer(), batch(512)
+    gradients(moe, face(moe), x, dout, use_fp8)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(moe, face(moe), x, dout, use_fp8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("use_fp8", [True], ids=["fp8"])
+@FACES
+def test_weights_are_quantised_once_per_update(face, use_fp8: bool, monkeypatch) -> None:
+    calls, original = [], HopperEngine.prepare_source
+
+    def prepare(self, source, settings, previous, changed):
+        calls.append("new buffers" if previous is None else "changed" if changed else "guarded")
+        return original(self, source, settings, previous, changed)
+
+    monkeypatch.setattr(HopperEngine, "prepare_source", prepare)
+    moe, (x, dout) = layer(), batch(512)
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2, fused=True)
+    for update in range(3):
+        for _ in range(3):
+            found = gradients(moe, face(moe), x, dout, use_fp8)
+        first = "changed" if update else "new buffers"
+        assert calls == [first, "guarded", "guarded"]
+        fresh = layer(seed=9)
+        fresh.load_state_dict(moe.state_dict())
+        for a, b in zip(found, gradients(fresh, face(fresh), x, dout, use_fp8), strict=True):
+            assert torch.equal(a, b), "stale codes"
+        for parameter, gradient in zip(moe.parameters(), found[2:], strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        calls.clear()
+
+
+# Whatever engine takes them: the plain PyTorch layer's numbers
+
+
+def against_plain(moe: MoE, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool, bound: float) -> None:
+    def plain(x, **_):
+        return moe(x, KernelBackendMoE.torch)
+
+    for a, b in zip(gradients(moe, moe, x, dout, use_fp8), gradients(moe, plain, x, dout, use_fp8), strict=True):
+        assert bool(torch.isfinite(a).all()) and relative(a, b) <= bound
+
+
+@MODES
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("activation", [activation.value for activation in ActivationType])
+def test_every_activation(activation: str, bias: bool, use_fp8: bool) -> None:
+    fp8 = 0.25 if "relu" in activation else 0.15  # z rounded across 0 turns a whole gradient on or off
+    against_plain(layer(activation=activation, bias=bias), *batch(300), use_fp8, fp8 if use_fp8 else 0.05)
+
+
+@MODES
+def test_fp16_parameters(use_fp8: bool) -> None:
+    moe, (x, dout) = layer(dtype=torch.float16), batch(300)
+    against_plain(moe, x.half(), dout.half(), use_fp8, 0.15 if use_fp8 else 0.02)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["to bf16", "to fp16"])
+def test_autocast_of_fp32_parameters(dtype: torch.dtype, use_fp8: bool) -> None:
+    moe, (x, dout) = layer(dtype=torch.float32), batch(300)
+    with torch.autocast("cuda", dtype):
+        out, _ = moe(x.float(), use_fp8=use_fp8)
+        assert out.dtype == dtype
+        against_plain(moe, x.float(), dout.to(dtype), use_fp8, 0.15 if use_fp8 else 0.05)
+
+
+@MODES
+def test_autocast_to_fp32_leaves_bf16_tokens_alone(use_fp8: bool) -> None:
+    """As upstream's own tests run it."""
+    moe, x = layer(), batch(300)[0]
+    with torch.autocast("cuda", torch.float32):
+        out, _ = moe(x, use_fp8=use_fp8)
+        plain, _ = moe(x, KernelBackendMoE.torch)
+    assert out.dtype == torch.bfloat16 and relative(out, plain) <= (0.12 if use_fp8 else 0.03)

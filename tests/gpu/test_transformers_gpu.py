@@ -11,7 +11,7 @@ from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, relative
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.functional.call import make_plan
+from sonicmoe.functional.call import Plan, make_plan
 from sonicmoe.functional.weights import WeightLayout
 from sonicmoe.integrations.transformers import register
 
@@ -92,6 +92,38 @@ def test_fp8_training_follows_eager() -> None:
     eager, fp8 = losses("eager"), losses("sonicmoe_fp8")
     assert eager[-1] < 0.4 * eager[0]
     assert ((fp8 - eager).abs() / eager).max() <= 0.05
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_fp32_parameters_under_autocast(implementation: str, monkeypatch) -> None:
+    """Norms return fp32 there; the experts get bf16 all the same, so that a GPU engine takes them."""
+    names, original = [], Plan.choose
+
+    def choose(self, x, weights):
+        engine = original(self, x, weights)
+        names.append((engine.name, x.dtype))
+        return engine
+
+    monkeypatch.setattr(Plan, "choose", choose)
+    model = model_of("mixtral").float()
+    with torch.autocast("cuda", torch.bfloat16):
+        expected, found = run(model, "eager"), run(model, implementation)
+    assert {dtype for _, dtype in names} == {torch.bfloat16} and "reference" not in {name for name, _ in names}
+    assert max(errors(found, expected).values()) <= (FP8 if implementation == "sonicmoe_fp8" else BF16)
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_decoding_with_a_cache(implementation: str) -> None:
+    """Two tokens a step: every step's logits are those of the whole text, up to what other attention kernels round."""
+    model = model_of("qwen3-moe").eval()
+    model.set_experts_implementation(implementation)
+    ids = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2)).cuda()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "output_scores": True}
+    generated = model.generate(ids, **options, return_dict_in_generate=True)
+    with torch.inference_mode():
+        whole = model(generated.sequences).logits[:, 4:-1]
+    assert generated.sequences.shape == (2, 13)
+    assert relative_rmse(torch.stack(generated.scores, 1), whole) <= 0.05
 
 
 # Sentinels

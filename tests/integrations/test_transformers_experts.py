@@ -137,22 +137,41 @@ def test_sentinels_of_expert_parallelism(implementation, invalid, garbage):
     assert not found["out"][~here.any(-1)].any() and not found["x"][~here.any(-1)].any()
 
 
-def test_local_parts_of_dtensors(tmp_path):
-    """Weights as DTensors: the forward reads this rank's part, and gradients come back as DTensors."""
-    experts = make(has_bias=True)
-    expected = run(experts, "eager", *batch())
+@pytest.fixture
+def distributed(tmp_path):
+    """Experts whose weights are DTensors on a mesh of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for name, parameter in list(experts.named_parameters()):
-            setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-        for implementation, bound in (("sonicmoe", 1e-6), ("sonicmoe_fp8", 0.12)):
-            found = run(experts, implementation, *batch())
-            assert isinstance(found["down_proj"], DTensor)
-            local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
-            assert_close(local, expected, bound)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    experts = make(has_bias=True)
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    yield experts
+    dist.destroy_process_group()
+
+
+def test_local_parts_of_dtensors(distributed):
+    """Weights as DTensors: the forward reads this rank's part, and gradients come back as DTensors."""
+    expected = run(make(has_bias=True), "eager", *batch())
+    for implementation, bound in (("sonicmoe", 1e-6), ("sonicmoe_fp8", 0.12)):
+        found = run(distributed, implementation, *batch())
+        assert isinstance(found["down_proj"], DTensor)
+        local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
+        assert_close(local, expected, bound)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_in_place_changes_of_dtensors_are_seen(distributed, implementation, training):
+    """They move no version counter of the local part, in which kept codes would look current."""
+    distributed.config._experts_implementation, (x, ids, weights, _) = implementation, batch()
+    outputs = []
+    for factor in (1.0, -1.5):
+        with torch.no_grad():
+            distributed.down_proj.mul_(factor)
+            distributed.down_proj_bias.mul_(factor)
+        with torch.set_grad_enabled(training):
+            outputs.append(distributed(x, ids, weights).detach())
+    assert relative_rmse(outputs[1], -1.5 * outputs[0]) < 0.02
 
 
 def test_changed_weights_are_seen():
@@ -166,15 +185,21 @@ def test_changed_weights_are_seen():
         assert relative_rmse(after, run(experts, "eager", *batch())["out"]) < 0.1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_fp8_weights_are_made_once_per_change(compiled, monkeypatch):
-    made, original = [], ReferenceEngine.prepare_weights
+@pytest.fixture
+def made(monkeypatch):
+    """One entry for every preparation of weights."""
+    seen, original = [], ReferenceEngine.prepare_weights
 
     def prepare(*arguments):
-        made.append(1)
+        seen.append(1)
         return original(*arguments)
 
     monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
+    return seen
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fp8_weights_are_made_once_per_change(compiled, made):
     torch._dynamo.reset()
     experts = make(is_transposed=True)
     experts.config._experts_implementation = "sonicmoe_fp8"

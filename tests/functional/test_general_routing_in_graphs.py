@@ -1,0 +1,113 @@
+"""`moe_general_routing_inputs` where nothing may be read back: the width of the routing table given by the caller."""
+
+from __future__ import annotations
+
+import pytest
+from framework import torch
+from functional.layer_golden import make_layer, make_tokens
+from functional.test_general_routing import DROPPED, TOKENS, run_triples, triples
+
+from sonicmoe import SonicMoEConfig, functional, moe_general_routing_inputs
+from sonicmoe.errors import RoutingError, ShapeError
+
+MOST = max(TOKENS.count(token) for token in TOKENS)
+MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Tokens pass for GPU tensors, which may not be read, and reading any tensor is an error."""
+
+    def read(*_):
+        raise AssertionError("a GPU would be waited for")
+
+    monkeypatch.setattr(functional, "is_cuda", lambda _: True)
+    for name in ("tolist", "item", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+
+
+def batch():
+    return make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+
+
+@MODES
+@pytest.mark.parametrize("most", [MOST, MOST + 3])
+def test_the_width_changes_no_bit(most, use_fp8):
+    moe, x, dout = batch()
+    expected, frequency = run_triples(moe, x, *triples(), dout, use_fp8=use_fp8)
+    found, again = run_triples(moe, x, *triples(), dout, use_fp8=use_fp8, max_experts_per_token=most)
+    assert torch.equal(frequency, again) and not found["scores"][DROPPED].any()
+    for name, got in found.items():
+        assert torch.equal(got, expected[name]), name
+
+
+def test_use_fp8_beats_the_configuration():
+    moe, x, dout = batch()
+    plain, _ = run_triples(moe, x, *triples(), dout)
+    with SonicMoEConfig(fp8_mode="perf").activate():
+        fp8, _ = run_triples(moe, x, *triples(), dout)
+        assert torch.equal(run_triples(moe, x, *triples(), dout, use_fp8=False)[0]["out"], plain["out"])
+    assert torch.equal(run_triples(moe, x, *triples(), dout, use_fp8=True)[0]["out"], fp8["out"])
+    assert not torch.equal(fp8["out"], plain["out"])
+
+
+def test_nothing_is_read_back(on_a_gpu):
+    scores, tokens, experts = triples()
+    functional._triples_to_topk(scores, tokens, experts, 8, MOST)
+    with pytest.raises(AssertionError, match="waited for"):
+        functional._triples_to_topk(scores, tokens, experts, 8, None)
+
+
+@MODES
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_one_full_graph(backend, use_fp8):
+    moe, x, dout = batch()
+    options = {"use_fp8": use_fp8, "max_experts_per_token": MOST}
+    expected, frequency = run_triples(moe, x, *triples(), dout, **options)
+    graph = torch.compile(moe_general_routing_inputs, fullgraph=True, backend=backend)
+    x, (scores, tokens, experts) = x.clone().requires_grad_(), triples()
+    views = (moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias)
+    out, again = graph(x, scores, tokens, experts, *views, 5, None, moe.activation_function, **options)
+    leaves = {"x": x, "scores": scores, **{n: p for n, p in moe.named_parameters() if n != "router.weight"}}
+    gradients = torch.autograd.grad((out * dout).sum(), list(leaves.values()))
+    assert torch.equal(frequency, again)
+    for name, got in {"out": out, **dict(zip(leaves, gradients, strict=True))}.items():
+        torch.testing.assert_close(got, expected[name], rtol=1e-5, atol=1e-6)
+
+
+WRONG = {
+    "unsorted": ([0, 2, 1], "not ascending"),
+    "beyond x": ([0, 1, 8], r"1 ids outside \[0, 8\)"),
+    "too often": ([3, 3, 3], "names a token 3 times; max_experts_per_token is 2"),
+}
+
+
+@pytest.mark.parametrize("where", ["on the host", "validated on a GPU", "on a GPU"])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
+    """Where the call may not wait, by an assertion on the device (which the host raises at once)."""
+    tokens, message = WRONG[case]
+    moe, x, _ = batch()
+    views = (moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias)
+    arguments = (x, torch.ones(3), torch.tensor(tokens), torch.tensor([0, 1, 2]), *views)
+    if where != "on the host":
+        monkeypatch.setattr(functional, "is_cuda", lambda _: True)
+    error, words = (RoutingError, message) if where != "on a GPU" else (RuntimeError, "names a token more than 2 times")
+    with (
+        SonicMoEConfig(validate_dispatch=where == "validated on a GPU").activate(),
+        pytest.raises(error, match=words),
+    ):
+        moe_general_routing_inputs(*arguments, max_experts_per_token=2)
+
+
+def test_a_width_of_nothing_is_refused():
+    moe, x, dout = batch()
+    with pytest.raises(ShapeError, match="max_experts_per_token is 0; needed: at least 1"):
+        run_triples(moe, x, *triples(), dout, max_experts_per_token=0)
