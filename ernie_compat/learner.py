@@ -16,11 +16,10 @@ import numpy as np
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import FrameworkError, expect
+from sonicmoe.install import install_hint
 
 from .model_config import ModelConfig, TrainConfig
 from .parallel import Parallel, RankLayout, SingleProcess
-
-INSTALL_HINTS = {"paddle": "pip install 'sonicmoe[paddle]'", "torch": "pip install 'sonicmoe[torch]'"}
 
 
 class StepResult(NamedTuple):
@@ -115,12 +114,12 @@ def load_framework(framework: str) -> None:
         try:
             module = importlib.import_module(framework)
         except ImportError as error:
-            raise FrameworkError(f"{framework} cannot be imported ({error}); {INSTALL_HINTS[framework]}") from None
+            raise FrameworkError(f"{framework} cannot be imported ({error}); {install_hint(framework)}") from None
     if framework == "paddle":
         expect(
             hasattr(module, "enable_compat"),
             FrameworkError,
-            f"paddle {module.__version__} has no torch proxy; needed: paddle >= 3.3 ({INSTALL_HINTS['paddle']})",
+            f"paddle {module.__version__} has no torch proxy; needed: paddle >= 3.3 ({install_hint('paddle')})",
         )
         module.enable_compat(scope={"sonicmoe"}, silent=True)
 

@@ -192,6 +192,7 @@ class SonicMoEConfig:
         Raises:
             ConfigError: an environment variable has a value its parser refuses, or two settings contradict each other.
         """
+        _report_unknown_flags()
         values: dict[str, Any] = {}
         for flag in FLAGS:
             given = getattr(self, flag.field)
@@ -263,6 +264,15 @@ def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | N
 
 
 _WARNED: set[str] = set()
+_looked_for_unknown_flags = False
+
+
+def _report_unknown_flags() -> None:
+    """`warn_unknown_flags`, at the first configuration that a process resolves: every face resolves one, and often."""
+    global _looked_for_unknown_flags
+    if not _looked_for_unknown_flags:
+        _looked_for_unknown_flags = True
+        warn_unknown_flags()
 
 
 def warn_unknown_flags() -> None:

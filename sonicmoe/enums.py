@@ -14,11 +14,16 @@ class KernelBackendMoE(Enum):
 
 
 class ActivationType(Enum):
-    """The expert's activation; the first three are gated (`act(gate) * up`)."""
+    """The expert's activation; the first four are gated.
+
+    Upstream has seven, gated ones of the form `act(gate) * up`. `SWIGLU_OAI` is GPT-OSS's, with alpha 1.702 and limit 7:
+    `gate = min(gate, limit)`, `up = clamp(up, -limit, limit)`, `gate * sigmoid(alpha * gate) * (up + 1)`.
+    """
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     REGLU = "reglu"
+    SWIGLU_OAI = "swiglu_oai"
 
     RELU_SQ = "relu_sq"
     RELU = "relu"
@@ -26,7 +31,9 @@ class ActivationType(Enum):
     SILU = "silu"
 
 
-GATED_ACTIVATIONS = frozenset({ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU})
+GATED_ACTIVATIONS = frozenset(
+    {ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU, ActivationType.SWIGLU_OAI}
+)
 
 
 def is_glu(activation_type: ActivationType) -> bool:

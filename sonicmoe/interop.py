@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .errors import DeviceError, FrameworkError
+from .install import install_hint
 
 MINIMUM_PADDLE = (3, 3)
 HOW_TO_ENABLE = 'call paddle.enable_compat(scope={"sonicmoe"}, silent=True) before the first `import sonicmoe`'
@@ -29,7 +30,7 @@ def check_paddle_version(text: str) -> None:
     found = parse_version(text)
     if (0, 0) < found < MINIMUM_PADDLE:
         raise FrameworkError(
-            f"paddle {text} has no torch proxy; sonicmoe needs paddle >= 3.3.0 (pip install 'paddlepaddle>=3.3.0')"
+            f"paddle {text} has no torch proxy; sonicmoe needs paddle >= 3.3.0: {install_hint('paddle')}"
         )
 
 
@@ -48,7 +49,7 @@ def _import_framework() -> Any:
                 f"paddle is loaded but its torch proxy is not enabled for sonicmoe: {HOW_TO_ENABLE}"
             ) from error
         raise FrameworkError(
-            "sonicmoe needs PyTorch (pip install 'sonicmoe[torch]'), or Paddle >= 3.3 (pip install 'sonicmoe[paddle]'); "
+            f"sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle >= 3.3 ({install_hint('paddle')}); "
             f"with Paddle, {HOW_TO_ENABLE}"
         ) from error
     return torch

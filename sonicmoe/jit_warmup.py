@@ -9,7 +9,7 @@ from .enums import ActivationType
 from .errors import DeviceError, expect
 from .jit.cache import default_cache
 from .jit.errors import CompileError
-from .jit.plan import CompileJob, ModelSpec, plan
+from .jit.plan import BF16, BOTH, FP8, NEITHER, ModelSpec, WarmUpPlan, require, warm_up_plan
 from .jit.warmup import FAILED, Progress, WarmUpReport, warm_up
 
 # The device decides nothing but whether there is anything to compile: the CPU runs the reference engine.
@@ -22,6 +22,7 @@ def warmup_jit(
     I: int,
     device: str = "cuda",
     *,
+    precision: str | None = None,
     dtype: str = "bfloat16",
     activation: ActivationType | str = ActivationType.SWIGLU,
     arch: str = "sm_90a",
@@ -39,6 +40,8 @@ def warmup_jit(
         H: hidden size.
         I: expert intermediate size.
         device: where the model will run ("cuda", "cuda:3", Paddle's "gpu:3"); "cpu" needs nothing.
+        precision: "fp8", "bf16" or "both", each with all that `fp8_wgrad` and `recompute_z` may ask for. Default: that of
+            `config` where it sets `fp8_mode`, else both, as a program may choose FP8 call by call.
         dtype: dtype of tokens and parameters.
         activation: the expert's activation.
         arch: the GPU architecture to compile for.
@@ -48,7 +51,8 @@ def warmup_jit(
         progress: called once per kernel with its outcome.
 
     Raises:
-        ConfigError: a dimension, dtype or activation is not understood.
+        ConfigError: a dimension, dtype, activation or precision is not understood, or `precision` names one that has no
+            kernels for this model; without it the report says what was left out, and why.
         DeviceError: the device is neither a CUDA device nor "cpu".
         CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError and ToolchainError
             are kinds of it.
@@ -61,9 +65,19 @@ def warmup_jit(
     if cache_dir is not None:
         settings = settings.replace(cache_dir=Path(cache_dir))
     spec = ModelSpec(E, H, I, dtype, ActivationType(activation).value, arch)
-    needed: tuple[CompileJob, ...] = () if kind == "cpu" else plan(spec, settings)
+    needed = WarmUpPlan((), NEITHER)
+    if kind != "cpu":
+        needed = warm_up_plan(spec, precision or _precision_of(config), settings)
+        needed = require(needed, precision) if precision else needed
     report = warm_up(spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=needed)
     failed = [outcome.message for outcome in report.kernels if outcome.state == FAILED]
     if failed:
         raise CompileError(f"{len(failed)} of {len(report.kernels)} kernels did not compile:\n" + "\n".join(failed))
     return report
+
+
+def _precision_of(config: SonicMoEConfig | None) -> str:
+    """What a program with this explicit configuration can run: one precision where the configuration fixes it."""
+    if config is None or config.fp8_mode is None:
+        return BOTH
+    return FP8 if config.resolve().fp8 else BF16

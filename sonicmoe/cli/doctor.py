@@ -55,6 +55,9 @@ def show(report: Report, console: Console) -> None:
     facts.add_column(overflow="fold")
     for name, text in fact_lines(report):
         facts.add_row(name, text)
+    console.print(
+        f"sonicmoe {report.versions.get('sonicmoe')} from {report.package_path}", style="bold", soft_wrap=True
+    )
     console.print(facts)
     console.print(flag_table(report))
     if report.self_test:

@@ -17,7 +17,7 @@ from ..config import current_config
 from ..enums import ActivationType
 from ..errors import SonicMoEError
 from ..jit.cache import CompileCache, default_cache
-from ..jit.plan import DTYPES, CompileJob, ModelSpec, plan
+from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan, require, warm_up_plan
 from ..jit.warmup import BUILT, CACHED, FAILED, KernelOutcome, WarmUpReport, check, default_jobs, warm_up
 
 
@@ -25,6 +25,10 @@ from ..jit.warmup import BUILT, CACHED, FAILED, KernelOutcome, WarmUpReport, che
 @click.option("--E", "experts", type=click.IntRange(1), required=True, help="Local experts of a rank.")
 @click.option("--H", "hidden", type=click.IntRange(1), required=True, help="Hidden size.")
 @click.option("--I", "intermediate", type=click.IntRange(1), required=True, help="Expert intermediate size.")
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
+    help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is left out, with the reason.",
+)  # fmt: skip
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the tokens.")
 @click.option(
     "--activation", type=click.Choice([member.value for member in ActivationType]),
@@ -41,6 +45,7 @@ def warmup(
     experts: int,
     hidden: int,
     intermediate: int,
+    precision: str,
     dtype: str,
     activation: str,
     arch: str,
@@ -49,12 +54,15 @@ def warmup(
     check_only: bool,
     as_json: bool,
 ) -> None:
-    """Compile every kernel that training this expert MLP needs. Exit code 1 when one failed or is missing."""
+    """Compile every kernel that training this expert MLP needs, whatever SONIC_MOE_FP8_MODE it runs under.
+
+    Exit code 1 when one failed or is missing.
+    """
     spec = ModelSpec(experts, hidden, intermediate, dtype, activation, arch)
     settings = current_config()
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
-    planned = plan(spec)
+    planned = require(warm_up_plan(spec, precision, settings), precision)
     report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2))
@@ -64,12 +72,12 @@ def warmup(
 
 
 def _compile(
-    spec: ModelSpec, cache: CompileCache, planned: tuple[CompileJob, ...], jobs: int | None, console: Console
+    spec: ModelSpec, cache: CompileCache, planned: WarmUpPlan, jobs: int | None, console: Console
 ) -> WarmUpReport:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        workers = min(jobs or default_jobs(), max(len(planned), 1))
-        task = bar.add_task(f"compiling for {spec.arch} in {workers} processes", total=len(planned))
+        workers = min(jobs or default_jobs(), max(len(planned.jobs), 1))
+        task = bar.add_task(f"compiling for {spec.arch} in {workers} processes", total=len(planned.jobs))
 
         def advance(outcome: KernelOutcome) -> None:
             bar.update(task, advance=1, description=f"{outcome.kernel}: {outcome.state}")
@@ -82,6 +90,8 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
     return {
         "complete": report.complete,
         "model": asdict(report.spec),
+        "precision": report.precision,
+        "left_out": list(report.left_out),
         "cache_dir": str(report.cache_dir),
         "seconds": round(report.seconds, 3),
         "record": str(report.record) if report.record else None,
@@ -90,7 +100,7 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
 
 
 def show(report: WarmUpReport, console: Console) -> None:
-    """Print one row per kernel, the failures in full, and the summary."""
+    """Print one row per kernel, the failures in full, what was left out, and the summary."""
     table = Table("kernel", "state", "seconds", "key")
     for outcome in report.kernels:
         table.add_row(outcome.kernel, outcome.state, f"{outcome.seconds:.1f}", outcome.key.rpartition(" ")[2])
@@ -98,9 +108,11 @@ def show(report: WarmUpReport, console: Console) -> None:
     for outcome in report.kernels:
         if outcome.state == FAILED:
             console.print(outcome.message)
+    for line in report.left_out:
+        console.print(f"left out, {line}", soft_wrap=True)
     ready = sum(outcome.state in {BUILT, CACHED} for outcome in report.kernels)
     record = f"; recorded in {report.record}" if report.record else ""
-    summary = f"{ready} of {len(report.kernels)} kernels in {report.cache_dir}, {report.seconds:.1f} s{record}"
+    summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels in {report.cache_dir}, {report.seconds:.1f} s{record}"
     console.print(summary, soft_wrap=True)
 
 

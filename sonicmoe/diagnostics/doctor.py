@@ -33,7 +33,10 @@ from ..config import (
 )
 from ..enums import EngineName
 from ..errors import FrameworkError, SonicMoEError
+from ..install import NVIDIA_DRIVER, install_hint
 from ..jit.warmup import read_records
+from ..kernels.quack_gemm import PACKAGES
+from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 
 if TYPE_CHECKING:
     from .selftest import Device, TensorCheck
@@ -42,9 +45,7 @@ DISTRIBUTIONS = (
     "torch", "paddlepaddle", "paddlepaddle-gpu", "triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
 )  # fmt: skip
 PRECISIONS = ("bf16", "fp8")
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
 LOW_SPACE_BYTES = 1 << 30
-INSTALL = {"torch": "pip install 'sonicmoe[torch]'", "paddle": "pip install 'sonicmoe[paddle]'"}
 
 
 class Severity(Enum):
@@ -93,6 +94,7 @@ class Report:
     """Everything on the doctor's screen; a field that could not be found out is None or empty, and `problems` says why."""
 
     versions: dict[str, str | None] = field(default_factory=dict)
+    package_path: str = str(PACKAGE_ROOT)
     framework: str | None = None
     framework_reason: str = ""
     device: Device | None = None
@@ -129,6 +131,7 @@ def examine(framework: str = "auto", environ: Mapping[str, str] | None = None) -
     """
     environ = os.environ if environ is None else environ
     report = Report(versions=installed_versions())
+    examine_copies(report)
     config = examine_flags(report, environ)
     examine_variables(report, environ)
     examine_caches(report, config)
@@ -147,6 +150,27 @@ def installed_versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
+
+
+def examine_copies(report: Report) -> None:
+    """Warn of other copies of this package, and of quacks that its GEMMs are not made for."""
+    for copy in other_copies():
+        report.warning(
+            f"there is another sonicmoe: {copy}",
+            f"this one is {__version__} from {PACKAGE_ROOT}; import `sonicmoe` before the package that brings the other, or take "
+            "the other off the module path",
+        )
+    installed = installed_otherwise()
+    if installed:
+        report.warning(
+            f"sonicmoe {installed} is installed, but {__version__} runs from {PACKAGE_ROOT}",
+            "install this checkout (pip install -e .), or take it off the module path",
+        )
+    for copy in wrong_quacks():
+        report.warning(
+            f"quack of another version than {PACKAGES[QUACK]}: {copy}",
+            f"the BF16 GEMMs are compiled by {QUACK} {PACKAGES[QUACK]} alone: run `sonicmoe warmup` where that is the only one",
+        )
 
 
 def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
@@ -219,13 +243,14 @@ def examine_cache(report: Report, flag: Flag, path: Path) -> CacheState:
 
 
 def warmed_models(path: Path) -> tuple[str, ...]:
-    """A line for each warm-up record of a cache directory; a record of another layout is left out."""
+    """A line for each warm-up record of a cache directory: model, precision, kernels, versions; one of another layout is left out."""
     lines = []
     for record in read_records(path):
         try:
             model = ", ".join(f"{name}={value}" for name, value in record["model"].items())
             compilers = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found != "absent")
-            lines.append(f"{model}: {len(record['kernels'])} kernels at {record['at']} ({compilers})")
+            precision = record.get("precision", "precision not recorded")
+            lines.append(f"{model}: {precision}, {len(record['kernels'])} kernels at {record['at']} ({compilers})")
         except (KeyError, TypeError, AttributeError):
             continue
     return tuple(lines)
@@ -263,11 +288,11 @@ def choose_framework(report: Report, requested: str) -> str | None:
         if is_importable(requested):
             report.framework_reason = "asked for"
             return requested
-        report.error(f"{requested} is not installed in this Python ({sys.executable})", INSTALL[requested])
+        report.error(f"{requested} is not installed in this Python ({sys.executable})", install_hint(requested))
         return None
     found = [name for name in ("torch", "paddle") if is_importable(name)]
     if not found:
-        report.error("neither PyTorch nor Paddle is installed", f"{INSTALL['torch']}, or {INSTALL['paddle']}")
+        report.error("neither PyTorch nor Paddle is installed", f"{install_hint('torch')}, or {install_hint('paddle')}")
         return None
     if len(found) == 1:
         report.framework_reason = "the only one installed"
@@ -292,7 +317,7 @@ def load_framework(report: Report, name: str) -> bool:
     try:
         switch_to(name)
     except (ImportError, OSError, RuntimeError) as error:  # a broken shared library raises either of the last two
-        report.error(f"{name} does not load: {error}", f"repair or reinstall it: {INSTALL[name]}")
+        report.error(f"{name} does not load: {error}", f"repair or reinstall it: {install_hint(name)}")
         return False
     report.framework = name
     return True

@@ -14,6 +14,8 @@ import numpy as np
 from ..enums import ActivationType, is_glu
 from .step_dump import Array, StepDump
 
+_ALPHA, _LIMIT = 1.702, 7.0  # GPT-OSS's
+
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
@@ -129,9 +131,13 @@ def activate(z: Array, dy1: Array, activation: ActivationType) -> tuple[Array, A
         value, slope = _FUNCTIONS[base](z)
         return value, dy1 * slope
     gate, up = z[:, 0::2], z[:, 1::2]
+    dup = dy1
+    if activation is ActivationType.SWIGLU_OAI:
+        dup = dy1 * (np.abs(up) <= _LIMIT)
+        up = np.clip(up, -_LIMIT, _LIMIT) + 1
     value, slope = _FUNCTIONS[base](gate)
     dz = np.empty_like(z)
-    dz[:, 0::2], dz[:, 1::2] = dy1 * up * slope, dy1 * value
+    dz[:, 0::2], dz[:, 1::2] = dy1 * up * slope, dup * value
     return value * up, dz
 
 
@@ -153,6 +159,11 @@ def _relu_sq(v: Array) -> tuple[Array, Array]:
     return np.maximum(v, 0) ** 2, 2 * np.maximum(v, 0)
 
 
+def _clamped_gate(v: Array) -> tuple[Array, Array]:
+    scaled, slope = _silu(_ALPHA * np.minimum(v, _LIMIT))
+    return scaled / _ALPHA, slope * (v <= _LIMIT)
+
+
 _BASES = {
     ActivationType.SWIGLU: ActivationType.SILU,
     ActivationType.GEGLU: ActivationType.GELU,
@@ -163,4 +174,5 @@ _FUNCTIONS: dict[ActivationType, Callable[[Array], tuple[Array, Array]]] = {
     ActivationType.GELU: _gelu,
     ActivationType.RELU: _relu,
     ActivationType.RELU_SQ: _relu_sq,
+    ActivationType.SWIGLU_OAI: _clamped_gate,
 }

@@ -21,6 +21,7 @@ from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
 from ..interop import aligned, current_stream, device_name, dtype_name, plain_ops
+from ..kernels.limits import FP8_RECIPE, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE
 from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, missing_tool
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, quantize_rows, to_scratch
@@ -46,9 +47,7 @@ from .interface import (
 
 Tensor = torch.Tensor
 
-RECIPE = "iso128"
 ACTIVATIONS = {ActivationType.SWIGLU: 0, ActivationType.GEGLU: 1, ActivationType.REGLU: 2}  # as the kernels number them
-HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE = 16, 64
 _ROWS, _BLOCK = rows(128), iso(128)
 _DPROB_COLUMNS = 256  # of dy1 in one partial sum: a tile's
 
@@ -152,7 +151,7 @@ class HopperEngine(Engine):
                 pending.dout = pending.y1s = None
                 with stage("wgrad_operands"):
                     dout_t = tap("wgrad_dout", gather_transpose_quantize(dout, *index))
-                _wgrad("dw2", dout_t, y1s, routing, accumulators.dw2)
+                _wgrad("dw2", dout_t, y1s, pending, accumulators.dw2)
                 del dout_t, dout, y1s
                 with stage("wgrad_operands"):
                     x_t = tap("wgrad_x", gather_transpose_quantize(x, *index))
@@ -160,8 +159,8 @@ class HopperEngine(Engine):
                 with stage("wgrad_operands"):
                     x_t, dout_t = gather_transpose_quantize_pair(x, dout, *index)
                 x_t, dout_t = tap("wgrad_x", x_t), tap("wgrad_dout", dout_t)
-                _wgrad("dw2", dout_t, y1s, routing, accumulators.dw2)
-            _wgrad("dw1", dz, x_t, routing, accumulators.dw1)
+                _wgrad("dw2", dout_t, y1s, pending, accumulators.dw2)
+            _wgrad("dw1", dz, x_t, pending, accumulators.dw1)
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
@@ -169,8 +168,8 @@ def settings_problem(settings: EngineSettings) -> str | None:
     """What of the settings this engine does not compute, or None."""
     if settings.recipe is None:
         return "FP8 is off"
-    if settings.recipe.name != RECIPE:
-        return f"the recipe is {settings.recipe.name!r}, and its kernels are made for {RECIPE!r}"
+    if settings.recipe.name != FP8_RECIPE:
+        return f"the recipe is {settings.recipe.name!r}, and its kernels are made for {FP8_RECIPE!r}"
     if settings.activation not in ACTIVATIONS:
         names = [activation.value for activation in ACTIVATIONS]
         return f"the activation is {settings.activation.value!r}, and it has {names}"
@@ -309,10 +308,11 @@ def _dgated(
 
 
 def _wgrad(
-    name: str, a: BlockScaledTensor, b: BlockScaledTensor, routing: RoutingMetadata, accumulator: Tensor
+    name: str, a: BlockScaledTensor, b: BlockScaledTensor, pending: PendingWgrad, accumulator: Tensor
 ) -> None:
     """`accumulator[e] += a_e^T b_e` over the rows of each expert; both operands token-major."""
+    offsets, shares_gpu = pending.routing.padded_offsets, pending.shares_gpu
     with stage(name):
         _kernels(device_name(accumulator))[2].grouped_wgrad(
-            a.bytes, a.scale_inv, b.bytes, b.scale_inv, routing.padded_offsets, accumulator, current_stream(accumulator)
+            a.bytes, a.scale_inv, b.bytes, b.scale_inv, offsets, accumulator, shares_gpu, current_stream(accumulator)
         )

@@ -238,7 +238,7 @@ class PendingWgrad:
     """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
 
     Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]` (probability times y1), plain or
-    quantised for wgrad. x, dout `[T, H]` are gathered inside.
+    quantised for wgrad. x, dout `[T, H]` are gathered inside. shares_gpu: other kernels will run beside these, on another stream.
     """
 
     settings: EngineSettings
@@ -247,6 +247,7 @@ class PendingWgrad:
     dout: Tensor | None
     dz: Any  # a tensor or a block-scaled one, the engine's own affair
     y1s: Any
+    shares_gpu: bool = False
 
 
 class Engine(ABC):

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from ..enums import EngineName
 from ..errors import EngineUnavailableError
+from ..kernels.limits import FP8_RECIPE
 from ..kernels.quack_gemm import MlpShape
 from ..quant.recipes import RECIPES
 from .bf16 import Bf16Engine, bf16_unavailable
-from .hopper import RECIPE, HopperEngine, hopper_unavailable
+from .hopper import HopperEngine, hopper_unavailable
 from .interface import Engine, EngineSettings
 from .reference import ReferenceEngine
 
@@ -94,7 +95,7 @@ def _unavailable(name: EngineName, device: str, workload: Workload | None) -> st
     if name is EngineName.REFERENCE:
         return None
     if workload is None:  # the device and packages; nothing else is known
-        fp8 = EngineSettings(recipe=RECIPES[RECIPE])
+        fp8 = EngineSettings(recipe=RECIPES[FP8_RECIPE])
         return hopper_unavailable(device, fp8) if name is EngineName.HOPPER else bf16_unavailable(device)
     settings, sizes = workload.settings, (workload.hidden_size, workload.intermediate_size)
     if name is EngineName.HOPPER:

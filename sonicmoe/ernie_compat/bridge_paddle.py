@@ -36,7 +36,13 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Any) -> tuple[Any, ...]:
         """dx, dprobs, and the parameter gradients autograd is to accumulate (None where the node does)."""
-        saved = ctx.spec.unpack(_with_empty(ctx.saved_tensor(), ctx.empty))
+        tensors = _with_empty(ctx.saved_tensor(), ctx.empty)
+        if not tensors[0]._is_initialized():
+            raise RuntimeError(
+                "x was freed between this node's forward and its backward, which reads it; needed: no _clear_data() or "
+                "_clear_to_zero_allocation() on the dispatched tokens"
+            )
+        saved = ctx.spec.unpack(tensors)
         if ctx.call.settings.frees_stagewise:
             ctx.container = ()  # its references would keep alive, to the end of backward, what the engine drops in the middle
         dx, dprobs, gradients = ctx.call.backward(dout, saved)

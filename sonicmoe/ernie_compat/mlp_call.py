@@ -69,6 +69,7 @@ class MlpCall:
                 dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
             else:
                 dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
+                pending.shares_gpu = True
                 self.wgrad_queue.submit(pending, partial(self._add_wgrad, pending, accumulators))
         if trainable:
             self.experts.note_backward()

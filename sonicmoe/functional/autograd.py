@@ -50,6 +50,8 @@ def expert_mlp(
     if torch.compiler.is_compiling():
         return compiled_expert_mlp(x, indices, probs, weights, activation, layout, use_fp8, save)
     plan = make_plan(activation, layout, use_fp8)
+    with plan.config.activate():
+        plan = plan.fitted(x, weights)
     if save:
         out: Tensor = _ExpertMlp.apply(plan, indices, *differentiable)
         return out

@@ -30,17 +30,23 @@ class Plan:
     engine: EngineName
     validate: bool
 
+    def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
+        """The plan with settings that the engine for these tokens can compute: `auto` falls back from FP8 to BF16, out loud."""
+        choice, device = self._decide(x, weights), device_name(x)
+        announce(choice, device)
+        return self if choice.settings is None else dataclasses.replace(self, settings=choice.settings)
+
     def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
         """The engine for these tokens and experts, which may be prepared already."""
-        device = device_name(x)
+        return self._decide(x, weights).engine
+
+    def _decide(self, x: Tensor, weights: Weights | EngineWeights) -> EngineChoice:
         if isinstance(weights, EngineWeights):
             inner, bias = weights.intermediate_size, weights.b1 is not None
         else:
             inner, bias = self.layout.intermediate_size(weights), weights[2] is not None
         workload = Workload(self.settings, int(x.shape[-1]), inner, dtype_name(x.dtype), bias)
-        choice = _choice(device, self.engine, workload)
-        announce(choice, device)
-        return choice.engine
+        return _choice(device_name(x), self.engine, workload)
 
 
 @functools.lru_cache(maxsize=256)

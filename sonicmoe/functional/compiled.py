@@ -78,6 +78,7 @@ def _expert_mlp(
     _check_config(plan)
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
+        plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
         out, saved, _ = forward(plan, x.contiguous(), routing, weights, save=save)
     z, scales = _z_tensors(saved, x)
@@ -104,7 +105,7 @@ def _(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    plan = _plans[int(plan_number)]
+    plan = _plans[int(plan_number)].fitted(x, (w1, w2, b1, b2))
     slots = indices.shape[0] * indices.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
@@ -131,6 +132,7 @@ def _expert_mlp_backward(
     plan = _plans[plan_number]
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
+        plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
         prepared = prepared_weights(plan.choose(x, weights), weights, plan.settings, plan.layout, x.dtype)
         saved = Saved(plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales))

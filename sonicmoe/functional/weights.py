@@ -14,14 +14,14 @@ from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumu
 from ..errors import ConfigError, FrameworkError, expect
 from ..interop import IS_PADDLE, is_cuda, plain_ops
 from ..layouts import WeightSource
+from ..weight_changes import optimizer_steps
 
 if IS_PADDLE:
     raise FrameworkError(
         "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
     )
 
-from torch.optim.optimizer import register_optimizer_step_post_hook  # Paddle's proxy has neither
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary  # Paddle's proxy has none
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -82,17 +82,6 @@ class WeightLayout:
         return dw1, dw2, db1, db2
 
 
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers move no version counter
-
-
 @dataclass(frozen=True, eq=False)
 class _Kept:
     """Prepared weights, what they were made of, and the memory they were made from: freed, it could return under the same address."""
@@ -131,7 +120,7 @@ def prepared_weights(
     if not _may_keep(weights, settings, layout, dtype):
         _drop(weights[0])
         return _prepare(engine, weights, settings, layout, dtype)
-    key = (engine.name, settings, layout, _places(weights), _version_counters(weights), _optimizer_steps)
+    key = (engine.name, settings, layout, _places(weights), _version_counters(weights), optimizer_steps())
     kept = _find(weights[0])
     if kept is None or kept.key != key:
         kept = _Kept(key, _prepare(engine, weights, settings, layout, dtype), _memory(weights))
@@ -148,7 +137,7 @@ def _followed(engine: Engine, weights: Weights, settings: EngineSettings, layout
     # Other weights get buffers of their own: those of an outstanding forward are still to be read by its backward.
     place = (engine.name, settings, layout, _places(weights))
     versions = _version_counters(weights)
-    key = (place, (versions, _optimizer_steps))
+    key = (place, (versions, optimizer_steps()))
     kept = _find(weights[0])
     if kept is not None and kept.key[0] != place:
         kept = None

@@ -10,12 +10,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..engine.activations import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, activate_backward, merge_gate_up
 from ..enums import ActivationType
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
@@ -35,6 +38,13 @@ _PLAIN = {
     "gelu": ActivationType.GELU,
     "relu": ActivationType.RELU,
     "relu2": ActivationType.RELU_SQ,
+}
+_OAI = ActivationType.SWIGLU_OAI
+_OAI_CONSTANTS = {  # by the names that experts with this gate give them
+    "alpha": SWIGLU_OAI_ALPHA,
+    "limit": SWIGLU_OAI_LIMIT,
+    "swiglu_alpha": SWIGLU_OAI_ALPHA,
+    "swiglu_limit": SWIGLU_OAI_LIMIT,
 }
 _NEEDED = "models take registered experts implementations from transformers 5.7 on"
 # transformers instantiates these for `hidden_act`; tanh approximations of GELU are other classes, or say so in an attribute.
@@ -83,15 +93,10 @@ def unsupported_reason(experts: nn.Module) -> str | None:
 def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
     """`standard_gate`: the `_apply_gate` of experts that compute act(gate) * up."""
     kind = type(experts).__name__
-    gated = getattr(experts, "has_gate", True)
-    if gated and getattr(type(experts), "_apply_gate", None) is not standard_gate:
-        return f"{kind} has a gate of its own (_apply_gate); the engine computes act(gate) * up"
+    if _activation(experts, standard_gate) is None:
+        return f"{kind} has {_activation_problem(experts, standard_gate)}"
     if getattr(experts, "has_post_expert_norm", False):
         return f"{kind} normalises the output of every expert (has_post_expert_norm)"
-    act = getattr(experts, "act_fn", None)
-    known = _GATED if gated else _PLAIN
-    if _activation_name(act) not in known:
-        return f"{kind} has the activation {type(act).__name__}; needed: one of {sorted(known)}"
     for name in _weight_names(experts):
         weight = getattr(experts, name, None)
         if not isinstance(weight, torch.Tensor):
@@ -99,6 +104,70 @@ def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"{kind} has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
     return None
+
+
+def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | None:
+    """What the engine computes between the projections, or None where it has nothing equal."""
+    if _own_gate(experts, standard_gate):
+        ours = _has_oai_gate(type(experts), _is_split_half(experts))
+        return _OAI if ours and not _other_constants(experts) else None
+    known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
+    return known.get(_activation_name(getattr(experts, "act_fn", None)))
+
+
+def _activation_problem(experts: nn.Module, standard_gate: Any) -> str:
+    """Why `_activation` is None."""
+    if not _own_gate(experts, standard_gate):
+        known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
+        return f"the activation {type(getattr(experts, 'act_fn', None)).__name__}; needed: one of {sorted(known)}"
+    if not _has_oai_gate(type(experts), _is_split_half(experts)):
+        return "a gate of its own (_apply_gate); the engine computes act(gate) * up, and GPT-OSS's"
+    found = ", ".join(f"{name} {value}" for name, value in _other_constants(experts).items())
+    return f"{found} in GPT-OSS's gate; needed: alpha {SWIGLU_OAI_ALPHA}, limit {SWIGLU_OAI_LIMIT}"
+
+
+def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
+    gated = getattr(experts, "has_gate", True)
+    return gated and getattr(type(experts), "_apply_gate", None) is not standard_gate
+
+
+def _other_constants(experts: nn.Module) -> dict[str, Any]:
+    """Those that differ from the engine's."""
+    found = {name: getattr(experts, name, ours) for name, ours in _OAI_CONSTANTS.items()}
+    return {name: value for name, value in found.items() if value != _OAI_CONSTANTS[name]}
+
+
+@torch.compiler.assume_constant_result
+def _has_oai_gate(kind: Any, split_half: bool) -> bool:
+    """Whether the gate of this class is GPT-OSS's: tried out, since a name promises nothing."""
+    return _equals_swiglu_oai(kind._apply_gate, split_half)
+
+
+@functools.cache
+def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
+    """Values and gradients on both sides of every bound, and on it, in fp32; of its module the gate may read the constants alone."""
+    bound = SWIGLU_OAI_LIMIT
+    ticks = [-40.0, -bound - 0.5, -bound, -3.0, -1.0, -0.1, 0.0, 0.3, 2.0, bound - 0.01, bound, bound + 0.01, 40.0]
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        points = torch.tensor(ticks, dtype=torch.float32, device="cpu")
+        gates, ups = torch.meshgrid(points, points, indexing="ij")
+        dy1 = torch.linspace(-1.0, 2.0, gates.numel(), device="cpu", dtype=torch.float32).view_as(gates)
+        y1, dz = activate_backward(merge_gate_up(gates, ups), dy1, _OAI)
+        if split_half:
+            dz = torch.cat([dz[:, 0::2], dz[:, 1::2]], 1)
+        z = (torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)).requires_grad_()
+        try:
+            found = gate(SimpleNamespace(**_OAI_CONSTANTS), z)
+            (gradient,) = torch.autograd.grad(found, z, dy1)
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            return False  # it reads something else of its module, or returns another shape
+        same = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
+        return found.shape == y1.shape and same(found, y1) and same(gradient, dz)
+
+
+def _is_split_half(experts: nn.Module) -> bool:
+    """Whether gate and up lie in halves, not in pairs."""
+    return getattr(experts, "has_gate", True) and getattr(experts, "is_concatenated", True)
 
 
 def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward:
@@ -112,7 +181,8 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         reason = _unsupported_reason(self, standard_gate)
         if reason is not None:
             raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {reason}")
-        gated = getattr(self, "has_gate", True)
+        activation = _activation(self, standard_gate)
+        assert activation is not None
         names = _weight_names(self)
         up, down, *biases = (_local(getattr(self, name)) for name in names)
         up_bias, down_bias = biases or (None, None)
@@ -125,11 +195,8 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             down,
             up_bias,
             down_bias,
-            (_GATED if gated else _PLAIN)[_activation_name(self.act_fn)],
-            layout=WeightLayout(
-                transposed=getattr(self, "is_transposed", False),
-                split_half=gated and getattr(self, "is_concatenated", True),
-            ),
+            activation,
+            layout=WeightLayout(transposed=getattr(self, "is_transposed", False), split_half=_is_split_half(self)),
             use_fp8=use_fp8,
         )
         return out.to(tokens.dtype)

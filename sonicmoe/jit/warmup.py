@@ -17,10 +17,11 @@ from .cache import CompileCache
 from .errors import CompileError
 from .key import package_versions
 from .manifest import utc_now
-from .plan import CompileJob, ModelSpec, plan
+from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan, warm_up_plan
 from .worker import CacheSettings, Worker
 
 BUILT, CACHED, FAILED, MISSING = "built", "cached", "failed", "missing"
+SELECTED = "selected kernels"  # the precision of jobs that a caller picked
 _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton")
 
 
@@ -37,9 +38,18 @@ class KernelOutcome:
 
 @dataclass(frozen=True)
 class WarmUpReport:
-    """The outcome of a warm-up, or of a check of one; `record` is the file that says what was warmed."""
+    """The outcome of a warm-up, or of a check of one.
+
+    Attributes:
+        spec: the model.
+        precision: what the kernels cover: see `WarmUpPlan`; `SELECTED` for jobs that a caller picked.
+        left_out: a line for each part that was asked for and has no kernels.
+        record: the file that says what was warmed.
+    """
 
     spec: ModelSpec
+    precision: str
+    left_out: tuple[str, ...]
     cache_dir: Path
     kernels: tuple[KernelOutcome, ...]
     seconds: float
@@ -65,7 +75,7 @@ def warm_up(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
-    compile_jobs: Sequence[CompileJob] | None = None,
+    compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None,
 ) -> WarmUpReport:
     """Compile what `spec` needs and record it; does not raise for a kernel that fails: see the report.
 
@@ -74,17 +84,17 @@ def warm_up(
         cache: where to.
         jobs: worker processes at most; default: the CPUs this process may use.
         progress: called once per kernel, from one thread at a time.
-        compile_jobs: instead of the plan of `spec`.
+        compile_jobs: instead of the plan of `spec` in every precision.
 
     Raises:
         CompileForbiddenError: something has to be compiled and that is forbidden.
         ToolchainError: something has to be compiled and its compiler is missing.
     """
     started = time.monotonic()
-    planned = plan(spec) if compile_jobs is None else tuple(compile_jobs)
+    planned = _planned(spec, compile_jobs)
     collected = _Outcomes(progress)
     pending: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
-    for job in planned:
+    for job in planned.jobs:
         key = job.key()
         if cache.share(key) is not None:
             collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
@@ -93,29 +103,35 @@ def warm_up(
             pending.put(job)
     _run_workers(pending, cache, jobs or default_jobs(), collected)
     kernels = tuple(sorted(collected.outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
-    report = WarmUpReport(spec, cache.root, kernels, time.monotonic() - started, None)
+    seconds = time.monotonic() - started
+    report = WarmUpReport(spec, planned.precision, planned.left_out, cache.root, kernels, seconds, None)
     return replace(report, record=_record(report, cache)) if kernels and report.complete else report
 
 
-def check(spec: ModelSpec, cache: CompileCache, compile_jobs: Sequence[CompileJob] | None = None) -> WarmUpReport:
+def check(
+    spec: ModelSpec, cache: CompileCache, compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None
+) -> WarmUpReport:
     """Which kernels of `spec` are in the cache, intact; compiles and writes nothing."""
     started = time.monotonic()
+    planned = _planned(spec, compile_jobs)
     outcomes = []
-    for job in plan(spec) if compile_jobs is None else compile_jobs:
+    for job in planned.jobs:
         key = job.key()
         state = MISSING if cache.try_load(key) is None else CACHED
         outcomes.append(KernelOutcome(job.name, str(key), state, 0.0))
-    return WarmUpReport(spec, cache.root, tuple(outcomes), time.monotonic() - started, find_record(spec, cache))
+    seconds, record = time.monotonic() - started, find_record(spec, cache, planned.precision)
+    return WarmUpReport(spec, planned.precision, planned.left_out, cache.root, tuple(outcomes), seconds, record)
 
 
-def find_record(spec: ModelSpec, cache: CompileCache) -> Path | None:
-    """The record of a complete warm-up of `spec`, if there is one."""
-    candidates = (_record_path(root, spec) for root in (cache.root, cache.local_root))
+def find_record(spec: ModelSpec, cache: CompileCache, precision: str = BOTH) -> Path | None:
+    """The record of a complete warm-up of `spec` for `precision`, or for all of them, if there is one."""
+    wanted = (precision,) if precision == SELECTED else (precision, BOTH)
+    candidates = (_record_path(root, spec, name) for name in wanted for root in (cache.root, cache.local_root))
     return next((path for path in candidates if path.is_file()), None)
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:
-    """Every readable warm-up record of a cache directory: model, versions, kernels, time."""
+    """Every readable warm-up record of a cache directory: model, precision, versions, kernels, time."""
     records = []
     for path in sorted((root / "warmed").glob("*.json")):
         try:
@@ -123,6 +139,12 @@ def read_records(root: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
     return records
+
+
+def _planned(spec: ModelSpec, compile_jobs: WarmUpPlan | Sequence[CompileJob] | None) -> WarmUpPlan:
+    if compile_jobs is None:
+        return warm_up_plan(spec)
+    return compile_jobs if isinstance(compile_jobs, WarmUpPlan) else WarmUpPlan(tuple(compile_jobs), SELECTED)
 
 
 class _Outcomes:
@@ -170,20 +192,22 @@ def _compile_one(worker: Worker, job: CompileJob) -> KernelOutcome:
         return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, str(error))
 
 
-def _record_path(root: Path, spec: ModelSpec) -> Path:
-    return root / "warmed" / f"{spec.digest}.json"
+def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:
+    return root / "warmed" / f"{spec.digest(precision)}.json"
 
 
 def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
     """Write the record beside the artefacts, or on this node where the cache directory is read-only or full."""
     content = {
         "model": asdict(report.spec),
+        "precision": report.precision,
+        "left_out": list(report.left_out),
         "versions": {"sonicmoe": __version__, **dict(package_versions(*_VERSIONS_OF))},
         "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
         "at": utc_now(),
     }
     for root in (cache.root, cache.local_root):
-        path = _record_path(root, report.spec)
+        path = _record_path(root, report.spec, report.precision)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.partial")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import unknown_flags
 from .cache import CompileCache
 from .errors import CompileError
 from .plan import CompileJob
@@ -67,7 +68,8 @@ class Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", __name__]
-        environment = {**os.environ, "PYTHONPATH": search}
+        told = unknown_flags()  # by this process; not once more by every worker
+        environment = {name: value for name, value in os.environ.items() if name not in told} | {"PYTHONPATH": search}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 

@@ -12,12 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 from cutlass import Float32
-from quack.activation import dgelu_erf, drelu, dswiglu, gelu_erf, relu, sigmoid, silu, swiglu
+from quack.activation import (
+    dgelu_erf,
+    drelu,
+    dswiglu,
+    dswiglu_oai,
+    gelu_erf,
+    relu,
+    sigmoid,
+    silu,
+    swiglu,
+    swiglu_oai,
+)
 from quack.epilogue.frontend import EpiMod, gemm_epilogue
 from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
 Backward = Callable[..., Any]
+
+_OAI = (1.702, 7.0)  # alpha and limit as in `engine.activations`: this file is part of the compile key, that one is not
 
 
 def _silu_slope(x):
@@ -72,10 +85,22 @@ def _gated(value: Callable[..., Any], value_and_slope: Callable[..., Any]) -> tu
     return forward, backward
 
 
+def _swiglu_oai(gate, up):
+    return swiglu_oai(gate, up, *_OAI)
+
+
+def _dswiglu_oai(gate, up, dy1):
+    dgate, dup, y1 = dswiglu_oai(gate, up, dy1, *_OAI)
+    return dgate + y1 * 0.0, dup, y1  # the masks of the clamps turn a NaN into 0; y1 is bounded by them
+
+
+_FROM_QUACK = {"swiglu": (swiglu, dswiglu), "swiglu_oai": (_swiglu_oai, _dswiglu_oai)}
+
+
 @functools.cache
 def gate_functions(activation: str) -> tuple[Callable[..., Any], Backward]:
     """Forward and backward of a gated activation. SwiGLU's come from quack, which spends fewer instructions on them."""
-    return (swiglu, dswiglu) if activation == "swiglu" else _gated(*_UNGATED[_BASE_OF_GATED[activation]])
+    return _FROM_QUACK.get(activation) or _gated(*_UNGATED[_BASE_OF_GATED[activation]])
 
 
 @functools.cache

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import sonicmoe
+from sonicmoe import install
 from sonicmoe.cli.doctor import doctor
 from sonicmoe.config import FLAGS, FLAGS_BY_ENV
+from sonicmoe.diagnostics import copies, selftest
 from sonicmoe.diagnostics import doctor as doctor_module
-from sonicmoe.diagnostics import selftest
-from sonicmoe.diagnostics.doctor import Report, examine, examine_cache, examine_caches, examine_flags, examine_variables
+from sonicmoe.diagnostics.doctor import (
+    Report,
+    examine,
+    examine_cache,
+    examine_caches,
+    examine_copies,
+    examine_flags,
+    examine_variables,
+)
 from sonicmoe.engine import hopper as hopper_engine
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.install import install_hint
+from sonicmoe.kernels.quack_gemm import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
@@ -82,6 +96,62 @@ def test_screen_shows_every_section(in_empty_cache: Path) -> None:
     assert "SONIC_MOE_FP8_WGRAD 1 default" in words
     assert words.count("pass") == 2 * len(TENSORS)
     assert len(result.output.splitlines()) < 50
+
+
+def plant(folder: Path, name: str, version: str) -> Path:
+    """A package that raises if anybody imports it."""
+    package = folder.joinpath(*name.split("."))
+    package.mkdir(parents=True)
+    for parent in list(package.parents)[: name.count(".")]:
+        (parent / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "__init__.py").write_text(f'__version__ = "{version}"\nraise RuntimeError("imported")\n')
+    return package
+
+
+def copies_found() -> list[str]:
+    report = Report()
+    examine_copies(report)
+    assert report.healthy
+    return [problem.what for problem in report.problems]
+
+
+@pytest.mark.parametrize("name", ["paddlefleet_ops.sonicmoe", "sonicmoe"])
+def test_another_importable_copy_is_a_warning(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copies_found() == []
+    package = plant(tmp_path, name, "9.8")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert copies_found() == [f"there is another sonicmoe: {name} 9.8 from {package} (importable)"]
+
+
+def test_another_loaded_copy_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = ModuleType("paddlefleet_ops.sonicmoe")
+    copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    assert copies_found() == [f"there is another sonicmoe: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
+
+
+@pytest.mark.parametrize(("name", "version"), [
+    ("quack", "0.1"), ("paddlefleet_ops.quack", "0.2"), ("quack", PACKAGES["quack-kernels"]),
+])  # fmt: skip
+def test_a_quack_of_another_version_is_a_warning(
+    name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copies_found()
+    package = plant(tmp_path, name, version)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    wanted = PACKAGES["quack-kernels"]
+    line = f"quack of another version than {wanted}: {name} {version} from {package} (importable)"
+    assert copies_found() == before + ([line] if version != wanted else [])
+
+
+def test_installed_under_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "version", lambda name: "9.8")
+    assert copies_found()[0].startswith("sonicmoe 9.8 is installed, but ")
+
+
+def test_screen_begins_with_the_package_and_its_place(in_empty_cache: Path) -> None:
+    result = CliRunner().invoke(doctor, ["--framework", "torch"])
+    assert result.output.splitlines()[0] == f"sonicmoe {sonicmoe.__version__} from {ROOT / 'sonicmoe'}"
 
 
 @pytest.mark.usefixtures("in_empty_cache")
@@ -221,10 +291,13 @@ def test_what_was_warmed_is_shown(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, record in {"good": good, "of another layout": {"model": 1}, "no record": []}.items():
         (tmp_path / "warmed" / f"{name}.json").write_text(json.dumps(record))
+    named = {**good, "precision": "fp8"}
+    (tmp_path / "warmed" / "named.json").write_text(json.dumps(named))
     state = examine_cache(Report(), FLAGS_BY_ENV["SONIC_MOE_CACHE_DIR"], tmp_path)
-    assert state.warmed == ("E=8, H=64: 2 kernels at 2026-01-02T03:04:05Z (triton 3.6.0)",)
+    when = "2 kernels at 2026-01-02T03:04:05Z (triton 3.6.0)"
+    assert state.warmed == (f"E=8, H=64: precision not recorded, {when}", f"E=8, H=64: fp8, {when}")
     done = run_doctor(SONIC_MOE_CACHE_DIR=str(tmp_path), COLUMNS="200")
-    assert f"warmed         {state.warmed[0]}" in done.stdout
+    assert f"warmed         {state.warmed[0]}" in done.stdout and f"warmed         {state.warmed[1]}" in done.stdout
 
 
 def test_cache_that_is_no_directory(tmp_path: Path) -> None:
@@ -278,7 +351,7 @@ def test_without_any_framework() -> None:
     found = json.loads(result.stdout)
     assert result.returncode == 1
     assert [problem["what"] for problem in found["problems"]] == ["neither PyTorch nor Paddle is installed"]
-    assert "sonicmoe[torch]" in found["problems"][0]["remedy"] and "sonicmoe[paddle]" in found["problems"][0]["remedy"]
+    assert found["problems"][0]["remedy"] == f"{install_hint('torch')}, or {install_hint('paddle')}"
     assert found["framework"] is None and found["device"] is None and found["self_test"] == []
 
 
@@ -294,7 +367,27 @@ def test_framework_that_is_not_installed() -> None:
     result = run_doctor("--framework", "paddle", without=("paddle",))
     assert result.returncode == 1
     assert "paddle is not installed in this Python" in " ".join(result.stdout.split())
-    assert "pip install 'sonicmoe[paddle]'" in result.stdout
+    assert " ".join(install_hint("paddle").split()[:4]) in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_hint_never_puts_a_cpu_build_over_a_gpu_build(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "gpu_present", lambda: True)
+    hint = install_hint(framework)
+    assert "cuda]'" in hint and not re.search(r"pip install '[^']*paddle[^']*'", hint)
+    monkeypatch.setattr(install, "gpu_present", lambda: False)
+    assert install_hint(framework) == f"pip install 'sonicmoe[{framework}]'"
+
+
+@pytest.mark.parametrize("sign", ["device", "tool", "library", None])
+def test_a_gpu_is_recognised_by_any_part_of_its_driver(
+    sign: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "NVIDIA_DRIVER", tmp_path if sign == "device" else tmp_path / "none")
+    monkeypatch.setattr(install.shutil, "which", lambda name: f"/bin/{name}" if sign == "tool" else None)
+    library = "libcuda.so.1" if sign == "library" else None
+    monkeypatch.setattr(install.ctypes.util, "find_library", lambda name: library if name == "cuda" else None)
+    assert install.gpu_present() is (sign is not None)
 
 
 def test_other_framework_than_the_loaded_one() -> None:

@@ -17,7 +17,8 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.routing.reference import build_routing
 
-GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "swiglu_oai": "clamped_silu"}
+CLAMPED = 7.0  # where GPT-OSS's gate stops growing
 ALL_ACTIVATIONS = list(ActivationType)
 OUTPUTS = ("out", "dx", "dprobs", "dw1", "dw2")
 
@@ -27,8 +28,17 @@ def base_of(activation):
     return GATED.get(activation.value, activation.value)
 
 
+def up_factor(activation, up):
+    """What an up half multiplies by, and its derivative."""
+    if activation is ActivationType.SWIGLU_OAI:
+        return np.clip(up, -CLAMPED, CLAMPED) + 1.0, (np.abs(up) <= CLAMPED).astype(np.float64)
+    return up, np.ones_like(up)
+
+
 def value(name, v):
     """act(v) of one fp64 number."""
+    if name == "clamped_silu":
+        return value("silu", 1.702 * min(v, CLAMPED)) / 1.702
     if name == "silu":
         return v / (1.0 + math.exp(-v))
     if name == "gelu":
@@ -41,6 +51,8 @@ def value(name, v):
 
 def slope(name, v):
     """act'(v) of one fp64 number."""
+    if name == "clamped_silu":
+        return slope("silu", 1.702 * v) if v <= CLAMPED else 0.0
     if name == "silu":
         sigma = 1.0 / (1.0 + math.exp(-v))
         return sigma + v * sigma * (1.0 - sigma)
@@ -130,6 +142,7 @@ def make_problem(
     rng = np.random.default_rng(seed)
     dtype = dtype or torch.float32
     n1 = intermediate * (2 if activation.value in GATED else 1)
+    gain = 4.0 if activation is ActivationType.SWIGLU_OAI else 1.0  # its clamps are reached, by one z in 12
 
     def normal(*shape, scale=1.0):
         return rounded(rng.standard_normal(shape) * scale, dtype)
@@ -143,7 +156,7 @@ def make_problem(
         indices=dispatch(rng, tokens, experts, topk, empty),
         probs=fp32(rng.uniform(0.05, 1.0, (tokens, topk))),
         dout=normal(tokens, hidden),
-        up_gate=normal(experts, hidden, n1, scale=hidden**-0.5),
+        up_gate=normal(experts, hidden, n1, scale=gain * hidden**-0.5),
         down=normal(experts, intermediate, hidden, scale=intermediate**-0.5),
         b1=fp32(rng.standard_normal((experts, n1)) * 0.3) if bias else None,
         b2=fp32(rng.standard_normal((experts, hidden)) * 0.3) if bias else None,
@@ -167,7 +180,8 @@ def golden(problem: Problem) -> Result:
                 z = z + p.b1[e]
             gate, up = (z[:I], z[I:]) if p.gated else (z, np.ones(I))
             a, da = each(value, act, gate), each(slope, act, gate)
-            y1 = a * up
+            factor, dup = up_factor(p.activation, up)
+            y1 = a * factor
             y2 = y1 @ p.down[e]
             if p.b2 is not None:
                 y2 = y2 + p.b2[e]
@@ -177,8 +191,8 @@ def golden(problem: Problem) -> Result:
             dy2 = p.probs[t, k] * p.dout[t]
             result.dw2[e] += np.outer(y1, dy2)
             dy1 = p.down[e] @ dy2
-            dgate = dy1 * up * da
-            dz = np.concatenate([dgate, dy1 * a]) if p.gated else dgate
+            dgate = dy1 * factor * da
+            dz = np.concatenate([dgate, dy1 * a * dup]) if p.gated else dgate
             result.dw1[e] += np.outer(p.x[t], dz)
             result.dx[t] += p.up_gate[e] @ dz
             if p.b2 is not None:

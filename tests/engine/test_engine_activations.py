@@ -1,13 +1,15 @@
-"""The seven activations: values, slopes against finite differences, kinks, NaN, extreme values."""
+"""The activations: values, slopes against finite differences, kinks, NaN, extreme values."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.moe_golden import ALL_ACTIVATIONS, base_of, slope, value
-from framework import numpy, tensor, torch
+from engine.moe_golden import ALL_ACTIVATIONS, CLAMPED, base_of, slope, up_factor, value
+from framework import IS_PADDLE, numpy, tensor, torch
 
 from sonicmoe.engine.activations import (
+    SWIGLU_OAI_ALPHA,
+    SWIGLU_OAI_LIMIT,
     activate,
     activate_backward,
     merge_gate_up,
@@ -17,6 +19,7 @@ from sonicmoe.engine.activations import (
 )
 from sonicmoe.enums import ActivationType, is_glu
 
+OAI = ActivationType.SWIGLU_OAI
 UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
 GATED = [a for a in ALL_ACTIVATIONS if is_glu(a)]
 GRID = np.concatenate([np.linspace(-9.0, 9.0, 181) + 0.013, [1e-3, -1e-3, 25.0, -25.0, 88.0, -88.0]]).astype(np.float32)
@@ -30,10 +33,10 @@ def by_finite_differences(name, points, step=1e-5):
     return np.array([(value(name, v + step) - value(name, v - step)) / (2 * step) for v in points.astype(np.float64)])
 
 
-def test_all_seven_are_covered():
+def test_upstreams_seven_and_gpt_oss_are_covered():
     assert len(UNGATED) == 4
-    assert len(GATED) == 3
-    assert {base_of(a) for a in GATED} <= {a.value for a in UNGATED}
+    assert len(GATED) == 4
+    assert {base_of(a) for a in GATED if a is not OAI} <= {a.value for a in UNGATED}
 
 
 @pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
@@ -61,7 +64,7 @@ def test_slope_at_the_kink_is_zero(activation):
 def test_backward_against_finite_differences_of_forward(activation):
     """<dy1, activate(z)> differentiated numerically along every entry of z, on the package's own layout."""
     rng = np.random.default_rng(3)
-    z = rng.standard_normal((5, 12)) * 2
+    z = rng.standard_normal((5, 12)) * (6 if activation is OAI else 2)
     dy1 = rng.standard_normal((5, 6 if is_glu(activation) else 12))
     y1, dz = activate_backward(fp32(z), fp32(dy1), activation)
     assert np.array_equal(numpy(y1), numpy(activate(fp32(z), activation)))
@@ -70,7 +73,8 @@ def test_backward_against_finite_differences_of_forward(activation):
         name = base_of(activation)
         if not is_glu(activation):
             return sum(dy1[r, c] * value(name, at[r, c]) for r in range(5) for c in range(12))
-        return sum(dy1[r, i] * value(name, at[r, 2 * i]) * at[r, 2 * i + 1] for r in range(5) for i in range(6))
+        factor = up_factor(activation, at[:, 1::2])[0]
+        return sum(dy1[r, i] * value(name, at[r, 2 * i]) * factor[r, i] for r in range(5) for i in range(6))
 
     numeric = np.zeros_like(z)
     for position in np.ndindex(*z.shape):
@@ -90,6 +94,60 @@ def test_nan_stays_where_it_is(activation):
     assert np.argwhere(np.isnan(y1)).tolist() == [[2, c] for c in columns]
     assert [2, 4 if is_glu(activation) else 5] in np.argwhere(np.isnan(dz)).tolist()
     assert np.isfinite(np.delete(dz, 2, axis=0)).all()
+
+
+class TestGptOss:
+    """Its clamps: below, on and beyond every bound of gate and up."""
+
+    TICKS = np.array(
+        [-40.0, -CLAMPED - 0.25, -CLAMPED, -2.5, -1.0, 0.0, 0.75, CLAMPED - 0.25, CLAMPED, CLAMPED + 0.25, 40.0]
+    )
+
+    def pairs(self):
+        gate, up = (grid.ravel() for grid in np.meshgrid(self.TICKS, self.TICKS, indexing="ij"))
+        return np.stack([gate, up], 1), np.random.default_rng(5).standard_normal((len(gate), 1)) + 2.0
+
+    def test_constants(self):
+        assert (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT) == (1.702, CLAMPED)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's autograd is the reference")
+    def test_fp64_autograd_of_the_definition(self):
+        """Gradients pass on a bound and vanish beyond it, as those of torch.clamp."""
+        z, dy1 = (torch.tensor(array, dtype=torch.float64) for array in self.pairs())
+        gate, up = (column.clone().requires_grad_() for column in z.unbind(1))
+        clamped = gate.clamp(max=7.0)
+        expected = (up.clamp(-7.0, 7.0) + 1) * clamped * torch.sigmoid(1.702 * clamped)
+        expected.backward(dy1[:, 0])
+        y1, dz = activate_backward(z, dy1, OAI)
+        assert torch.equal(y1, activate(z, OAI))
+        torch.testing.assert_close(y1[:, 0], expected.detach(), rtol=1e-14, atol=1e-300)
+        torch.testing.assert_close(dz, torch.stack([gate.grad, up.grad], 1), rtol=1e-13, atol=1e-300)
+        beyond = torch.stack([gate > 7.0, up.abs() > 7.0], 1)
+        assert int(beyond.sum()) > 0 and not dz[beyond].any()
+        assert bool(dz[(gate == 7.0) & (up != -1.0), 0].all()), "up + 1 is 0 at -1"
+
+    def test_golden(self):
+        z, dy1 = self.pairs()
+        y1, dz = activate_backward(fp32(z), fp32(dy1), OAI)
+        factor, dup = up_factor(OAI, z[:, 1])
+        values, slopes = (np.array([f(base_of(OAI), v) for v in z[:, 0]]) for f in (value, slope))
+        np.testing.assert_allclose(numpy(y1)[:, 0], values * factor, rtol=2e-6, atol=1e-20)
+        expected = dy1 * np.stack([factor * slopes, values * dup], 1)
+        np.testing.assert_allclose(numpy(dz), expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("other", [0.5, 6.9, 7.1, -7.1])
+    @pytest.mark.parametrize("side", [0, 1])
+    def test_no_clamp_swallows_nan(self, side, other):
+        z = np.full((1, 2), other)
+        z[0, side] = np.nan
+        y1, dz = activate_backward(fp32(z), fp32([[1.0]]), OAI)
+        assert np.isnan(numpy(activate(fp32(z), OAI))).all() and np.isnan(numpy(y1)).all()
+        assert np.isnan(numpy(dz)[0, 0])
+
+    def test_infinities_are_clamped_where_there_is_a_bound(self):
+        y1, dz = activate_backward(fp32([[np.inf, np.inf], [np.inf, -np.inf]]), fp32([[1.0], [1.0]]), OAI)
+        np.testing.assert_allclose(numpy(y1)[:, 0], [56.0, -42.0], rtol=1e-4)
+        assert not numpy(dz).any()
 
 
 @pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)

@@ -43,7 +43,9 @@ def test_fp32(activation, bias):
     assert_matches(run_engine(problem), golden(problem))
 
 
-@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU], ids=lambda a: a.value)
+@pytest.mark.parametrize(
+    "activation", [ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, ActivationType.GELU], ids=lambda a: a.value
+)
 def test_the_golden_gradients_are_derivatives(activation):
     """Central differences of <dout, out> of the golden itself, at a handful of entries of every input."""
     problem = make_problem(activation, tokens=5, hidden=6, intermediate=4, experts=3, topk=2, bias=True, empty=())

@@ -94,8 +94,9 @@ def make_case(
     sentinel = torch.where(torch.rand((tokens, topk), generator=generator, device="cuda") < 0.5, -1, experts)
     probs = torch.rand((tokens, topk), generator=generator, device="cuda") + 0.05
     n1 = intermediate * (2 if is_glu(activation) else 1)
+    gain = 4.0 if activation is ActivationType.SWIGLU_OAI else 1.0  # reaches its clamps
     weights = (
-        normal(experts, n1, hidden, scale=hidden**-0.5).to(dtype),
+        normal(experts, n1, hidden, scale=gain * hidden**-0.5).to(dtype),
         normal(experts, hidden, intermediate, scale=intermediate**-0.5).to(dtype),
         normal(experts, n1, scale=0.3) if bias else None,
         normal(experts, hidden, scale=0.3) if bias else None,
@@ -255,9 +256,10 @@ def test_unwritten_memory_is_never_read(activation, bias):
     assert_same_bits(filled, zeroed)
 
 
+@pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SWIGLU_OAI], ids=lambda a: a.value)
 @pytest.mark.parametrize("which", ["x", "dout"])
-def test_a_bad_token_spoils_its_own_experts_only(which):
-    case = make_case(400, invalid=0.0, topk=1, empty=(4,))
+def test_a_bad_token_spoils_its_own_experts_only(which, activation):
+    case = make_case(400, invalid=0.0, topk=1, empty=(4,), activation=activation)
     clean = run(case)
     token = 0  # the one an index of zero would gather
     expert = int(case.indices[token, 0])

@@ -189,7 +189,7 @@ def wgrad_operands(shape, seed=0, spread=0.0):
     return quantize(a, iso(128)), quantize(b, iso(128)), routing
 
 
-def run_wgrad(launch, a, b, routing, accumulator):
+def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False):
     a_t, b_t = transpose_storage(a), transpose_storage(b)
     launch(
         a_t.codes,
@@ -198,6 +198,7 @@ def run_wgrad(launch, a, b, routing, accumulator):
         b_t.scale_inv,
         routing.padded_offsets,
         accumulator,
+        shares_gpu,
         current_stream(accumulator),
     )
 
@@ -265,12 +266,21 @@ def test_wgrad_accumulates_and_repeats_bit_for_bit(wgrad):
         assert torch.equal(twice, 2 * once)
 
 
+def test_wgrad_beside_other_kernels_gives_the_same_bits(wgrad):
+    for shape in ((4096, 1024, 512, 8, 4), SHAPES[0], SHAPES[1]):
+        a, b, routing = wgrad_operands(shape, seed=9)
+        alone, beside = (torch.zeros((shape[3], a.shape[1], b.shape[1]), device="cuda") for _ in range(2))
+        run_wgrad(wgrad, a, b, routing, alone)
+        run_wgrad(wgrad, a, b, routing, beside, shares_gpu=True)
+        assert torch.equal(alone, beside) and bool(alone.any())
+
+
 def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
     a, b, routing = wgrad_operands(SHAPES[0], seed=5)
     accumulator = torch.zeros((4, a.shape[1], b.shape[1]), device="cuda")
     a_t, b_t = transpose_storage(a), transpose_storage(b)
     launch_args = (a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets * 4, accumulator)
-    wgrad(*launch_args, current_stream(accumulator))
+    wgrad(*launch_args, False, current_stream(accumulator))
     torch.cuda.synchronize()
     assert bool(torch.isfinite(accumulator).all())
 
@@ -280,9 +290,9 @@ def test_wrong_arguments_are_named(wgrad, dgated):
     accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
     a_t, b_t = transpose_storage(a), transpose_storage(b)
     with pytest.raises(Exception, match=r"a is \["):
-        wgrad(b_t.codes, b_t.scale_inv, a_t.codes, a_t.scale_inv, routing.padded_offsets, accumulator, 0)
+        wgrad(b_t.codes, b_t.scale_inv, a_t.codes, a_t.scale_inv, routing.padded_offsets, accumulator, False, 0)
     with pytest.raises(Exception, match="accumulator must have 32-bit"):
-        wgrad(a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets, accumulator.half(), 0)
+        wgrad(a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets, accumulator.half(), False, 0)
     case = Backward(SHAPES[0], seed=7)
     with pytest.raises(Exception, match="activation is 3"):
         case.run(dgated, 3)

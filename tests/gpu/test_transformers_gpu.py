@@ -56,6 +56,30 @@ def test_logits_and_every_gradient(family: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_gpt_oss_runs_in_bf16(implementation: str, monkeypatch, caplog) -> None:
+    """The FP8 kernels have neither its activation nor biases: a warning says so, once."""
+    names, original = [], Plan.choose
+
+    def choose(self, x, weights):
+        engine = original(self, x, weights)
+        names.append(engine.name)
+        return engine
+
+    monkeypatch.setattr(Plan, "choose", choose)
+    monkeypatch.setattr("sonicmoe.engine.select._LOGGED", set())
+    model = model_of("gpt-oss")
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj.mul_(6.0)  # beyond the clamps
+    expected = run(model, "eager")
+    with caplog.at_level("INFO", logger="sonicmoe"):
+        found = errors(run(model, implementation), expected)
+    assert max(found.values()) <= FP8, found  # a z that bf16 rounds across a bound turns its gradient on or off
+    assert found["logits"] <= BF16 and set(names) == {"bf16"}
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (implementation == "sonicmoe_fp8") and all("not hopper: " in message for message in warned)
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 def test_same_bits_with_gradient_checkpointing_and_again(implementation: str) -> None:
     model = model_of("qwen3-moe")
     expected = run(model, implementation)

@@ -20,6 +20,8 @@ COMMON = {
     "tie_word_embeddings": False, "num_experts_per_tok": 2,
 }  # fmt: skip
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
 
 def _deepseek(layers: int) -> DeepseekV3Config:
     return DeepseekV3Config(
@@ -44,12 +46,10 @@ FAMILIES = {
     "olmoe": lambda layers: OlmoeConfig(**COMMON, num_hidden_layers=layers, num_experts=EXPERTS),
     "deepseek-v3": _deepseek,
     "ernie-4.5-moe": _ernie,
+    "gpt-oss": lambda layers: GptOssConfig(
+        **COMMON, num_hidden_layers=layers, num_local_experts=EXPERTS, head_dim=8, rope_parameters=PLAIN_ROPE
+    ),
 }
-
-
-def gpt_oss() -> GptOssConfig:
-    """The family whose gate the engine does not compute."""
-    return GptOssConfig(**COMMON, num_hidden_layers=1, num_local_experts=EXPERTS, head_dim=8)
 
 
 def build(config, implementation: str = "eager", seed: int = 0) -> torch.nn.Module:

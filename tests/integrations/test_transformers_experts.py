@@ -11,9 +11,10 @@ from integrations.hf_models import relative_rmse
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import PretrainedConfig
+from transformers import GptOssConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import FrameworkError, LayoutError
@@ -71,6 +72,48 @@ def make(hidden_act="silu", **options):
     torch.manual_seed(0)
     register()
     return experts_class(**options)(PretrainedConfig(hidden_act=hidden_act))
+
+
+def make_gpt_oss(gate=None, is_concatenated=False, **attributes):
+    """GPT-OSS's experts, pre-activations beyond the clamps; `gate` replaces theirs, under a name that says nothing."""
+    torch.manual_seed(0)
+    register()
+    kind = GptOssExperts
+    if gate is not None:
+        kind = type("Experts", (GptOssExperts,), {"_apply_gate": gate})
+        arrangement = {"is_transposed": True, "has_bias": True, "is_concatenated": is_concatenated}
+        kind = use_experts_implementation(**arrangement)(kind)
+    experts = kind(GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E))
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0.0, 1.0)
+    for name, value in attributes.items():
+        setattr(experts, name, value)
+    return experts
+
+
+def gate_in_halves(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def gate_without_one(self, gate_up):
+    gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
+    return up * gate * torch.sigmoid(gate * self.alpha)
+
+
+def gate_clamped_from_below(self, gate_up):
+    return GptOssExperts._apply_gate(self, gate_up.clamp(min=-self.limit))
+
+
+def gate_with_other_gradients(self, gate_up):
+    value = GptOssExperts._apply_gate(self, gate_up)
+    return value.detach() + (gate_up[..., ::2] - gate_up[..., ::2].detach())
+
+
+def gate_that_reads_more(self, gate_up):
+    return GptOssExperts._apply_gate(self, gate_up) * self.num_experts
 
 
 def batch(invalid=0.0):
@@ -135,6 +178,29 @@ def test_sentinels_of_expert_parallelism(implementation, invalid, garbage):
     assert_close(found, run(experts, "eager", x, ids, weights, dout), 1e-6 if implementation == "sonicmoe" else 0.15)
     assert not found["weights"][~here].any()
     assert not found["out"][~here.any(-1)].any() and not found["x"][~here.any(-1)].any()
+
+
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+@pytest.mark.parametrize("invalid", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("garbage", [0.0, float("nan")], ids=["zero weight", "NaN weight"])
+def test_gpt_oss_with_sentinels(implementation, invalid, garbage):
+    """Its eager forward takes no sentinel: slots of weight 0 stand for them there."""
+    x, ids, weights, dout = batch(invalid)
+    here = (ids >= 0) & (ids < E)
+    expected = run(make_gpt_oss(), "eager", x, ids.where(here, 0), weights.where(here, 0.0), dout)
+    expected["weights"][~here] = 0.0
+    found = run(make_gpt_oss(), implementation, x, ids, torch.where(here, weights, garbage), dout)
+    assert set(expected) >= {"gate_up_proj_bias", "down_proj_bias"}
+    assert_close(found, expected, 1e-6 if implementation == "sonicmoe" else 0.2)
+    assert not found["weights"][~here].any()
+
+
+def test_gpt_oss_gate_in_halves_under_another_name():
+    """What is tried out is the gate, in the arrangement that the module declares."""
+    experts = make_gpt_oss(gate_in_halves, is_concatenated=True)
+    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
+    experts = make_gpt_oss(GptOssExperts._apply_gate)
+    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
 
 
 @pytest.fixture
@@ -218,6 +284,12 @@ REFUSED = {
     "tanh GELU": (lambda: make("gelu_new"), "activation NewGELUActivation; needed"),
     "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation; needed"),
     "8-bit weights": (lambda: with_weight(make(), "down_proj", torch.zeros(E, H, I).to(torch.float8_e4m3fn)), "down_proj in"),
+    "GPT-OSS's gate with another alpha": (lambda: make_gpt_oss(gate_in_halves, True, alpha=1.5), "alpha 1.5 in GPT-OSS's gate; needed"),
+    "halves under a module that declares pairs": (lambda: make_gpt_oss(gate_in_halves), "a gate of its own"),
+    "no 1 added to up": (lambda: make_gpt_oss(gate_without_one), "a gate of its own"),
+    "one more clamp": (lambda: make_gpt_oss(gate_clamped_from_below), "a gate of its own"),
+    "other gradients": (lambda: make_gpt_oss(gate_with_other_gradients), "a gate of its own"),
+    "a gate that reads its module": (lambda: make_gpt_oss(gate_that_reads_more), "a gate of its own"),
     "no weight": (lambda: with_weight(make(), "gate_up_proj", None), "no weight gate_up_proj"),
 }  # fmt: skip
 

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, gpt_oss, run
+from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, run
 from transformers.integrations import moe as hf_moe
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import LayoutError
@@ -45,7 +46,28 @@ def test_logits_and_every_gradient_in_full_precision(family, recipes):
         assert error <= EXACT, f"{name}: {error:.2e}"
     assert recipes == [None, None], "two MoE layers, nothing quantised"
     experts = [name for name in expected if ".experts." in name]
-    assert len(experts) == 4 and all(expected[name].any() for name in experts)
+    assert len(experts) == (8 if family == "gpt-oss" else 4), "weights of two layers, and biases where there are any"
+    assert all(expected[name].any() for name in experts)
+
+
+def gpt_oss_beyond_its_clamps(layers: int) -> torch.nn.Module:
+    """Pre-activations so large that many are clamped."""
+    model = build(FAMILIES["gpt-oss"](layers))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, GptOssExperts):
+                module.gate_up_proj.mul_(8.0)
+    return model
+
+
+def test_the_clamps_of_gpt_oss():
+    model = gpt_oss_beyond_its_clamps(2)
+    expected = run(model, "eager")
+    assert max(errors(run(model, "sonicmoe"), expected).values()) <= EXACT
+    for module in model.modules():
+        if isinstance(module, GptOssExperts):
+            module.limit = 1e9
+    assert errors(run(model, "eager"), expected)["logits"] >= 0.1, "nothing was clamped"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,8 +93,9 @@ def test_sonicmoe_follows_the_configuration():
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-def test_gradient_checkpointing(implementation, reentrant, recipes):
-    model = build(FAMILIES["qwen3-moe"](2))
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_gradient_checkpointing(family, implementation, reentrant, recipes):
+    model = build(FAMILIES[family](2))
     expected = run(model, implementation)
     assert len(recipes) == 2
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -80,10 +103,11 @@ def test_gradient_checkpointing(implementation, reentrant, recipes):
     assert len(recipes) == 2 + 4, "two layers, forward and recompute"
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-def test_compiled_in_one_graph(implementation):
+def test_compiled_in_one_graph(implementation, family):
     torch._dynamo.reset()
-    model = build(FAMILIES["qwen3-moe"](1))
+    model = build(FAMILIES[family](1))
     expected = run(model, implementation)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     assert max(errors(run(model, implementation), expected).values()) <= EXACT
@@ -134,14 +158,34 @@ def test_bf16():
 # Refusals and registration
 
 
+def gate_of_deepseek_v4(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-def test_a_gate_of_its_own_is_refused(implementation):
-    model = build(gpt_oss(), implementation)
-    with pytest.raises(LayoutError, match=r"GptOssForCausalLM: GptOssExperts has a gate of its own"):
+def test_a_gate_of_its_own_is_refused(implementation, monkeypatch):
+    """By what it computes: the same class passes before and after."""
+    model = build(FAMILIES["gpt-oss"](1), implementation)
+    check_model(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(GptOssExperts, "_apply_gate", gate_of_deepseek_v4)
+        with pytest.raises(LayoutError, match=r"GptOssForCausalLM: GptOssExperts has a gate of its own"):
+            check_model(model)
+        with pytest.raises(LayoutError, match=r"cannot run this model: GptOssExperts has a gate of its own"):
+            run(model, implementation)
+    check_model(model)
+
+
+@pytest.mark.parametrize(("name", "value"), [("alpha", 1.5), ("limit", 10.0), ("limit", None)])
+def test_other_constants_of_gpt_oss_are_refused(name, value):
+    model = build(FAMILIES["gpt-oss"](1), "sonicmoe")
+    setattr(model.model.layers[0].mlp.experts, name, value)
+    words = rf"GptOssExperts has {name} {value} in GPT-OSS's gate; needed: alpha 1\.702, limit 7\.0"
+    with pytest.raises(LayoutError, match=words):
         check_model(model)
-    with pytest.raises(LayoutError, match=r"cannot run this model: GptOssExperts has a gate of its own"):
-        run(model, implementation)
-    assert torch.isfinite(run(model, "eager")["logits"]).all()
+    with pytest.raises(LayoutError, match=words):
+        run(model, "sonicmoe")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,14 +16,19 @@ from processes import Field, environment
 from racer import load
 
 import sonicmoe.jit.plan as plan_module
+from sonicmoe.cli.main import main
 from sonicmoe.cli.warmup import warmup
-from sonicmoe.config import SonicMoEConfig
+from sonicmoe.config import SonicMoEConfig, current_config
+from sonicmoe.engine import hopper as hopper_engine
+from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
-from sonicmoe.jit.plan import ModelSpec, plan
-from sonicmoe.jit.warmup import KernelOutcome, check, find_record, read_records, warm_up
+from sonicmoe.jit.plan import BOTH, PRECISIONS, ModelSpec, WarmUpPlan, plan, warm_up_plan
+from sonicmoe.jit.warmup import SELECTED, KernelOutcome, check, find_record, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
+from sonicmoe.kernels import limits, quack_gemm
+from sonicmoe.kernels.quack_gemm import missing_package
 
 SPEC = ModelSpec(8, 3072, 1536)
 DIMENSIONS = ["--E", "8", "--H", "3072", "--I", "1536"]
@@ -80,7 +85,8 @@ def test_failures_do_not_stop_the_others(cache: CompileCache, field: Field) -> N
 def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: Field) -> None:
     job = FakeJob(1, field.log)
     report = warm_up(SPEC, cache, compile_jobs=[job])
-    assert report.record == field.root / "warmed" / f"{SPEC.digest}.json" == find_record(SPEC, cache)
+    path = field.root / "warmed" / f"{SPEC.digest(SELECTED)}.json"
+    assert report.record == path == find_record(SPEC, cache, SELECTED)
     (record,) = read_records(field.root)
     assert record["model"] == {
         "E": 8,
@@ -92,7 +98,23 @@ def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: F
     }
     assert record["kernels"] == [{"kernel": "fake_1", "key": str(job.key())}]
     assert {"sonicmoe", "apache-tvm-ffi", "triton"} <= set(record["versions"])
-    assert find_record(ModelSpec(16, 3072, 1536), cache) is None
+    assert record["precision"] == SELECTED and find_record(SPEC, cache) is None, "picked kernels warm no precision"
+    assert find_record(ModelSpec(16, 3072, 1536), cache, SELECTED) is None
+
+
+def test_a_second_precision_has_a_record_of_its_own(cache: CompileCache, field: Field) -> None:
+    for size, precision in enumerate(["fp8", "bf16"], start=1):
+        warm_up(SPEC, cache, compile_jobs=WarmUpPlan((FakeJob(size, field.log),), precision))
+        assert find_record(SPEC, cache, precision) is not None and find_record(SPEC, cache, BOTH) is None
+    kernels = {record["precision"]: record["kernels"][0]["kernel"] for record in read_records(field.root)}
+    assert kernels == {"fp8": "fake_1", "bf16": "fake_2"}
+
+
+def test_a_warm_up_for_both_serves_each(cache: CompileCache, field: Field) -> None:
+    planned = WarmUpPlan((FakeJob(1, field.log),), BOTH)
+    record = warm_up(SPEC, cache, compile_jobs=planned).record
+    assert record is not None and {find_record(SPEC, cache, precision) for precision in PRECISIONS} == {record}
+    assert check(SPEC, cache, WarmUpPlan(planned.jobs, "fp8")).record == record
 
 
 def test_check_sees_what_is_missing_and_writes_nothing(cache: CompileCache, field: Field) -> None:
@@ -115,6 +137,89 @@ def test_plan_is_static_and_distinct() -> None:
     assert {job.key().arch for job in plan(ModelSpec(8, 3072, 1536, arch="sm_100a"))} == {"sm_100a"}
 
 
+FP8_KERNELS = {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "wgrad_operands"}
+BF16_KERNELS = {f"bf16_{name}" for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")}
+EVERY_RUN = {"routing_metadata", "aggregate", "flush"}
+needs_quack = pytest.mark.skipif(missing_package() is not None, reason=str(missing_package()))
+
+
+def names(planned: WarmUpPlan) -> set[str]:
+    return {job.name for job in planned.jobs}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fp8_mode", [None, "perf", "mem"])
+@pytest.mark.parametrize("changes", [
+    {}, {"fp8_wgrad": False}, {"recompute_z": True}, {"fp8_wgrad": False, "recompute_z": True},
+    {"stagewise_memory": True}, {"iso_weight": True},
+])  # fmt: skip
+def test_default_plan_covers_whatever_a_run_chooses(dtype: str, fp8_mode: str | None, changes: dict[str, Any]) -> None:
+    spec = ModelSpec(8, 3072, 1536, dtype)
+    needed = plan(spec, current_config(SonicMoEConfig(fp8_mode=fp8_mode or "off", **changes)))
+    assert {job.name for job in needed} >= EVERY_RUN and set(needed) <= set(warm_up_plan(spec).jobs)
+
+
+@needs_quack
+def test_what_each_precision_compiles() -> None:
+    both, fp8, bf16 = (warm_up_plan(SPEC, precision) for precision in ("both", "fp8", "bf16"))
+    assert [p.precision for p in (both, fp8, bf16)] == ["both", "fp8", "bf16"]
+    assert not (both.left_out or fp8.left_out or bf16.left_out)
+    plain_wgrad = {"bf16_wgrad_down", "bf16_wgrad_up"}
+    assert names(fp8) & (FP8_KERNELS | BF16_KERNELS) == FP8_KERNELS | plain_wgrad
+    assert names(bf16) & (FP8_KERNELS | BF16_KERNELS) == BF16_KERNELS
+    assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs) and len(set(both.jobs)) == len(both.jobs)
+
+
+def test_the_plan_does_not_depend_on_the_mode_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = set(warm_up_plan(SPEC).jobs)
+    for mode in ("perf", "off"):
+        monkeypatch.setenv("SONIC_MOE_FP8_MODE", mode)
+        assert set(warm_up_plan(SPEC).jobs) == usual
+
+
+@pytest.mark.parametrize(("change", "config", "words"), [
+    ({"H": 3080}, {}, "fp8: H is 3080 and I is 1536, and its GEMMs need multiples of 16 and 64"),
+    ({"I": 1504}, {}, "fp8: H is 3072 and I is 1504"),
+    ({"activation": "gelu"}, {}, "fp8: the activation is 'gelu'"),
+    ({"dtype": "float16"}, {}, "fp8: tokens are float16"),
+    ({"arch": "sm_100a"}, {}, "fp8: the architecture is sm_100a"),
+    ({}, {"recipe": "dx256"}, "fp8: the recipe is 'dx256'"),
+    ({}, {"save_z": ZCode.BF16}, "fp8: z is saved as 'bf16'"),
+    ({}, {"engine": EngineName.BF16}, "fp8: the configuration asks for engine 'bf16'"),
+])  # fmt: skip
+def test_what_has_no_fp8_kernels_is_left_out_unless_asked_for(
+    change: dict[str, Any], config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    sizes = {"E": 8, "H": 3072, "I": 1536, **change}
+    planned = warm_up_plan(ModelSpec(**sizes), config=current_config(SonicMoEConfig(**config)))
+    assert planned.left_out[0].startswith(words) and planned.precision != "both"
+    assert names(planned) >= EVERY_RUN and not FP8_KERNELS & names(planned)
+    assert not any(line.startswith("fp8 with fp8_wgrad=0") for line in planned.left_out), "said once"
+    with pytest.raises(ConfigError, match="precision='fp8' has no kernels for this model: fp8: "):
+        warmup_jit(**sizes, precision="fp8", config=SonicMoEConfig(cache_dir=tmp_path, **config))
+
+
+def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "quack-kernels 0.6.5 compiles its GEMMs, and it is absent"
+    for module in (limits, quack_gemm):
+        monkeypatch.setattr(module, "missing_package", lambda: why)
+    planned = warm_up_plan(SPEC)
+    assert planned.precision == "fp8" and planned.left_out == (f"fp8 with fp8_wgrad=0: {why}", f"bf16: {why}")
+    assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
+
+
+def test_limits_are_those_of_the_engine() -> None:
+    assert (limits.HIDDEN_MULTIPLE, limits.INTERMEDIATE_MULTIPLE) == (
+        hopper_engine.HIDDEN_MULTIPLE, hopper_engine.INTERMEDIATE_MULTIPLE
+    )  # fmt: skip
+    assert set(limits.FP8_ACTIVATIONS) == set(hopper_engine.ACTIVATIONS) and limits.FP8_RECIPE == hopper_engine.RECIPE
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigError, match="precision='int4'; needed: one of"):
+        warm_up_plan(SPEC, "int4")
+
+
 @pytest.mark.parametrize(
     "change", [{"E": 0}, {"H": -1}, {"I": 1.5}, {"dtype": "int8"}, {"activation": "tanh"}]
 )  # fmt: skip
@@ -130,12 +235,25 @@ def test_in_process_refuses_an_unknown_device_and_skips_the_cpu(tmp_path: Path) 
     assert report.kernels == () and report.record is None and list(tmp_path.iterdir()) == []
 
 
-def test_in_process_plans_for_the_configuration_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("options", "modes", "precision"), [
+    ({}, {None, "perf"}, "both"),
+    ({"config": SonicMoEConfig(recompute_z=True)}, {None, "perf"}, "both"),
+    ({"config": SonicMoEConfig(fp8_mode="mem")}, {None, "perf"}, "fp8"),
+    ({"config": SonicMoEConfig(fp8_mode="off")}, {None}, "bf16"),
+    ({"precision": "bf16", "config": SonicMoEConfig(fp8_mode="perf")}, {None}, "bf16"),
+])  # fmt: skip
+def test_in_process_plans_both_unless_the_configuration_or_the_caller_says_which(
+    options: dict[str, Any],
+    modes: set[str | None],
+    precision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = []
-    provider = lambda spec, config: seen.append((config.fp8_mode, config.recipe)) or ()  # noqa: E731
+    provider = lambda spec, config: seen.append(config.fp8_mode) or ()  # noqa: E731
     monkeypatch.setattr(plan_module, "_PROVIDERS", {"seen": provider})
-    warmup_jit(8, 64, 64, cache_dir=tmp_path, config=SonicMoEConfig(fp8_mode="mem", recipe="dx256"))
-    assert seen == [("mem", "dx256")]
+    monkeypatch.setattr(limits, "missing_package", lambda: None)
+    assert warmup_jit(8, 64, 64, cache_dir=tmp_path, **options).precision == precision and set(seen) == modes
 
 
 def test_command_checks_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +261,30 @@ def test_command_checks_without_compiling(tmp_path: Path, monkeypatch: pytest.Mo
     result = CliRunner().invoke(warmup, [*DIMENSIONS, "--cache-dir", str(tmp_path), "--check", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 1 and not report["complete"] and report["kernels"][0]["state"] == "missing"
+    assert {kernel["kernel"] for kernel in report["kernels"]} >= FP8_KERNELS, "though no FP8 mode is in force"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_command_says_what_it_leaves_out_and_refuses_it_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    sizes = ["--E", "8", "--H", "3080", "--I", "1536", "--cache-dir", str(tmp_path), "--check"]
+    said = CliRunner().invoke(warmup, sizes)
+    assert said.exit_code == 1 and "left out, fp8: H is 3080 and I is 1536, and its GEMMs need multiples" in said.output
+    refused = CliRunner().invoke(main, ["warmup", *sizes, "--precision", "fp8"])
+    assert refused.exit_code == 2 and refused.output.startswith("Error: precision='fp8' has no kernels for this model")
+
+
+def test_command_reports_a_misspelt_flag(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sonicmoe", "warmup", *DIMENSIONS, "--cache-dir", str(tmp_path), "--check"],
+        env=environment(SONIC_MOE_FP8_MOD="perf"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (
+        done.returncode == 1
+        and done.stderr.count("SONIC_MOE_FP8_MOD is ignored; did you mean SONIC_MOE_FP8_MODE?") == 1
+    )
 
 
 def test_command_needs_the_dimensions() -> None:

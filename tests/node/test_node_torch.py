@@ -26,6 +26,7 @@ TORCH_ACTIVATIONS = {
     ActivationType.SWIGLU: F.silu,
     ActivationType.GEGLU: F.gelu,
     ActivationType.REGLU: F.relu,
+    ActivationType.SWIGLU_OAI: lambda v: v.clamp(max=7.0) * torch.sigmoid(1.702 * v.clamp(max=7.0)),
     ActivationType.SILU: F.silu,
     ActivationType.GELU: F.gelu,
     ActivationType.RELU: F.relu,
@@ -41,11 +42,10 @@ def plain_moe(problem, x, probs, up_gates, downs):
         for k in range(indices.shape[1]):
             tokens = (indices[:, k] == e).nonzero().reshape(-1)
             z = x[tokens] @ up_gate
-            y1 = (
-                act(z[:, : problem.intermediate]) * z[:, problem.intermediate :]
-                if is_glu(problem.activation)
-                else act(z)
-            )
+            up = z[:, problem.intermediate :]
+            if problem.activation is ActivationType.SWIGLU_OAI:
+                up = up.clamp(-7.0, 7.0) + 1
+            y1 = act(z[:, : problem.intermediate]) * up if is_glu(problem.activation) else act(z)
             out = out.index_add(0, tokens, (y1 @ down) * probs[tokens, k : k + 1])
     return out
 

@@ -259,3 +259,12 @@ def test_half_precision_tokens_are_an_ordinary_input():
         pending = Pending(make_node(experts, PRECISE), batch, dtype=dtype)
         pending.backward()
         assert pending.out.dtype == pending.x.dtype == pending.x.grad.dtype
+
+
+@pytest.mark.parametrize("free", ["_clear_data", "_clear_to_zero_allocation"])
+def test_tokens_that_were_freed_before_backward_are_named(node, batch, free):
+    """Old nodes kept no x, and models free the dispatched tokens behind them."""
+    pending = Pending(node, batch)
+    getattr(pending.x, free)()
+    with pytest.raises(Exception, match="x was freed between this node's forward and its backward"):
+        pending.backward()

@@ -4,7 +4,8 @@
 # An interpreter that already has a CUDA build of PyTorch is used as it is: .venv sees its packages, and neither torch
 # nor paddle is downloaded. Any other machine gets the CPU packages pinned in pyproject.toml.
 # PYTHON=<interpreter> overrides the search. Leaves .venv/.framework (which framework the demo trains on) and
-# .venv/.installed-<set>, the stamp the Makefile compares with pyproject.toml.
+# .venv/.installed-<set>, the stamp the Makefile compares with pyproject.toml. Its last line, where there is a GPU, says what the
+# GPU engines lack in .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -131,3 +132,5 @@ for set in demo tests dev; do
     touch "$venv/.installed-$set"
     [ "$set" = "$1" ] && break
 done
+# The packages of these sets run the reference engine: on a machine with a GPU, say what its engines lack.
+"$venv_python" -m sonicmoe.diagnostics.gpu_engines | sed 's/^/setup_env: /'

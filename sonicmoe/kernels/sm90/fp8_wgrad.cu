@@ -7,9 +7,9 @@ namespace {
 
 // accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R], both token-major with one scale per
 // 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale alike). Rows of expert e: padded_offsets[e] to padded_offsets[e + 1], both
-// multiples of 128, clamped to R. An expert without rows leaves its matrix untouched.
+// multiples of 128, clamped to R. An expert without rows leaves its matrix untouched. shares_gpu: kernels of another stream run beside it.
 void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale, TensorView padded_offsets, TensorView accumulator,
-                   int64_t stream) {
+                   bool shares_gpu, int64_t stream) {
   TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 2 && accumulator.ndim() == 3) << "a must be [M, R], b [N, R] and accumulator [E, M, N]";
   const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2), rows = a.size(1);
   TVM_FFI_ICHECK(a.size(0) == m && b.size(0) == n && b.size(1) == rows)
@@ -32,7 +32,12 @@ void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_
   maps.a = matrix_map(a_data, m, rows, sm90::kTileM);
   maps.b = matrix_map(b_data, n, rows, sm90::kTileN / sm90::kCluster);
   maps.c = batch_map_f32(c_data, experts, m, n);
-  launch_persistent(sm90::fp8_wgrad, device, stream, maps, p);
+  if (shares_gpu) {
+    const int64_t row_groups = ceil_div(ceil_div(m, sm90::kTileM), sm90::kCluster);
+    launch_sharing(sm90::fp8_wgrad, experts * row_groups * ceil_div(n, sm90::kTileN), device, stream, maps, p);
+  } else {
+    launch_persistent(sm90::fp8_wgrad, device, stream, maps, p);
+  }
 }
 
 }  // namespace

@@ -113,16 +113,30 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   return o;
 }
 
+template <class Kernel, class... Arguments>
+void launch_clusters(Kernel kernel, int64_t clusters, DLDevice device, int64_t stream, const Arguments&... arguments) {
+  constexpr int kSharedBytes = sizeof(sm90::SharedStorage) + 1024;
+  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  kernel<<<static_cast<unsigned>(clusters * sm90::kCluster), sm90::kThreads, kSharedBytes, as_stream(stream)>>>(arguments...);
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
 // One CTA per SM, in whole clusters.
 template <class Kernel, class... Arguments>
 void launch_persistent(Kernel kernel, DLDevice device, int64_t stream, const Arguments&... arguments) {
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  constexpr int kSharedBytes = sizeof(sm90::SharedStorage) + 1024;
   int processors = 0;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
-  kernel<<<processors / sm90::kCluster * sm90::kCluster, sm90::kThreads, kSharedBytes, as_stream(stream)>>>(arguments...);
-  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+  launch_clusters(kernel, processors / sm90::kCluster, device, stream, arguments...);
+}
+
+// Clusters of a few tiles each, which the hardware hands to processors as they come free: beside kernels of another stream a
+// persistent CTA that has to wait for its SM would keep its whole share of the tiles waiting.
+template <class Kernel, class... Arguments>
+void launch_sharing(Kernel kernel, int64_t tiles, DLDevice device, int64_t stream, const Arguments&... arguments) {
+  constexpr int64_t kTilesPerCluster = 2;  // the second hides the first one's way out
+  tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  launch_clusters(kernel, ceil_div(tiles, kTilesPerCluster), device, stream, arguments...);
 }
 
 // The operands' maps; a gathered A has none. `column_group`: the epilogue's.

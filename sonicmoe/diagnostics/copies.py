@@ -1,0 +1,94 @@
+"""Other copies of this package and of quack that an import may reach instead of the right one. Imports none of them.
+
+Distributions that bring sonicmoe and quack along inside their own package (Paddle's `paddlefleet_ops` does) leave two of
+each in one process: modules of both mix where either is imported by its short name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from .. import __version__
+from ..kernels.quack_gemm import PACKAGES
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+CARRIERS = ("paddlefleet_ops",)
+QUACK = "quack-kernels"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A package found: the name it is imported by, its version ("unknown" where it does not say), where, and whether it is loaded."""
+
+    name: str
+    version: str
+    path: Path
+    loaded: bool
+
+    def __str__(self) -> str:
+        """`paddlefleet_ops.sonicmoe 0.3 from /path (loaded)`."""
+        return f"{self.name} {self.version} from {self.path} ({'loaded' if self.loaded else 'importable'})"
+
+
+def other_copies() -> list[Copy]:
+    """Every other sonicmoe: loaded under any name, inside a carrier, further down the module path, or installed."""
+    found = {copy.path: copy for copy in (*_shadowed("sonicmoe"), *_carried("sonicmoe"), *_loaded("sonicmoe"))}
+    return [copy for path, copy in sorted(found.items()) if path != PACKAGE_ROOT]
+
+
+def installed_otherwise() -> str | None:
+    """The version that the environment says is installed, where it is not the one that runs."""
+    try:
+        installed = version("sonicmoe")
+    except PackageNotFoundError:
+        return None
+    return installed if installed != __version__ else None
+
+
+def wrong_quacks() -> list[Copy]:
+    """Every quack, loaded, importable or carried, of another version than the GEMMs are pinned to."""
+    found = {copy.path: copy for copy in (*_shadowed("quack"), *_carried("quack"), *_loaded("quack"))}
+    return [copy for _, copy in sorted(found.items()) if copy.version != PACKAGES[QUACK]]
+
+
+def _shadowed(name: str) -> Iterator[Copy]:
+    """Packages of that name anywhere on the module path; the first is the one that an import takes."""
+    for entry in sys.path:
+        path = Path(entry or ".", name).resolve()
+        if (path / "__init__.py").is_file():
+            yield Copy(name, _version_of(path), path, loaded=False)
+
+
+def _carried(name: str) -> Iterator[Copy]:
+    """`carrier.name` for carriers that an import would find: looked up as files, as importing one loads its libraries."""
+    for carrier in CARRIERS:
+        try:
+            spec = importlib.util.find_spec(carrier)
+        except ValueError:  # a module without a spec
+            continue
+        for place in (spec.submodule_search_locations or []) if spec else []:
+            path = Path(place, name).resolve()
+            if (path / "__init__.py").is_file():
+                yield Copy(f"{carrier}.{name}", _version_of(path), path, loaded=False)
+
+
+def _loaded(name: str) -> Iterator[Copy]:
+    for module_name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and module_name.rpartition(".")[2] == name:
+            path = Path(file).resolve().parent
+            says = getattr(module, "__version__", None)
+            yield Copy(module_name, str(says) if says else _version_of(path), path, loaded=True)
+
+
+def _version_of(path: Path) -> str:
+    """What the package's source calls its version."""
+    text = (path / "__init__.py").read_text(encoding="utf-8", errors="replace") if path.is_dir() else ""
+    match = re.search(r"^__version__\s*=\s*[\"']([^\"']+)", text, flags=re.MULTILINE)
+    return match.group(1) if match else "unknown"

@@ -1,0 +1,57 @@
+"""What this environment lacks for the GPU engines: `python -m sonicmoe.diagnostics.gpu_engines` says it where there is a GPU.
+
+Reads package metadata; imports no framework.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ..install import gpu_present, install_hint
+from ..jit.key import package_versions
+from ..jit.toolchain import find_toolkit
+from ..kernels.quack_gemm import PACKAGES
+
+FP8_NEEDS = ("apache-tvm-ffi",)
+
+
+def lacking() -> list[str]:
+    """What is missing, in words; empty where FP8 and BF16 kernels can be compiled, loaded and run."""
+    absent = [name for name, found in package_versions(*FP8_NEEDS, *PACKAGES) if found == "absent"]
+    missing = [f"{name} ({'FP8 and BF16' if name in FP8_NEEDS else 'BF16'})" for name in absent]
+    if find_toolkit() is None:
+        missing.append("nvcc, to compile (a warm cache does without)")
+    return [*missing, *_cpu_builds()]
+
+
+def report() -> str | None:
+    """One line for the end of an installation; None without a GPU."""
+    if not gpu_present():
+        return None
+    missing = lacking()
+    if not missing:
+        return "a GPU is here, and nothing that the GPU engines need is missing"
+    remedy = f"Paddle: {install_hint('paddle')}; PyTorch: {install_hint('torch')}"
+    return f"a GPU is here, and the GPU engines lack: {', '.join(missing)}. {remedy}"
+
+
+def _cpu_builds() -> list[str]:
+    """The installed frameworks, where all of them are CPU builds."""
+    torch, paddle, paddle_gpu = (_version(name) for name in ("torch", "paddlepaddle", "paddlepaddle-gpu"))
+    if paddle_gpu or (torch and "+cpu" not in torch):
+        return []
+    found = [f"{name} {text}" for name, text in (("torch", torch), ("paddlepaddle", paddle)) if text]
+    return [f"a framework built for CUDA (here: {', '.join(found) or 'none'})"]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    line = report()
+    if line:
+        print(line)

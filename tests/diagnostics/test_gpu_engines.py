@@ -1,0 +1,68 @@
+"""What an installation is told about the GPU engines at its end."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from sonicmoe import install
+from sonicmoe.diagnostics import gpu_engines
+from sonicmoe.kernels.quack_gemm import PACKAGES
+
+COMPLETE = {"torch": "2.11.0+cu130", "apache-tvm-ffi": "0.1", **PACKAGES}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """`machine(packages, nvcc, gpu)`: what is installed."""
+
+    def make(packages: dict[str, str], nvcc: bool = True, gpu: bool = True) -> None:
+        def version(name: str) -> str:
+            if name not in packages:
+                raise PackageNotFoundError(name)
+            return packages[name]
+
+        found = lambda *names: [(name, packages.get(name, "absent")) for name in names]  # noqa: E731
+        monkeypatch.setattr(gpu_engines, "version", version)
+        monkeypatch.setattr(gpu_engines, "package_versions", found)
+        monkeypatch.setattr(gpu_engines, "find_toolkit", lambda: Path("/usr/local/cuda") if nvcc else None)
+        for module in (gpu_engines, install):
+            monkeypatch.setattr(module, "gpu_present", lambda: gpu)
+
+    return make
+
+
+def test_nothing_is_said_without_a_gpu(machine) -> None:
+    machine({}, nvcc=False, gpu=False)
+    assert gpu_engines.report() is None
+
+
+def test_a_complete_machine(machine) -> None:
+    machine(COMPLETE)
+    assert gpu_engines.lacking() == [] and "nothing that the GPU engines need is missing" in (
+        gpu_engines.report() or ""
+    )
+
+
+def test_the_cpu_environment_on_a_machine_with_a_gpu(machine) -> None:
+    machine({"paddlepaddle": "3.3.1"}, nvcc=False)
+    line = gpu_engines.report() or ""
+    for words in (
+        "apache-tvm-ffi (FP8 and BF16)",
+        "quack-kernels (BF16)",
+        "nvcc",
+        "paddlepaddle 3.3.1",
+        "not [paddle]",
+    ):
+        assert words in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("packages", "lacks"), [
+    ({"torch": "2.13.0+cpu"}, True), ({"torch": "2.13.0+cpu", "paddlepaddle-gpu": "3.3.0"}, False), ({}, True),
+])  # fmt: skip
+def test_cpu_builds_are_recognised(machine, packages: dict[str, str], lacks: bool) -> None:
+    machine({name: text for name, text in COMPLETE.items() if name != "torch"} | packages)
+    assert any("a framework built for CUDA" in line for line in gpu_engines.lacking()) is lacks

@@ -1,0 +1,58 @@
+"""A misspelt `SONIC_MOE_*` variable is reported whichever face meets it first, once per process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MISSPELT = {"SONIC_MOE_FP8_MOD": "perf"}
+LINE = "unknown environment variable SONIC_MOE_FP8_MOD is ignored; did you mean SONIC_MOE_FP8_MODE?"
+FACES = {
+    "MoE": (
+        "import torch; from sonicmoe import MoE; from sonicmoe.enums import ActivationType\n"
+        "layer = MoE(num_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=32,\n"
+        "            activation_function=ActivationType.SWIGLU, add_bias=False, std=0.02)\n"
+        "for _ in range(3): layer(torch.randn(6, 32))"
+    ),
+    "functional": (
+        "import torch; from sonicmoe.functional import moe_general_routing_inputs as moe\n"
+        "from sonicmoe.enums import ActivationType\n"
+        "tokens, experts = torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)\n"
+        "x, w1, w2 = torch.randn(4, 8), torch.randn(2, 16, 8).permute(1, 2, 0), torch.randn(2, 8, 8).permute(1, 2, 0)\n"
+        "moe(x, torch.ones(4), tokens, experts, w1, None, w2, None, 2, None, ActivationType.SWIGLU, False)"
+    ),
+    "warmup_jit": "from sonicmoe.jit_warmup import warmup_jit; [warmup_jit(8, 64, 64, device='cpu') for _ in range(2)]",
+    "configuration": "from sonicmoe.config import current_config; [current_config() for _ in range(3)]",
+}
+
+
+def errors_of(program: str, **environ: str) -> str:
+    command = [sys.executable, "-c", program]
+    env = {**os.environ, **environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stderr
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_face_reports_it_once(face: str) -> None:
+    assert errors_of(FACES[face], **MISSPELT).count(LINE) == 1
+
+
+def test_nothing_is_said_of_known_flags() -> None:
+    assert "unknown environment variable" not in errors_of(FACES["configuration"], SONIC_MOE_FP8_MODE="perf")
+
+
+def test_compile_workers_do_not_repeat_it(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tests/jit')\n"
+        "from pathlib import Path; from fake_jobs import FakeJob; from sonicmoe.jit.cache import default_cache\n"
+        "from sonicmoe.jit.plan import ModelSpec; from sonicmoe.jit.warmup import warm_up\n"
+        f"jobs = [FakeJob(size, Path({str(tmp_path)!r}) / 'log', 0.2) for size in (1, 2)]\n"
+        "assert warm_up(ModelSpec(8, 64, 64), default_cache(), jobs=2, compile_jobs=jobs).complete"
+    )
+    folders = {"SONIC_MOE_CACHE_DIR": str(tmp_path / "cache"), "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "local")}
+    assert errors_of(program, **MISSPELT, **folders).count(LINE) == 1
