@@ -307,9 +307,7 @@ def _dgated(
     return _Gradients(tap("dz_fp8", dz), row_dprob, tap("dz", operands[0]), tap("y1s", operands[1]))
 
 
-def _wgrad(
-    name: str, a: BlockScaledTensor, b: BlockScaledTensor, pending: PendingWgrad, accumulator: Tensor
-) -> None:
+def _wgrad(name: str, a: BlockScaledTensor, b: BlockScaledTensor, pending: PendingWgrad, accumulator: Tensor) -> None:
     """`accumulator[e] += a_e^T b_e` over the rows of each expert; both operands token-major."""
     offsets, shares_gpu = pending.routing.padded_offsets, pending.shares_gpu
     with stage(name):

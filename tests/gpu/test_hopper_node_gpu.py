@@ -104,7 +104,9 @@ class TestChoice:
         experts = make_experts(0, 2, 256, 96)
         run(make_node(experts, AUTO), make_batch(50, 0, 256, 2, 1))
         (line,) = engine_lines(caplog)
-        assert line.startswith("engine bf16 on cuda:0: not hopper: H is 256 and I is 96") and line.endswith("without FP8")
+        assert line.startswith("engine bf16 on cuda:0: not hopper: H is 256 and I is 96") and line.endswith(
+            "without FP8"
+        )
         assert [record.levelname for record in caplog.records if record.getMessage() == line] == ["WARNING"]
 
 
