@@ -20,8 +20,8 @@ class PlotsUnavailableError(SonicMoEError, ImportError):
     """matplotlib is not installed."""
 
 
-def plot_loss(records: Sequence[StepRecord], path: Path, label: str) -> None:
-    """Loss of the run and, where recorded, of its full-precision twin, with the difference of the smoothed curves below.
+def plot_loss(records: Sequence[StepRecord], path: Path, label: str, twin: str = "full precision") -> None:
+    """Loss of the run and, where recorded, of its full-precision `twin`, with the difference of the smoothed curves below.
 
     Raises:
         PlotsUnavailableError: matplotlib is missing.
@@ -36,7 +36,7 @@ def plot_loss(records: Sequence[StepRecord], path: Path, label: str) -> None:
     axes[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes[0].plot(steps, smoothed(losses), color="tab:blue", label=label)
     if compared:
-        axes[0].plot(steps, smoothed(references), color="tab:orange", linestyle="--", label="full precision")
+        axes[0].plot(steps, smoothed(references), color="tab:orange", linestyle="--", label=twin)
         gap_percent = 100 * (smoothed(losses) / smoothed(references) - 1)
         axes[1].plot(steps, gap_percent, color="tab:red")
         axes[1].axhline(0, color="black", linewidth=0.6)

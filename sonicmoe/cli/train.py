@@ -313,7 +313,8 @@ def _draw(trainer: Trainer, console: Console) -> dict[str, str]:
         return {}
     paths = {name: trainer.directory / f"{name}.png" for name in ("loss", "expert_load")}
     try:
-        plot_loss(trainer.records, paths["loss"], f"{trainer.config.precision} ({trainer.config.framework})")
+        label = f"{trainer.config.precision} ({trainer.config.framework})"
+        plot_loss(trainer.records, paths["loss"], label, trainer.config.against or "full precision")
         plot_expert_load(trainer.records, paths["expert_load"])
     except PlotsUnavailableError as error:
         console.print(str(error), soft_wrap=True)
