@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import math
 import os
@@ -96,12 +97,23 @@ class Flag:
 
 def default_cache_dir() -> Path:
     """The platform's per-user cache directory for this package."""
+    return _user_cache_dir(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(maxsize=8)
+def _user_cache_dir(*_environment: str | None) -> Path:
+    """Asked for at every forward: found once per value of what it depends on."""
     return Path(platformdirs.user_cache_dir("sonicmoe"))
 
 
 def default_local_cache_dir() -> Path:
     """A per-user directory of this node, for artefacts that `cache_dir` cannot take."""
-    return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"
+    return _local_cache_dir(tempfile.gettempdir())
+
+
+@functools.lru_cache(maxsize=8)
+def _local_cache_dir(temporary: str) -> Path:
+    return Path(temporary) / f"sonicmoe-{os.getuid()}"
 
 
 FLAGS: tuple[Flag, ...] = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -36,6 +37,14 @@ class Stack:
         """One step, issued; waits for nothing. Weight gradients add up in the node."""
         outs = [self._node(_leaf(b.x), b.counts, b.indices, _leaf(b.probs)) for b in self._batches]
         torch.autograd.backward(outs, [batch.dout for batch in self._batches])
+
+
+def autograd_threads(several: bool) -> AbstractContextManager[object]:
+    """Whether `backward()` may run on the device's own thread, as PyTorch has it, or stays on the calling one.
+
+    Waking the other thread, on a processor whose caches hold nothing of the program, can cost more than a small layer's launches.
+    """
+    return torch.autograd.set_multithreading_enabled(several)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

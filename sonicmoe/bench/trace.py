@@ -103,5 +103,5 @@ def total_us(kernels: Iterable[Kernel], by: str, calls: int) -> dict[str, float]
 
 def short_name(kernel: str, width: int = 60) -> str:
     """A kernel's name without return type, arguments and template parameters."""
-    name = kernel.removeprefix("void ").split("(")[0].split("<")[0] or kernel
+    name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0].split("<")[0] or kernel
     return name if len(name) <= width else f"{name[: width - 1]}…"

@@ -41,6 +41,8 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Untimed runs before.")
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True,
               help="Layers of a step in the steady state: so many forwards, then one backward() for all.")  # fmt: skip
+@click.option("--one-thread", is_flag=True,
+              help="Run backward() on the calling thread: torch.autograd.set_multithreading_enabled(False).")  # fmt: skip
 @click.option("--kernels", type=click.IntRange(0), default=12, show_default=True, help="Lines of the kernel breakdown.")
 @click.option("--nvtx", is_flag=True, help="Also open an NVTX range per stage, for Nsight.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw pictures to DIR.")
@@ -61,6 +63,7 @@ def bench(
     rounds: int | None,
     warmup: int,
     layers: int,
+    one_thread: bool,
     kernels: int,
     nvtx: bool,
     plot: Path | None,
@@ -88,13 +91,14 @@ def bench(
         report_fit(sweep, plot, as_json, markdown)
         return
     from ..bench.runner import find_device, machine, measure
+    from ..bench.steady import autograd_threads
     from ..bench.workload import Variant, available_variants
 
     device = find_device()
     shapes = chosen_shapes(names, tokens, {key.upper(): value for key, value in sizes.items()}, device)
     variants = [Variant.parse(text) for text in engines] or available_variants(device)
     results: list[Result] = []
-    with status() as notify:
+    with status() as notify, autograd_threads(not one_thread):
         for shape in shapes:
             count = rounds or ROUNDS[device.split(":")[0]]
             results += measure(shape, variants, rounds=count, warmup=warmup, nvtx=nvtx, layers=layers, notify=notify)

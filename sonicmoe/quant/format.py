@@ -102,10 +102,12 @@ class BlockScaledTensor:
         orientation: Orientation = Orientation.ROWS,
     ) -> BlockScaledTensor:
         """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix."""
-        codes = torch.empty(stored_shape, dtype=torch.uint8, device=device)
+        codes = torch.empty(stored_shape, dtype=torch.uint8, device=device).view(code.dtype)
         stored_block = block if orientation is Orientation.ROWS else block.transposed
         scale_inv = torch.empty(scale_shape(stored_shape, stored_block), dtype=torch.float32, device=device)
-        return cls(codes.view(code.dtype), scale_inv, block, code, orientation)
+        made = object.__new__(cls)  # right by construction: the checks of a dozen of these show in a small step
+        made.__dict__.update(codes=codes, scale_inv=scale_inv, block=block, code=code, orientation=orientation)
+        return made
 
     @property
     def bytes(self) -> Tensor:

@@ -140,7 +140,7 @@ def test_figures_of_gpu_phases_have_gates(core, monkeypatch):
     assert core.run_phase(phase, False, gates).misses == []
     monkeypatch.setattr(phases, "measure", faked(1000.0))
     misses = core.run_phase(phase, False, gates).misses
-    assert len(misses) == 4 and all("fp8 over bf16" in miss for miss in misses)
+    assert len(misses) == 5 and all("fp8 over bf16" in miss for miss in misses)
 
 
 def test_the_shell_script_says_which_interpreter_is_missing():
