@@ -36,8 +36,8 @@ pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again thr
 	    set -x; SONICMOE_TEST_FRAMEWORK=paddle $(PY) -m pytest $(PYTEST_ARGS) $(PADDLE_TESTS); \
 	else echo "NOT RUN on this machine: the tests through Paddle's torch proxy, paddle is not installed"; fi
 
-core: $(VENV)/.installed-tests ## the core tests' fast phases: precision, determinism, memory, compile cache against tools/ci/baselines.json
-	PYTHON=$(PY) tools/ci/run_core_tests.sh --fast
+core: $(VENV)/.installed-tests ## core figures against tools/ci/baselines.json; compile cache and processes have their tests in pytest
+	PYTHON=$(PY) tools/ci/run_core_tests.sh --fast $(addprefix --phase ,precision determinism layers quantisers memory)
 
 quick: $(VENV)/.installed-dev ## what the pre-commit hook runs: ruff, generated docs, the fastest tests
 	$(PY) -m ruff check .

@@ -81,7 +81,8 @@ def _carried(name: str) -> Iterator[Copy]:
 def _loaded(name: str) -> Iterator[Copy]:
     for module_name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and module_name.rpartition(".")[2] == name:
+        is_package = hasattr(module, "__path__")  # transformers has a plain module of that name, which loads kernels
+        if file and is_package and module_name.rpartition(".")[2] == name:
             path = Path(file).resolve().parent
             says = getattr(module, "__version__", None)
             yield Copy(module_name, str(says) if says else _version_of(path), path, loaded=True)

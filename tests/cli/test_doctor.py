@@ -127,6 +127,10 @@ def test_another_loaded_copy_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     copy = ModuleType("paddlefleet_ops.sonicmoe")
     copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
     monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    copy.__path__ = [str(tmp_path)]
+    module = ModuleType("transformers.integrations.sonicmoe")  # no package: what loads upstream's kernels there
+    module.__file__ = str(tmp_path / "integrations" / "sonicmoe.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     assert copies_found() == [f"there is another sonicmoe: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
 
 
