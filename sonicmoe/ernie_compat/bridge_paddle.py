@@ -37,7 +37,7 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
     def backward(ctx: Any, dout: Any) -> tuple[Any, ...]:
         """dx, dprobs, and the parameter gradients autograd is to accumulate (None where the node does)."""
         tensors = _with_empty(ctx.saved_tensor(), ctx.empty)
-        if not tensors[0]._is_initialized():
+        if 0 not in tensors[0].shape and not tensors[0]._is_initialized():
             raise RuntimeError(
                 "x was freed between this node's forward and its backward, which reads it; needed: no _clear_data() or "
                 "_clear_to_zero_allocation() on the dispatched tokens"
