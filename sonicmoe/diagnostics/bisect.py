@@ -16,7 +16,7 @@ import numpy as np
 
 from .golden_stages import RowLayout
 from .stage_arithmetic import StageArithmetic
-from .stage_runner import GOLDEN, StageRun, golden_run, run_stages, staged_engine
+from .stage_runner import GOLDEN, StageRun, engine_named, golden_run, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import Array, StepDump
 
@@ -135,11 +135,11 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
         EngineUnavailableError: an engine does not run on `device`.
     """
     layout = RowLayout.of(step, step.settings.alignment)
-    run = run_stages(step, staged_engine(engine, device), device)
+    run = run_stages(step, engine_named(engine, device), device)
     if against == GOLDEN:
         expected = golden_run(step, layout)
     else:
-        expected = run_stages(step, staged_engine(against, device), device)
+        expected = run_stages(step, engine_named(against, device), device)
         expected.routing = layout.fields  # both engines share the builder: only the contract can judge it
     return judge(step, run, expected, layout)
 

@@ -21,7 +21,6 @@ from ..routing.metadata import RoutingMetadata
 from .capture import to_numpy
 from .golden_stages import RowLayout, golden_stages
 from .stage_stats import StageValue
-from .staged_reference import StagedReferenceEngine
 from .stages import listening, tap
 from .step_dump import Array, StepDump
 
@@ -46,14 +45,13 @@ def golden_run(step: StepDump, layout: RowLayout) -> StageRun:
     return StageRun(GOLDEN, values, layout.fields)
 
 
-def staged_engine(name: str, device: str) -> Engine:
-    """The engine to diagnose; the reference engine in the form that shows its stages.
+def engine_named(name: str, device: str) -> Engine:
+    """The engine to diagnose.
 
     Raises:
         EngineUnavailableError: it does not run on `device`.
     """
-    engine = choose_engine(device, EngineName(name)).engine
-    return StagedReferenceEngine() if engine.name == EngineName.REFERENCE.value else engine
+    return choose_engine(device, EngineName(name)).engine
 
 
 class Recorder:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from ..diagnostics.stages import tap
 from ..enums import ZCode
 from ..interop import ieee_matmul, plain_ops
 from ..quant.format import BlockScaledTensor, Code
@@ -35,6 +36,8 @@ from .interface import (
 
 Tensor = torch.Tensor
 Operand = Tensor | BlockScaledTensor
+# Quantised operands show themselves (`tap`) under the recipe's field, but for those whose values are a stage of their own.
+_STAGE_OF_OPERAND = {"x": "x_fp8", "dout": "dout_fp8", "dz": "dz_fp8"}
 
 
 class ReferenceEngine(Engine):
@@ -69,13 +72,13 @@ class ReferenceEngine(Engine):
         check_forward(x, routing, weights, settings)
         with plain_ops(), ieee_matmul():
             x = x.detach()
-            z = _up_projection(x, routing, weights, settings)
+            z = tap("z", _up_projection(x, routing, weights, settings))
             y1 = _operand(activate(z, settings.activation), "y1", settings, x.dtype)
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
-            out = aggregate(_round(y2, x.dtype), routing, weighted=True, dtype=x.dtype)
+            out = tap("out", aggregate(tap("y2", _round(y2, x.dtype)), routing, weighted=True, dtype=x.dtype))
             if not save:
                 return out, None
-            kept = None if settings.recompute_z else _save_z(z, settings, x.dtype)
+            kept = None if settings.recompute_z else tap("z_saved", _save_z(z, settings, x.dtype))
             return out, Saved(settings, routing, x, kept)
 
     def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
@@ -88,11 +91,13 @@ class ReferenceEngine(Engine):
             if settings.frees_stagewise:
                 saved.z = None
             y1, dz, row_dprob = _dgated(dout, z, routing, weights, settings)
-            y1s = y1 * routing.row_prob.unsqueeze(-1)
+            dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
+            dz = tap("dz", dz)
+            y1s = tap("y1s", y1 * routing.row_prob.unsqueeze(-1))
             del z, y1
             dx_rows = _grouped(_operand(dz, "dz", settings, x.dtype), weights.w1_dgrad, routing, transpose_weight=False)
-            dx = aggregate(_round(dx_rows, x.dtype), routing, weighted=False, dtype=x.dtype)
-            dprobs = scatter_to_slots(row_dprob, routing)
+            dx_rows = tap("dx_rows", _round(dx_rows, x.dtype))
+            dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=x.dtype))
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if settings.frees_stagewise:
                 saved.x = None
@@ -111,11 +116,13 @@ class ReferenceEngine(Engine):
                 _accumulate_bias(accumulators.db1, dz, routing)
             left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
             _accumulate(accumulators.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing)
+            _show_total("dw2", accumulators.dw2)
             del dout_rows, left, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
             right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
             _accumulate(accumulators.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing)
+            _show_total("dw1", accumulators.dw1)
             pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
@@ -139,7 +146,7 @@ def _dgated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before weighting by the probability."""
     dout_rows = _gather_rows(_operand(dout, "dout", settings, dout.dtype), routing)
-    dy1 = _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False)
+    dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
     y1, dz = activate_backward(z, dy1 * routing.row_prob.unsqueeze(-1), settings.activation)
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:
@@ -155,9 +162,10 @@ def _dgated(
 
 def _operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
     """fp32 values of a GEMM's A operand after the recipe's quantisation (`name` is a field of the recipe), or rounded to `dtype`."""
+    stage = _STAGE_OF_OPERAND.get(name, name)
     if settings.recipe is None:
-        return _round(values, dtype)
-    return dequantize(_quantize(values, getattr(settings.recipe, name), settings.recipe))
+        return tap(stage, _round(values, dtype))
+    return dequantize(tap(stage, _quantize(values, getattr(settings.recipe, name), settings.recipe)))
 
 
 def _wgrad_operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
@@ -229,6 +237,13 @@ def _accumulate(accumulator: Tensor, left: Tensor, right: Tensor, routing: Routi
     for expert, first, count, _ in _experts(routing):
         product = left[first : first + count].transpose(0, 1) @ right[first : first + count]
         accumulator[expert].add_(product)
+
+
+def _show_total(name: str, accumulator: Tensor) -> None:
+    """`tap` of a tensor that is added to in place: what a listener returns instead goes back into it."""
+    shown = tap(name, accumulator)
+    if shown is not accumulator:
+        accumulator.copy_(shown)
 
 
 def _accumulate_bias(accumulator: Tensor, rows: Tensor, routing: RoutingMetadata) -> None:

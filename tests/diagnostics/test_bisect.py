@@ -25,9 +25,8 @@ from sonicmoe.diagnostics.bisect_report import text_of, verdict
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes
 from sonicmoe.diagnostics.golden_stages import RowLayout, golden_stages
 from sonicmoe.diagnostics.stage_arithmetic import StageArithmetic
-from sonicmoe.diagnostics.stage_runner import Recorder, engine_settings, run_stages, staged_engine
+from sonicmoe.diagnostics.stage_runner import Recorder, engine_named, engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, octaves, row_deviations, stage_stats
-from sonicmoe.diagnostics.staged_reference import StagedReferenceEngine
 from sonicmoe.diagnostics.stages import listening
 from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, load_dump, save_dump
 from sonicmoe.engine.interface import GradAccumulators
@@ -180,7 +179,8 @@ class Silent(ReferenceEngine):
 
 
 def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
-    monkeypatch.setattr("sonicmoe.diagnostics.bisect.staged_engine", lambda name, device: Silent())
+    monkeypatch.setattr("sonicmoe.diagnostics.bisect.engine_named", lambda name, device: Silent())
+    monkeypatch.setattr("sonicmoe.engine.reference.tap", lambda name, value: value)
     report = bisect(make_step(), "reference")
     assert report.missing == (
         "x_fp8", "z", "y1", "y2", "dout_fp8", "dy1", "dz_fp8", "dx_rows", "wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz",
@@ -190,11 +190,12 @@ def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, PLAIN, {"recipe": "1x128", "save_z": "e4m3"}, {"fp8_wgrad": False}])
-def test_the_staged_engine_has_the_bits_of_the_reference_engine(settings):
+def test_a_listener_changes_no_bit(settings):
     step = make_step(**settings)
     own = engine_settings(step)
 
-    def run(engine):
+    def run():
+        engine = ReferenceEngine()
         x, w1, w2, dout = (tensor(a).to(torch.bfloat16) for a in (step.x, step.w1, step.w2, step.dout))
         routing = build_routing(tensor(step.indices), tensor(step.probs), 4, alignment=own.row_alignment)
         weights = engine.prepare_weights(w1, w2, None, None, own)
@@ -202,7 +203,9 @@ def test_the_staged_engine_has_the_bits_of_the_reference_engine(settings):
         sums = GradAccumulators.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
         return [numpy(t) for t in (out, *engine.backward(dout, saved, weights, sums), sums.dw1, sums.dw2)]
 
-    for one, other in zip(run(StagedReferenceEngine()), run(ReferenceEngine()), strict=True):
+    with listening(lambda name, value: value):
+        shown = run()
+    for one, other in zip(shown, run(), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -306,6 +309,6 @@ def test_codes_are_counted_in_either_orientation():
 
 
 def test_runs_show_every_stage_and_nothing_unread():
-    shown = run_stages(make_step(), staged_engine("reference", "cpu"), "cpu")
+    shown = run_stages(make_step(), engine_named("reference", "cpu"), "cpu")
     assert shown.unread == {} and shown.error is None
     assert set(shown.stages) == set(STAGES) - {"routing"}

@@ -13,7 +13,6 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics import call_hooks
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.staged_reference import StagedReferenceEngine
 from sonicmoe.diagnostics.stages import listening
 from sonicmoe.diagnostics.step_capture import dump_next_step
 from sonicmoe.diagnostics.step_dump import load_dump
@@ -118,7 +117,7 @@ def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
 
 @pytest.mark.parametrize("stage", ["y1", "dz"])
 def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
-    choice = EngineChoice(StagedReferenceEngine(), "test")
+    choice = EngineChoice(ReferenceEngine(), "test")
     monkeypatch.setattr("sonicmoe.ernie_compat.mlp_node.choose_engine", lambda *_: choice)
     with listening(plant(stage, "nan", (3, 2))), pytest.raises(NonFiniteError) as caught, detect_nonfinite():
         train_step(make_node())
