@@ -43,8 +43,9 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
                 "_clear_to_zero_allocation() on the dispatched tokens"
             )
         saved = ctx.spec.unpack(tensors)
+        del tensors
         if ctx.call.settings.frees_stagewise:
-            ctx.container = ()  # its references would keep alive, to the end of backward, what the engine drops in the middle
+            ctx.container = ()  # these references would keep alive, to the end of backward, what the engine drops in the middle
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
         if ctx.call.wgrad_queue is not None:
             ctx.call.wgrad_queue.launch_after(None)  # a PyLayer cannot name the node that takes dx
