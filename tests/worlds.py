@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 # What a rank needs of the caller's shell; proxies and other frameworks' launch variables would change what is tested.
 WHITELIST = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
-TIMEOUT_S = 120
+TIMEOUT_S, GRACE_S = 240, 30
+FIRST_PORT = 12000
 
 
 def environment(**extra):
@@ -24,15 +28,19 @@ def environment(**extra):
 
 
 def free_ports(count):
-    """Ports that nobody listens on at this moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that nobody listens on at this moment, below those that the system gives to outgoing connections by itself.
+
+    A rank takes its port seconds after this call: one of the system's would now and then be another process's by then.
+    """
+    first_of_the_systems = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates, found = random.SystemRandom().sample(range(FIRST_PORT, first_of_the_systems), 100 * count), []
+    for port in candidates:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"{count} free ports were not found among {len(candidates)}")
 
 
 def torchrun_variables(world):
@@ -76,23 +84,28 @@ def start_world(command_of_rank, variables):
 
 
 def finish(processes, timeout=TIMEOUT_S):
-    """`(exit code, stdout, stderr)` of every process; all are gone afterwards."""
-    deadline, results = time.monotonic() + timeout, []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            results.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    return results
+    """`(exit code, stdout, stderr)` of every process; all are gone afterwards, killed ones (-9) after the time is up.
+
+    Once one has failed, the others have `GRACE_S` left: they may wait for it in a collective for ever.
+    """
+    deadline, failed = time.monotonic() + timeout, False
+    with ThreadPoolExecutor(len(processes)) as pool:
+        outputs = [pool.submit(process.communicate) for process in processes]
+        try:
+            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+                if not failed and any(process.poll() for process in processes):
+                    failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        return [(process.wait(), *output.result()) for process, output in zip(processes, outputs, strict=True)]
 
 
 def run_world(command_of_rank, variables, timeout=TIMEOUT_S):
     """Run to the end; every rank must succeed. Returns each rank's stdout."""
     results = finish(start_world(command_of_rank, variables), timeout)
-    for rank, (code, _, err) in enumerate(results):
-        assert code == 0, f"rank {rank} exited with {code}:\n{err[-4000:]}"
+    bad = [f"rank {rank} exited with {code}:\n{err[-4000:]}" for rank, (code, _, err) in enumerate(results) if code]
+    assert not bad, "\n".join(bad)
     return [out for _, out, _ in results]
