@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from sonicmoe.config import FLAGS_BY_ENV, PREFIX
 from sonicmoe.diagnostics.doctor import is_importable
+from sonicmoe.jit.cache import CompileCache
 
 # Every test starts from the defaults, whatever the shell exported.
 for name in [name for name in os.environ if name.startswith(PREFIX) or name in FLAGS_BY_ENV]:
@@ -28,6 +30,27 @@ def hopper_gpu() -> bool:
 
 
 AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-variant", action="store_true", help="compile every variant of the BF16 GEMMs, not only a covering set"
+    )
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of this run, the same one in all of its parallel workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "session"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def artefacts(session_folder: Path) -> CompileCache:
+    """The compiled kernels of this run: each is compiled once, whichever worker and test asks first. Never damage them."""
+    return CompileCache(session_folder / "artefacts", session_folder / "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

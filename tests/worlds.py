@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import preloaded
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 # What a rank needs of the caller's shell; proxies and other frameworks' launch variables would change what is tested.
@@ -68,8 +70,13 @@ def paddle_variables(world):
     ]
 
 
-def start_world(command_of_rank, variables):
-    """One process per rank; `command_of_rank(rank)` is its command line."""
+def start_world(command_of_rank, variables, framework=None):
+    """One process per rank; `command_of_rank(rank)` is its command line. With a `framework`, forked where that is imported already."""
+    if framework is not None:
+        return [
+            preloaded.Process(framework, [*map(str, command_of_rank(rank))], environment(**extra), ROOT)
+            for rank, extra in enumerate(variables)
+        ]
     return [
         subprocess.Popen(
             [sys.executable, *map(str, command_of_rank(rank))],
@@ -103,9 +110,9 @@ def finish(processes, timeout=TIMEOUT_S):
         return [(process.wait(), *output.result()) for process, output in zip(processes, outputs, strict=True)]
 
 
-def run_world(command_of_rank, variables, timeout=TIMEOUT_S):
-    """Run to the end; every rank must succeed. Returns each rank's stdout."""
-    results = finish(start_world(command_of_rank, variables), timeout)
+def run_world(command_of_rank, variables, framework, timeout=TIMEOUT_S):
+    """Run to the end in processes that have `framework` imported; every rank must succeed. Returns each rank's stdout."""
+    results = finish(start_world(command_of_rank, variables, framework), timeout)
     bad = [f"rank {rank} exited with {code}:\n{err[-4000:]}" for rank, (code, _, err) in enumerate(results) if code]
     assert not bad, "\n".join(bad)
     return [out for _, out, _ in results]

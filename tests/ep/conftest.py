@@ -30,7 +30,7 @@ def world_results(tmp_path_factory):
         directory: Path = tmp_path_factory.mktemp(f"{framework}{world}")
         launch = paddle_variables(world) if framework == "paddle" else [{}] * world
         variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-        run_world(lambda rank: [TESTS / "ep" / "ep_worker.py", world, rank, directory], variables)
+        run_world(lambda rank: [TESTS / "ep" / "ep_worker.py", world, rank, directory], variables, framework)
         return [dict(np.load(directory / f"{rank}.npz")) for rank in range(world)]
 
     return run

@@ -49,7 +49,7 @@ def report(monkeypatch, tmp_path):
 def run(*more, program=SMOKE):
     """`(exit code, figures, stderr)` of a small run over gloo."""
     command = [sys.executable, str(program), *OPTIONS, "--json", *more]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=240)
     return result.returncode, json.loads(result.stdout), result.stderr
 
 
@@ -94,16 +94,15 @@ def test_a_run_that_does_not_train_fails(report):
     assert all(words in said for words in ("2 parameters did not train", "1 parameters differ", "differ by 2.00 %"))
 
 
-def faulty_tools(directory, old, new):
-    """The tools with one line of a rank's program exchanged."""
+def faulty_tools(directory, old, new, launcher=("", "")):
+    """The tools with one line of a rank's program exchanged, and one of the launcher's."""
+    changes = {"multicard_rank.py": (old, new), "multicard_smoke.py": launcher}
     directory = directory / "tools" / "ci"
     directory.mkdir(parents=True)
     for file in TOOLS.glob("multicard_*.py"):
-        text = file.read_text()
-        if file.name == "multicard_rank.py":
-            assert old in text
-            text = text.replace(old, new)
-        (directory / file.name).write_text(text)
+        text, (before, after) = file.read_text(), changes.get(file.name, ("", ""))
+        assert before in text
+        (directory / file.name).write_text(text.replace(before, after) if before else text)
     return directory / "multicard_smoke.py"
 
 
@@ -112,15 +111,24 @@ def faulty_tools(directory, old, new):
     [
         ("raise RuntimeError('no more')", "rank 1: RuntimeError: no more, in: collective: making the dispatcher"),
         ("os.kill(os.getpid(), 9)", "rank 1 ended with exit code -9, in: collective: making the dispatcher"),
-        ("time.sleep(600)", "rank 1 was stopped after 15 s, in: collective: making the dispatcher"),
+        (
+            "open(HUNG, 'w').close(); time.sleep(600)",
+            "rank 1 was stopped after 2 s, in: collective: making the dispatcher",
+        ),
     ],
 )
 def test_a_rank_that_fails_dies_or_hangs_is_named_and_what_was_found_is_printed(tmp_path, fault, said):
-    line = "    dispatcher, why = world.dispatcher(kind)\n"
-    program = faulty_tools(tmp_path, line, f"    if world.rank == 1:\n        {fault}\n{line}")
+    line, hung, hangs = "    dispatcher, why = world.dispatcher(kind)\n", tmp_path / "hung", "HUNG" in fault
+    fault = fault.replace("HUNG", repr(str(hung)))
+    # Two seconds from when it hangs, however long a slow machine took to come there.
+    clock = "    deadline = time.monotonic() + timeout\n"
+    late = f"    while not Path({str(hung)!r}).exists():\n        time.sleep(0.05)\n{clock}"
+    program = faulty_tools(
+        tmp_path, line, f"    if world.rank == 1:\n        {fault}\n{line}", (clock, late) if hangs else ("", "")
+    )
     started = time.monotonic()
-    code, figures, _ = run("--steps", "0", "--timeout", "15", program=program)
-    assert code == 1 and time.monotonic() - started < 45
+    code, figures, _ = run("--steps", "0", "--timeout", "2" if hangs else "200", program=program)
+    assert code == 1 and time.monotonic() - started < 150
     assert said in figures["failures"] and figures["failed_ranks"] >= 1
     assert figures["ranks"] == 2 and "joining the ranks" in figures["seconds"]
 
@@ -136,7 +144,7 @@ def test_ranks_end_with_a_killed_launcher(tmp_path):
     pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)

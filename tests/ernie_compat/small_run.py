@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
+
 from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
@@ -43,26 +45,37 @@ def environment() -> dict[str, str]:
     """The caller's, with the checkout importable and one computing thread, so that parallel test workers do not trip over each other."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "120",
     }
 
 
 def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m sonicmoe.cli.train ARGUMENTS` to its end."""
-    command = [sys.executable, "-m", "sonicmoe.cli.train", *arguments]
+    """`python -m sonicmoe.cli.train ARGUMENTS` to its end; where they name the framework, with that imported already."""
+    command = ["-m", "sonicmoe.cli.train", *arguments]
+    framework = arguments[arguments.index("--framework") + 1] if "--framework" in arguments else None
+    return run_python(command, framework)
+
+
+def run_python(command: list[str], framework: str | None) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` to its end, forked from a process that has imported `framework` unless that is None."""
+    if framework is not None:
+        return preloaded.run(framework, command, environment(), ROOT, timeout=300)
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(), cwd=ROOT, timeout=300
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        cwd=ROOT,
+        timeout=300,
     )
 
 
-def run_program(program: str, *arguments: str) -> Any:
-    """Run Python source in a process of its own and return the JSON of its last line of output."""
-    command = [sys.executable, "-c", program, *arguments]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(), cwd=ROOT, timeout=300
-    )
+def run_program(program: str, *arguments: str, framework: str | None = None) -> Any:
+    """Run Python source in a process of its own and return the JSON of its last line of output; `framework` as in `run_python`."""
+    result = run_python(["-c", program, *arguments], framework)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -117,7 +117,7 @@ def test_every_snippet_runs_and_does_what_it_says() -> None:
     for name, code in snippets().items():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
     parts.append('print(json.dumps([line for line in lines if "too late" in line]))')
-    assert run_program("\n".join(parts)) == []
+    assert run_program("\n".join(parts), framework="paddle") == []
 
 
 def test_named_files_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,17 @@ from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit import toolchain as toolchain_module
 from sonicmoe.jit.cuda_source import CudaSource, resource_usage
 from sonicmoe.jit.errors import CompileError, KeyFieldError, SpillError, ToolchainError
+from sonicmoe.jit.manifest import Artefact
 from sonicmoe.jit.probe import toolchain_probe
 from sonicmoe.jit.resources import require_no_spills
 from sonicmoe.jit.toolchain import CudaToolkit, find_toolkit
+from sonicmoe.kernels import cuda_sources
+from sonicmoe.kernels.cuda_wgrad import flush_source
 
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs nvcc")
 DIMENSIONS = ["--E", "8", "--H", "256", "--I", "128"]
-ENGINE = "reference"  # whose plan has CUDA sources only
+ENGINE = "reference"  # whose plan has CUDA sources only: the probe, and what takes long to compile
+LARGE = (*cuda_sources(), flush_source())
 # Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to keep them in.
 SPILLING = """\
 __global__ void __launch_bounds__(1024) hungry(float* x) {
@@ -44,14 +49,23 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=environment(**env), capture_output=True, text=True, check=False)
 
 
+def copy_files(artefact: Artefact, folder: Path) -> None:
+    for name in artefact.manifest["files"]:
+        shutil.copyfile(artefact.file(name), folder / name)
+
+
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory filled by the command."""
+def warmed(tmp_path_factory: pytest.TempPathFactory, artefacts: CompileCache) -> Path:
+    """A cache directory that held the large kernels and was completed by the command."""
     root = tmp_path_factory.mktemp("warmed")
+    for source in LARGE:
+        made = source.compile(artefacts)
+        CompileCache(root, root / "local").build(source.key(), lambda folder, made=made: copy_files(made, folder))
     done = command("--cache-dir", str(root))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert report["complete"] and {kernel["state"] for kernel in report["kernels"]} == {"built"}
+    states = {kernel["kernel"]: kernel["state"] for kernel in report["kernels"]}
+    assert report["complete"] and states == {"toolchain_probe": "built"} | {source.name: "cached" for source in LARGE}
     assert json.loads(Path(report["record"]).read_text())["model"]["E"] == 8
     return root
 

@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 HEADER = Path(__file__).with_name("host_cuda.h")
 NUM_SMS = 2
 
@@ -36,13 +38,25 @@ def rewritten(source: str) -> str:
 
 
 def load(sources: tuple[Path, ...], folder: Path, cuda_include: Path) -> Any:
-    """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder`; streams are ignored."""
+    """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder` by the first process; streams are ignored."""
+    import tvm_ffi
+
+    folder.mkdir(exist_ok=True)
+    library = folder / "host.so"
+    with FileLock(folder / "lock"):
+        if not library.exists():
+            build(sources, folder, library, cuda_include)
+    return tvm_ffi.load_module(str(library))
+
+
+def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: Path) -> None:
+    """Rewrite and compile the sources; `library` appears when it is whole."""
     import tvm_ffi
 
     for file in (*sources, *sources[0].parent.glob("*.cuh")):
         target = folder / file.with_suffix(".cpp").name if file.suffix == ".cu" else folder / file.name
         target.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")
-    library = folder / "host.so"
+    unfinished = folder / "unfinished.so"
     headers = [Path(path) for path in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
     command = [
         "g++",
@@ -54,9 +68,9 @@ def load(sources: tuple[Path, ...], folder: Path, cuda_include: Path) -> Any:
         "-w",
         "-ffp-contract=off",
         "-o",
-        str(library),
+        str(unfinished),
     ]
     command += [f"-I{path}" for path in (*headers, cuda_include)]
     command += [str(folder / file.with_suffix(".cpp").name) for file in sources]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return tvm_ffi.load_module(str(library))
+    unfinished.rename(library)

@@ -1,4 +1,4 @@
-"""Run under TRITON_INTERPRET=1: the Triton kernels on the CPU against plain tensor operations. `python -m kernels.interpreted CHECK`."""
+"""Run under TRITON_INTERPRET=1: the Triton kernels on the CPU against plain tensor operations. `python -m kernels.interpreted CHECK...`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def both(indices, probs, num_experts, counts=None, alignment=128):
 
 
 def metadata() -> int:
+    """The interpreter takes a while per expert: 129 experts have the idle lanes of 511, and 512 are the most."""
     checked = 0
     for name, indices, experts in corpus():
+        if experts in (256, 511):
+            continue
         for dtype in (torch.int64, torch.int32):
-            if dtype == torch.int32 and (name == "ids_past_32_bits" or experts > 128):
+            if dtype == torch.int32 and (name == "ids_past_32_bits" or experts > 32):
                 continue
             ours, plain = both(
                 indices.to(dtype), distinct_probs(indices, experts), experts, alignment=128 << (checked % 3)
@@ -51,7 +54,7 @@ def counts_too_small() -> int:
 
 def slot_values() -> int:
     for name, indices, experts in corpus():
-        ours, _ = both(indices, distinct_probs(indices, experts), experts) if experts <= 128 else (None, None)
+        ours, _ = both(indices, distinct_probs(indices, experts), experts) if experts <= 64 else (None, None)
         if ours is None:
             continue
         slots = torch.randn(tuple(indices.shape), generator=torch.Generator().manual_seed(7))
@@ -105,4 +108,5 @@ def conversions() -> int:
 CHECKS = {check.__name__: check for check in (metadata, counts_too_small, slot_values, aggregation, conversions)}
 
 if __name__ == "__main__":
-    print(CHECKS[sys.argv[1]](), "checked")
+    for check in sys.argv[1:]:
+        print(check, CHECKS[check](), "checked")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -52,15 +51,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
-    root: Path = tmp_path_factory.mktemp("artefacts")
-    return CompileCache(root / "shared", root / "local")
-
-
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None:
-    artefact = source.compile(cache)
+def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> None:
+    artefact = source.compile(artefacts)
     resources = resource_usage(artefact)
     assert len(resources) == KERNELS[source.name]
     assert {item.arch for item in resources} == {"sm_90a"}
@@ -74,24 +67,24 @@ def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_loads_without_a_gpu(source, cache: CompileCache) -> None:
-    module = source.load(cache)
+def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
+    module = source.load(artefacts)
     for name in EXPORTS[source.name]:
         assert callable(getattr(module, name)), name
 
 
-def test_limits_agree_with_the_python_side(cache: CompileCache) -> None:
+def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
     from sonicmoe.routing.backends import MAX_EXPERTS
 
-    module = cuda_sources()[0].load(cache)
+    module = cuda_sources()[0].load(artefacts)
     assert int(module.max_experts()) == MAX_EXPERTS
     assert int(module.scratch_per_expert()) >= 132
 
 
-def test_host_tensors_are_refused_by_name(cache: CompileCache) -> None:
+def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
     import torch
 
-    module = cuda_sources()[0].load(cache)
+    module = cuda_sources()[0].load(artefacts)
     index, values = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
     with pytest.raises(Exception, match="index must be on a CUDA device"):
         module.gather_or_zero(index, values, values, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from sonicmoe.engine.bf16 import bf16_unavailable
 from sonicmoe.enums import ActivationType, EngineName, is_glu
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.cuda_source import resource_usage
+from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec, plan
 from sonicmoe.jit.resources import parse_ptxas, require_no_spills
@@ -43,7 +45,7 @@ from sonicmoe.kernels.quack_gemm import (
 
 SWIGLU = ActivationType.SWIGLU
 SHAPE = MlpShape(3072, 1536, SWIGLU)
-PARTS = 4  # of the variants, so that parallel workers share them
+PARTS = 2  # of the variants, so that parallel workers share them
 needs_quack = pytest.mark.skipif(
     missing_package() is not None or importlib.util.find_spec("tvm_ffi") is None or find_toolkit() is None,
     reason="needs quack-kernels, nvidia-cutlass-dsl, apache-tvm-ffi and nvcc",
@@ -60,7 +62,7 @@ def tiled(product: str, config: GemmConfig, shape: MlpShape = SHAPE):
     return make(shape, config=config, **options)
 
 
-def every_variant():
+def every_variant() -> tuple[CuteKernel, ...]:
     """Each tiling of each product; each activation and bias with each tiling of `up` and one of the others; another dtype."""
     variants = [tiled(product, config) for product, found in CANDIDATES.items() for config, _ in found]
     for activation in ActivationType:
@@ -72,11 +74,59 @@ def every_variant():
     return tuple(dict.fromkeys(variants))
 
 
+TILING = ("tile", "cluster", "pingpong", "swizzle")
+
+
+def pairs_of(kernel: CuteKernel) -> set[tuple]:
+    """What one variant shows: its builder's name with every two of its choices, a tiling being one choice.
+
+    Without z `up` has registers to spare: such a variant shows only that beside a tiling, or a bias, z may be left out.
+    """
+    statics = dict(kernel.statics)
+    choices = {name: value for name, value in statics.items() if name not in (*TILING, "gated")}
+    choices["tiling"] = tuple(statics[name] for name in TILING)
+    pairs = {(kernel.entry, *pair) for pair in itertools.combinations(sorted(choices.items()), 2)}
+    if choices.get("store_z", True):
+        return pairs
+    shown = {("store_z", False), ("tiling", choices["tiling"]), ("bias", choices["bias"])}
+    return {pair for pair in pairs if ("store_z", False) in pair and shown.issuperset(pair[1:])}
+
+
+def covering_variants() -> tuple[CuteKernel, ...]:
+    """A small set of variants, found greedily, that shows every pair of choices which all of them show."""
+    left = {kernel: pairs_of(kernel) for kernel in every_variant()}
+    missing, chosen = set().union(*left.values()), []
+    while missing:
+        best = max(left, key=lambda kernel: len(left[kernel] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return tuple(chosen)
+
+
+def test_a_covering_set_leaves_no_pair_out() -> None:
+    variants, chosen = every_variant(), covering_variants()
+    assert set(chosen) < set(variants) and len(chosen) <= 0.65 * len(variants)
+    statics, whole = (
+        [dict(kernel.statics) | {"product": kernel.name} for kernel in set_] for set_ in (chosen, variants)
+    )
+    assert {(s["product"], s["tile"], s.get("store_z")) for s in statics} == {
+        (s["product"], s["tile"], s.get("store_z")) for s in whole
+    }
+    for activation in ActivationType:
+        for product in ("bf16_up", "bf16_dgated"):
+            assert any(s["product"] == product and s["activation"] == activation.value for s in statics)
+        for choice in ({"bias": False}, {"bias": True}, {"tile": (128, 256)}, {"tile": (128, 128)}):
+            wanted = {"product": "bf16_up", "activation": activation.value, "store_z": True, **choice}
+            assert any(wanted.items() <= s.items() for s in statics), wanted
+
+
 @needs_quack
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_variant_compiles_for_hopper_without_spills(part: int) -> None:
-    toolkit, variants = find_toolkit(), every_variant()[part::PARTS]
+def test_variants_compile_for_hopper_without_spills(part: int, pytestconfig: pytest.Config) -> None:
+    """A covering set of the variants; all of them, twice as many, with `pytest --every-variant`."""
+    found = every_variant() if pytestconfig.getoption("--every-variant") else covering_variants()
+    toolkit, variants = find_toolkit(), found[part::PARTS]
     assert toolkit is not None and variants
     requests = [[number, kernel.entry, dict(kernel.statics)] for number, kernel in enumerate(variants)]
     root = Path(__file__).parents[2]
@@ -101,9 +151,9 @@ def test_every_variant_compiles_for_hopper_without_spills(part: int) -> None:
 
 
 @needs_quack
-def test_an_artefact_loads_without_quack_and_says_what_it_takes(cache: CompileCache) -> None:
+def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: CompileCache) -> None:
     kernel = down_kernel(replace(SHAPE, bias=True))
-    artefact = kernel.compile(cache)
+    artefact = kernel.compile(artefacts)
     require_no_spills(resource_usage(artefact))
     program = (
         "import sys; sys.modules['cutlass'] = sys.modules['quack'] = None\n"
@@ -111,7 +161,7 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(cache: CompileCa
         "from sonicmoe.jit import CompileCache, no_compile\n"
         "from sonicmoe.enums import ActivationType\n"
         "from sonicmoe.kernels.quack_gemm import MlpShape, down_kernel\n"
-        f"cache = CompileCache(Path({str(cache.root)!r}), Path({str(cache.local_root)!r}))\n"
+        f"cache = CompileCache(Path({str(artefacts.root)!r}), Path({str(artefacts.local_root)!r}))\n"
         "with no_compile(): launch = down_kernel(MlpShape(3072, 1536, ActivationType.SWIGLU, bias=True)).load(cache)\n"
         "half = {'dtype': torch.bfloat16}\n"
         "try: launch(torch.zeros(128, 64, **half), torch.zeros(2, 32, 64, **half), torch.zeros(128, 32, **half),\n"
@@ -128,12 +178,12 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(cache: CompileCa
 
 
 @needs_quack
-def test_row_kernels_compile_without_spills(cache: CompileCache) -> None:
-    resources = resource_usage(expert_rows_source().compile(cache))
+def test_row_kernels_compile_without_spills(artefacts: CompileCache) -> None:
+    resources = resource_usage(expert_rows_source().compile(artefacts))
     assert len(resources) == 5  # index; sums of rows and of columns for two dtypes each
     require_no_spills(resources)
     assert all(item.stack_bytes == 0 for item in resources)
-    module = expert_rows_source().load(cache)
+    module = expert_rows_source().load(artefacts)
     counts = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(Exception, match="row_token must be on a CUDA device"):
         module.index_rows(

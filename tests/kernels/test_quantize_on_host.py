@@ -30,8 +30,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory):
-    return host_cuda.load(quantize_source().files, tmp_path_factory.mktemp("host"), find_toolkit().home / "include")
+def module(session_folder):
+    return host_cuda.load(quantize_source().files, session_folder / "host_cuda", find_toolkit().home / "include")
 
 
 def values(shape, dtype, seed=0):

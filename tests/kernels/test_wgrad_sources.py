@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,28 +31,22 @@ needs_compiler = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
-    root: Path = tmp_path_factory.mktemp("artefacts")
-    return CompileCache(root / "shared", root / "local")
-
-
 @pytest.mark.parametrize("source", [pytest.param(s, marks=needs_compiler, id=s.name) for s in SOURCES])
-def test_compiles_for_hopper_without_spills(source, cache: CompileCache) -> None:
-    resources = resource_usage(source.compile(cache))
+def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> None:
+    resources = resource_usage(source.compile(artefacts))
     assert len(resources) == KERNELS[source.name]
     assert {item.arch for item in resources} == {"sm_90a"}
     require_no_spills(resources)
     assert all(item.stack_bytes == 0 for item in resources)
     # Memory-bound: four CTAs of 256 threads keep enough loads under way. The rare fp32 tokens have twice the values in registers.
     assert sorted(item.registers for item in resources)[-2 if source.name == "wgrad_operands" else -1] <= 64
-    module = source.load(cache)
+    module = source.load(artefacts)
     assert all(callable(getattr(module, name)) for name in EXPORTS[source.name])
 
 
 @pytest.mark.parametrize("source", [pytest.param(SOURCES[1], marks=needs_compiler)])
-def test_host_tensors_are_refused_by_name(source, cache: CompileCache) -> None:
-    module = source.load(cache)
+def test_host_tensors_are_refused_by_name(source, artefacts: CompileCache) -> None:
+    module = source.load(artefacts)
     with pytest.raises(Exception, match="dw1 must be on a CUDA device"):
         module.flush_gradients(torch.zeros((1, 4, 4)), torch.zeros((1, 4, 4)), [0] * 4, True, True, 0)
 
