@@ -205,19 +205,8 @@ class SonicMoEConfig:
             ConfigError: an environment variable has a value its parser refuses, or two settings contradict each other.
         """
         _report_unknown_flags()
-        values: dict[str, Any] = {}
-        for flag in FLAGS:
-            given = getattr(self, flag.field)
-            if given is None and flag.env in os.environ:
-                given = _parse(flag, os.environ[flag.env], flag.env)
-            values[flag.field] = flag.default if given is None else given
-        if values["fp8_mode"] == "off":
-            values["fp8_mode"] = None
-        if values["cache_dir"] is None:
-            values["cache_dir"] = default_cache_dir()
-        if values["local_cache_dir"] is None:
-            values["local_cache_dir"] = default_local_cache_dir()
-        return ResolvedConfig(**values)
+        environment = (*map(os.environ.get, FLAGS_BY_ENV), os.environ.get("HOME"))
+        return _resolve(self, environment, default_cache_dir(), default_local_cache_dir())
 
 
 @dataclass(frozen=True)
@@ -253,6 +242,26 @@ class ResolvedConfig:
     def replace(self, **changes: Any) -> ResolvedConfig:
         """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+@functools.lru_cache(maxsize=64)
+def _resolve(
+    config: SonicMoEConfig, environment: tuple[str | None, ...], cache_dir: Path, local_cache_dir: Path
+) -> ResolvedConfig:
+    """`environment`: the values of `FLAGS_BY_ENV`, and of HOME, which directories may begin with. Equal settings give one object."""
+    values: dict[str, Any] = {}
+    for flag, text in zip(FLAGS, environment[:-1], strict=True):
+        given = getattr(config, flag.field)
+        if given is None and text is not None:
+            given = _parse(flag, text, flag.env)
+        values[flag.field] = flag.default if given is None else given
+    if values["fp8_mode"] == "off":
+        values["fp8_mode"] = None
+    if values["cache_dir"] is None:
+        values["cache_dir"] = cache_dir
+    if values["local_cache_dir"] is None:
+        values["local_cache_dir"] = local_cache_dir
+    return ResolvedConfig(**values)
 
 
 _ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", default=None)

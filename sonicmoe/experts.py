@@ -64,8 +64,8 @@ class ExpertParameters(ABC):
         """Shapes of `native()` without making it."""
 
     @abstractmethod
-    def source(self) -> WeightSource:
-        """The parameters where they lie, one matrix per expert and projection."""
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        """Where the weights lie, one matrix per expert and projection; `parameters`: what `parameters()` has just returned."""
 
     @abstractmethod
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
@@ -119,10 +119,10 @@ class PerExpertParameters(ExpertParameters):
         hidden, n1 = (int(size) for size in first.up_gate_proj.weight.shape)
         return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
 
-    def source(self) -> WeightSource:
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """The modules' weights."""
-        up_gates, downs = ([e.up_gate_proj.weight for e in self._experts], [e.down_proj.weight for e in self._experts])
-        return WeightSource(tuple(up_gates), tuple(downs), self.transposed, self.split_half)
+        weights, experts = tuple(parameters or self.parameters()), len(self._experts)
+        return WeightSource(weights[:experts], weights[experts:], self.transposed, self.split_half)
 
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
         """One pair per expert and projection."""
@@ -160,7 +160,7 @@ class FusedParameters(ExpertParameters):
         experts, hidden, n1 = (int(size) for size in self._weights[0].shape)
         return (experts, n1, hidden), (experts, hidden, int(self._weights[1].shape[1]))
 
-    def source(self) -> WeightSource:
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """Views of each expert's matrices."""
         ups, downs = (tuple(weight.detach().unbind(0)) for weight in self._weights)
         return WeightSource(ups, downs, self.transposed, self.split_half)
@@ -193,11 +193,6 @@ class ExpertWeights:
         self._warned_forgotten_step = False
 
     @property
-    def trainable(self) -> bool:
-        """Whether any parameter wants a gradient."""
-        return any(requires_grad(parameter) for parameter in self.source.parameters())
-
-    @property
     def unflushed(self) -> bool:
         """Whether the accumulators hold gradients of a backward that no flush has taken."""
         return self._backwards > 0
@@ -212,8 +207,10 @@ class ExpertWeights:
         if waiting == self.FORGOTTEN_STEP_BACKWARDS:
             self._warn_forgotten_step(f"{waiting} backward passes have run since node.step()")
 
-    def prepared(self, engine: Engine, settings: EngineSettings) -> EngineWeights:
-        """What `engine` reads: cached until `invalidate`, a new pointer or other settings.
+    def prepared(
+        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor] | None = None
+    ) -> EngineWeights:
+        """What `engine` reads: cached until `invalidate`, a new pointer or other settings. `parameters`: read a moment ago, if they were.
 
         A write that no event announces is noticed by an engine that follows its weights, and on the host, where their bytes are
         compared. On a GPU that would wait for the device: there the other engines go by PyTorch's version counters and optimizer steps.
@@ -224,22 +221,19 @@ class ExpertWeights:
         """
         training = grad_enabled()
         with plain_ops():
-            parameters = self.source.parameters()
-            freed = [index for index, parameter in enumerate(parameters) if not _holds_memory(parameter)]
-            expect(
-                not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them"
-            )
-            key = (engine.name, settings, tuple(data_ptr(parameter) for parameter in parameters))
-            looks_itself = engine.follows_weights and not is_cuda(parameters[0])
-            fingerprint = () if looks_itself else weight_fingerprint(parameters)
-            steps = optimizer_steps() if is_cuda(parameters[0]) else 0
+            parameters = parameters or self.source.parameters()
+            _check_memory(parameters)
+            key = (engine.name, settings, *map(data_ptr, parameters))
+            on_gpu = is_cuda(parameters[0])
+            fingerprint = weight_fingerprint(parameters) if on_gpu or not engine.follows_weights else ()
+            steps = optimizer_steps() if on_gpu else 0
             previous = self._prepared if key == self._prepared_for else None
             self._cannot_see_changes = not fingerprint and not engine.follows_weights
             changed = self._stale or previous is None or (self._cannot_see_changes and not training)
             if previous is not None:
                 changed = self._look_for_changes(fingerprint, steps, announced=changed) or changed
             if changed or engine.follows_weights:
-                self._prepared = engine.prepare_source(self.source.source(), settings, previous, changed)
+                self._prepared = engine.prepare_source(self.source.source(parameters), settings, previous, changed)
             self._prepared_for, self._fingerprint, self._optimizer_steps, self._stale = key, fingerprint, steps, False
             assert self._prepared is not None
             return self._prepared
@@ -381,8 +375,11 @@ class ExpertWeights:
             logger.warning("%s; call node.step() after the last backward and before the gradient reduction", symptom)
 
 
-def _holds_memory(parameter: Tensor) -> bool:
-    return not IS_PADDLE or bool(parameter._is_initialized())  # type: ignore[attr-defined]
+def _check_memory(parameters: Sequence[Tensor]) -> None:
+    if not IS_PADDLE:
+        return
+    freed = [index for index, parameter in enumerate(parameters) if not parameter._is_initialized()]  # type: ignore[attr-defined]
+    expect(not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them")
 
 
 def _projection(expert: Any, index: int, name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from .errors import DeviceError, FrameworkError
@@ -99,19 +99,25 @@ def grad_enabled() -> bool:
     return bool(torch.is_grad_enabled())
 
 
-@contextmanager
-def plain_ops() -> Iterator[None]:
+def plain_ops() -> AbstractContextManager[Any]:
     """No autograd and no automatic mixed precision: for index casts, flushes and cache builds outside the graph."""
+    if IS_PADDLE or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return _plain_ops()
+    # The usual cases, without the price of three context managers; inside an autograd function there is nothing to switch off.
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _plain_ops() -> Iterator[None]:
     if IS_PADDLE:
         with torch.no_grad(), sys.modules["paddle"].amp.auto_cast(False):
             yield
     else:
-        with torch.no_grad():
-            if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-                yield  # the usual case, without the price of two context managers
-            else:
-                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                    yield
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
 
 
 _IEEE = threading.Lock()
@@ -195,7 +201,7 @@ def current_stream(tensor: Any) -> int:
 
 def data_ptr(tensor: Any) -> int:
     """Address of the first element."""
-    return int(tensor.data_ptr())
+    return tensor.data_ptr()  # type: ignore[no-any-return]
 
 
 def aligned(tensor: Any) -> Any:

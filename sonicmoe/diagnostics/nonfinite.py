@@ -108,7 +108,7 @@ def named_gradients(call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | N
     """
     dx, dprobs, returned = result
     yield from (("dx", dx), ("dprobs", dprobs))
-    if not call.experts.trainable or getattr(call, "wgrad_queue", None) is not None:
+    if not call.trainable or getattr(call, "wgrad_queue", None) is not None:
         return
     sums = call.experts.accumulators(dx.device)
     yield from (("dw1", sums.dw1), ("dw2", sums.dw2))

@@ -345,31 +345,24 @@ def check_forward(x: Any, routing: RoutingMetadata, weights: EngineWeights, sett
         DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here).
         ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
     """
-    require_framework_tensor(x, "x")
-    expect(x.dtype in TOKEN_DTYPES, DTypeError, f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
+    require_framework_tensor(x, "x")  # messages are composed for errors only: this is asked at every forward
+    if x.dtype not in TOKEN_DTYPES:
+        raise DTypeError(f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
     wanted = (routing.num_tokens, weights.hidden_size)
-    expect(
-        tuple(x.shape) == wanted,
-        ShapeError,
-        f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}",
-    )
-    expect(
-        routing.num_experts == weights.num_experts,
-        RoutingError,
-        f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}",
-    )
-    expect(
-        routing.alignment % settings.row_alignment == 0,
-        RoutingError,
-        f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}",
-    )
+    if tuple(x.shape) != wanted:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}")
+    if routing.num_experts != weights.num_experts:
+        raise RoutingError(f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}")
+    if routing.alignment % settings.row_alignment:
+        raise RoutingError(
+            f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
+        )
     quantised = isinstance(weights.w1, BlockScaledTensor)
-    expect(
-        quantised == (settings.recipe is not None),
-        DTypeError,
-        f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe {settings.recipe and settings.recipe.name!r}; "
-        "needed: weights from prepare_weights with these settings",
-    )
+    if quantised != (settings.recipe is not None):
+        raise DTypeError(
+            f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe "
+            f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
+        )
     w1 = weights.w1.codes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
     require_same_device([("x", x), ("routing", routing.row_token), ("weights", w1)])
 
@@ -382,16 +375,10 @@ def check_dout(dout: Any, saved: Saved) -> Tensor:
         RuntimeError: an earlier backward released the activations.
     """
     require_framework_tensor(dout, "dout")
-    expect(
-        dout.dtype in TOKEN_DTYPES,
-        DTypeError,
-        f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32",
-    )
+    if dout.dtype not in TOKEN_DTYPES:
+        raise DTypeError(f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32")
     if saved.x is None:
         raise RuntimeError("activations of this forward were released by an earlier backward (stage-wise memory)")
-    expect(
-        tuple(dout.shape) == tuple(saved.x.shape),
-        ShapeError,
-        f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}",
-    )
+    if tuple(dout.shape) != tuple(saved.x.shape):
+        raise ShapeError(f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}")
     return dout.detach().contiguous()

@@ -61,4 +61,4 @@ def _with_empty(tensors: Sequence[Any], empty: Mapping[int, Any]) -> list[Any]:
 
 def apply(call: MlpCall, x: Any, probs: Any) -> paddle.Tensor:
     """Run `call` under autograd."""
-    return _MlpPyLayer.apply(call, x, probs, *call.experts.source.parameters())
+    return _MlpPyLayer.apply(call, x, probs, *call.parameters)

@@ -46,4 +46,4 @@ class _MlpFunction(torch.autograd.Function):
 
 def apply(call: MlpCall, x: Tensor, probs: Tensor) -> Tensor:
     """Run `call` under autograd."""
-    return _MlpFunction.apply(call, x, probs, *call.experts.source.parameters())  # type: ignore[no-any-return]
+    return _MlpFunction.apply(call, x, probs, *call.parameters)  # type: ignore[no-any-return]

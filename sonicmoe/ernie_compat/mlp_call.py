@@ -13,7 +13,7 @@ from ..diagnostics.stages import stage
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, PendingWgrad, Saved
 from ..enums import FlushMode
 from ..experts import ExpertWeights
-from ..interop import plain_ops
+from ..interop import plain_ops, requires_grad
 from ..routing.build import build_metadata
 from .step_guard import StepGuard
 from .wgrad_queue import WgradQueue
@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 class MlpCall:
     """Arguments of one call. Holds no activation: those live in the autograd context, so any number of calls may be outstanding.
 
+    parameters are the module's as this forward found them: the inputs of the autograd node.
     engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference;
     weight_updates says which state of the weights it held then.
     config is in force in both passes, so that kernels of the node's own cache directory serve it; backward may run on another
@@ -35,6 +36,7 @@ class MlpCall:
     engine: Engine
     settings: EngineSettings
     experts: ExpertWeights
+    parameters: list[Tensor]
     engine_weights: EngineWeights
     weight_updates: int
     flush: FlushMode
@@ -44,6 +46,11 @@ class MlpCall:
     validate: bool
     step_guard: StepGuard
     wgrad_queue: WgradQueue | None
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(map(requires_grad, self.parameters))
 
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
@@ -62,7 +69,7 @@ class MlpCall:
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and flushed where the mode says so."""
         self.experts.check_current(self.engine_weights, self.weight_updates)
-        trainable = self.experts.trainable
+        trainable = self.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None
         with self.config.activate():
             if accumulators is None or self.wgrad_queue is None:
@@ -75,8 +82,8 @@ class MlpCall:
             self.experts.note_backward()
             if self.flush is FlushMode.BACKWARD:
                 return dx, dprobs, self.experts.flush_through_autograd()
-            self.step_guard.note_backward(self.experts.source.parameters())
-        return dx, dprobs, [None] * len(self.experts.source.parameters())
+            self.step_guard.note_backward(self.parameters)
+        return dx, dprobs, [None] * len(self.parameters)
 
     def _add_wgrad(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
         with self.config.activate(), plain_ops():

@@ -122,6 +122,7 @@ class SonicMoEMlpNode:
         self._experts = ExpertWeights(source)
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = source.native_shapes()
         self.activation_type = source.activation
+        self._settings: tuple[ResolvedConfig, EngineSettings] | None = None
         self._chosen: tuple[Any, EngineChoice] | None = None
         resolved, settings = self._current()  # what cannot work is refused here, not in the first step
         weight = source.parameters()[0]
@@ -162,12 +163,14 @@ class SonicMoEMlpNode:
         with self._scope() as scope:
             choice = self._choose(device_name(x), config, settings, dtype_name(x.dtype))
             settings = choice.settings or settings
-            engine_weights = self._experts.prepared(choice.engine, settings)
+            parameters = self._experts.source.parameters()
+            engine_weights = self._experts.prepared(choice.engine, settings, parameters)
         call = MlpCall(
             config=scope,
             engine=choice.engine,
             settings=settings,
             experts=self._experts,
+            parameters=parameters,
             engine_weights=engine_weights,
             weight_updates=self._experts.updates,
             flush=self.flush_mode,
@@ -179,7 +182,7 @@ class SonicMoEMlpNode:
             wgrad_queue=self._wgrad_queue,
         )
         x = x.contiguous()
-        if self._wants_gradient(x, dispatched_probs):
+        if grad_enabled() and any(map(requires_grad, (x, dispatched_probs, *parameters))):
             return bridge.apply(call, x, dispatched_probs)
         return call.forward(x, dispatched_probs, save=False)[0]
 
@@ -226,7 +229,7 @@ class SonicMoEMlpNode:
         weight = self._experts.source.parameters()[0]
         with self._scope():
             choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
-            self._experts.prepared(choice.engine, choice.settings or settings)
+            self._experts.prepared(choice.engine, choice.settings or settings, self._experts.source.parameters())
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the CPU). Allocates no gradients.
@@ -264,30 +267,28 @@ class SonicMoEMlpNode:
 
     def _current(self) -> tuple[ResolvedConfig, EngineSettings]:
         config = current_config(self._explicit_config)
-        return config, EngineSettings.from_config(config, self.activation_type)
+        if self._settings is None or self._settings[0] is not config:
+            self._settings = config, EngineSettings.from_config(config, self.activation_type)
+        return self._settings
 
     def _scope(self) -> AbstractContextManager[SonicMoEConfig]:
         """The node's configuration in force: its cache directories and its ban on compiling hold for every kernel it loads."""
         return (self._explicit_config or active_config()).activate()
 
     def _choose(self, device: str, config: ResolvedConfig, settings: EngineSettings, token_dtype: str) -> EngineChoice:
-        workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
-        key = (device, config.engine, workload)
+        key = (device, config.engine, settings, token_dtype)
         if self._chosen is None or self._chosen[0] != key:  # asking for packages and devices takes longer than a launch
-            self._chosen = (key, choose_engine(*key))
+            workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
+            self._chosen = (key, choose_engine(device, config.engine, workload))
             announce(self._chosen[1], device)
         return self._chosen[1]
 
     def _check_tokens(self, x: Tensor, indices: Tensor) -> None:
         wanted = (int(indices.shape[0]), self.hidden_size)
-        expect(
-            tuple(x.shape) == wanted,
-            ShapeError,
-            f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}",
-        )
-
-    def _wants_gradient(self, x: Tensor, probs: Tensor) -> bool:
-        return grad_enabled() and (requires_grad(x) or requires_grad(probs) or self._experts.trainable)
+        if tuple(x.shape) != wanted:
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
+            )
 
 
 def _refuse_biases(experts: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ REMEDY = (
 )
 
 
+_NO_MAIN_GRAD = object()
+
+
 class StepGuard:
     """Remembers how gradients (`main_grad`, else `.grad`) and weights looked after the last backward. Warns once per node."""
 
@@ -32,6 +36,7 @@ class StepGuard:
 
     def __init__(self) -> None:
         """Nothing is remembered before the first backward."""
+        self._parameters: list[Tensor] = []
         self._main_grads: list[tuple[Any, ...]] | None = None
         self._values: tuple[Tensor | None, Tensor | None] | None = None
         self._steps = 0
@@ -39,14 +44,16 @@ class StepGuard:
 
     def note_backward(self, parameters: Sequence[Tensor]) -> None:
         """A backward has just added to the accumulators."""
+        self._parameters = list(parameters)
         self._main_grads = [_identity(parameter) for parameter in parameters]
         self._values = _values(parameters) if self._steps < self.STEPS_BY_VALUE and _on_host(parameters) else None
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """The waiting gradients are about to be flushed; says what happened too early."""
+        same = len(self._parameters) == len(parameters) and all(map(is_, self._parameters, parameters))
         before, values = self._main_grads, self._values
-        self._main_grads = self._values = None
-        if before is None or self._warned:
+        self._parameters, self._main_grads, self._values = [], None, None
+        if before is None or self._warned or not same:  # parameters came or went, which is no trace of a reduction
             return
         reduced, applied = [_identity(parameter) for parameter in parameters] != before, False
         if values is not None and not reduced:
@@ -75,12 +82,13 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _identity(parameter: Any) -> tuple[Any, ...]:
-    held: Any = _gradient(parameter)
+    held: Any = getattr(parameter, "main_grad", _NO_MAIN_GRAD)
+    which = id(held)
+    if held is _NO_MAIN_GRAD:
+        held, which = parameter.grad, 0  # a `.grad` may be a new object at every look
     if held is None:
         return ()
-    # A `.grad` may be a new object at every look.
-    which = (id(held),) if hasattr(parameter, "main_grad") else ()
-    return (*which, data_ptr(held), held.inplace_version if IS_PADDLE else held._version)
+    return (which, data_ptr(held), held.inplace_version if IS_PADDLE else held._version)
 
 
 def _on_host(parameters: Sequence[Tensor]) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import DTypeError, RoutingError, ShapeError, expect
-from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..interop import device_name, dtype_name, require_framework_tensor, require_same_device
 from .metadata import round_up
 
 Tensor = torch.Tensor
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 HYBRID_EP_HINT = (
     "; already permuted expert-major rows with one probability each (HybridEP, or ElasticBuffer with do_expand=True) "
@@ -26,6 +27,8 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     Raises:
         ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and what is needed.
     """
+    if _are_indices_and_probs(indices, probs) and num_experts > 0:
+        return
     require_framework_tensor(indices, "dispatched_indices")
     require_framework_tensor(probs, "dispatched_probs")
     expect(num_experts > 0, RoutingError, f"num_experts is {num_experts}; needed: at least 1")
@@ -37,7 +40,7 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
             + (HYBRID_EP_HINT if len(tensor.shape) == 1 else ""),
         )
     expect(
-        indices.dtype in (torch.int32, torch.int64),
+        indices.dtype in INDEX_DTYPES,
         DTypeError,
         f"dispatched_indices is {dtype_name(indices.dtype)}; needed: int32 or int64",
     )
@@ -48,6 +51,19 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
         f"dispatched_indices {tuple(indices.shape)} and dispatched_probs {tuple(probs.shape)} must have one shape",
     )
     require_same_device([("dispatched_indices", indices), ("dispatched_probs", probs)])
+
+
+def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
+    """Whether nothing needs an explanation: asked at every forward."""
+    return (
+        isinstance(indices, torch.Tensor)
+        and isinstance(probs, torch.Tensor)
+        and len(indices.shape) == 2
+        and indices.shape == probs.shape
+        and indices.dtype in INDEX_DTYPES
+        and probs.dtype == torch.float32
+        and device_name(indices) == device_name(probs)
+    )
 
 
 def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, tensor, torch
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node_harness import Layer, make_problem, problems
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -102,6 +102,23 @@ def test_steps_in_time_say_nothing(said):
         halve(layer)
         layer.node.step()
     assert said() == []
+
+
+def test_a_replaced_parameter_is_no_reduction(said):
+    """A module may get another parameter between a forward and its step(); and the watch goes on after that."""
+    layer = Layer()
+    layer.set_main_grad(0.0)
+    call = layer.call(layer.problem)
+    projection = layer.experts[0].down_proj
+    projection.weight = parameter(numpy(projection.weight), projection.weight.dtype)
+    projection.weight.main_grad = None
+    call.backward()
+    layer.node.step()
+    assert said() == []
+    layer.run()
+    projection.weight.main_grad = projection.weight.main_grad * 0.5
+    layer.node.step()
+    assert len(said()) == 1
 
 
 def split_layer(problem=None, **options):
