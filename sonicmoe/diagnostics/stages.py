@@ -30,6 +30,16 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _SILENT if _ranges is None else _ranges(RANGE_PREFIX + name)
 
 
+def is_heard() -> bool:
+    """Whether somebody listens."""
+    return _listener is not None
+
+
+def is_observed() -> bool:
+    """Whether ranges are on or somebody listens."""
+    return _ranges is not None or _listener is not None
+
+
 def tap(name: str, value: Value) -> Value:
     """Show a stage tensor (plain or block-scaled) to the listener and go on with what it returns; without one, `value` itself."""
     return value if _listener is None else _listener(name, value)

@@ -11,27 +11,21 @@ Waits for nothing, allocates by `routing.num_rows`, adds in a fixed order: equal
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..diagnostics.stages import stage, tap
-from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
-from ..interop import aligned, current_stream, device_name, dtype_name, plain_ops
-from ..kernels.limits import FP8_RECIPE, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE
-from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, missing_tool
+from ..interop import aligned, device_name, dtype_name, plain_ops
+from ..kernels.limits import FP8_ACTIVATIONS, fp8_settings_problem, fp8_sizes_problem
+from ..kernels.sm90 import missing_tool
 from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..quant.gpu import QuantizedWeights, quantize_rows, to_scratch
-from ..quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair
-from ..quant.recipes import iso, rows
-from ..routing.backends import arch_of
-from ..routing.gpu import aggregate, scatter_to_slots
+from ..quant.gpu import QuantizedWeights, to_scratch
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
 from .bf16 import HOPPER, Bf16Engine, bf16_unavailable
+from .hopper_passes import BY_BLOCKS, BY_ROWS, launch, passes_on, scratch
 from .interface import (
     Engine,
     EngineSettings,
@@ -47,9 +41,7 @@ from .interface import (
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = {ActivationType.SWIGLU: 0, ActivationType.GEGLU: 1, ActivationType.REGLU: 2}  # as the kernels number them
-_ROWS, _BLOCK = rows(128), iso(128)
-_DPROB_COLUMNS = 256  # of dy1 in one partial sum: a tile's
+ACTIVATIONS = {activation: number for number, activation in enumerate(FP8_ACTIVATIONS)}  # as the kernels number them
 
 
 class HopperEngine(Engine):
@@ -77,13 +69,12 @@ class HopperEngine(Engine):
             DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read in place.
         """
         problem = settings_problem(settings)
-        expect(problem is None, ConfigError, f"the hopper engine cannot compute these settings: {problem}")
-        width = pre_activation_width(source.intermediate_size, settings.activation)
-        expect(
-            source.n1 == width,
-            ShapeError,
-            f"w1 has {source.n1} rows per expert; {settings.activation.value} with I={source.intermediate_size} needs {width}",
-        )
+        if problem is not None:
+            raise ConfigError(f"the hopper engine cannot compute these settings: {problem}")
+        inner, activation = source.intermediate_size, settings.activation
+        width = pre_activation_width(inner, activation)
+        if source.n1 != width:
+            raise ShapeError(f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}")
         reusable = previous is not None and isinstance(previous.store, QuantizedWeights)
         store = previous.store if reusable and previous is not None else QuantizedWeights(settings.iso_weight)
         with stage("prepare_weights"), plain_ops():
@@ -106,38 +97,33 @@ class HopperEngine(Engine):
         check_forward(x, routing, weights, settings)
         with plain_ops():
             x = aligned(x)
-            with stage("quantize_x"):
-                x_fp8 = tap("x_fp8", quantize_rows(x))
-            y1, z = _up(x_fp8, routing, weights, settings, store_z=save and not settings.recompute_z)
-            y2 = _plain_gemm("down", y1, _scaled(weights.w2), routing)
-            with stage("aggregate_out"):
-                out = tap("out", aggregate(tap("y2", y2), routing, weighted=True, dtype=x.dtype))
-            return out, Saved(settings, routing, x, z) if save else None
+            z = _empty_z(routing, weights) if save and not settings.recompute_z else None
+            out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+            _forward(x, routing, weights, settings, z, out)
+            return tap("out", out), Saved(settings, routing, x, z) if save else None
 
     def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
         """Quantise dout, dgated with dprobs' sums, dgrad, an unweighted gather-and-sum."""
         dout = check_dout(dout, saved)
-        settings, routing, x = saved.settings, saved.routing, saved.x
-        assert x is not None
+        settings, routing = saved.settings, saved.routing
+        assert saved.x is not None
         with plain_ops():
+            x = aligned(saved.x)  # which may have been copied since forward
             dout = aligned(dout.to(x.dtype))
-            z = _restore_z(saved, weights)
+            z = _restore_z(x, saved, weights)
             if settings.frees_stagewise:
                 saved.z = None
-            gradients = _dgated(dout, z, routing, _dgrad_order(weights, "w2"), settings)
+            dz, dprobs, wgrad_dz, wgrad_y1s = _dgated(dout, z, routing, _dgrad_order(weights, "w2"), settings)
             del z
-            dx_rows = _plain_gemm("dx_gemm", gradients.dz, _dgrad_order(weights, "w1"), routing)
-            with stage("aggregate_dx"):
-                dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False, dtype=x.dtype))
-                dprobs = tap("ds", scatter_to_slots(gradients.row_dprob, routing))
-            pending = PendingWgrad(settings, routing, x, dout, gradients.wgrad_dz, gradients.wgrad_y1s)
+            dx = tap("dx", _dgrad(dz, x, routing, _dgrad_order(weights, "w1")))
+            pending = PendingWgrad(settings, routing, x, dout, wgrad_dz, wgrad_y1s)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
         """Two GEMMs that add into the accumulators, in FP8, or in BF16 with `fp8_wgrad` off."""
-        settings, routing = pending.settings, pending.routing
+        settings = pending.settings
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
@@ -146,21 +132,13 @@ class HopperEngine(Engine):
             return
         assert isinstance(dz, BlockScaledTensor) and isinstance(y1s, BlockScaledTensor)
         with plain_ops():
-            index = (routing.row_token, routing.padded_offsets)
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-                with stage("wgrad_operands"):
-                    dout_t = tap("wgrad_dout", gather_transpose_quantize(dout, *index))
-                _wgrad("dw2", dout_t, y1s, pending, accumulators.dw2)
-                del dout_t, dout, y1s
-                with stage("wgrad_operands"):
-                    x_t = tap("wgrad_x", gather_transpose_quantize(x, *index))
+                _wgrad_of(dout, y1s, pending, accumulators.dw2, is_dw2=True)
+                del dout, y1s
+                _wgrad_of(x, dz, pending, accumulators.dw1, is_dw2=False)
             else:
-                with stage("wgrad_operands"):
-                    x_t, dout_t = gather_transpose_quantize_pair(x, dout, *index)
-                x_t, dout_t = tap("wgrad_x", x_t), tap("wgrad_dout", dout_t)
-                _wgrad("dw2", dout_t, y1s, pending, accumulators.dw2)
-            _wgrad("dw1", dz, x_t, pending, accumulators.dw1)
+                _wgrad(x, dout, dz, y1s, pending, accumulators)
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
@@ -168,14 +146,7 @@ def settings_problem(settings: EngineSettings) -> str | None:
     """What of the settings this engine does not compute, or None."""
     if settings.recipe is None:
         return "FP8 is off"
-    if settings.recipe.name != FP8_RECIPE:
-        return f"the recipe is {settings.recipe.name!r}, and its kernels are made for {FP8_RECIPE!r}"
-    if settings.activation not in ACTIVATIONS:
-        names = [activation.value for activation in ACTIVATIONS]
-        return f"the activation is {settings.activation.value!r}, and it has {names}"
-    if settings.save_z is not ZCode.INT8:
-        return f"z is saved as {settings.save_z.value!r}, and it stores {ZCode.INT8.value!r}"
-    return None
+    return fp8_settings_problem(settings.recipe.name, settings.activation, settings.save_z)
 
 
 def hopper_unavailable(
@@ -203,33 +174,12 @@ def hopper_unavailable(
         return f"tokens are {dtype_name(dtype)}, and it takes bfloat16"
     if bias:
         return "the experts have biases, and it has none"
-    if sizes is not None:
-        hidden, inner = sizes
-        if hidden % HIDDEN_MULTIPLE or inner % INTERMEDIATE_MULTIPLE:
-            needed = f"multiples of {HIDDEN_MULTIPLE} and {INTERMEDIATE_MULTIPLE}"
-            return f"H is {hidden} and I is {inner}, and it needs {needed}"
-    problem = settings_problem(settings) or missing_tool()
+    problem = fp8_sizes_problem(*sizes) if sizes is not None else None
+    problem = problem or settings_problem(settings) or missing_tool()
     if problem is None and not settings.fp8_wgrad:
         reason = bf16_unavailable(device)
         problem = f"fp8_wgrad is off and the BF16 weight gradients cannot run: {reason}" if reason else None
     return problem
-
-
-@dataclass(eq=False)
-class _Gradients:
-    """What dgated leaves: dz `[R, 2I]` for dgrad, fp32 row_dprob `[R]`, and the operands of wgrad, token-major or plain bf16."""
-
-    dz: BlockScaledTensor
-    row_dprob: Tensor
-    wgrad_dz: Any
-    wgrad_y1s: Any
-
-
-@functools.lru_cache(maxsize=64)
-def _kernels(device: str) -> tuple[Any, Any, Any]:
-    """The compiled modules (GEMMs, dgated, wgrad); errors as `CudaSource.load`."""
-    arch = arch_of(device)
-    return fp8_grouped_gemm_source(arch).load(), fp8_dgated_source(arch).load(), fp8_wgrad_source(arch).load()
 
 
 def _scaled(operand: Any) -> BlockScaledTensor:
@@ -244,73 +194,102 @@ def _dgrad_order(weights: EngineWeights, name: str) -> BlockScaledTensor:
     return to_scratch(held, name) if held.orientation is Orientation.ROWS else held
 
 
-def _up(
-    x: BlockScaledTensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings, *, store_z: bool
-) -> tuple[BlockScaledTensor, BlockScaledTensor | None]:
-    """`(y1 [R, I], z [R, 2I] or None)`."""
-    r, inner, device = routing.num_rows, weights.intermediate_size, x.codes.device
-    w1 = _scaled(weights.w1)
-    y1 = BlockScaledTensor.empty((r, inner), _ROWS, device)
-    z = BlockScaledTensor.empty((r, 2 * inner), _ROWS, device, Code.INT8) if store_z else y1
-    with stage("up"):
-        _kernels(device_name(y1.codes))[0].gather_gated_gemm(
-            x.bytes, x.scale_inv, w1.bytes, w1.scale_inv, routing.row_token, routing.padded_offsets,
-            z.bytes, z.scale_inv, y1.bytes, y1.scale_inv, ACTIVATIONS[settings.activation], store_z, current_stream(y1.codes),
-        )  # fmt: skip
-    saved = tap("z", z) if store_z else None
-    return tap("y1", y1), saved
+def _empty_z(routing: RoutingMetadata, weights: EngineWeights) -> BlockScaledTensor:
+    """Unwritten `[R, 2I]`."""
+    shape = (routing.num_rows, 2 * weights.intermediate_size)
+    return BlockScaledTensor.empty(shape, BY_ROWS, routing.row_token.device, Code.INT8)
 
 
-def _restore_z(saved: Saved, weights: EngineWeights) -> BlockScaledTensor:
+def _forward(
+    x: Tensor,
+    routing: RoutingMetadata,
+    weights: EngineWeights,
+    settings: EngineSettings,
+    z: BlockScaledTensor | None,
+    out: Tensor | None,
+) -> None:
+    """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
+    passes, w1, w2 = passes_on(device_name(x)), _scaled(weights.w1), _scaled(weights.w2)
+    (tokens, hidden), inner = (int(size) for size in x.shape), weights.intermediate_size
+    memory = scratch(passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None), x.device)
+    codes, scale_inv = (None, None) if z is None else (z.bytes, z.scale_inv)
+    stored = () if z is None else (z.bytes, z.scale_inv.view(torch.uint8))
+    launch(
+        passes.forward, x, routing.row_token, routing.padded_offsets, routing.slot_row, routing.row_prob, w1.bytes, w1.scale_inv,
+        w2.bytes, w2.scale_inv, codes, scale_inv, memory, out, ACTIVATIONS[settings.activation], scratches=(memory, *stored),
+    )  # fmt: skip
+
+
+def _restore_z(x: Tensor, saved: Saved, weights: EngineWeights) -> BlockScaledTensor:
     """z as forward stored it, or computed again to the same bits."""
     if saved.z is None:
-        assert saved.x is not None
-        saved_z = _up(quantize_rows(saved.x), saved.routing, weights, saved.settings, store_z=True)[1]
-        return _scaled(saved_z)
+        z = _empty_z(saved.routing, weights)
+        _forward(x, saved.routing, weights, saved.settings, z, None)
+        return z
     return _scaled(saved.z)
-
-
-def _plain_gemm(name: str, a: BlockScaledTensor, w: BlockScaledTensor, routing: RoutingMetadata) -> Tensor:
-    """bf16 `[R, N]` = a `[R, K]` times the weights of each row's expert, stored `[E, N, K]`."""
-    n = int(w.codes.shape[1])
-    out = torch.empty((routing.num_rows, n), dtype=torch.bfloat16, device=a.codes.device)
-    with stage(name):
-        _kernels(device_name(out))[0].grouped_gemm(
-            a.bytes, a.scale_inv, w.bytes, w.scale_inv, routing.padded_offsets, out, current_stream(out)
-        )
-    return out
 
 
 def _dgated(
     dout: Tensor, z: BlockScaledTensor, routing: RoutingMetadata, w2: BlockScaledTensor, settings: EngineSettings
-) -> _Gradients:
-    r, inner, device = routing.num_rows, int(w2.codes.shape[1]), dout.device
-    with stage("quantize_dout"):
-        dout_fp8 = tap("dout_fp8", quantize_rows(dout))
-    dz = BlockScaledTensor.empty((r, 2 * inner), _BLOCK, device)
-    parts = torch.empty((-(-inner // _DPROB_COLUMNS), r), dtype=torch.float32, device=device)
+) -> tuple[Tensor, Tensor, Any, Any]:
+    """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s, token-major or plain bf16)`."""
+    passes, device = passes_on(device_name(dout)), dout.device
+    (tokens, hidden), r, inner = (int(size) for size in dout.shape), routing.num_rows, int(w2.codes.shape[1])
+    memory = scratch(passes.sizes.dgated_bytes(r, inner), device)
+    dout_fp8 = scratch(passes.sizes.tokens_bytes(tokens, hidden), device)
+    dprobs = torch.empty((tokens, routing.topk), dtype=torch.float32, device=device)
     operands: list[Any]
     if settings.fp8_wgrad:
         columns = Orientation.COLUMNS
-        operands = [BlockScaledTensor.empty((n, r), _BLOCK, device, orientation=columns) for n in (2 * inner, inner)]
+        operands = [BlockScaledTensor.empty((n, r), BY_BLOCKS, device, orientation=columns) for n in (2 * inner, inner)]
         outputs = [tensor for q in operands for tensor in (q.bytes, q.scale_inv)]
-    else:  # plain operands; scales are not written
+    else:
         operands = [torch.empty((r, n), dtype=torch.bfloat16, device=device) for n in (2 * inner, inner)]
-        outputs = [tensor for operand in operands for tensor in (operand, parts)]
-    with stage("dgated"):
-        _kernels(device_name(parts))[1].gather_dgated_gemm(
-            dout_fp8.bytes, dout_fp8.scale_inv, w2.bytes, w2.scale_inv, routing.row_token, routing.row_prob,
-            routing.padded_offsets, z.bytes, z.scale_inv, dz.bytes, dz.scale_inv, parts, *outputs,
-            not settings.fp8_wgrad, ACTIVATIONS[settings.activation], current_stream(parts),
-        )  # fmt: skip
-    row_dprob = tap("row_dprob", parts.sum(0))
-    return _Gradients(tap("dz_fp8", dz), row_dprob, tap("dz", operands[0]), tap("y1s", operands[1]))
+        outputs = [operands[0], None, operands[1], None]
+    launch(
+        passes.dgated, dout, routing.row_token, routing.row_prob, routing.padded_offsets, routing.slot_row, w2.bytes, w2.scale_inv,
+        z.bytes, z.scale_inv, *outputs, not settings.fp8_wgrad, memory, dout_fp8, dprobs, ACTIVATIONS[settings.activation],
+        scratches=(memory, dout_fp8),
+    )  # fmt: skip
+    return memory, tap("ds", dprobs), tap("dz", operands[0]), tap("y1s", operands[1])
 
 
-def _wgrad(name: str, a: BlockScaledTensor, b: BlockScaledTensor, pending: PendingWgrad, accumulator: Tensor) -> None:
-    """`accumulator[e] += a_e^T b_e` over the rows of each expert; both operands token-major."""
-    offsets, shares_gpu = pending.routing.padded_offsets, pending.shares_gpu
-    with stage(name):
-        _kernels(device_name(accumulator))[2].grouped_wgrad(
-            a.bytes, a.scale_inv, b.bytes, b.scale_inv, offsets, accumulator, shares_gpu, current_stream(accumulator)
-        )
+def _dgrad(dz: Tensor, x: Tensor, routing: RoutingMetadata, w1: BlockScaledTensor) -> Tensor:
+    """dx `[T, H]` in the dtype of `x`, from the scratch that `_dgated` left."""
+    passes, hidden = passes_on(device_name(x)), int(x.shape[1])
+    dx = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    memory = scratch(passes.sizes.dgrad_bytes(routing.num_rows, hidden), x.device)
+    launch(
+        passes.dgrad, dz, w1.bytes, w1.scale_inv, routing.padded_offsets, routing.slot_row, routing.row_prob, memory, dx,
+        scratches=(memory,),
+    )  # fmt: skip
+    return dx
+
+
+def _wgrad(
+    x: Tensor,
+    dout: Tensor,
+    dz: BlockScaledTensor,
+    y1s: BlockScaledTensor,
+    pending: PendingWgrad,
+    sums: GradAccumulators,
+) -> None:
+    """Both weight gradients, added to the sums."""
+    passes, routing = passes_on(device_name(x)), pending.routing
+    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(x.shape[1]), 2), x.device)
+    launch(
+        passes.wgrad, x, dout, routing.row_token, routing.padded_offsets, dz.bytes, dz.scale_inv, y1s.bytes, y1s.scale_inv,
+        sums.dw1, sums.dw2, memory, pending.shares_gpu, scratches=(memory,),
+    )  # fmt: skip
+
+
+def _wgrad_of(
+    tokens: Tensor, rows: BlockScaledTensor, pending: PendingWgrad, accumulator: Tensor, *, is_dw2: bool
+) -> None:
+    """dw2 from dout and y1s, or dw1 from x and dz, added to the accumulator."""
+    passes, routing = passes_on(device_name(tokens)), pending.routing
+    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(tokens.shape[1]), 1), tokens.device)
+    launch(
+        passes.wgrad_of, tokens, routing.row_token, routing.padded_offsets, rows.bytes, rows.scale_inv, accumulator, is_dw2, memory,
+        pending.shares_gpu, scratches=(memory,),
+    )  # fmt: skip

@@ -11,26 +11,39 @@ FP8_RECIPE = "iso128"
 FP8_ACTIVATIONS = (ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU)
 FP8_Z = ZCode.INT8
 HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE = 16, 64
+DPROB_COLUMNS = 256  # of dy1 in one of dgated's partial sums: a tile's
+
+
+def fp8_settings_problem(recipe: str, activation: ActivationType, save_z: ZCode) -> str | None:
+    """What of these settings engine `hopper` has no kernels for, or None."""
+    if recipe != FP8_RECIPE:
+        return f"the recipe is {recipe!r}, and its kernels are made for {FP8_RECIPE!r}"
+    if activation not in FP8_ACTIVATIONS:
+        return f"the activation is {activation.value!r}, and it has {[member.value for member in FP8_ACTIVATIONS]}"
+    if save_z is not FP8_Z:
+        return f"z is saved as {save_z.value!r}, and it stores {FP8_Z.value!r}"
+    return None
+
+
+def fp8_sizes_problem(hidden: int, intermediate: int) -> str | None:
+    """Why engine `hopper` has no kernels for these sizes, or None."""
+    if hidden % HIDDEN_MULTIPLE == 0 and intermediate % INTERMEDIATE_MULTIPLE == 0:
+        return None
+    needed = f"multiples of {HIDDEN_MULTIPLE} and {INTERMEDIATE_MULTIPLE}"
+    return f"H is {hidden} and I is {intermediate}, and it needs {needed}"
 
 
 @limits(FP8)
 def fp8_problem(spec: ModelSpec, config: ResolvedConfig) -> str | None:
     """Why engine `hopper` has no kernels for `spec`, or None."""
-    activations = [member.value for member in FP8_ACTIVATIONS]
-    multiples = f"multiples of {HIDDEN_MULTIPLE} and {INTERMEDIATE_MULTIPLE}"
-    checks = (
-        (config.engine in (EngineName.AUTO, EngineName.HOPPER), _asked_for(config)),
-        (spec.arch == ARCH, _other_arch(spec)),
-        (spec.dtype != "float16", "tokens are float16, and its GEMMs take bfloat16"),
-        (
-            spec.H % HIDDEN_MULTIPLE == 0 and spec.I % INTERMEDIATE_MULTIPLE == 0,
-            f"H is {spec.H} and I is {spec.I}, and its GEMMs need {multiples}",
-        ),
-        (spec.activation in activations, f"the activation is {spec.activation!r}, and it has {activations}"),
-        (config.recipe == FP8_RECIPE, f"the recipe is {config.recipe!r}, and its kernels are made for {FP8_RECIPE!r}"),
-        (config.save_z is FP8_Z, f"z is saved as {config.save_z.value!r}, and it stores {FP8_Z.value!r}"),
-    )
-    return next((reason for holds, reason in checks if not holds), None)
+    if config.engine not in (EngineName.AUTO, EngineName.HOPPER):
+        return _asked_for(config)
+    if spec.arch != ARCH:
+        return _other_arch(spec)
+    if spec.dtype == "float16":  # fp32 master weights go with bfloat16 tokens
+        return "tokens are float16, and it takes bfloat16"
+    sizes = fp8_sizes_problem(spec.H, spec.I)
+    return sizes or fp8_settings_problem(config.recipe, ActivationType(spec.activation), config.save_z)
 
 
 @limits(FP8_PLAIN_WGRAD)

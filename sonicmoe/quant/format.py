@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -105,11 +106,9 @@ class BlockScaledTensor:
         codes = torch.empty(stored_shape, dtype=torch.uint8, device=device).view(code.dtype)
         stored_block = block if orientation is Orientation.ROWS else block.transposed
         scale_inv = torch.empty(scale_shape(stored_shape, stored_block), dtype=torch.float32, device=device)
-        made = object.__new__(cls)  # right by construction: the checks of a dozen of these show in a small step
-        made.__dict__.update(codes=codes, scale_inv=scale_inv, block=block, code=code, orientation=orientation)
-        return made
+        return cls(codes, scale_inv, block, code, orientation)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> Tensor:
         """The codes as uint8, for kernels whose border knows no FP8 dtype; a view."""
         return self.codes.view(torch.uint8)

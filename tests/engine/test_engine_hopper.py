@@ -9,13 +9,15 @@ import pytest
 from engine.moe_golden import make_problem, native_weights
 from framework import tensor, torch
 
+from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine import hopper
+from sonicmoe.engine import hopper, hopper_passes
 from sonicmoe.engine.hopper import HopperEngine, hopper_unavailable, settings_problem
 from sonicmoe.engine.interface import EngineSettings, WeightSource
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.interop import data_ptr
 from sonicmoe.kernels import sm90
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
@@ -24,10 +26,6 @@ from sonicmoe.routing.reference import build_routing
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
 ENGINE = HopperEngine()
 GATED = [ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU]
-# (H, I) of Qwen3-30B-A3B, Qwen3-235B, DeepSeek-V3, Mixtral, GPT-OSS, ERNIE-4.5 (two), OLMoE
-MODELS = [
-    (2048, 768), (4096, 1536), (7168, 2048), (4096, 14336), (2880, 2880), (2560, 1536), (8192, 3584), (2048, 1024),
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -74,6 +72,22 @@ class TestSettings:
         assert settings_problem(EngineSettings.from_config(config, ActivationType.SWIGLU)) is None
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
+def test_what_a_pass_shows_is_a_view_of_its_scratch(dtype):
+    """At the address that was said, in either framework: what a listener writes there, later launches read."""
+    memory, spare = (torch.zeros((4096,), dtype=torch.uint8) for _ in range(2))
+    observer, kind = hopper_passes._Observer([spare, memory]), getattr(torch, dtype)
+    view = observer._view(kind, data_ptr(memory) + 1024, 3, 5)
+    assert view.dtype == kind and list(view.shape) == [3, 5] and data_ptr(view) == data_ptr(memory) + 1024
+    view.copy_(torch.ones((3, 5), dtype=kind))
+    size = 15 * hopper_passes._BYTES[kind]
+    written = [place for place, byte in enumerate(memory.tolist()) if byte]
+    assert written and min(written) >= 1024 and max(written) < 1024 + size and not any(spare.tolist())
+    assert list(observer._view(kind, data_ptr(memory) + 4096, 0, 5).shape) == [0, 5]
+    with pytest.raises(AssertionError, match="outside its scratch"):
+        observer._view(kind, data_ptr(memory) + 4096, 1, 1)
+
+
 class TestUnavailable:
     def test_on_the_host(self):
         assert hopper_unavailable("cpu", FP8) == "no GPU: tensors are on cpu"
@@ -91,7 +105,7 @@ class TestUnavailable:
             assert hopper_unavailable(device, FP8) is None
         assert asked == [0, 0, 3]
 
-    @pytest.mark.parametrize("sizes", MODELS, ids=str)
+    @pytest.mark.parametrize("sizes", expert_sizes().values(), ids=expert_sizes())
     def test_public_models_are_served(self, capability, sizes):
         assert hopper_unavailable("cuda:0", FP8, sizes=sizes) is None
 
@@ -126,8 +140,8 @@ class TestUnavailable:
             sm90, "default_cache", lambda: SimpleNamespace(try_load=lambda key: key if key in held else None)
         )
         monkeypatch.setattr(sm90, "find_toolkit", lambda: None)
-        assert "no nvcc to compile its GEMMs" in sm90.missing_tool()
-        held.update(job.key() for job in sm90.gemm_sources())
+        assert "no nvcc to compile its kernels" in sm90.missing_tool()
+        held.update(job.key() for job in sm90.engine_sources())
         assert sm90.missing_tool() is None
         held.clear()
         monkeypatch.setattr(sm90, "find_toolkit", object)

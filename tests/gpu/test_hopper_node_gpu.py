@@ -5,22 +5,36 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from contextlib import contextmanager
 
 import pytest
 import torch
-from gpu.hopper_step import FP8, E, H, I, K, backward, forward, main_grads, make_batch, make_experts, make_node, run
+from gpu.hopper_step import (
+    FP8,
+    E,
+    H,
+    I,
+    K,
+    backward,
+    forward,
+    main_grads,
+    make_batch,
+    make_experts,
+    make_node,
+    run,
+    waiting_is_an_error,
+)
 
 from sonicmoe import MoE, SonicMoEConfig, gradients
-from sonicmoe.engine import hopper, select
+from sonicmoe.engine import select
+from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec, plan
 from sonicmoe.jit_warmup import warmup_jit
-from sonicmoe.kernels.sm90 import gemm_sources
-from sonicmoe.quant import gpu, gpu_wgrad
+from sonicmoe.kernels.sm90 import engine_sources
+from sonicmoe.quant import gpu
 from sonicmoe.routing import backends
 from sonicmoe.routing.gpu import num_rows_bound
 
@@ -39,16 +53,6 @@ def compiled():
         assert warmup_jit(E, H, I, "cuda", config=config, jobs=os.cpu_count()).complete
     with no_compile():
         yield
-
-
-@contextmanager
-def waiting_is_an_error():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def layer(seed=0, config=FP8, **options):
@@ -383,8 +387,8 @@ def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
         return load(source, *arguments)
 
     monkeypatch.setattr(CudaSource, "load", remember)
-    for remembered in (hopper._kernels, gpu._kernels, gpu_wgrad._kernels, backends._choose, gradients._kernel_on):
+    for remembered in (passes_on, gpu._kernels, backends._choose, gradients._kernel_on):
         remembered.cache_clear()
     results = whole_step(*layer(), make_batch())
     assert all(bool(torch.isfinite(tensor).all()) for tensor in results)
-    assert set(gemm_sources()) <= set(loaded) <= set(plan(ModelSpec(E, H, I), FP8.resolve()))
+    assert set(engine_sources()) <= set(loaded) <= set(plan(ModelSpec(E, H, I), FP8.resolve()))

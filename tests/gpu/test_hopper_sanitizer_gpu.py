@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path(SANITIZER).is_file(), reason=f"compute-sanitizer is not at {SANITIZER}"),
 ]
-# One allocation of the driver for every tensor: what lies behind a tensor is then nobody's memory.
+# One allocation of the driver for every tensor: what lies behind a tensor is then nobody's memory. Temporaries of a pass share one, in the
+# order in which they are written: there an access behind a temporary is seen behind the last only.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {
     "memcheck": (["--report-api-errors", "no"], UNCACHED, r"ERROR SUMMARY: 0 errors"),

@@ -6,11 +6,11 @@ The node's own modes are in test_hopper_node_gpu.py.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 
 import pytest
 import torch
 from callers_tensors import FACES, given
+from gpu.hopper_step import waiting_is_an_error
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import no_compile
@@ -35,16 +35,6 @@ def compiled():
         assert warmup_jit(E, H, I, DEVICE, config=config, jobs=os.cpu_count()).complete
     with no_compile():
         yield
-
-
-@contextmanager
-def waiting_is_an_error():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @ENGINES

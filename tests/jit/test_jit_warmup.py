@@ -178,7 +178,7 @@ def test_the_plan_does_not_depend_on_the_mode_in_force(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("change", "config", "words"), [
-    ({"H": 3080}, {}, "fp8: H is 3080 and I is 1536, and its GEMMs need multiples of 16 and 64"),
+    ({"H": 3080}, {}, "fp8: H is 3080 and I is 1536, and it needs multiples of 16 and 64"),
     ({"I": 1504}, {}, "fp8: H is 3072 and I is 1504"),
     ({"activation": "gelu"}, {}, "fp8: the activation is 'gelu'"),
     ({"dtype": "float16"}, {}, "fp8: tokens are float16"),
@@ -268,7 +268,7 @@ def test_command_says_what_it_leaves_out_and_refuses_it_when_asked_for(
     monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
     sizes = ["--E", "8", "--H", "3080", "--I", "1536", "--cache-dir", str(tmp_path), "--check"]
     said = CliRunner().invoke(warmup, sizes)
-    assert said.exit_code == 1 and "left out, fp8: H is 3080 and I is 1536, and its GEMMs need multiples" in said.output
+    assert said.exit_code == 1 and "left out, fp8: H is 3080 and I is 1536, and it needs multiples" in said.output
     refused = CliRunner().invoke(main, ["warmup", *sizes, "--precision", "fp8"])
     assert refused.exit_code == 2 and refused.output.startswith("Error: precision='fp8' has no kernels for this model")
 

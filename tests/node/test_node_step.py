@@ -72,9 +72,9 @@ def test_a_late_step_of_plain_gradients_is_named(said):
     layer = Layer()
     for _ in range(3):
         layer.run()
-        for parameter in layer.node._experts.source.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5) if not IS_PADDLE else parameter.grad.scale_(0.5)
+        for weight in layer.node._experts.source.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(0.5) if not IS_PADDLE else weight.grad.scale_(0.5)
         layer.node.step()
     assert len(said()) == 1 and "reduced, scaled or replaced" in said()[0]
 

@@ -28,9 +28,12 @@ import triton
 import triton.language as tl
 from gpu_timing import interleaved_us
 
-from sonicmoe.engine.hopper import _DPROB_COLUMNS as DPROB_COLUMNS
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels import routing_metadata_source
+from sonicmoe.kernels.limits import DPROB_COLUMNS
+from sonicmoe.routing.backends import arch_of
 from sonicmoe.routing.build import build_metadata
-from sonicmoe.routing.gpu import aggregate, scatter_to_slots
+from sonicmoe.routing.gpu import aggregate
 from sonicmoe.routing.metadata import RoutingMetadata
 
 Tensor = torch.Tensor
@@ -105,8 +108,15 @@ class Sums:
         def zeros() -> Tensor:
             return torch.zeros(self.tokens * self.topk, device=DEVICE)
 
+        sum_or_zero = routing_metadata_source(arch_of(DEVICE)).load().sum_or_zero
+
+        def ours() -> Tensor:
+            out = torch.empty(shape, device=DEVICE)
+            sum_or_zero(self.routing.slot_row, self.parts, out, current_stream(out))
+            return out
+
         return {
-            OURS: lambda: scatter_to_slots(self.parts.sum(0), self.routing),
+            OURS: ours,
             "index_add_": lambda: zeros().index_add_(0, self.slot, self.parts.reshape(-1)).reshape(shape),
             NO_SUMS: lambda: zeros().reshape(shape),
         }

@@ -460,6 +460,35 @@ void gather(TensorView index, TensorView from, TensorView out, int64_t stream) {
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
+// out[i] = from[0][index[i]] + from[1][index[i]] + ..., in this order, or 0 where index[i] is none of `limit`.
+__global__ void __launch_bounds__(kGatherThreads)
+    sum_or_zero(const int64_t* __restrict__ index, const float* __restrict__ from, float* __restrict__ out, int64_t n, int64_t limit, int64_t parts) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kGatherThreads + threadIdx.x;
+  if (at >= n) return;
+  const int64_t source = __ldg(index + at);
+  float sum = 0.f;
+  if (source >= 0 && source < limit) {
+    sum = __ldg(from + source);
+    for (int64_t part = 1; part < parts; ++part) sum += __ldg(from + part * limit + source);
+  }
+  out[at] = sum;
+}
+
+// from fp32 [parts, limit]
+void gather_sums(TensorView index, TensorView from, TensorView out, int64_t stream) {
+  const DLDevice device = index.device();
+  const int64_t n = index.numel();
+  const int64_t* index_data = checked_i64(index, "index", device, n);
+  TVM_FFI_ICHECK(from.ndim() == 2 && from.size(0) > 0) << "from must be [parts, rows], with at least one part";
+  const float* from_data = checked_f32(from, "from", device, 0);
+  float* out_data = checked_f32(out, "out", device, n);
+  if (n == 0) return;
+  tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  const int64_t blocks = ceil_div(n, kGatherThreads);
+  sum_or_zero<<<static_cast<unsigned>(blocks), kGatherThreads, 0, as_stream(stream)>>>(index_data, from_data, out_data, n, from.size(1), from.size(0));
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
 int64_t scratch_per_expert() { return kMaxCtas; }
 int64_t max_experts() { return kMaxExperts; }
 
@@ -468,5 +497,6 @@ int64_t max_experts() { return kMaxExperts; }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_metadata, sonicmoe::build);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_or_zero, sonicmoe::gather);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_or_zero, sonicmoe::gather_sums);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scratch_per_expert, sonicmoe::scratch_per_expert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_experts, sonicmoe::max_experts);

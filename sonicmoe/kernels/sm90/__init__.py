@@ -11,6 +11,9 @@ from ...jit.cuda_source import CudaSource
 from ...jit.key import package_versions
 from ...jit.plan import ModelSpec, provides
 from ...jit.toolchain import find_toolkit
+from .. import cuda_sources
+from ..cuda_quantize import quantize_source
+from ..cuda_wgrad import wgrad_operands_source
 
 _HERE = Path(__file__).parent
 
@@ -30,23 +33,34 @@ def fp8_wgrad_source(arch: str = "sm_90a") -> CudaSource:
     return CudaSource.make("fp8_wgrad", _HERE / "fp8_wgrad.cu", arch=arch)
 
 
+def passes_source(arch: str = "sm_90a") -> CudaSource:
+    """Exports the passes, which launch the kernels of the other sources, and holds no kernel. One artefact serves every model."""
+    return CudaSource.make("passes", _HERE / "passes.cu", arch=arch)
+
+
 def gemm_sources(arch: str = "sm_90a") -> tuple[CudaSource, ...]:
-    """Every GEMM source, for warm-up and for the spill check."""
+    """Every GEMM source, for the spill check."""
     return fp8_grouped_gemm_source(arch), fp8_dgated_source(arch), fp8_wgrad_source(arch)
 
 
+def engine_sources(arch: str = "sm_90a") -> tuple[CudaSource, ...]:
+    """Everything that the passes launch, and they themselves: what a run of engine `hopper` loads whatever its settings."""
+    others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
+    return *gemm_sources(arch), *others, passes_source(arch)
+
+
 def missing_tool(arch: str = "sm_90a") -> str | None:
-    """Why this machine can neither compile nor load the GEMMs, or None: what the cache holds needs no compiler."""
+    """Why this machine can neither compile nor load the engine's kernels, or None: what the cache holds needs no compiler."""
     if dict(package_versions("apache-tvm-ffi"))["apache-tvm-ffi"] == "absent":
-        return "apache-tvm-ffi, which loads and launches its GEMMs, is not installed"
+        return "apache-tvm-ffi, which loads and launches its kernels, is not installed"
     cache = default_cache()
-    if find_toolkit() is None and any(cache.try_load(source.key()) is None for source in gemm_sources(arch)):
-        return "there is no nvcc to compile its GEMMs, and the compile cache does not hold them"
+    if find_toolkit() is None and any(cache.try_load(source.key()) is None for source in engine_sources(arch)):
+        return "there is no nvcc to compile its kernels, and the compile cache does not hold them"
     return None
 
 
 @provides("hopper")
 def hopper_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CudaSource, ...]:
-    """The GEMMs of an FP8 run, whatever the dtype of its parameters; none where another engine was asked for."""
+    """The kernels of an FP8 run, whatever the dtype of its parameters; none where another engine was asked for."""
     wanted = config.fp8 and config.engine in (EngineName.AUTO, EngineName.HOPPER)
-    return gemm_sources(spec.arch) if wanted else ()
+    return engine_sources(spec.arch) if wanted else ()

@@ -1,0 +1,180 @@
+"""The kernels that the Hopper engine's passes launch, computed on the host from what a launch is given: shapes, dtypes, addresses.
+
+Written from the comments at the entry points in `sonicmoe/kernels`; each refuses arguments of other shapes than those say.
+Rows behind `padded_offsets[E]` are left alone, as on the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import torch
+
+from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.enums import ActivationType
+from sonicmoe.kernels.limits import DPROB_COLUMNS
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.routing.backends import PlainKernels
+
+ACTIVATIONS = (ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU)
+BY_ROWS, BY_BLOCKS = rows(128), iso(128)
+PLAIN = PlainKernels()
+
+
+def at(view, dtype=None, shape=None):
+    """The host memory of a launch argument as a torch tensor; `dtype` and `shape`: what it must have."""
+    found, sizes = str(view.dtype), tuple(view.shape)
+    assert view.is_contiguous(), sizes
+    assert dtype is None or found in dtype.split("|"), f"{found} {sizes}, needed {dtype}"
+    assert shape is None or sizes == tuple(shape), f"{sizes}, needed {tuple(shape)}"
+    kind = getattr(torch, found)
+    if 0 in sizes:
+        return torch.empty(sizes, dtype=kind)
+    count = 1
+    for size in sizes:
+        count *= size
+    memory = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(view.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(kind).reshape(sizes)
+
+
+def blocks(n, size=128):
+    return -(-n // size)
+
+
+def values(codes, scale, block, code=Code.E4M3, orientation=Orientation.ROWS):
+    """What codes stand for, in fp32, as a logical matrix."""
+    codes = at(codes, "uint8|int8").view(code.dtype)
+    return dequantize(BlockScaledTensor(codes, at(scale, "float32"), block, code, orientation))
+
+
+def put(q, codes, scale, stop_rows=None):
+    """Write codes and scales of the logical rows before `stop_rows`."""
+    columns = q.orientation is Orientation.COLUMNS
+    codes, scale = at(codes, "uint8", q.codes.shape), at(scale, "float32", q.scale_inv.shape)
+    row_axis, block = (1, q.block.rows) if columns else (0, q.block.rows)
+    stop = int(q.codes.shape[row_axis]) if stop_rows is None else stop_rows
+    codes.narrow(row_axis, 0, stop).copy_(q.bytes.narrow(row_axis, 0, stop))
+    scale.narrow(row_axis, 0, blocks(stop, block)).copy_(q.scale_inv.narrow(row_axis, 0, blocks(stop, block)))
+
+
+def grouped(a, w, offsets):
+    """`a [R, K]` times the transposed `w [E, N, K]` of each row's expert; rows of nobody are zeros."""
+    out = torch.zeros((int(a.shape[0]), int(w.shape[1])))
+    for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
+        out[first:last] = a[first:last] @ w[expert].T
+    return out
+
+
+def gather(tokens, row_token):
+    picked = tokens[row_token.clamp(min=0).to(torch.int64)]
+    return torch.where((row_token >= 0).unsqueeze(1), picked, torch.zeros_like(picked))
+
+
+def offsets_of(padded_offsets, weights):
+    found = at(padded_offsets, "int64", [int(weights.shape[0]) + 1]).tolist()
+    assert all(offset % 128 == 0 for offset in found)
+    return found
+
+
+def quantize_rows(x, codes, scale, stream):
+    assert x.data_ptr() % 16 == 0
+    put(quantize(at(x, "bfloat16"), BY_ROWS), codes, scale)
+
+
+def gather_gated_gemm(
+    a, a_scale, b, b_scale, row_token, padded_offsets, z, z_scale, y1, y1_scale, activation, store_z, stream
+):
+    index, w = at(row_token, "int32"), values(b, b_scale, BY_BLOCKS)
+    offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
+    assert w.shape[1] % 128 == 0
+    out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
+    if store_z:
+        found, scales = at(z, "int8|uint8", out.shape), at(z_scale, "float32", (r, blocks(int(out.shape[1]))))
+        q = quantize(out, BY_ROWS, Code.INT8)
+        found.view(torch.int8)[: offsets[-1]] = q.codes[: offsets[-1]]
+        scales[: offsets[-1]] = q.scale_inv[: offsets[-1]]
+    put(quantize(activate(out, ACTIVATIONS[activation]), BY_ROWS), y1, y1_scale, offsets[-1])
+
+
+def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, stream):
+    w, (r, k) = values(b, b_scale, BY_BLOCKS), tuple(a.shape)
+    by_blocks = r > 0 and a_scale.shape[0] == r // 128
+    assert tuple(a_scale.shape) == ((r // 128 if by_blocks else r), blocks(k))
+    offsets = offsets_of(padded_offsets, w)
+    product = grouped(values(a, a_scale, BY_BLOCKS if by_blocks else BY_ROWS), w, offsets)
+    at(out, "bfloat16", product.shape)[: offsets[-1]] = product[: offsets[-1]].to(torch.bfloat16)
+
+
+def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
+    out = at(out, "bfloat16|float32", (slot_row.shape[0], given.shape[1]))
+    row_prob = at(row_prob, "float32", [given.shape[0]])
+    PLAIN.aggregate_rows(at(given, "bfloat16"), at(slot_row, "int64"), row_prob, out, weighted)
+
+
+def gather_dgated_gemm(
+    dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
+    dz_t, dz_t_scale, y1s_t, y1s_t_scale, wide, activation, stream,
+):  # fmt: skip
+    index, w = at(row_token, "int32"), values(w2, w2_scale, BY_BLOCKS)
+    offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
+    prob, last = at(row_prob, "float32", [r]).unsqueeze(1), offsets[-1]
+    dy1 = grouped(gather(values(dout, dout_scale, BY_ROWS), index), w, offsets)
+    kept = values(z, z_scale, BY_ROWS, Code.INT8)
+    kept[last:] = 0
+    y1, gradient = activate_backward(kept, dy1 * torch.where(prob > 0, prob, 0.0), ACTIVATIONS[activation])
+    real = (index >= 0).unsqueeze(1)
+    y1s, gradient = y1 * prob * real, gradient * real
+    parts = at(dprob_parts, "float32", (blocks(inner, DPROB_COLUMNS), r))
+    for part, column in enumerate(range(0, inner, DPROB_COLUMNS)):
+        parts[part, :last] = (dy1 * y1)[:last, column : column + DPROB_COLUMNS].sum(1)
+    q = quantize(gradient, BY_BLOCKS)
+    put(q, dz, dz_scale, last)
+    if wide:
+        at(dz_t, "bfloat16", gradient.shape)[:last] = gradient[:last].to(torch.bfloat16)
+        at(y1s_t, "bfloat16", y1s.shape)[:last] = y1s[:last].to(torch.bfloat16)
+    else:
+        put(transpose_storage(q), dz_t, dz_t_scale, last)
+        put(transpose_storage(quantize(y1s, BY_BLOCKS)), y1s_t, y1s_t_scale, last)
+
+
+def sum_or_zero(index, given, out, stream):
+    given = at(given, "float32")
+    assert len(given.shape) == 2 and given.shape[0] > 0
+    total = given[0].clone()
+    for part in given[1:]:
+        total += part
+    PLAIN.gather_or_zero(at(index, "int64"), total, at(out, "float32", index.shape))
+
+
+def gather_transpose_quantize(x, row_token, padded_offsets, codes, scale, stream):
+    assert x.data_ptr() % 16 == 0
+    last = int(at(padded_offsets, "int64")[-1])
+    gathered = gather(at(x, "bfloat16").to(torch.float32), at(row_token, "int32"))
+    put(transpose_storage(quantize(gathered, BY_BLOCKS)), codes, scale, last)
+
+
+def gather_transpose_quantize_pair(x, y, row_token, padded_offsets, x_codes, x_scale, y_codes, y_scale, stream):
+    assert tuple(x.shape) == tuple(y.shape)
+    gather_transpose_quantize(x, row_token, padded_offsets, x_codes, x_scale, stream)
+    gather_transpose_quantize(y, row_token, padded_offsets, y_codes, y_scale, stream)
+
+
+def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, stream):
+    left, right = (values(*pair, BY_BLOCKS, orientation=Orientation.COLUMNS) for pair in ((a, a_scale), (b, b_scale)))
+    total = at(accumulator, "float32")
+    assert tuple(total.shape[1:]) == (left.shape[1], right.shape[1]) and left.shape[0] == right.shape[0]
+    offsets = offsets_of(padded_offsets, total)
+    for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
+        total[expert] += left[first:last].T @ right[first:last]
+
+
+KERNELS = {
+    function.__name__: function
+    for function in (
+        quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
+        gather_transpose_quantize, gather_transpose_quantize_pair, grouped_wgrad,
+    )
+}  # fmt: skip

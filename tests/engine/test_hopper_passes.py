@@ -1,0 +1,378 @@
+"""The Hopper engine end to end without a GPU: its real host code, native passes included, over kernels computed on the host."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from framework import IS_PADDLE, torch
+
+if IS_PADDLE:
+    pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
+
+from engine import host_kernels
+
+from sonicmoe.diagnostics.nonfinite import NonFiniteError
+from sonicmoe.diagnostics.stages import listening, ranges_on
+from sonicmoe.engine import hopper, hopper_passes
+from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels import aggregate_source, routing_metadata_source
+from sonicmoe.kernels.cuda_quantize import quantize_source
+from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
+from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, passes_source
+from sonicmoe.quant.format import BlockScaledTensor
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.routing.reference import build_routing
+
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+OURS, REFERENCE = HopperEngine(), ReferenceEngine()
+T, H, I, E, K = 70, 272, 320, 4, 3
+MODES = {
+    "default": {},
+    "recompute_z": {"recompute_z": True},
+    "stagewise": {"frees_stagewise": True},
+    "iso_weight": {"iso_weight": True},
+    "everything": {"recompute_z": True, "frees_stagewise": True, "iso_weight": True},
+}
+
+
+REAL = {
+    "quantize_rows": quantize_source,
+    "gather_gated_gemm": fp8_grouped_gemm_source,
+    "grouped_gemm": fp8_grouped_gemm_source,
+    "aggregate_rows": aggregate_source,
+    "gather_dgated_gemm": fp8_dgated_source,
+    "sum_or_zero": routing_metadata_source,
+    "gather_transpose_quantize": wgrad_operands_source,
+    "gather_transpose_quantize_pair": wgrad_operands_source,
+    "grouped_wgrad": fp8_wgrad_source,
+}
+
+
+@pytest.fixture(scope="module")
+def native(artefacts):
+    return passes_source().load(artefacts)
+
+
+@pytest.fixture(autouse=True)
+def host_passes(native, monkeypatch):
+    """Launches reach the host's kernels; every byte that nobody wrote is a NaN."""
+    passes = hopper_passes.make_passes(native, **host_kernels.KERNELS)
+    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        if made.numel():
+            made.view(torch.uint8).fill_(0xFF)
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+class Case:
+    """bf16 operands of one layer; one expert without tokens, both sentinels, and more rows than are needed."""
+
+    def __init__(self, tokens=T, *, spare_rows=128, seed=0, invalid=0.3):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*size, scale=1.0):
+            return (torch.randn(size, generator=generator) * scale).to(torch.bfloat16)
+
+        self.x, self.dout = normal(tokens, H), normal(tokens, H)
+        self.w1, self.w2 = normal(E, 2 * I, H, scale=H**-0.5), normal(E, H, I, scale=I**-0.5)
+        ids = torch.rand(tokens, E - 1, generator=generator).argsort(1)[:, :K]
+        drop = torch.rand(tokens, K, generator=generator) < invalid
+        sentinel = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E)
+        probs = torch.rand(tokens, K, generator=generator) + 0.05
+        self.routing = with_spare_rows(build_routing(torch.where(drop, sentinel, ids), probs, E), spare_rows)
+
+    def run(self, engine, settings, **options):
+        weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
+        sums = GradAccumulators.zeros(E, 2 * I, H, I, False, "cpu")
+        out, saved = engine.forward(self.x, self.routing, weights, settings)
+        dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
+        pending.shares_gpu = options.get("shares_gpu", False)
+        engine.backward_dw(pending, sums)
+        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
+
+
+def with_spare_rows(routing, count):
+    """As a builder leaves it that does not know the counts on the host: padding rows behind everybody's."""
+    rows = routing.num_rows + count
+    longer = {
+        name: torch.cat([getattr(routing, name), torch.full((count,), fill, dtype=getattr(routing, name).dtype)])
+        for name, fill in (("row_token", -1), ("row_slot", -1), ("row_prob", 0))
+    }
+    return replace(routing, num_rows=rows, **longer)
+
+
+def assert_close(got, wanted, tolerance=2e-5):
+    """Equal codes everywhere, so results differ by fp32 rounding and one of bf16."""
+    for name, tensor in wanted.items():
+        error, size = (got[name].float() - tensor.float()).norm(), tensor.float().norm()
+        assert got[name].dtype == tensor.dtype and float(error) <= tolerance * max(float(size), 1e-30), (
+            name,
+            float(error / size),
+        )
+
+
+@pytest.mark.parametrize(
+    "activation", [ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU], ids=lambda a: a.value
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_the_reference_engines(mode, activation):
+    case, settings = Case(), replace(FP8, activation=activation, **MODES[mode])
+    assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_and_repeats_give_equal_bits(mode):
+    case = Case(seed=1)
+    first, other = case.run(OURS, FP8), case.run(OURS, replace(FP8, **MODES[mode]), shares_gpu=True)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])
+@pytest.mark.parametrize("mode", ["default", "everything"])
+def test_few_or_no_rows(tokens, invalid, mode):
+    case, settings = Case(tokens, invalid=invalid, spare_rows=0, seed=2), replace(FP8, **MODES[mode])
+    assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
+
+
+def test_inference_keeps_nothing():
+    case = Case(seed=3)
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+    out, saved = OURS.forward(case.x, case.routing, weights, FP8, save=False)
+    assert saved is None and torch.equal(out, case.run(OURS, FP8)["out"])
+
+
+def test_plain_operands_of_wgrad():
+    """With FP8 wgrad off, backward hands bf16 rows on and computes the same dx and dprobs."""
+    case, settings = Case(seed=4), replace(FP8, fp8_wgrad=False)
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+    _, saved = OURS.forward(case.x, case.routing, weights, settings)
+    dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
+    wanted, last = case.run(OURS, FP8), int(case.routing.padded_offsets[-1])
+    assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
+    assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
+    assert pending.dz.shape == (case.routing.num_rows, 2 * I) and pending.y1s.shape == (case.routing.num_rows, I)
+    assert bool(torch.isfinite(pending.dz[:last]).all()) and bool(torch.isfinite(pending.y1s[:last]).all())
+
+
+SHOWN = {
+    "x_fp8": (T, H), "z": None, "y1": None, "y2": None, "out": (T, H), "dout_fp8": (T, H), "dz_fp8": None, "ds": (T, K),
+    "dz": None, "y1s": None, "dx_rows": None, "dx": (T, H), "wgrad_x": None, "wgrad_dout": None,
+}  # fmt: skip
+WIDTH = {
+    "z": 2 * I,
+    "y1": I,
+    "y2": H,
+    "dz_fp8": 2 * I,
+    "dz": 2 * I,
+    "y1s": I,
+    "dx_rows": H,
+    "wgrad_x": H,
+    "wgrad_dout": H,
+}
+
+
+@pytest.mark.parametrize("mode", ["default", "stagewise", "recompute_z"])
+def test_every_stage_is_shown(mode):
+    """As the reference engine computes it, and without changing a bit."""
+    case, settings = Case(seed=5), replace(FP8, **MODES[mode])
+    quiet, seen, wanted = case.run(OURS, settings), {}, {}
+
+    def keep(where):
+        def listener(name, value):
+            where[name] = dequantize(value) if isinstance(value, BlockScaledTensor) else value.clone()
+            return value
+
+        return listener
+
+    with listening(keep(seen)):
+        shown = case.run(OURS, settings)
+    with listening(keep(wanted)):
+        case.run(REFERENCE, FP8)
+    assert all(torch.equal(quiet[name], shown[name]) for name in quiet)
+    assert set(seen) == set(SHOWN)
+    last = int(case.routing.padded_offsets[-1])
+    for name, size in SHOWN.items():
+        assert tuple(seen[name].shape) == (size or (case.routing.num_rows, WIDTH[name])), name
+        rows = slice(None) if size else slice(last)
+        golden = wanted["z_saved" if name == "z" else name]
+        error = (seen[name][rows].float() - golden[rows].float()).norm() / golden[rows].float().norm()
+        assert float(error) < (0.06 if name in ("dz", "y1s") else 1e-3), (
+            name,
+            float(error),
+        )  # there shown before quantisation
+
+
+@pytest.mark.parametrize(
+    ("stage", "reaches"),
+    [
+        ("x_fp8", {"out", "dx", "dprobs", "dw1", "dw2"}), ("z", {"dx", "dprobs", "dw1", "dw2"}), ("y1", {"out"}), ("y2", {"out"}),
+        ("dout_fp8", {"dx", "dprobs", "dw1"}), ("dz_fp8", {"dx"}), ("dz", {"dw1"}), ("y1s", {"dw2"}), ("dx_rows", {"dx"}),
+        ("wgrad_x", {"dw1"}), ("wgrad_dout", {"dw2"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["default", "stagewise", "recompute_z"])
+def test_what_a_listener_plants_flows_on(mode, stage, reaches):
+    """A fault planted in a stage reaches what is computed from it and nothing else."""
+    case, settings = Case(seed=6), replace(FP8, **MODES[mode])
+
+    def plant(name, value):
+        if name != stage:
+            return value
+        if isinstance(value, BlockScaledTensor):
+            doubled = BlockScaledTensor(
+                value.codes.clone(), value.scale_inv * 2, value.block, value.code, value.orientation
+            )
+            return doubled
+        return value * 2
+
+    wanted = case.run(OURS, settings)
+    with listening(plant):
+        got = case.run(OURS, settings)
+    assert {name for name in wanted if not torch.equal(got[name], wanted[name])} == reaches
+
+
+def test_ranges_open_and_close_in_order():
+    events = []
+
+    class Range:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            events.append(f"+{self.name.removeprefix('sonicmoe.')}")
+
+        def __exit__(self, *_):
+            events.append(f"-{self.name.removeprefix('sonicmoe.')}")
+
+    with ranges_on(Range):
+        Case().run(OURS, FP8)
+    stages = [event[1:] for event in events if event.startswith("+")]
+    assert stages == [
+        "prepare_weights", "quantize_x", "up", "down", "aggregate_out", "quantize_dout", "dgated", "dx_gemm", "aggregate_dx",
+        "wgrad_operands", "dw2", "dw1",
+    ][-len(stages) :]  # fmt: skip
+    assert events == [sign + name for name in stages for sign in "+-"]
+
+
+def test_tokens_that_moved_off_a_16_byte_address_since_forward():
+    """As a hook on saved tensors, or a compiled graph, may hand them back."""
+    case = Case(seed=7)
+    wanted = case.run(OURS, FP8)
+    for mode in ("default", "everything"):
+        settings = replace(FP8, **MODES[mode])
+        weights, sums = (
+            OURS.prepare_weights(case.w1, case.w2, None, None, settings),
+            GradAccumulators.zeros(E, 2 * I, H, I, False, "cpu"),
+        )
+        _, saved = OURS.forward(case.x, case.routing, weights, settings)
+        moved = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].reshape(T, H).copy_(case.x)
+        assert moved.data_ptr() % 16
+        saved.x = moved
+        dx, dprobs = OURS.backward(case.dout, saved, weights, sums)
+        got = {"dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
+        assert all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
+    """Of small batches the host decides the time: each launch from Python costs it more than a launch, and so does an allocation."""
+    case, counts = Case(), Counter()
+    weights, sums = (
+        OURS.prepare_weights(case.w1, case.w2, None, None, FP8),
+        GradAccumulators.zeros(E, 2 * I, H, I, False, "cpu"),
+    )
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "empty", counting("allocations", torch.empty))
+    monkeypatch.setattr(hopper, "launch", counting("native calls", hopper.launch))
+    _, saved = OURS.forward(case.x, case.routing, weights, FP8)
+    assert counts == {"native calls": 1, "allocations": 4}  # out, codes and scales of z, scratch
+    OURS.backward(case.dout, saved, weights, sums)
+    assert counts == {"native calls": 4, "allocations": 4 + 10}
+
+
+def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
+    case = Case()
+
+    def refuse(*_):
+        raise ValueError("not this one")
+
+    def listener(name, value):
+        if name == "y1":
+            raise NonFiniteError("the listener's own", None, None)
+        return value
+
+    with listening(listener), pytest.raises(NonFiniteError, match=r"^the listener.s own$"):
+        case.run(OURS, FP8)
+    passes = hopper_passes.make_passes(native, **host_kernels.KERNELS | {"grouped_gemm": refuse})
+    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    with pytest.raises(ValueError, match="not this one"):
+        case.run(OURS, FP8)
+
+
+@pytest.mark.parametrize("kernel", REAL)
+def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts, monkeypatch):
+    """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
+    real = getattr(REAL[kernel]().load(artefacts), kernel)
+    passes = hopper_passes.make_passes(native, **host_kernels.KERNELS | {kernel: real})
+    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
+    with pytest.raises(Exception, match="must be on a CUDA device"):
+        Case().run(OURS, settings)
+
+
+def test_a_scratch_that_is_too_small_is_refused(native):
+    """Nothing is launched into memory that is not there."""
+    passes, case = hopper_passes.make_passes(native, **host_kernels.KERNELS), Case()
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+    needed = native.forward_bytes(T, case.routing.num_rows, H, I, False)
+    small = torch.empty(needed - 512, dtype=torch.uint8)
+    w1, w2, r = weights.w1, weights.w2, case.routing
+    with pytest.raises(RuntimeError, match=f"scratch has {needed - 512} bytes; needed: {needed}"):
+        passes.forward(
+            case.x, r.row_token, r.padded_offsets, r.slot_row, r.row_prob, w1.bytes, w1.scale_inv, w2.bytes, w2.scale_inv,
+            None, None, small, torch.empty(T, H, dtype=torch.bfloat16), 0, None, 0,
+        )  # fmt: skip
+
+
+def test_temporaries_of_a_pass_do_not_overlap(native):
+    """Each lies in its own 512-byte-aligned part of the scratch."""
+    case, spans = Case(), []
+
+    def listener(name, value):
+        tensors = (value.codes, value.scale_inv) if isinstance(value, BlockScaledTensor) else (value,)
+        if name in ("x_fp8", "y1", "y2"):
+            spans.extend((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for t in tensors)
+        return value
+
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+    with listening(listener):
+        OURS.forward(case.x, case.routing, weights, FP8)
+    spans.sort()
+    assert len(spans) == 5 and all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    assert len({start % 512 for start, _, _ in spans}) == 1
