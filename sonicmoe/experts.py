@@ -223,7 +223,9 @@ class ExpertWeights:
         with plain_ops():
             parameters = parameters or self.source.parameters()
             _check_memory(parameters)
-            key = (engine.name, settings, *map(data_ptr, parameters))
+            source = self.source.source(parameters) if engine.follows_weights else None
+            pointers = tuple(map(data_ptr, parameters)) if source is None else source.pointers
+            key = (engine.name, settings, pointers)
             on_gpu = is_cuda(parameters[0])
             fingerprint = weight_fingerprint(parameters) if on_gpu or not engine.follows_weights else ()
             steps = optimizer_steps() if on_gpu else 0
@@ -233,7 +235,8 @@ class ExpertWeights:
             if previous is not None:
                 changed = self._look_for_changes(fingerprint, steps, announced=changed) or changed
             if changed or engine.follows_weights:
-                self._prepared = engine.prepare_source(self.source.source(parameters), settings, previous, changed)
+                source = source or self.source.source(parameters)
+                self._prepared = engine.prepare_source(source, settings, previous, changed)
             self._prepared_for, self._fingerprint, self._optimizer_steps, self._stale = key, fingerprint, steps, False
             assert self._prepared is not None
             return self._prepared

@@ -12,11 +12,13 @@ Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from .errors import LayoutError, ShapeError, expect
+from .interop import data_ptr
 
 Tensor = torch.Tensor
 
@@ -94,11 +96,13 @@ class WeightSource:
 
     def __post_init__(self) -> None:
         """Refuse sources that no engine could read in place."""
-        expect(
-            len(self.up) == len(self.down) > 0,
-            ShapeError,
-            f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert",
-        )
+        if not len(self.up) == len(self.down) > 0:
+            raise ShapeError(f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert")
+
+    @functools.cached_property
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses of the up matrices, then of the down matrices."""
+        return tuple(map(data_ptr, (*self.up, *self.down)))
 
     @property
     def n1(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ REMEDY = (
 )
 
 
-_NO_MAIN_GRAD = object()
+_NO_MAIN_GRAD: Any = object()
+_writes = attrgetter("inplace_version" if IS_PADDLE else "_version")
 
 
 class StepGuard:
@@ -37,7 +38,7 @@ class StepGuard:
     def __init__(self) -> None:
         """Nothing is remembered before the first backward."""
         self._parameters: list[Tensor] = []
-        self._main_grads: list[tuple[Any, ...]] | None = None
+        self._gradients: tuple[list[int], ...] | None = None
         self._values: tuple[Tensor | None, Tensor | None] | None = None
         self._steps = 0
         self._warned = False
@@ -45,17 +46,17 @@ class StepGuard:
     def note_backward(self, parameters: Sequence[Tensor]) -> None:
         """A backward has just added to the accumulators."""
         self._parameters = list(parameters)
-        self._main_grads = [_identity(parameter) for parameter in parameters]
+        self._gradients = _identities(parameters)
         self._values = _values(parameters) if self._steps < self.STEPS_BY_VALUE and _on_host(parameters) else None
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """The waiting gradients are about to be flushed; says what happened too early."""
         same = len(self._parameters) == len(parameters) and all(map(is_, self._parameters, parameters))
-        before, values = self._main_grads, self._values
-        self._parameters, self._main_grads, self._values = [], None, None
+        before, values = self._gradients, self._values
+        self._parameters, self._gradients, self._values = [], None, None
         if before is None or self._warned or not same:  # parameters came or went, which is no trace of a reduction
             return
-        reduced, applied = [_identity(parameter) for parameter in parameters] != before, False
+        reduced, applied = _identities(parameters) != before, False
         if values is not None and not reduced:
             reduced, applied = (_differ(*pair) for pair in zip(values, _values(parameters), strict=True))
         if reduced:
@@ -81,14 +82,14 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 
-def _identity(parameter: Any) -> tuple[Any, ...]:
-    held: Any = getattr(parameter, "main_grad", _NO_MAIN_GRAD)
-    which = id(held)
-    if held is _NO_MAIN_GRAD:
-        held, which = parameter.grad, 0  # a `.grad` may be a new object at every look
-    if held is None:
-        return ()
-    return (which, data_ptr(held), held.inplace_version if IS_PADDLE else held._version)
+def _identities(parameters: Sequence[Tensor]) -> tuple[list[int], ...]:
+    """Which objects hold the gradients, where they lie, and how often they were written."""
+    held = [getattr(parameter, "main_grad", _NO_MAIN_GRAD) for parameter in parameters]
+    # A `.grad` may be a new object at every look.
+    which = [0 if gradient is _NO_MAIN_GRAD else id(gradient) for gradient in held]
+    pairs = zip(parameters, held, strict=True)
+    there = [gradient for p, g in pairs if (gradient := p.grad if g is _NO_MAIN_GRAD else g) is not None]
+    return which, list(map(data_ptr, there)), list(map(_writes, there))
 
 
 def _on_host(parameters: Sequence[Tensor]) -> bool:

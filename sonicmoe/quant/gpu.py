@@ -99,8 +99,7 @@ class QuantizedWeights:
         if not is_cuda(source.up[0]):
             self._update_on_host(source)
             return
-        matrices = (*source.up, *source.down)
-        pointers = tuple(data_ptr(matrix) for matrix in matrices)
+        pointers = source.pointers
         layout = _layout_of(source)
         if layout != self._layout or pointers != self._pointers:
             _check_source(source)
