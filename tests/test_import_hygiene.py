@@ -23,8 +23,8 @@ LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
 UPWARD = {"sonicmoe/ernie_compat/mlp_node.py": ["sonicmoe/diagnostics/step_capture.py"]}
 
 
-def loaded_by(statement: str) -> set[str]:
-    program = f"import sys; {statement}; print(*({FRAMEWORKS!r} & set(sys.modules)))"
+def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:
+    program = f"import sys; {statement}; print(*({among!r} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(result.stdout.split())
 
@@ -44,6 +44,11 @@ def test_commands_import_no_framework() -> None:
 
 def test_the_check_sees_a_framework() -> None:
     assert "torch" in loaded_by("import sonicmoe.interop")
+
+
+def test_the_torch_face_loads_no_compiler() -> None:
+    """It takes a second or more, and most programs never compile."""
+    assert loaded_by("from sonicmoe import MoE, count_cumsum", {"torch", "torch._dynamo"}) == {"torch"}
 
 
 def imported_modules(node: ast.AST) -> list[str]:

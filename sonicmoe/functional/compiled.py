@@ -28,12 +28,6 @@ TensorSpec = tuple[tuple[Any, ...], torch.dtype]
 _plans: dict[int, Plan] = {}
 
 
-@torch.compiler.assume_constant_result
-def _plan_number(activation: str, transposed: bool, split_half: bool, use_fp8: bool | None) -> int:
-    """The number of the plan in force now: decided once per graph, when it is compiled."""
-    return number_of(make_plan(ActivationType(activation), WeightLayout(transposed, split_half), use_fp8))
-
-
 def number_of(plan: Plan) -> int:
     """The number that stands for `plan` in a graph: a digest, since compiled graphs outlive the process in the compiler's caches."""
     number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
@@ -56,7 +50,9 @@ def compiled_expert_mlp(
     Raises:
         ConfigError: at run time, when a `SonicMoEConfig` is active that is not the one the graph was compiled under.
     """
-    number = _plan_number(activation.value, layout.transposed, layout.split_half, use_fp8)
+    from .graph_constants import plan_number  # it loads the compiler, a second or more: only for those who compile
+
+    number = plan_number(activation.value, layout.transposed, layout.split_half, use_fp8)
     out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
     return out
 

@@ -1,0 +1,16 @@
+"""What is decided once per graph, when it is compiled. Importing this loads the compiler."""
+
+from __future__ import annotations
+
+import torch
+
+from ..enums import ActivationType
+from .call import make_plan
+from .compiled import number_of
+from .weights import WeightLayout
+
+
+@torch.compiler.assume_constant_result
+def plan_number(activation: str, transposed: bool, split_half: bool, use_fp8: bool | None) -> int:
+    """The number of the plan in force now."""
+    return number_of(make_plan(ActivationType(activation), WeightLayout(transposed, split_half), use_fp8))
