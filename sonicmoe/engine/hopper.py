@@ -212,11 +212,10 @@ def _forward(
     passes, w1, w2 = passes_on(device_name(x)), _scaled(weights.w1), _scaled(weights.w2)
     (tokens, hidden), inner = (int(size) for size in x.shape), weights.intermediate_size
     memory = scratch(passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None), x.device)
-    codes, scale_inv = (None, None) if z is None else (z.bytes, z.scale_inv)
-    stored = () if z is None else (z.bytes, z.scale_inv.view(torch.uint8))
+    stored = (None, None) if z is None else (z.bytes, z.scale_inv)
     launch(
         passes.forward, x, routing.row_token, routing.padded_offsets, routing.slot_row, routing.row_prob, w1.bytes, w1.scale_inv,
-        w2.bytes, w2.scale_inv, codes, scale_inv, memory, out, ACTIVATIONS[settings.activation], scratches=(memory, *stored),
+        w2.bytes, w2.scale_inv, *stored, memory, out, ACTIVATIONS[settings.activation], scratches=(memory, *stored),
     )  # fmt: skip
 
 

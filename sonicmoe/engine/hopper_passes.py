@@ -87,8 +87,8 @@ def scratch(size: int, device: Any) -> Tensor:
     return torch.empty((size,), dtype=torch.uint8, device=device)
 
 
-def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor]) -> None:
-    """Call a pass on the current stream; `scratches`: the bytes among the arguments in which what it shows lies."""
+def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor | None]) -> None:
+    """Call a pass on the current stream; `scratches`: the arguments in which what it shows lies, the scratch first."""
     stream = current_stream(scratches[0])
     if not is_observed():
         native_pass(*arguments, None, stream)
@@ -107,8 +107,8 @@ def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor]) -> No
 class _Observer:
     """What a pass calls: opens the ranges of its stages and shows what it has written, which a listener may replace."""
 
-    def __init__(self, scratches: Sequence[Tensor]) -> None:
-        self._scratches = scratches
+    def __init__(self, scratches: Sequence[Tensor | None]) -> None:
+        self._scratches = [memory for memory in scratches if memory is not None]
         self._range: AbstractContextManager[Any] | None = None
         self.failure: Exception | None = None
 
@@ -153,7 +153,7 @@ class _Observer:
             return torch.empty((n_rows, n_columns), dtype=dtype, device=self._scratches[0].device)
         for memory in self._scratches:
             offset = address - data_ptr(memory)
-            if 0 <= offset <= numel(memory) - count * width:
+            if 0 <= offset <= numel(memory) * _BYTES[memory.dtype] - count * width:
                 first = offset // width  # of the retyped bytes: Paddle retypes a slice at a wrong address
                 return memory.reshape([numel(memory)]).view(dtype)[first : first + count].reshape([n_rows, n_columns])
         raise AssertionError(

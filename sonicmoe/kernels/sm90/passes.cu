@@ -41,8 +41,9 @@ class Arena {
     Slice& slice = slices_[count_++];
     slice.shape = {rows, columns};
     slice.strides = {columns, 1};
+    used_ = blocks(used_, kAlignment) * kAlignment;  // the last one ends where the scratch does
     slice.tensor = {base_ + used_, device_, 2, dtype, slice.shape.data(), slice.strides.data(), 0};
-    used_ += blocks(rows * columns * (dtype.bits / 8), kAlignment) * kAlignment;
+    used_ += rows * columns * (dtype.bits / 8);
     TVM_FFI_ICHECK(base_ == nullptr || used_ <= size_) << "scratch has " << size_ << " bytes; needed: " << used_ << " or more";
     return TensorView(&slice.tensor);
   }
