@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,6 +73,9 @@ class ExpertParameters(ABC):
         """`(parameter, fp32 gradient in the parameter's own layout)` pairs; the gradients are fresh tensors."""
 
 
+_up_weight, _down_weight = attrgetter("up_gate_proj.weight"), attrgetter("down_proj.weight")
+
+
 class PerExpertParameters(ExpertParameters):
     """ERNIE / Fleet modules: `expert.up_gate_proj.weight [H, 2I]` (split-half, gate first) and `expert.down_proj.weight [I, H]`.
 
@@ -111,7 +115,7 @@ class PerExpertParameters(ExpertParameters):
 
     def parameters(self) -> list[Tensor]:
         """up_gate of every expert, then down of every expert; read from the modules, which may replace them."""
-        return [e.up_gate_proj.weight for e in self._experts] + [e.down_proj.weight for e in self._experts]
+        return [*map(_up_weight, self._experts), *map(_down_weight, self._experts)]
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """From the first expert."""

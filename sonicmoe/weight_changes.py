@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .interop import IS_PADDLE, is_cuda
 
 Tensor = torch.Tensor
 
+_version = attrgetter("_version")
 _optimizer_steps = 0
 
 
@@ -36,13 +38,21 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     Any change of one value and any exchange of two shows in the checksums. Empty where nothing shows: on a GPU under Paddle.
     """
     if any(is_cuda(parameter) for parameter in parameters):
-        return () if IS_PADDLE else tuple(0 if p.is_inference() else p._version for p in parameters)
+        return () if IS_PADDLE else _versions(parameters)
     sums = []
     for parameter in parameters:
         bits = parameter.detach().view(torch.int32 if parameter.dtype == torch.float32 else torch.int16)
         matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
         sums += [_weighted_sum(matrix.sum(0)), _weighted_sum(matrix.sum(1))]
     return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
+
+
+def _versions(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """0 for inference tensors, which have no counter."""
+    try:
+        return tuple(map(_version, parameters))
+    except RuntimeError:
+        return tuple(0 if parameter.is_inference() else parameter._version for parameter in parameters)
 
 
 def _weighted_sum(values: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ host: a misplaced call is misplaced from the first step on. On a GPU that would 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -93,13 +94,13 @@ def _identities(parameters: Sequence[Tensor]) -> tuple[list[int], ...]:
 
 
 def _on_host(parameters: Sequence[Tensor]) -> bool:
-    return not any(is_cuda(tensor) for tensor in _held([*parameters, *map(_gradient, parameters)]))
+    return not any(map(is_cuda, _held(chain(parameters, map(_gradient, parameters)))))
 
 
-def _held(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
     """Those that exist and hold memory: Paddle cannot even say where a tensor is that was freed."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    return [tensor for tensor in there if not IS_PADDLE or tensor._is_initialized()]  # type: ignore[attr-defined]
+    there = (tensor for tensor in tensors if tensor is not None)
+    return (tensor for tensor in there if not IS_PADDLE or tensor._is_initialized())  # type: ignore[attr-defined]
 
 
 def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -110,7 +111,7 @@ def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]
 
 def _sums(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """Of those that hold memory on one device; what else there is, the flush refuses by name."""
-    held = _held(tensors)
+    held = list(_held(tensors))
     here = [tensor for tensor in held if device_name(tensor) == device_name(held[0])]
     with plain_ops():
         sums = [tensor.detach().to(torch.float32).abs().sum() for tensor in here]

@@ -126,6 +126,8 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
         ShapeError,
         f"tokens_per_expert has {len(tokens_per_expert)} entries; needed: {num_experts}, one per local expert",
     )
+    if {*map(type, tokens_per_expert)} == {int} and min(tokens_per_expert) >= 0:  # what dispatchers list, every forward
+        return tuple(tokens_per_expert)
     counts = []
     for expert, count in enumerate(tokens_per_expert):
         expect(_is_count(count), RoutingError, f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0")

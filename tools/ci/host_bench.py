@@ -40,7 +40,7 @@ from sonicmoe.quant import gpu as quant_gpu
 from sonicmoe.routing import backends
 
 FP8 = Variant(EngineName.HOPPER, "perf")
-STEPS = 40
+STEPS = 120
 HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 KERNELS = (
     "quantize_rows", "gather_gated_gemm", "grouped_gemm", "aggregate_rows", "gather_dgated_gemm", "sum_or_zero",
