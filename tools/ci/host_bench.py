@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Host time of the node's forward and backward on engine hopper, on any machine: its real host code over kernels that do nothing.
 
-    python tools/ci/host_bench.py [--experts 8] [--stacked] [--profile]
+    python tools/ci/host_bench.py [--experts 64] [--stacked] [--profile]
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs: below about 2048 tokens at the
 reference shape. Tensors lie on the host and are taken for a GPU's; every stage runs, native passes included, up to the call of a
@@ -40,7 +40,6 @@ from sonicmoe.quant import gpu as quant_gpu
 from sonicmoe.routing import backends
 
 FP8 = Variant(EngineName.HOPPER, "perf")
-STEPS = 120
 HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 KERNELS = (
     "quantize_rows", "gather_gated_gemm", "grouped_gemm", "aggregate_rows", "gather_dgated_gemm", "sum_or_zero",
@@ -51,9 +50,10 @@ KERNELS = (
 @click.command(help=__doc__)
 @click.option("--experts", default=8, show_default=True, help="Local experts.")
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a batch.")
+@click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option("--profile", is_flag=True, help="Print where Python's part goes (a profiler's own cost is in it).")
-def main(experts: int, tokens: int, stacked: bool, profile: bool) -> None:
+def main(experts: int, tokens: int, steps: int, stacked: bool, profile: bool) -> None:
     """Time steps, or profile them, and print."""
     take_host_for_gpu()
     launch_nothing()
@@ -63,11 +63,11 @@ def main(experts: int, tokens: int, stacked: bool, profile: bool) -> None:
     with torch.autograd.set_multithreading_enabled(False):  # a profiler sees one thread
         if profile:
             with cProfile.Profile() as profiler:
-                for _ in range(STEPS):
+                for _ in range(steps):
                     stack.run()
             pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
             return
-        times = [step_us(stack) for _ in range(STEPS)]
+        times = [step_us(stack) for _ in range(steps)]
     weights = "two stacked weights" if stacked else f"{2 * experts} weights"
     print(
         f"E={experts}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "

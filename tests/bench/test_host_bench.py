@@ -1,0 +1,39 @@
+"""The instrument for host time runs where there is no GPU, and what it counts does not grow with the experts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sonicmoe.jit.toolchain import find_toolkit
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+
+
+def measure(artefacts, *options):
+    """`(microseconds, allocations)` per layer."""
+    directories = {"SONIC_MOE_CACHE_DIR": str(artefacts.root), "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root)}
+    command = [sys.executable, ROOT / "tools" / "ci" / "host_bench.py", "--steps", "2", *options]
+    process = subprocess.run(
+        command, check=False, env=os.environ | directories, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    found = re.search(r": (\d+) us per layer at best, median \d+; (\d+) allocations", process.stdout)
+    assert found is not None, process.stdout
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize("options", [[], ["--stacked"]], ids=["per expert", "stacked"])
+def test_allocations_do_not_grow_with_the_experts(artefacts, options):
+    few, many = (measure(artefacts, "--experts", experts, *options) for experts in ("2", "16"))
+    assert few[0] > 0 and 0 < few[1] == many[1] <= 23
