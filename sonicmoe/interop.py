@@ -101,10 +101,16 @@ def grad_enabled() -> bool:
 
 def plain_ops() -> AbstractContextManager[Any]:
     """No autograd and no automatic mixed precision: for index casts, flushes and cache builds outside the graph."""
-    if IS_PADDLE or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if _autocasts():
         return _plain_ops()
     # The usual cases, without the price of three context managers; inside an autograd function there is nothing to switch off.
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return torch.no_grad() if grad_enabled() else _NOTHING
+
+
+def _autocasts() -> bool:
+    if IS_PADDLE:
+        return bool(sys.modules["paddle"].is_autocast_enabled())
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 _NOTHING = nullcontext()
@@ -173,6 +179,18 @@ def device_name(tensor: Any) -> str:
         place = tensor.place
         return f"cuda:{place.gpu_device_id()}" if place.is_gpu_place() else "cpu"
     return str(tensor.device)
+
+
+def device_of(tensor: Any) -> Any:
+    """What `empty` takes to allocate beside `tensor`."""
+    return tensor.place if IS_PADDLE else tensor.device
+
+
+def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """`torch.empty` on a device that `device_of` gave: without Paddle's checks of arguments, which take longer than allocating."""
+    if IS_PADDLE:
+        return sys.modules["paddle"]._C_ops.empty(shape, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ..diagnostics.stages import stage, tap
 from ..errors import ConfigError, ShapeError, expect
-from ..interop import aligned, device_name, dtype_name, plain_ops
+from ..interop import aligned, device_name, device_of, dtype_name, empty, plain_ops
 from ..kernels.limits import FP8_ACTIVATIONS, fp8_settings_problem, fp8_sizes_problem
 from ..kernels.sm90 import missing_tool
 from ..quant.format import BlockScaledTensor, Code, Orientation
@@ -98,7 +98,7 @@ class HopperEngine(Engine):
         with plain_ops():
             x = aligned(x)
             z = _empty_z(routing, weights) if save and not settings.recompute_z else None
-            out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+            out = empty(tuple(x.shape), x.dtype, device_of(x))
             _forward(x, routing, weights, settings, z, out)
             return tap("out", out), Saved(settings, routing, x, z) if save else None
 
@@ -197,7 +197,7 @@ def _dgrad_order(weights: EngineWeights, name: str) -> BlockScaledTensor:
 def _empty_z(routing: RoutingMetadata, weights: EngineWeights) -> BlockScaledTensor:
     """Unwritten `[R, 2I]`."""
     shape = (routing.num_rows, 2 * weights.intermediate_size)
-    return BlockScaledTensor.empty(shape, BY_ROWS, routing.row_token.device, Code.INT8)
+    return BlockScaledTensor.empty(shape, BY_ROWS, device_of(routing.row_token), Code.INT8)
 
 
 def _forward(
@@ -211,7 +211,7 @@ def _forward(
     """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
     passes, w1, w2 = passes_on(device_name(x)), _scaled(weights.w1), _scaled(weights.w2)
     (tokens, hidden), inner = (int(size) for size in x.shape), weights.intermediate_size
-    memory = scratch(passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None), x.device)
+    memory = scratch(passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None), device_of(x))
     stored = (None, None) if z is None else (z.bytes, z.scale_inv)
     launch(
         passes.forward, x, routing.row_token, routing.padded_offsets, routing.slot_row, routing.row_prob, w1.bytes, w1.scale_inv,
@@ -232,18 +232,18 @@ def _dgated(
     dout: Tensor, z: BlockScaledTensor, routing: RoutingMetadata, w2: BlockScaledTensor, settings: EngineSettings
 ) -> tuple[Tensor, Tensor, Any, Any]:
     """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s, token-major or plain bf16)`."""
-    passes, device = passes_on(device_name(dout)), dout.device
+    passes, device = passes_on(device_name(dout)), device_of(dout)
     (tokens, hidden), r, inner = (int(size) for size in dout.shape), routing.num_rows, int(w2.codes.shape[1])
     memory = scratch(passes.sizes.dgated_bytes(r, inner), device)
     dout_fp8 = scratch(passes.sizes.tokens_bytes(tokens, hidden), device)
-    dprobs = torch.empty((tokens, routing.topk), dtype=torch.float32, device=device)
+    dprobs = empty((tokens, routing.topk), torch.float32, device)
     operands: list[Any]
     if settings.fp8_wgrad:
         columns = Orientation.COLUMNS
         operands = [BlockScaledTensor.empty((n, r), BY_BLOCKS, device, orientation=columns) for n in (2 * inner, inner)]
         outputs = [tensor for q in operands for tensor in (q.bytes, q.scale_inv)]
     else:
-        operands = [torch.empty((r, n), dtype=torch.bfloat16, device=device) for n in (2 * inner, inner)]
+        operands = [empty((r, n), torch.bfloat16, device) for n in (2 * inner, inner)]
         outputs = [operands[0], None, operands[1], None]
     launch(
         passes.dgated, dout, routing.row_token, routing.row_prob, routing.padded_offsets, routing.slot_row, w2.bytes, w2.scale_inv,
@@ -256,8 +256,8 @@ def _dgated(
 def _dgrad(dz: Tensor, x: Tensor, routing: RoutingMetadata, w1: BlockScaledTensor) -> Tensor:
     """dx `[T, H]` in the dtype of `x`, from the scratch that `_dgated` left."""
     passes, hidden = passes_on(device_name(x)), int(x.shape[1])
-    dx = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
-    memory = scratch(passes.sizes.dgrad_bytes(routing.num_rows, hidden), x.device)
+    dx = empty(tuple(x.shape), x.dtype, device_of(x))
+    memory = scratch(passes.sizes.dgrad_bytes(routing.num_rows, hidden), device_of(x))
     launch(
         passes.dgrad, dz, w1.bytes, w1.scale_inv, routing.padded_offsets, routing.slot_row, routing.row_prob, memory, dx,
         scratches=(memory,),
@@ -275,7 +275,7 @@ def _wgrad(
 ) -> None:
     """Both weight gradients, added to the sums."""
     passes, routing = passes_on(device_name(x)), pending.routing
-    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(x.shape[1]), 2), x.device)
+    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(x.shape[1]), 2), device_of(x))
     launch(
         passes.wgrad, x, dout, routing.row_token, routing.padded_offsets, dz.bytes, dz.scale_inv, y1s.bytes, y1s.scale_inv,
         sums.dw1, sums.dw2, memory, pending.shares_gpu, scratches=(memory,),
@@ -287,7 +287,7 @@ def _wgrad_of(
 ) -> None:
     """dw2 from dout and y1s, or dw1 from x and dz, added to the accumulator."""
     passes, routing = passes_on(device_name(tokens)), pending.routing
-    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(tokens.shape[1]), 1), tokens.device)
+    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(tokens.shape[1]), 1), device_of(tokens))
     launch(
         passes.wgrad_of, tokens, routing.row_token, routing.padded_offsets, rows.bytes, rows.scale_inv, accumulator, is_dw2, memory,
         pending.shares_gpu, scratches=(memory,),

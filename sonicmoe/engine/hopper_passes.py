@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..diagnostics.stages import is_heard, is_observed, stage, tap
-from ..interop import current_stream, data_ptr, device_name, numel
+from ..interop import current_stream, data_ptr, device_name, device_of, empty, numel
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
@@ -83,8 +83,8 @@ def make_passes(native: Any, **kernels: Any) -> Passes:
 
 
 def scratch(size: int, device: Any) -> Tensor:
-    """Unwritten bytes."""
-    return torch.empty((size,), dtype=torch.uint8, device=device)
+    """Unwritten bytes on a device that `device_of` gave."""
+    return empty((size,), torch.uint8, device)  # type: ignore[no-any-return]
 
 
 def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor | None]) -> None:
@@ -150,7 +150,7 @@ class _Observer:
         """The matrix at an address inside one of the scratches."""
         count, width = n_rows * n_columns, _BYTES[dtype]
         if count == 0:
-            return torch.empty((n_rows, n_columns), dtype=dtype, device=self._scratches[0].device)
+            return empty((n_rows, n_columns), dtype, device_of(self._scratches[0]))
         for memory in self._scratches:
             offset = address - data_ptr(memory)
             if 0 <= offset <= numel(memory) * _BYTES[memory.dtype] - count * width:

@@ -54,7 +54,7 @@ class MlpCall:
 
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
-        with self.config.activate():
+        with self.config.activate(), plain_ops():  # once: inside, autocast costs nothing more
             with stage("routing"):
                 routing = build_metadata(
                     self.indices,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import DTypeError, ShapeError, expect
-from ..interop import dtype_name
+from ..interop import dtype_name, empty
 from .recipes import BlockShape
 
 Tensor = torch.Tensor
@@ -102,11 +102,13 @@ class BlockScaledTensor:
         code: Code = Code.E4M3,
         orientation: Orientation = Orientation.ROWS,
     ) -> BlockScaledTensor:
-        """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix."""
-        codes = torch.empty(stored_shape, dtype=torch.uint8, device=device).view(code.dtype)
+        """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix, `device` what `device_of` gives."""
+        held = empty(stored_shape, torch.uint8, device)
         stored_block = block if orientation is Orientation.ROWS else block.transposed
-        scale_inv = torch.empty(scale_shape(stored_shape, stored_block), dtype=torch.float32, device=device)
-        return cls(codes, scale_inv, block, code, orientation)
+        scale_inv = empty(scale_shape(stored_shape, stored_block), torch.float32, device)
+        made = cls(held.view(code.dtype), scale_inv, block, code, orientation)
+        made.__dict__["bytes"] = held  # what the property would make
+        return made
 
     @functools.cached_property
     def bytes(self) -> Tensor:

@@ -16,7 +16,9 @@ from ..interop import (
     current_stream,
     data_ptr,
     device_name,
+    device_of,
     dtype_name,
+    empty,
     is_cuda,
     require_framework_tensor,
     require_same_device,
@@ -59,7 +61,7 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
     )
     if not is_cuda(x) or 0 in shape:
         return quantize(x, ROW_BLOCK)
-    x, q = aligned(x), BlockScaledTensor.empty(shape, ROW_BLOCK, x.device)
+    x, q = aligned(x), BlockScaledTensor.empty(shape, ROW_BLOCK, device_of(x))
     _kernels(device_name(x)).quantize_rows(x, q.bytes, q.scale_inv, current_stream(x))
     return q
 
@@ -143,7 +145,7 @@ class QuantizedWeights:
         return sum(q.nbytes for q in (*self._forward, *self._dgrad))
 
     def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:
-        experts, device = len(source.up), source.up[0].device
+        experts, device = len(source.up), device_of(source.up[0])
         n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
         self._forward = tuple(
             BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device)
@@ -154,11 +156,11 @@ class QuantizedWeights:
             for shape in ((experts, hidden, n1), (experts, inner, hidden))
             if not self._iso_weight
         )
-        table = torch.empty((2 * experts,), dtype=torch.int64, device=device)
+        table = empty((2 * experts,), torch.int64, device)
         element = _ELEMENTS[source.up[0].dtype]
         count = _kernels(device_name(table)).num_checksums(table, n1, hidden, inner, source.transposed, element)
-        checksums = torch.empty((int(count),), dtype=torch.int32, device=device)
-        state = torch.zeros((2,), dtype=torch.int32, device=device)
+        checksums = empty((int(count),), torch.int32, device)
+        state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
         written = [tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)]
         outputs = written + [None] * (4 if self._iso_weight else 0)
         self._launch_buffers = (table, checksums, state, tuple(outputs))
@@ -188,7 +190,7 @@ def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
     if key not in _scratch:
         other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
         shape = (matrices, n_cols, n_rows)
-        _scratch[key] = BlockScaledTensor.empty(shape, WEIGHT_BLOCK, q.codes.device, orientation=other)
+        _scratch[key] = BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device_of(q.codes), orientation=other)
     target = _scratch[key]
     _kernels(key[0]).transpose_bytes(q.bytes, q.scale_inv, target.bytes, target.scale_inv, stream)
     return target

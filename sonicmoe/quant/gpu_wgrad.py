@@ -16,6 +16,7 @@ from ..interop import (
     aligned,
     current_stream,
     device_name,
+    device_of,
     dtype_name,
     is_cuda,
     plain_ops,
@@ -115,7 +116,7 @@ def _gathered(
     if not is_cuda(row_token):
         with plain_ops():
             return [transpose_storage(quantize(_gather_rows(value, row_token), BLOCK)) for value in values]
-    outs = [_empty(rows, width, row_token.device) for _ in values]
+    outs = [_empty(rows, width, device_of(row_token)) for _ in values]
     kernels = _kernels(device_name(row_token))
     launch = kernels.gather_transpose_quantize if len(values) == 1 else kernels.gather_transpose_quantize_pair
     flat = [tensor for out in outs for tensor in (out.bytes, out.scale_inv)]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ..errors import SonicMoEError
-from ..interop import IS_PADDLE, current_stream, device_name, is_cuda
+from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, is_cuda
 from ..jit.errors import CompileForbiddenError
 from ..kernels import aggregate_source, routing_metadata_source
 from .metadata import NO_ROW, RoutingMetadata
@@ -55,7 +55,7 @@ class CudaKernels:
         self, indices: Tensor, probs: Tensor, outputs: tuple[Tensor, ...], num_experts: int, alignment: int
     ) -> None:
         """One launch. The scratch is the call's own, so calls on several streams cannot meet."""
-        scratch = torch.empty((num_experts * self._scratch_per_expert,), dtype=torch.int32, device=indices.device)
+        scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device_of(indices))
         stream = current_stream(indices)
         self._build(indices, probs, *outputs, scratch, num_experts, alignment, self._forced_ctas, stream)
 

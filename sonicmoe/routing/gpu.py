@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import DTypeError, ShapeError, expect
-from ..interop import dtype_name, plain_ops, require_framework_tensor, require_same_device
+from ..interop import device_of, dtype_name, empty, plain_ops, require_framework_tensor, require_same_device
 from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
 from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment, round_up
 from .validation import check_contents, check_counts, check_indices_and_probs, host_counts_of
@@ -58,7 +58,7 @@ def build_routing_gpu(
             check_contents(indices, probs, num_experts)
     tokens, topk = (int(size) for size in indices.shape)
     rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
-    outputs = _allocate(tokens, topk, num_experts, rows, indices.device)
+    outputs = _allocate(tokens, topk, num_experts, rows, device_of(indices))
     if kernels is None and num_experts > MAX_EXPERTS:
         kernels = plain_kernels(f"{num_experts} experts; the GPU kernels take at most {MAX_EXPERTS}")
     chosen = kernels or kernels_for(indices)
@@ -82,21 +82,17 @@ def num_rows_bound(num_slots: int, num_experts: int, alignment: int, given: tupl
     return (num_slots + min(num_experts, num_slots) * (alignment - 1)) // alignment * alignment
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
 def _allocate(tokens: int, topk: int, experts: int, rows: int, device: Any) -> tuple[Tensor, ...]:
     """Unwritten outputs in `RoutingMetadata.TENSOR_FIELDS` order."""
     return (
-        _empty((experts,), torch.int32, device),
-        _empty((experts + 1,), torch.int64, device),
-        _empty((experts,), torch.int32, device),
-        _empty((experts + 1,), torch.int64, device),
-        _empty((rows,), torch.int32, device),
-        _empty((rows,), torch.int64, device),
-        _empty((tokens, topk), torch.int64, device),
-        _empty((rows,), torch.float32, device),
+        empty((experts,), torch.int32, device),
+        empty((experts + 1,), torch.int64, device),
+        empty((experts,), torch.int32, device),
+        empty((experts + 1,), torch.int64, device),
+        empty((rows,), torch.int32, device),
+        empty((rows,), torch.int64, device),
+        empty((tokens, topk), torch.int64, device),
+        empty((rows,), torch.float32, device),
     )
 
 
@@ -104,7 +100,7 @@ def gather_to_rows(slot_values: Tensor, routing: RoutingMetadata, *, kernels: Ro
     """fp32 `[T, K]` -> `[R]`: the value of each row's slot, exactly 0 in padding rows. Its transpose is `scatter_to_slots`."""
     _check_fp32(slot_values, "slot_values", (routing.num_tokens, routing.topk), routing)
     values = slot_values.detach().contiguous().reshape([routing.num_tokens * routing.topk])
-    out = _empty((routing.num_rows,), torch.float32, values.device)
+    out = empty((routing.num_rows,), torch.float32, device_of(values))
     (kernels or kernels_for(values)).gather_or_zero(routing.row_slot, values, out)
     return out
 
@@ -112,7 +108,7 @@ def gather_to_rows(slot_values: Tensor, routing: RoutingMetadata, *, kernels: Ro
 def scatter_to_slots(row_values: Tensor, routing: RoutingMetadata, *, kernels: RoutingKernels | None = None) -> Tensor:
     """fp32 `[R]` -> `[T, K]`: the value of each slot's row, exactly 0 in invalid slots; padding rows are not read (dprobs)."""
     _check_fp32(row_values, "row_values", (routing.num_rows,), routing)
-    out = _empty((routing.num_tokens, routing.topk), torch.float32, row_values.device)
+    out = empty((routing.num_tokens, routing.topk), torch.float32, device_of(row_values))
     (kernels or kernels_for(row_values)).gather_or_zero(routing.slot_row, row_values.detach().contiguous(), out)
     return out
 
@@ -150,7 +146,7 @@ def aggregate(
     fits = len(rows.shape) == 2 and int(rows.shape[0]) == routing.num_rows
     expect(fits, ShapeError, f"rows has shape {tuple(rows.shape)}; needed: [{routing.num_rows}, H]")
     require_same_device([("rows", rows), ("routing", routing.slot_row)])
-    out = _empty((routing.num_tokens, int(rows.shape[1])), dtype, rows.device)
+    out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
     chosen = kernels or kernels_for(rows)
     chosen.aggregate_rows(rows.detach().contiguous(), routing.slot_row, routing.row_prob, out, weighted)
     return out

@@ -33,7 +33,11 @@ def measure(artefacts, *options):
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize("options", [[], ["--stacked"]], ids=["per expert", "stacked"])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--stacked"], pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle)],
+    ids=["per expert", "stacked", "paddle"],
+)
 def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     few, many = (measure(artefacts, "--experts", experts, *options) for experts in ("2", "16"))
     assert few[0] > 0 and 0 < few[1] == many[1] <= 23

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Host time of the node's forward and backward on engine hopper, on any machine: its real host code over kernels that do nothing.
 
-    python tools/ci/host_bench.py [--experts 64] [--stacked] [--profile]
+    python tools/ci/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs: below about 2048 tokens at the
 reference shape. Tensors lie on the host and are taken for a GPU's; every stage runs, native passes included, up to the call of a
@@ -11,35 +11,23 @@ kernel. The launches themselves (about 15 per layer) and the GPU's allocator com
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import pstats
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
+import tvm_ffi
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-import tvm_ffi
-
-from sonicmoe import interop
-from sonicmoe.bench import workload
-from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.steady import Stack
-from sonicmoe.bench.workload import Batch, Layer, Variant
-from sonicmoe.engine import hopper, hopper_passes
-from sonicmoe.engine.select import EngineChoice
-from sonicmoe.enums import EngineName
-from sonicmoe.ernie_compat import SonicMoEMlpNode, mlp_node
-from sonicmoe.kernels.sm90 import passes_source
-from sonicmoe.quant import gpu as quant_gpu
-from sonicmoe.routing import backends
-
-FP8 = Variant(EngineName.HOPPER, "perf")
+LAYERS = 8
 HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 KERNELS = (
     "quantize_rows", "gather_gated_gemm", "grouped_gemm", "aggregate_rows", "gather_dgated_gemm", "sum_or_zero",
@@ -48,60 +36,86 @@ KERNELS = (
 
 
 @click.command(help=__doc__)
+@click.option("--framework", type=click.Choice(["torch", "paddle"]), default="torch", show_default=True)
 @click.option("--experts", default=8, show_default=True, help="Local experts.")
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a batch.")
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option("--profile", is_flag=True, help="Print where Python's part goes (a profiler's own cost is in it).")
-def main(experts: int, tokens: int, steps: int, stacked: bool, profile: bool) -> None:
+def main(framework: str, experts: int, tokens: int, steps: int, stacked: bool, profile: bool) -> None:
     """Time steps, or profile them, and print."""
-    take_host_for_gpu()
+    if framework == "paddle":  # before anything of sonicmoe is imported
+        import paddle
+
+        paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
-    shape = Shape(tokens, HIDDEN, INNER, experts, min(TOPK, experts))
-    stack = Stack(make_node(Layer(shape, "cpu"), stacked), [Batch.random(shape, "cpu")])
-    stack.run()
-    with torch.autograd.set_multithreading_enabled(False):  # a profiler sees one thread
+    step, on_one_thread = (paddle_step if framework == "paddle" else torch_step)(experts, tokens, stacked)
+    take_host_for_gpu()
+    step()
+    with on_one_thread:  # a profiler sees one
         if profile:
             with cProfile.Profile() as profiler:
                 for _ in range(steps):
-                    stack.run()
+                    step()
             pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
             return
-        times = [step_us(stack) for _ in range(steps)]
+        times = [step_us(step) for _ in range(steps)]
+        allocated = count_allocations(step)
     weights = "two stacked weights" if stacked else f"{2 * experts} weights"
     print(
-        f"E={experts}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "
-        f"{allocations(stack):.0f} allocations"
+        f"{framework}, E={experts}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "
+        f"{allocated:.0f} allocations"
     )
 
 
-def step_us(stack: Stack) -> float:
+def step_us(step: Callable[[], None]) -> float:
     """Microseconds per layer of one step."""
     start = time.perf_counter()
-    stack.run()
-    return 1e6 * (time.perf_counter() - start) / stack.layers
-
-
-def allocations(stack: Stack) -> float:
-    """Tensors per layer that a GPU's allocator would be asked for."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        stack.run()
-    made = {"aten::empty", "aten::empty_strided"}  # those of other names go on to one of these
-    return sum(event.count for event in profiler.key_averages() if event.key in made) / stack.layers
+    step()
+    return 1e6 * (time.perf_counter() - start) / LAYERS
 
 
 def take_host_for_gpu() -> None:
     """Every module that asks about a device is answered as for `cuda:0`, a Hopper GPU."""
+    from sonicmoe import interop
+
     answers = {"is_cuda": lambda _: True, "device_name": lambda _: "cuda:0", "current_stream": lambda _: 0}
-    asked = {name: getattr(interop, name) for name in answers}
+    replace_everywhere({name: (getattr(interop, name), answer) for name, answer in answers.items()})
+
+
+def count_allocations(step: Callable[[], None]) -> float:
+    """Tensors per layer that the engine asks the framework's allocator for."""
+    from sonicmoe import interop
+
+    empty, count = interop.empty, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return empty(*arguments)
+
+    replace_everywhere({"empty": (empty, counted)})
+    step()
+    return count / LAYERS
+
+
+def replace_everywhere(changes: dict[str, tuple[Any, Any]]) -> None:
+    """Exchange `(old, new)` of each name in every module that imported it."""
     for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe.")]:
-        for name, answer in answers.items():
-            if getattr(module, name, None) is asked[name]:
-                setattr(module, name, answer)
+        for name, (old, new) in changes.items():
+            if getattr(module, name, None) is old:
+                setattr(module, name, new)
 
 
 def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
+    from sonicmoe.engine import hopper, hopper_passes
+    from sonicmoe.engine.select import EngineChoice
+    from sonicmoe.ernie_compat import mlp_node
+    from sonicmoe.kernels.sm90 import passes_source
+    from sonicmoe.quant import gpu as quant_gpu
+    from sonicmoe.routing import backends
+
     nothing = tvm_ffi.get_global_func("testing.nop")
     passes = hopper_passes.make_passes(passes_source().load(), **dict.fromkeys(KERNELS, nothing))
     hopper.passes_on = lambda device: passes
@@ -113,17 +127,81 @@ def launch_nothing() -> None:
     routing._build, routing._scratch_per_expert, routing._forced_ctas = nothing, 1, 0
     backends._choose = lambda device: routing
     choice = EngineChoice(hopper.HopperEngine(), "measured without its kernels")
-    mlp_node.choose_engine = workload.choose_engine = lambda *_: choice
+    mlp_node.choose_engine = lambda *_: choice
 
 
-def make_node(layer: Layer, stacked: bool) -> SonicMoEMlpNode:
-    """A node on the layer's experts, or on stacked copies of their weights."""
+def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], None], Any]:
+    """A step, and the context in which backward stays on the calling thread."""
+    import torch
+
+    modules = [make_expert(torch.nn.Linear, bias=False, dtype=torch.bfloat16) for _ in range(experts)]
+    for module in modules:
+        for linear in (module.up_gate_proj, module.down_proj):
+            linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
+    node = make_node(modules, stacked, lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])))
+    indices = torch.rand(tokens, experts).argsort(1)[:, :TOPK]
+    counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
+    x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
+    probs = torch.rand(indices.shape)
+
+    def leaf(tensor: Any) -> Any:
+        return tensor.detach().requires_grad_()
+
+    def step() -> None:
+        outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
+        torch.autograd.backward(outs, [dout] * LAYERS)
+
+    return step, torch.autograd.set_multithreading_enabled(False)
+
+
+def paddle_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], None], Any]:
+    """The same in Paddle, whose backward has no other thread."""
+    import paddle
+
+    modules = [make_expert(paddle.nn.Linear, bias_attr=False) for _ in range(experts)]
+    for module in modules:
+        for linear in (module.up_gate_proj, module.down_proj):
+            linear.to(dtype="bfloat16")
+
+    def stack(weights: list[Any]) -> Any:
+        shape, fill = [len(weights), *weights[0].shape], paddle.nn.initializer.Constant(0.0)
+        return paddle.create_parameter(shape, "bfloat16", default_initializer=fill)
+
+    node = make_node(modules, stacked, stack)
+    indices = paddle.rand([tokens, experts]).argsort(1)[:, :TOPK]
+    counts = paddle.bincount(indices.reshape([-1]), minlength=experts).tolist()
+    x, dout = (paddle.randn([tokens, HIDDEN]).astype("bfloat16") for _ in range(2))
+    probs = paddle.rand(indices.shape)
+
+    def leaf(tensor: Any) -> Any:
+        tensor = tensor.detach()
+        tensor.stop_gradient = False
+        return tensor
+
+    def step() -> None:
+        outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
+        paddle.autograd.backward(outs, [dout] * LAYERS)
+
+    return step, contextlib.nullcontext()
+
+
+def make_expert(linear: Any, **options: Any) -> SimpleNamespace:
+    """The two projections of one expert."""
+    return SimpleNamespace(
+        up_gate_proj=linear(HIDDEN, 2 * INNER, **options), down_proj=linear(INNER, HIDDEN, **options)
+    )
+
+
+def make_node(modules: list[Any], stacked: bool, stack: Callable[[list[Any]], Any]) -> Any:
+    """A node on the modules, or on stacked parameters of their weights' shapes."""
+    from sonicmoe import SonicMoEConfig
+    from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+    config = SonicMoEConfig(fp8_mode="perf")
     if not stacked:
-        return layer.node(FP8)
-    ups = [expert.up_gate_proj.weight.detach() for expert in layer.experts]
-    downs = [expert.down_proj.weight.detach() for expert in layer.experts]
-    weights = [torch.nn.Parameter(torch.stack(matrices)) for matrices in (ups, downs)]
-    return SonicMoEMlpNode.from_fused(*weights, config=FP8.config)
+        return SonicMoEMlpNode(modules, len(modules), HIDDEN, INNER, config=config)
+    up, down = (stack([getattr(module, name).weight for module in modules]) for name in ("up_gate_proj", "down_proj"))
+    return SonicMoEMlpNode.from_fused(up, down, config=config)
 
 
 if __name__ == "__main__":
