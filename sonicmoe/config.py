@@ -278,10 +278,12 @@ def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:
 
 
 def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Set `SONIC_MOE_*` names the registry does not know, each with the nearest known name (or None)."""
+    """Set `SONIC_MOE_*` names the registry does not know, each with the nearest known name (or None); also flags spelt `SONICMOE_*`."""
     names = os.environ if environ is None else environ
     unknown = [name for name in names if name.startswith(PREFIX) and name not in FLAGS_BY_ENV]
-    return {name: next(iter(difflib.get_close_matches(name, FLAGS_BY_ENV, n=1, cutoff=0.6)), None) for name in unknown}
+    found = {name: next(iter(difflib.get_close_matches(name, FLAGS_BY_ENV, n=1, cutoff=0.6)), None) for name in unknown}
+    joined = {flag.replace(PREFIX, "SONICMOE_"): flag for flag in FLAGS_BY_ENV if flag.startswith(PREFIX)}
+    return found | {name: joined[name] for name in names if name in joined}
 
 
 _WARNED: set[str] = set()

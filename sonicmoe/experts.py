@@ -33,6 +33,7 @@ from .interop import (
     requires_grad,
 )
 from .layouts import WeightSource, native_matrices
+from .stream_order import StreamOrder
 from .weight_changes import optimizer_steps, weight_fingerprint
 
 Tensor = torch.Tensor
@@ -190,9 +191,12 @@ class ExpertWeights:
         self._optimizer_steps = 0
         self._updates = 0
         self._stale = True
+        self._preparation = StreamOrder()
+        self.additions = StreamOrder()  # to the accumulators
         self._accumulators: GradAccumulators | None = None
         self._backwards = 0
         self._backwards_since_step = 0
+        self._incomplete = False
         self._cannot_see_changes = False
         self._warned_forgotten_step = False
 
@@ -210,6 +214,20 @@ class ExpertWeights:
         waiting = self._backwards_since_step if self._cannot_see_changes else self._backwards
         if waiting == self.FORGOTTEN_STEP_BACKWARDS:
             self._warn_forgotten_step(f"{waiting} backward passes have run since node.step()")
+
+    def note_failed_backward(self) -> None:
+        """A backward stopped while it added: the accumulators may hold a part of its gradients."""
+        self._incomplete = True
+
+    def discard(self) -> None:
+        """Zero the accumulators: their gradients are not wanted."""
+        if self._accumulators is not None:
+            self.additions.enter(self._accumulators.dw1)
+            with plain_ops():
+                for tensor in self._accumulators.tensors():
+                    tensor.zero_()
+            self.additions.leave()
+        self._backwards, self._incomplete = 0, False
 
     def prepared(
         self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor] | None = None
@@ -238,9 +256,13 @@ class ExpertWeights:
             changed = self._stale or previous is None or (self._cannot_see_changes and not training)
             if previous is not None:
                 changed = self._look_for_changes(fingerprint, steps, announced=changed) or changed
+            if not engine.follows_weights:  # the others order their streams by themselves
+                self._preparation.enter(parameters[0])
             if changed or engine.follows_weights:
                 source = source or self.source.source(parameters)
                 self._prepared = engine.prepare_source(source, settings, previous, changed)
+            if not engine.follows_weights:
+                self._preparation.leave()
             self._prepared_for, self._fingerprint, self._optimizer_steps, self._stale = key, fingerprint, steps, False
             assert self._prepared is not None
             return self._prepared
@@ -285,8 +307,10 @@ class ExpertWeights:
         Raises:
             RuntimeError: they hold gradients that were not flushed.
         """
-        if self.unflushed:
-            raise RuntimeError("accumulators hold gradients that were never flushed; call step() first")
+        if self.unflushed or self._incomplete:
+            raise RuntimeError(
+                "accumulators hold gradients that were never flushed; call step() or discard_grads() first"
+            )
         self._accumulators = None
 
     def flush(self) -> None:
@@ -325,7 +349,11 @@ class ExpertWeights:
         None where there is nothing to flush, or no kernel for it: experts that share memory need one addition after the other.
         """
         held, parameters = self._accumulators, self.source.parameters()
-        if not self.unflushed or held is None or len({id(parameter) for parameter in parameters}) < len(parameters):
+        if (
+            not (self.unflushed or self._incomplete)
+            or held is None
+            or len({id(parameter) for parameter in parameters}) < len(parameters)
+        ):
             return None
         kernel = gradients.kernel_for(held.dw1)
         if kernel is None:
@@ -339,7 +367,9 @@ class ExpertWeights:
             if not gradients.fit_one_launch(wanted, device_name(held.dw1)):
                 return None
             table, source = gradients.destination_table(destinations, int(held.dw1.shape[0])), self.source
+            self.additions.enter(held.dw1)
             kernel(held.dw1, held.dw2, table, source.transposed, source.split_half, current_stream(held.dw1))
+            self.additions.leave()
             for destination in wanted:
                 destination.bind()
         self._backwards = 0
@@ -347,21 +377,28 @@ class ExpertWeights:
 
     def _check_main_grads(self, held: GradAccumulators) -> None:
         """Before the first addition: a repeated flush may add nothing twice."""
+        if self._incomplete:
+            raise RuntimeError(
+                "a backward failed while it added weight gradients, and left a part of them in the node; call node.discard_grads(), "
+                "which drops those of every backward since the last step(), and run the step again or skip it"
+            )
         for parameter in self.source.parameters():
             if requires_grad(parameter):
                 check_main_grad(parameter, held.dw1)
 
     def _drain(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`(trainable parameter, gradient)` pairs; zeroes the accumulators when all were taken."""
-        if not self.unflushed or self._accumulators is None:
+        if not (self.unflushed or self._incomplete) or self._accumulators is None:
             return
         self._check_main_grads(self._accumulators)
+        self.additions.enter(self._accumulators.dw1)
         with plain_ops():
             for parameter, gradient in self.source.user_gradients(self._accumulators):
                 if requires_grad(parameter):
                     yield parameter, gradient
             for tensor in self._accumulators.tensors():
                 tensor.zero_()
+        self.additions.leave()
         self._backwards = 0
 
     def _look_for_changes(self, fingerprint: tuple[int, ...], optimizer_steps: int, *, announced: bool) -> bool:
@@ -384,6 +421,11 @@ class ExpertWeights:
 
 def _check_memory(parameters: Sequence[Tensor]) -> None:
     if not IS_PADDLE:
+        if parameters[0].is_meta:
+            raise LayoutError(
+                "the experts' weights are on the meta device and hold no memory; needed: weights made real before the forward, and a "
+                "node of stacked parameters made after that: it keeps the tensors it was given"
+            )
         return
     freed = [index for index, parameter in enumerate(parameters) if not parameter._is_initialized()]  # type: ignore[attr-defined]
     expect(not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them")
@@ -405,9 +447,10 @@ def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str
         DTypeError,
         f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32",
     )
-    expect(
-        tuple(weight.shape) == shape, ShapeError, f"{name} has shape {tuple(weight.shape)}; needed: {legend} = {shape}"
-    )
+    found = tuple(weight.shape)
+    transposed = (*shape[:-2], shape[-1], shape[-2])
+    hint = "; it looks transposed: torch.nn.Linear stores [out, in]" if found == transposed != shape else ""
+    expect(found == shape, ShapeError, f"{name} has shape {found}; needed: {legend} = {shape}{hint}")
     expect(
         weight.is_leaf,
         LayoutError,

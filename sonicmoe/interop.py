@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 from .errors import DeviceError, FrameworkError
@@ -220,6 +221,9 @@ def current_stream(tensor: Any) -> int:
 def data_ptr(tensor: Any) -> int:
     """Address of the first element."""
     return tensor.data_ptr()  # type: ignore[no-any-return]
+
+
+writes_of: Callable[[Any], int] = attrgetter("inplace_version" if IS_PADDLE else "_version")  # so far, in place
 
 
 def aligned(tensor: Any) -> Any:

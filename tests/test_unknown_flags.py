@@ -42,6 +42,11 @@ def test_every_face_reports_it_once(face: str) -> None:
     assert errors_of(FACES[face], **MISSPELT).count(LINE) == 1
 
 
+def test_a_prefix_without_its_underscore_is_reported() -> None:
+    line = "unknown environment variable SONICMOE_FP8_MODE is ignored; did you mean SONIC_MOE_FP8_MODE?"
+    assert errors_of(FACES["configuration"], SONICMOE_FP8_MODE="perf", SONICMOE_TEST_FRAMEWORK="torch").count(line) == 1
+
+
 def test_nothing_is_said_of_known_flags() -> None:
     assert "unknown environment variable" not in errors_of(FACES["configuration"], SONIC_MOE_FP8_MODE="perf")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,11 +38,20 @@ class _MlpFunction(torch.autograd.Function):
                     "stagewise memory dropped z in the first backward; a second one needs stagewise_memory off"
                 )
             saved.z, ctx.own_z = ctx.own_z, None
+        ctx.call.reaches_weights = _reaches_any(node for node, _ in ctx.next_functions[2:])  # behind x and probs
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
         if ctx.call.wgrad_queue is not None:
             ctx.call.wgrad_queue.launch_after(ctx.next_functions[0][0])  # x, the first tensor among the inputs
         _, x_wanted, probs_wanted, *_ = ctx.needs_input_grad
         return (None, dx if x_wanted else None, dprobs if probs_wanted else None, *gradients)
+
+
+def _reaches_any(nodes: Iterable[Any]) -> bool:
+    """Whether the backward that runs goes on to one of these nodes: not if it was asked for gradients of other tensors only."""
+    try:
+        return any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # `torch.autograd.grad` of a leaf
+        return True
 
 
 def apply(call: MlpCall, x: Tensor, probs: Tensor) -> Tensor:

@@ -46,8 +46,10 @@ def deepep_topk_to_sonic_metadata(
     )
 
 
-def check_dispatched_tokens(x: Any, dispatched_indices: Any, dispatched_probs: Any) -> None:
-    """Refuse what other dispatch modes deliver, naming the mode, before any tensor is read.
+def check_dispatched_tokens(
+    x: Any, dispatched_indices: Any, dispatched_probs: Any, tokens_per_expert: Any = None
+) -> None:
+    """Refuse what other dispatch modes deliver, naming the mode, before any tensor is read; `tokens_per_expert`: for the hint alone.
 
     Raises:
         DTypeError: `x` is FP8, or a (data, scale) pair, of an FP8 dispatch.
@@ -60,6 +62,11 @@ def check_dispatched_tokens(x: Any, dispatched_indices: Any, dispatched_probs: A
     if hasattr(x, "dtype") and "float8" in dtype_name(x.dtype):
         raise DTypeError(
             f"x is {dtype_name(x.dtype)} without its scales, from an FP8 dispatch; needed: bfloat16 tokens"
+        )
+    if dispatched_probs is None and len(getattr(tokens_per_expert, "shape", ())) == 2:
+        raise RoutingError(
+            "dispatched_probs missing; the second argument, tokens_per_expert, has two axes as indices have: needed: "
+            "node(x, tokens_per_expert or None, dispatched_indices, dispatched_probs)"
         )
     missing = [
         n for n, v in (("dispatched_indices", dispatched_indices), ("dispatched_probs", dispatched_probs)) if v is None

@@ -28,6 +28,7 @@ class MlpCall:
     parameters are the module's as this forward found them: the inputs of the autograd node.
     engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference;
     weight_updates says which state of the weights it held then.
+    reaches_weights is false of a backward that was asked for gradients of other inputs only.
     config is in force in both passes, so that kernels of the node's own cache directory serve it; backward may run on another
     thread, and after the caller's `activate()` block has ended.
     """
@@ -46,11 +47,12 @@ class MlpCall:
     validate: bool
     step_guard: StepGuard
     wgrad_queue: WgradQueue | None
+    reaches_weights: bool = True
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter wants a gradient."""
-        return any(map(requires_grad, self.parameters))
+        """Whether a backward is to add gradients of any parameter."""
+        return self.reaches_weights and any(map(requires_grad, self.parameters))
 
     def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine."""
@@ -72,10 +74,10 @@ class MlpCall:
         trainable = self.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None
         with self.config.activate():
-            if accumulators is None or self.wgrad_queue is None:
-                dx, dprobs = self.engine.backward(dout, saved, self.engine_weights, accumulators)
-            else:
-                dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
+            dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
+            if accumulators is not None and self.wgrad_queue is None:
+                self._add_wgrad(pending, accumulators)
+            elif accumulators is not None and self.wgrad_queue is not None:
                 pending.shares_gpu = True
                 self.wgrad_queue.submit(pending, partial(self._add_wgrad, pending, accumulators))
         if trainable:
@@ -86,5 +88,11 @@ class MlpCall:
         return dx, dprobs, [None] * len(self.parameters)
 
     def _add_wgrad(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
-        with self.config.activate(), plain_ops():
-            self.engine.backward_dw(pending, accumulators)
+        try:
+            self.experts.additions.enter(accumulators.dw1)
+            with self.config.activate(), plain_ops():
+                self.engine.backward_dw(pending, accumulators)
+            self.experts.additions.leave()
+        except BaseException:
+            self.experts.note_failed_backward()
+            raise

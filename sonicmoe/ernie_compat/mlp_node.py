@@ -62,6 +62,9 @@ class SonicMoEMlpNode:
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the combine of dx need not wait: a side
             stream computes them on a GPU; on a host they wait for `finish_wgrad()` or `step()`. Needs flush="step".
 
+    A backward to other inputs alone (`torch.autograd.grad(loss, x)`) adds no weight gradients. Paddle does not tell a node so:
+    `paddle.grad` adds them.
+
     Raises:
         LayoutError, ShapeError, DTypeError: an expert does not have the weights named above, or has a bias.
         ConfigError: an unknown activation or flush mode, or settings that contradict each other.
@@ -81,6 +84,10 @@ class SonicMoEMlpNode:
     ) -> None:
         """See the class."""
         activation = _member(ActivationType, activation_type, "activation_type")
+        if not isinstance(experts, Sequence) and not hasattr(
+            experts, "__getitem__"
+        ):  # ModuleList and LayerList are no Sequence
+            raise LayoutError(f"experts is {type(experts).__name__}; needed: a list of expert modules")
         source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation)
         _refuse_biases(experts)
         self._init(source, config, flush, split_wgrad)
@@ -96,7 +103,10 @@ class SonicMoEMlpNode:
         flush: FlushMode | str = "step",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
-        """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`."""
+        """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`.
+
+        It keeps these two tensors: make it after whatever puts others in their place (`load_state_dict(assign=True)`, `to_empty()`).
+        """
         node = cls.__new__(cls)
         node._init(
             FusedParameters(weight1, weight2, _member(ActivationType, activation_type, "activation_type")),
@@ -109,6 +119,8 @@ class SonicMoEMlpNode:
     def _init(
         self, source: ExpertParameters, config: SonicMoEConfig | None, flush: FlushMode | str, split_wgrad: bool
     ) -> None:
+        if config is not None and not isinstance(config, SonicMoEConfig):
+            raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
         warn_unknown_flags()
         self.flush_mode = _member(FlushMode, flush, "flush")
         expect(
@@ -155,7 +167,7 @@ class SonicMoEMlpNode:
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
-        check_dispatched_tokens(x, dispatched_indices, dispatched_probs)
+        check_dispatched_tokens(x, dispatched_indices, dispatched_probs, tokens_per_expert)
         require_framework_tensor(x, "x")
         check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
         self._check_tokens(x, dispatched_indices)
@@ -192,6 +204,9 @@ class SonicMoEMlpNode:
         Call it once per optimizer step: after the last backward and before gradients are reduced, clipped or applied.
         A parameter whose `main_grad` is None gets a new fp32 tensor; one without the attribute gets `.grad`. Idempotent.
         Where gradients were already reduced or applied without those waiting here, the log says so once.
+
+        Raises:
+            RuntimeError: a backward failed while it added weight gradients; see `discard_grads`.
         """
         self.flush_grads()
         self._step_guard.stepped()
@@ -213,6 +228,13 @@ class SonicMoEMlpNode:
     def invalidate_caches(self) -> None:
         """Forget everything derived from the weights; call it after loading or swapping weights outside an optimizer step."""
         self._experts.invalidate()
+
+    def discard_grads(self) -> None:
+        """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a backward that failed half-way."""
+        if self._wgrad_queue is not None:
+            self._wgrad_queue.discard()
+        self._experts.discard()
+        self._step_guard.discard()
 
     def release_grads(self) -> None:
         """Free the accumulators until the next backward.

@@ -1,22 +1,24 @@
 """Notices a `node.step()` that comes too late: after gradients were reduced, scaled or applied without those waiting in the node.
 
 Where the framework touched `main_grad`, or an optimizer the weights, between the last backward and `step()`, the waiting gradients
-missed it, and ranks drift apart without an error. Replaced and modified `main_grad`s show at every step, at no cost. What leaves
-no such trace (a reduction inside a fused buffer, a fused optimizer) shows in the values, which are compared over the first steps on a
+missed it, and ranks drift apart without an error. Replaced and modified `main_grad`s show at every step, at no cost; so does a step of
+a `torch.optim.Optimizer` that holds the weights, even where it skips them because they have no gradient yet. What leaves no such trace
+(a reduction inside a fused buffer, a fused optimizer of Paddle) shows in the values, which are compared over the first steps on a
 host: a misplaced call is misplaced from the first step on. On a GPU that would wait for the device in every one of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda, plain_ops, requires_grad
+from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda, plain_ops, requires_grad, writes_of
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -28,7 +30,23 @@ REMEDY = (
 
 
 _NO_MAIN_GRAD: Any = object()
-_writes = attrgetter("inplace_version" if IS_PADDLE else "_version")
+
+
+_waiting: WeakSet[StepGuard] = WeakSet()
+
+
+def _optimizer_stepped(optimizer: Any, *_: Any) -> None:
+    guards = list(_waiting)
+    if guards:
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for guard in guards:
+            guard.note_optimizer_step(updated)
+
+
+if not IS_PADDLE:  # its proxy has no such hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(_optimizer_stepped)
 
 
 class StepGuard:
@@ -48,13 +66,20 @@ class StepGuard:
         """A backward has just added to the accumulators."""
         self._parameters = list(parameters)
         self._gradients = _identities(parameters)
+        _waiting.add(self)
         self._values = _values(parameters) if self._steps < self.STEPS_BY_VALUE and _on_host(parameters) else None
+
+    def note_optimizer_step(self, updated: Set[int]) -> None:
+        """An optimizer of the parameters with these ids has stepped while gradients wait."""
+        trained = (parameter for parameter in self._parameters if requires_grad(parameter))
+        if not self._warned and any(id(parameter) in updated for parameter in trained):
+            self._warn("an optimizer of the expert weights stepped")
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """The waiting gradients are about to be flushed; says what happened too early."""
         same = len(self._parameters) == len(parameters) and all(map(is_, self._parameters, parameters))
         before, values = self._gradients, self._values
-        self._parameters, self._gradients, self._values = [], None, None
+        self.discard()
         if before is None or self._warned or not same:  # parameters came or went, which is no trace of a reduction
             return
         reduced, applied = _identities(parameters) != before, False
@@ -65,14 +90,23 @@ class StepGuard:
         elif applied:
             self._warn("an optimizer changed the expert weights")
 
+    def discard(self) -> None:
+        """No gradients wait any more."""
+        self._parameters, self._gradients, self._values = [], None, None
+        _waiting.discard(self)
+
     def stepped(self) -> None:
         """An optimizer step begins anew."""
         self._steps += 1
 
+    def __reduce__(self) -> tuple[type[StepGuard], tuple[()]]:
+        """A copy of a node watches its own parameters, from its own first backward on."""
+        return StepGuard, ()
+
     def _warn(self, happened: str) -> None:
         self._warned = True
         logger.warning(
-            "node.step() came too late: after the last backward %s, without the gradients in the node; %s",
+            "node.step() came too late or not at all: after the last backward %s, without the gradients in the node; %s",
             happened,
             REMEDY,
         )
@@ -90,7 +124,7 @@ def _identities(parameters: Sequence[Tensor]) -> tuple[list[int], ...]:
     which = [0 if gradient is _NO_MAIN_GRAD else id(gradient) for gradient in held]
     pairs = zip(parameters, held, strict=True)
     there = [gradient for p, g in pairs if (gradient := p.grad if g is _NO_MAIN_GRAD else g) is not None]
-    return which, list(map(data_ptr, there)), list(map(_writes, there))
+    return which, list(map(data_ptr, there)), list(map(writes_of, there))
 
 
 def _on_host(parameters: Sequence[Tensor]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..engine.interface import PendingWgrad
-from ..interop import is_cuda
+from ..interop import is_cuda, writes_of
 
 Tensor = torch.Tensor
 
@@ -26,11 +26,13 @@ class _Task:
     """Weight gradients of one backward. ready: the event on the caller's stream after which operands are there; None on a host.
 
     tensors: everything `compute` reads or adds into, which must live until the side stream has done so, whoever else drops it.
+    versions: of the caller's tensors among them, on a host, where they are read late; under Paddle they never move.
     """
 
     compute: Callable[[], None]
     ready: Any
     tensors: list[Tensor]
+    versions: list[tuple[Tensor, int]]
 
 
 class WgradQueue:
@@ -47,13 +49,14 @@ class WgradQueue:
         """Take over `compute`: a partial over `pending` and over accumulators that are already allocated."""
         self.launch()
         if pending.dout is None or not is_cuda(pending.dout):
-            self._waiting.append(_Task(compute, None, []))
+            read = [tensor for tensor in (pending.x, pending.dout) if tensor is not None]
+            self._waiting.append(_Task(compute, None, [], [(tensor, writes_of(tensor)) for tensor in read]))
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=pending.dout.device)
         ready = torch.cuda.current_stream().record_event()
         kept = {id(tensor): tensor for tensor in tensors_in([pending, compute])}
-        self._waiting.append(_Task(compute, ready, list(kept.values())))
+        self._waiting.append(_Task(compute, ready, list(kept.values()), []))
 
     def launch_after(self, following: Any) -> None:
         """Launch once autograd has run the node `following`, which takes dx; None: at once."""
@@ -85,11 +88,23 @@ class WgradQueue:
         """Everything handed over is done, or ordered before whatever the caller launches next; waits for nothing on the host."""
         self.launch()
         while self._waiting:
-            self._waiting.popleft().compute()
+            task = self._waiting.popleft()
+            if any(writes_of(tensor) != writes for tensor, writes in task.versions):
+                raise RuntimeError(
+                    "tokens, or the gradient of the output, were overwritten after backward() and before finish_wgrad() or step(): with "
+                    "split_wgrad the weight gradients are computed from them then; their gradients are lost"
+                )
+            task.versions.clear()  # an engine that frees operands one by one must hold the last reference
+            task.compute()
         if self._on_stream and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._on_stream = False
             self._held.clear()
+
+    def discard(self) -> None:
+        """Compute nothing of what waits; what runs on the side stream is ordered before whatever the caller launches next."""
+        self._waiting.clear()
+        self.finish()
 
     def _keep(self, tensors: list[Tensor], stream: Any) -> None:
         """Their memory must not be the caller's stream's again before `stream` is through; held until `finish` where no allocator helps."""

@@ -26,6 +26,7 @@ from ..interop import (
 from ..kernels.cuda_quantize import quantize_source
 from ..layouts import WeightSource, native_matrices
 from ..routing.backends import arch_of
+from ..stream_order import StreamOrder
 from .format import BlockScaledTensor, Orientation
 from .recipes import iso, rows
 from .reference import quantize, transpose_storage
@@ -75,7 +76,8 @@ class QuantizedWeights:
     it; `update(force=True)`, or `invalidate` before, always quantises. A weight that moved is always quantised.
 
     Before a capture, call `update` once: a graph does not learn new addresses, and codes that are not current would be made at
-    every replay. Buffers are overwritten in place, in stream order: no forward may be outstanding whose backward still needs the old codes.
+    every replay. Buffers are overwritten in place, in stream order, also where several streams call `update`: no forward may be
+    outstanding whose backward still needs the old codes.
     """
 
     def __init__(self, iso_weight: bool = False) -> None:
@@ -87,6 +89,7 @@ class QuantizedWeights:
         self._forward: tuple[BlockScaledTensor, ...] = ()
         self._dgrad: tuple[BlockScaledTensor, ...] = ()
         self._launch_buffers: tuple[Any, ...] = ()
+        self._order = StreamOrder()
 
     def invalidate(self) -> None:
         """Make the next `update` quantise, whatever the guard finds."""
@@ -108,6 +111,7 @@ class QuantizedWeights:
             self._current = False
         if layout != self._layout:
             self._allocate(source, layout)
+        self._order.enter(source.up[0])
         kernels, stream = _kernels(device_name(source.up[0])), current_stream(source.up[0])
         table, checksums, state, outputs = self._launch_buffers
         if pointers != self._pointers:
@@ -117,6 +121,7 @@ class QuantizedWeights:
         sizes = (source.n1, source.hidden_size, source.intermediate_size)
         kernels.check_weights(table, *sizes, source.transposed, element, checksums, state, stream)
         kernels.quantize_weights(table, *outputs, *flags, element, state, force or not self._current, stream)
+        self._order.leave()
         self._current = True
 
     @property

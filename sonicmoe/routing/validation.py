@@ -1,4 +1,4 @@
-"""Border checks of routing inputs: shapes and dtypes always, contents on the host or when `SONIC_MOE_VALIDATE_DISPATCH=1`."""
+"""Border checks of routing inputs: shapes and dtypes always, counts on the host, contents under `SONIC_MOE_VALIDATE_DISPATCH=1`."""
 
 from __future__ import annotations
 

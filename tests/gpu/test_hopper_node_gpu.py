@@ -270,6 +270,25 @@ def test_micro_batches_on_a_side_stream():
     assert_same_bits(results + main_grads(experts), wanted)
 
 
+@pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
+def test_two_streams_share_a_node(config):
+    """The first is late, and nobody waits for it: the second needs the weights it prepares, and adds to the sums it adds to."""
+    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 513))]
+    wanted = whole_step(*layer(config=config), *batches)
+    node, experts = layer(config=config)
+    streams, results = [torch.cuda.Stream() for _ in batches], []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000)
+    for stream, batch in zip(streams, batches, strict=True):
+        with torch.cuda.stream(stream):
+            results += run(node, batch)
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    node.step()
+    assert_same_bits(results + main_grads(experts), wanted)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
 @pytest.mark.parametrize("mode", ["plain", "stagewise_memory"])
 def test_several_forwards_outstanding(mode, order):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import assert_same_bits, golden, make_problem, run_engine
 from experts.weight_sources import expert_modules
-from framework import numpy, relative_rmse, tensor, torch
+from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from node.node_harness import (
     FULL,
     Layer,
@@ -183,6 +183,12 @@ class TestRefusals:
             DTypeError, "dispatched_probs is bfloat16", dispatched_probs=tensor(np.zeros((37, 3)), torch.bfloat16)
         )
 
+    def test_counts_left_out(self):
+        layer = Layer()
+        given = self.arguments(layer)
+        with pytest.raises(RoutingError, match="the second argument, tokens_per_expert, has two axes"):
+            layer.node(given["x"], given["dispatched_indices"], given["dispatched_probs"])
+
     def test_no_tensor(self):
         self.refused(TypeError, "x must be a .* tensor, got ndarray", x=np.zeros((37, 80)))
 
@@ -198,10 +204,30 @@ class TestRefusals:
         modules = expert_modules(p.up_gate, p.down)
         with pytest.raises(LayoutError, match="n_experts is 5"):
             SonicMoEMlpNode(modules, 5, 80, 48)
+        with pytest.raises(LayoutError, match="experts is generator; needed: a list"):
+            SonicMoEMlpNode((module for module in modules), 4, 80, 48)
+        with pytest.raises(LayoutError, match=r"experts is .*; needed: a list"):
+            SonicMoEMlpNode(modules[0], 4, 80, 48)
+        with pytest.raises(ConfigError, match=r"config is .*; needed: a SonicMoEConfig"):
+            SonicMoEMlpNode(modules, 4, 80, 48, config={"fp8_mode": "perf"})
         with pytest.raises(ShapeError, match=r"up_gate_proj\.weight"):
             SonicMoEMlpNode(modules, 4, 80, 47)
         with pytest.raises(ShapeError, match=r"up_gate_proj\.weight"):
             SonicMoEMlpNode(modules, 4, 80, 48, ActivationType.RELU)
+
+    def test_transposed_experts(self):
+        p = make_problem()
+        modules = expert_modules([w.T.copy() for w in p.up_gate], [w.T.copy() for w in p.down])
+        with pytest.raises(ShapeError, match=r"shape \(96, 80\); needed: \[H, 2I\] = \(80, 96\); it looks transposed"):
+            SonicMoEMlpNode(modules, 4, 80, 48)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
+    def test_weights_without_memory(self):
+        layer = Layer()
+        weights = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in ((4, 80, 96), (4, 48, 80))]
+        node = SonicMoEMlpNode.from_fused(*weights)
+        with pytest.raises(LayoutError, match="on the meta device"):
+            node(**self.arguments(layer))
 
     def test_other_ranks_experts_are_skipped(self):
         p = make_problem()

@@ -181,6 +181,65 @@ def test_release_waits_for_what_was_put_off():
     assert layer.node.gradient_bytes == 0
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split):
+    """dw2 added, then out of memory: neither step() nor a release takes it for a gradient, and the node goes on after discard_grads()."""
+    layer, wanted = split_layer() if split else Layer(), Layer()
+    add = ReferenceEngine.backward_dw
+
+    def fail(self, pending, accumulators):
+        add(self, pending, accumulators)
+        accumulators.dw1.zero_()
+        raise MemoryError("no room for dw1")
+
+    for each in (layer, wanted):
+        each.set_main_grad(0.0)
+    layer.run()
+    monkeypatch.setattr(ReferenceEngine, "backward_dw", fail)
+    with pytest.raises((MemoryError, OSError), match="no room for dw1"):  # what Paddle makes of an error in a backward
+        layer.run()
+        layer.node.finish_wgrad()
+    monkeypatch.setattr(ReferenceEngine, "backward_dw", add)
+    for refused in (layer.node.step, layer.node.flush_grads):
+        with pytest.raises(RuntimeError, match=r"left a part of them in the node; call node.discard_grads\(\)"):
+            refused()
+    with pytest.raises(RuntimeError, match="discard_grads"):
+        layer.node.release_grads()
+    layer.node.discard_grads()
+    layer.node.step()
+    assert not any(gradient.any() for gradient in layer.gradients("main_grad"))
+    for each in (layer, wanted):
+        each.run()
+        each.node.step()
+    for ours, theirs in zip(layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True):
+        assert np.array_equal(ours, theirs)
+    layer.node.release_grads()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_discarded_gradients_never_arrive(said, split):
+    layer = split_layer() if split else Layer()
+    layer.set_main_grad(0.0)
+    for _ in range(2):
+        layer.run()
+    layer.node.discard_grads()
+    halve(layer)
+    layer.node.step()
+    assert not any(gradient.any() for gradient in layer.gradients("main_grad")) and said() == []
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="a detached tensor of Paddle's counts its own writes only")
+def test_tokens_overwritten_before_the_weight_gradients_are_refused():
+    """A static input buffer, filled again while its weight gradients wait."""
+    layer = split_layer()
+    layer.set_main_grad(0.0)
+    call = layer.run()
+    with torch.no_grad():
+        call.x.copy_(call.x * 2)
+    with pytest.raises(RuntimeError, match="overwritten after backward"):
+        layer.node.step()
+
+
 def test_split_refuses_hooks():
     with pytest.raises(ConfigError, match="split_wgrad with flush='backward'"):
         SonicMoEMlpNode.from_fused(*Layer(fused=True).weights, flush="backward", split_wgrad=True)

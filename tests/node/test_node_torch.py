@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 import numpy as np
@@ -13,6 +14,7 @@ from node.node_harness import FP8, FULL, Layer, problems
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
 from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.ernie_compat.wgrad_queue import WgradQueue
 from sonicmoe.errors import DeviceError, RoutingError
 
 if IS_PADDLE:
@@ -214,7 +216,30 @@ class TestGraphsRunTwice:
         exact = golden(layer.problem)
         assert relative_rmse(numpy(dx), exact.dx) < 1e-5
         assert relative_rmse(numpy(dprobs), exact.dprobs) < 1e-5
+        layer.node.step()
         assert all(weight.grad is None for weight in layer.weights)
+
+    @pytest.mark.parametrize("flush", ["step", "backward"])
+    @pytest.mark.parametrize("split", [True, False])
+    def test_backward_to_other_inputs_only_adds_nothing(self, flush, split):
+        """Penalties on the gradient of the tokens, saliency: what follows is the gradient of the real backwards alone."""
+        if split and flush == "backward":
+            pytest.skip("refused together")
+        wanted, layer = Layer(flush=flush), Layer(flush=flush)
+        layer.node._wgrad_queue = WgradQueue() if split else None
+        for each in (wanted, layer):
+            each.set_main_grad(0.0)
+        call = layer.call()
+        call.out.backward(call.dout, inputs=[call.x], retain_graph=True)
+        torch.autograd.grad(call.out, [call.probs], call.dout, retain_graph=True)
+        call.backward()
+        layer.call().out.backward(call.dout, inputs=[layer.weights[0]])  # one weight stands for all
+        expected = [wanted.run(), wanted.run()]
+        for each in (wanted, layer):
+            each.node.step()
+        for ours, theirs in zip(layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True):
+            assert np.array_equal(ours, theirs)
+        assert np.array_equal(call.dprobs, expected[0].dprobs)
 
 
 class TestMemory:
@@ -291,3 +316,45 @@ def test_an_optimizer_trains_through_grad():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0], losses
+
+
+class TestOptimizerSteps:
+    """What an optimizer skips, because `step()` has not filled its gradient, would never train and never say so."""
+
+    @pytest.fixture
+    def said(self, caplog):
+        logger = logging.getLogger("sonicmoe")
+        logger.addHandler(caplog.handler)
+        caplog.set_level(logging.WARNING, "sonicmoe")
+        words = "an optimizer of the expert weights stepped"
+        # A record may be there twice.
+        yield lambda: list({id(r): r.getMessage() for r in caplog.records if words in r.getMessage()}.values())
+        logger.removeHandler(caplog.handler)
+
+    @pytest.mark.parametrize("late", [True, False], ids=["late", "forgotten"])
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_before_step_are_named_once(self, said, fused, late):
+        layer = Layer(fused=fused)
+        optimizer = torch.optim.AdamW(layer.weights)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer.run()
+            optimizer.step()
+            if late:
+                layer.node.step()
+        assert len(said()) == 1 and "right after the last backward" in said()[0]
+
+    def test_in_time_and_of_other_parameters_say_nothing(self, said):
+        layer, other = Layer(), torch.nn.Parameter(torch.ones(3))
+        layer.weights[0].requires_grad_(False)
+        optimizers = [torch.optim.SGD([other], lr=0.1), torch.optim.SGD([layer.weights[0]], lr=0.1)]
+        everything = torch.optim.SGD([*layer.weights, other], lr=0.1)
+        for _ in range(2):
+            layer.run()
+            for optimizer in optimizers:
+                optimizer.step()
+            layer.node.step()
+            everything.step()
+        del layer.node
+        everything.step()
+        assert said() == []
