@@ -1,15 +1,20 @@
-"""Commands, options and links that the guides name exist."""
+"""Commands, options, values, counts and links that the guides name are right."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
 from sonicmoe.bench.shapes import SHAPES
+from sonicmoe.cli.bench import bench, chosen_shapes
 from sonicmoe.cli.main import COMMANDS, main
+from sonicmoe.jit.cuda_source import CudaSource
+from sonicmoe.jit.plan import PRECISIONS, ModelSpec, warm_up_plan
+from sonicmoe.kernels.quack_gemm import missing_package
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
@@ -32,7 +37,7 @@ def code_of(text):
 
 def invocations(text):
     """Every `sonicmoe command ...` in code, up to the end of the code or a comment."""
-    pattern = r"(?:^|-m |=\S+ |[;|&] |do |profile )sonicmoe ((?!-)[^#;|&]+)"
+    pattern = r"(?:^|-m |=\S+ |[;|&] |do |profile |taskset -c \S+ )sonicmoe ((?!-)[^#;|&]+)"
     return [match.group(1) for part in code_of(text) if (match := re.search(pattern, part))]
 
 
@@ -47,13 +52,43 @@ def scripts(text):
 def test_commands_and_options_exist(guide):
     found = invocations(TEXTS[guide])
     assert found
-    for invocation in found:
-        name, *words = invocation.split()
-        assert name in COMMANDS, invocation
-        command = main.get_command(click.Context(main), name)
-        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
-        assert used <= options, f"{invocation}: {used - options}"
+    assert [problem for invocation in found for problem in problems(invocation)] == []
+
+
+def problems(invocation: str) -> Iterator[str]:
+    """Every reason why `sonicmoe <invocation>` would be refused; of what the user must fill in (`N`, `$seed`) any value will do."""
+    name, *given = invocation.split()
+    if name not in COMMANDS:
+        yield f"{name} is no command"
+        return
+    command = main.get_command(click.Context(main), name)
+    options = {opt: p for p in command.params if isinstance(p, click.Option) for opt in (*p.opts, *p.secondary_opts)}
+    takes_arguments = any(isinstance(parameter, click.Argument) for parameter in command.params)
+    words = iter(given)
+    for word in words:
+        opt, _, attached = word.partition("=")
+        if word == "--help":
+            continue
+        if not word.startswith("--"):
+            if not takes_arguments:
+                yield f"{invocation}: {word} is no option"
+        elif opt not in options:
+            yield f"{invocation}: no {opt}"
+        elif not options[opt].is_flag:
+            value = attached or next(words, "--")
+            if value.startswith("--") or not fits(options[opt], value):
+                yield f"{invocation}: {opt} {value}"
+
+
+def fits(option: click.Option, value: str) -> bool:
+    """Whether an option takes this value; paths are not looked for."""
+    if re.fullmatch(r"\$\w+|[A-Z]+", value) or isinstance(option.type, click.Path):
+        return True
+    try:
+        option.type.convert(value, option, None)
+    except click.BadParameter:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("guide", GUIDES)
@@ -72,6 +107,49 @@ def test_a_wrong_command_is_seen():
     assert invocations(text) == ["bench --no  ", "trian"]
     assert scripts(text) == [("tools/ci/jit_bench.py", ["--fast"])]
     assert scripts(TEXTS["docs/performance.md"]) and scripts(TEXTS["docs/jit.md"]) and scripts(TEXTS["README.md"])
+
+
+@pytest.mark.parametrize(("invocation", "wrong"), [
+    ("trian", "trian"), ("bench --No 3", "--No"), ("bench --T", "--T"), ("bench --shape reference ...", "..."),
+    ("warmup --E --H --I", "--E --H"), ("bench --T 0", "--T 0"), ("bench --shape nothing", "nothing"), ("train --framework=jax", "jax"),
+])  # fmt: skip
+def test_a_command_that_would_be_refused_is_seen(invocation, wrong):
+    assert wrong in next(problems(invocation))
+    assert not list(problems("bench --T 1024 --T 2048 --E $E --engine=hopper:mem --one-thread --plot PLOTS --help"))
+    assert invocations("`taskset -c 4,5 sonicmoe bench --one-thread`") == ["bench --one-thread"]
+
+
+def test_the_commands_of_the_step_table_measure_its_shapes():
+    section = TEXTS["docs/performance.md"].split("## A training step")[1].split("\n### ")[0]
+    (loop,) = re.findall(r"for E in ([\d ]+);", section)
+    measured = set()
+    for invocation in invocations(section):
+        for experts in loop.split() if "$E" in invocation else [""]:
+            words = invocation.replace("$E", experts).split()[1:]
+            given = bench.make_context("bench", words).params
+            sizes = {letter: given[letter.lower()] for letter in "HIEK"}
+            measured |= set(chosen_shapes(given["names"], given["tokens"], sizes, "cuda:0"))
+    rows = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+), (\d+) \|", section, flags=re.MULTILINE)
+    assert len(rows) == 18 and {tuple(map(int, row)) for row in rows} == {
+        tuple(vars(shape).values()) for shape in measured
+    }
+
+
+@pytest.mark.skipif(missing_package() is not None, reason=str(missing_package()))
+def test_the_warm_up_compiles_what_its_page_says():
+    text = TEXTS["docs/jit.md"].replace("\n", " ")
+    (sizes,) = set(re.findall(r"warmup --E (\d+) --H (\d+) --I (\d+)", text))
+    jobs = {precision: warm_up_plan(ModelSpec(*map(int, sizes)), precision).jobs for precision in PRECISIONS}
+    said = re.search(
+        r"(\d+) kernels at the sizes above: (\d+) by nvcc, (\d+) by CuTe DSL; `--precision fp8` (\d+), `bf16` (\d+)",
+        text,
+    )
+    by_nvcc = sum(isinstance(job, CudaSource) for job in jobs["both"])
+    counts = [len(jobs["both"]), by_nvcc, len(jobs["both"]) - by_nvcc, len(jobs["fp8"]), len(jobs["bf16"])]
+    assert [int(number) for number in said.groups()] == counts
+    table = TEXTS["docs/jit.md"].split("| part | kernels | compiler |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[2] for row in table.splitlines()[2:])))
+    assert named == {job.name for job in jobs["both"]}
 
 
 @pytest.mark.parametrize("guide", GUIDES)
