@@ -5,7 +5,6 @@ Both give the same bits: sums are formed in fp32 and rounded once to the destina
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import DTypeError, ShapeError, SonicMoEError, expect
+from .errors import DTypeError, ShapeError, expect
 from .interop import (
     IS_PADDLE,
     data_ptr,
@@ -24,13 +23,11 @@ from .interop import (
     numel,
     require_same_device,
 )
-from .jit.errors import CompileForbiddenError
+from .jit.decided import FALLBACK, NO_FALLBACK, Decided
 from .kernels.cuda_wgrad import flush_source
 from .routing.backends import arch_of
 
 Tensor = torch.Tensor
-logger = logging.getLogger("sonicmoe")
-
 # As `flush_gradients` of kernels/cuda/flush.cu reads them.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FRESH = 4
@@ -164,25 +161,27 @@ def destination_table(destinations: Sequence[Destination | None], num_experts: i
 
 
 def kernel_for(accumulator: Tensor) -> FlushKernel | None:
-    """The kernel for accumulators on that device, or None on the host and where there is none; decided once per device, logged.
+    """The kernel for accumulators on that device, or None on the host and where there is none; logged.
+
+    Decided once per device, but None again and again where what failed may pass: see `Decided`.
 
     Raises:
-        CompileForbiddenError: a compile is needed and forbidden; never answered by a silent fallback.
+        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another process's takes too long; never
+            answered by a silent fallback.
     """
     return _kernel_on(device_name(accumulator)) if is_cuda(accumulator) else None
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel_on(device: str) -> FlushKernel | None:
+@Decided
+def _kernel_on(device: str) -> tuple[FlushKernel | None, list[Exception]]:
     try:
-        kernel: FlushKernel = flush_source(arch_of(device)).load().flush_gradients
-    except CompileForbiddenError:
+        return flush_source(arch_of(device)).load().flush_gradients, []
+    except NO_FALLBACK:
         raise
-    except (SonicMoEError, ImportError, RuntimeError, OSError, AttributeError) as error:
+    except FALLBACK as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("gradients on %s are flushed by plain tensor operations: %s", device, reason)
-        return None
-    return kernel
+        _kernel_on.say(logging.WARNING, f"gradients on {device} are flushed by plain tensor operations: {reason}")
+        return None, [error]
 
 
 def _empty_like(parameter: Tensor, dtype: torch.dtype, device: Any) -> Tensor:

@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 class CallObserver:
     """Override what is of interest; all methods run on the thread of the pass."""
 
-    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor) -> None:
-        """`out` was computed from x and probs."""
+    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None) -> None:
+        """`out` was computed from x and probs; `saved` is what backward will get, None of a forward that keeps no graph."""
 
     def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
         """`saved` still holds everything."""
@@ -56,7 +56,7 @@ def forget(observer: CallObserver) -> None:
 def _forward(call: MlpCall, x: Tensor, probs: Tensor, *, save: bool) -> Any:
     out, saved = _originals["forward"](call, x, probs, save=save)
     for observer in tuple(_observers):
-        observer.after_forward(call, x, probs, out)
+        observer.after_forward(call, x, probs, out, saved)
     return out, saved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from .call_hooks import CallObserver, forget, observe
 from .step_capture import step_of_backward, step_of_forward
 from .step_dump import StepDump, save_dump
 
+logger = logging.getLogger("sonicmoe")
+
 Tensor = torch.Tensor
 
 
@@ -34,9 +37,10 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
 
 @contextmanager
 def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
-    """Inside the block every node call is checked: out after forward; dx, dprobs and weight gradients after backward.
+    """Inside the block every call of a `SonicMoEMlpNode` is checked: out after forward; dx, dprobs and weight gradients after backward.
 
-    Waits for the device after every call, and costs nothing outside the block.
+    `MoE`, the functional API and transformers models do not run through the node: a block that saw no call ends with a warning, and
+    `torch.autograd.detect_anomaly` is there for them. Waits for the device after every call, and costs nothing outside the block.
 
     Args:
         dump_dir: where the step that failed is written, for `sonicmoe bisect`.
@@ -53,24 +57,34 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
         if watcher.failure is not None:
             raise watcher.failure from None
         raise
+    else:
+        if not watcher.calls:
+            logger.warning(NOTHING_SEEN)
     finally:
         forget(watcher)
+
+
+NOTHING_SEEN = (
+    "detect_nonfinite saw no node call and checked nothing: it watches SonicMoEMlpNode only; for MoE, the functional API and "
+    "transformers models there is torch.autograd.detect_anomaly"
+)
 
 
 class _Watcher(CallObserver):
     def __init__(self, dump_dir: Path | None) -> None:
         self._dump_dir = dump_dir
-        self._calls = 0
+        self.calls = 0
         self._step: StepDump | None = None
         self._pending: tuple[Any, ...] = ()
         self.failure: NonFiniteError | None = None
 
-    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor) -> None:
-        self._calls += 1
+    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None) -> None:
+        self.calls += 1
         if not all_finite(out):
-            self._fail(call, "out", step_of_forward(f"call {self._calls}", call, x, probs), device_name(x))
+            self._fail(call, "out", step_of_forward(f"call {self.calls}", call, x, probs), device_name(x))
 
     def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
+        self.calls = max(self.calls, 1)  # of a forward before the block
         # Stage-wise memory releases these fields in the middle of backward; a copy of the holder keeps them.
         self._pending = (dout, Saved(saved.settings, saved.routing, saved.x, saved.z))
 
@@ -78,7 +92,7 @@ class _Watcher(CallObserver):
         (dout, saved), self._pending = self._pending, ()
         for name, tensor in named_gradients(call, result):
             if not all_finite(tensor):
-                step = step_of_backward(f"call {self._calls}", call, dout, saved)
+                step = step_of_backward(f"call {self.calls}", call, dout, saved)
                 self._fail(call, name, step, device_name(dout))
 
     def _fail(self, call: MlpCall, result: str, step: StepDump, device: str) -> None:

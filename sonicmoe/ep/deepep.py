@@ -76,7 +76,7 @@ class _DeepEPTransport(Transport):
         self._group, self._module = group, module
         self._id_dtype = getattr(module, "topk_idx_t", torch.int64)
         self._buffer: Any = None
-        self._buffer_hidden = 0
+        self._hidden = self._topk = 0  # what the buffer was made for
 
     def _check(self, x: Tensor) -> None:
         expect(
@@ -91,13 +91,18 @@ class _DeepEPTransport(Transport):
             f"x has {hidden} columns; DeepEP needs a multiple of {ROW_BYTES // 2}",
         )
 
-    def _sized_buffer(self, hidden: int) -> Any:
-        """The buffer, made anew where rows are wider than before; every rank sees the same widths, so all do it together."""
-        if hidden > self._buffer_hidden:
-            self._buffer, self._buffer_hidden = self._make_buffer(hidden), hidden
+    def _sized_buffer(self, hidden: int, topk: int = 0) -> Any:
+        """The buffer, made anew where rows are wider or tokens have more slots than before; never for less of either.
+
+        Every rank sees the same sizes, so all do it together. Handles hold layouts and no addresses: older ones stay good.
+        """
+        if hidden > self._hidden or topk > self._topk:
+            hidden, topk = max(hidden, self._hidden), max(topk, self._topk)
+            self._buffer = self._make_buffer(hidden, topk)
+            self._hidden, self._topk = hidden, topk
         return self._buffer
 
-    def _make_buffer(self, hidden: int) -> Any:
+    def _make_buffer(self, hidden: int, topk: int) -> Any:
         raise NotImplementedError
 
 
@@ -146,7 +151,7 @@ class LegacyTransport(_DeepEPTransport):
         combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(x, handle, topk_weights=weights)
         return combined, combined_weights
 
-    def _make_buffer(self, hidden: int) -> Any:
+    def _make_buffer(self, hidden: int, topk: int) -> Any:
         buffer, world = self._module.Buffer, self.world_size
         configs = [buffer.get_dispatch_config(world), buffer.get_combine_config(world)]
         nvlink = max(config.get_nvl_buffer_size_hint(2 * hidden, world) for config in configs)
@@ -177,7 +182,7 @@ class ElasticTransport(_DeepEPTransport):
             f"max_tokens is {max_tokens}; an ElasticBuffer needs the most tokens a rank dispatches, the same on all ranks",
         )
         super().__init__(num_experts, group, module)
-        self._max_tokens, self._topk = max_tokens, 0
+        self._max_tokens = max_tokens
         self._wait_for_counts = self.exact_rows = wait_for_counts
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
@@ -188,8 +193,8 @@ class ElasticTransport(_DeepEPTransport):
             ShapeError,
             f"x has {int(x.shape[0])} rows; this dispatcher was made for max_tokens = {self._max_tokens}",
         )
-        self._topk = int(topk_idx.shape[1])
-        recv_x, recv_idx, recv_weights, handle, _ = self._sized_buffer(int(x.shape[1])).dispatch(
+        buffer = self._sized_buffer(int(x.shape[1]), int(topk_idx.shape[1]))
+        recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
             x,
             topk_idx=topk_idx.to(self._id_dtype),
             topk_weights=topk_weights,
@@ -215,12 +220,12 @@ class ElasticTransport(_DeepEPTransport):
         combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(x, handle, topk_weights=weights)
         return combined, combined_weights
 
-    def _make_buffer(self, hidden: int) -> Any:
+    def _make_buffer(self, hidden: int, topk: int) -> Any:
         return self._module.ElasticBuffer(
             self._group,
             num_max_tokens_per_rank=self._max_tokens,
             hidden=hidden,
-            num_topk=self._topk,
+            num_topk=topk,
             deterministic=True,
         )
 

@@ -12,6 +12,7 @@ from ..errors import ConfigError, expect
 from .collective import RowExchange
 
 Tensor = torch.Tensor
+UNDEFINED = "undefined"  # `get_backend` of a group that was made without naming one, and of its sub-groups
 
 
 class TorchExchange(RowExchange):
@@ -28,7 +29,8 @@ class TorchExchange(RowExchange):
         )
         self._group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.name = f"torch.distributed ({dist.get_backend(group)})"
+        backend = str(dist.get_backend(group))
+        self.name = f"torch.distributed ({backend if backend != UNDEFINED else dist.get_backend_config(group)})"
 
     def exchange(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         """See `RowExchange.exchange`."""
@@ -38,5 +40,5 @@ class TorchExchange(RowExchange):
 
 
 def is_gpu_group(group: Any) -> bool:
-    """Whether the group's ranks exchange GPU tensors."""
-    return "nccl" in str(dist.get_backend(group)).lower()
+    """Whether the group's ranks exchange GPU tensors by NCCL, also where nobody named the backend ("cuda:nccl" of a configuration)."""
+    return "nccl" in dist.get_backend_config(group).lower()

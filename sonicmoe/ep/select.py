@@ -53,28 +53,41 @@ def make_dispatcher(num_experts: int, group: Any = None, *, kind: str = "auto", 
         expect(kind in ("auto", "local"), ConfigError, f"kind {kind!r} needs a group of ranks; group is None")
         return LocalDispatcher(num_experts)
     expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
-    dispatcher = (
-        _auto(num_experts, group, max_tokens) if kind == "auto" else _named(kind, num_experts, group, max_tokens)
-    )
+    if kind == "auto":
+        dispatcher, why = _auto(num_experts, group, max_tokens)
+    else:
+        dispatcher, why = _named(kind, num_experts, group, max_tokens), "as asked for"
     logger.info(
-        "expert parallelism over %s: %d experts, %d here", dispatcher.name, num_experts, dispatcher.num_local_experts
+        "expert parallelism over %s: %d experts, %d here (%s)",
+        dispatcher.name,
+        num_experts,
+        dispatcher.num_local_experts,
+        why,
     )
     return dispatcher
 
 
-def _auto(num_experts: int, group: Any, max_tokens: int) -> Dispatcher:
+def _auto(num_experts: int, group: Any, max_tokens: int) -> tuple[Dispatcher, str]:
+    """The dispatcher, and the reason for the log line."""
     if group_shape(group)[0] == 1:
-        return LocalDispatcher(num_experts)
-    if is_gpu_group(group):
-        fleet, _ = find_fleet() if IS_PADDLE else (None, "")
+        return LocalDispatcher(num_experts), "a group of one"
+    if not is_gpu_group(group):
+        return _collective(num_experts, group), "the group has no NCCL, which DeepEP needs"
+    no_fleet = ""
+    if IS_PADDLE:
+        fleet, no_fleet = find_fleet()
         if fleet is not None:
-            return FleetDispatcher(num_experts, group, fleet)
-        library, why = find_library()
-        if library is not None and (library.kinds[0] == LEGACY or max_tokens > 0):
-            return TransportDispatcher(_deepep(library, num_experts, group, max_tokens))
-        logger.info(
-            "expert parallelism: no DeepEP (%s); using collectives", why or "its ElasticBuffer needs max_tokens"
-        )
+            return FleetDispatcher(num_experts, group, fleet), "PaddleFleet is installed with DeepEP"
+        no_fleet = f"no PaddleFleet: {no_fleet}; "
+    library, no_library = find_library()
+    if library is None:
+        return _collective(num_experts, group), f"{no_fleet}no DeepEP: {no_library}"
+    if library.kinds[0] != LEGACY and max_tokens <= 0:
+        return _collective(num_experts, group), f"{no_fleet}DeepEP's ElasticBuffer needs max_tokens"
+    return TransportDispatcher(_deepep(library, num_experts, group, max_tokens)), f"{no_fleet}DeepEP is installed"
+
+
+def _collective(num_experts: int, group: Any) -> Dispatcher:
     return TransportDispatcher(CollectiveTransport(num_experts, GroupExchange(group)))
 
 
@@ -89,7 +102,7 @@ def _named(kind: str, num_experts: int, group: Any, max_tokens: int) -> Dispatch
         if library is None:
             raise EngineUnavailableError(f"DeepEP is not available: {why}")
         return TransportDispatcher(_deepep(library, num_experts, group, max_tokens))
-    return TransportDispatcher(CollectiveTransport(num_experts, GroupExchange(group)))
+    return _collective(num_experts, group)
 
 
 def _deepep(library: DeepEPLibrary, num_experts: int, group: Any, max_tokens: int) -> Transport:

@@ -146,13 +146,17 @@ class CompileCache:
         except CompileForbiddenError:
             raise
         except Exception as error:
-            logger.warning(
-                "%s in %s does not load on this host (%s): building it for this host", key, artefact.path, error
-            )
+            line = f"{key} in {artefact.path} does not load on this host ({error}): building it for this host"
+            if line not in self._explained:  # callers may try again
+                self._explained.add(line)
+                logger.warning("%s", line)
             first = error
         rebuilt = self._rebuilt.lookup(key).artefact
         if rebuilt is None:
-            self.require_compiler(key, f"the artefact {artefact.path} does not load on this host: {first}")
+            try:
+                self.require_compiler(key, f"the artefact {artefact.path} does not load on this host: {first}")
+            except ToolchainError as refused:
+                raise refused from first  # loading may succeed another time: see `decided.may_pass`
             rebuilt = self._build_in(self._rebuilt, key, builder)
         try:
             return load(rebuilt)

@@ -57,7 +57,7 @@ class WarmUpReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every kernel of the plan is in the cache."""
+        """Whether every kernel of the plan is in the cache; `kernels` has an outcome for each."""
         return all(outcome.state in {BUILT, CACHED} for outcome in self.kernels)
 
 
@@ -83,12 +83,13 @@ def warm_up(
         spec: the model.
         cache: where to.
         jobs: worker processes at most; default: the CPUs this process may use.
-        progress: called once per kernel, from one thread at a time.
+        progress: called once per kernel, from one thread at a time; if it raises, no further, and its exception comes at the end.
         compile_jobs: instead of the plan of `spec` in every precision.
 
     Raises:
         CompileForbiddenError: something has to be compiled and that is forbidden.
         ToolchainError: something has to be compiled and its compiler is missing.
+        BaseException: whatever `progress` raised.
     """
     started = time.monotonic()
     planned = _planned(spec, compile_jobs)
@@ -102,7 +103,10 @@ def warm_up(
             cache.require_compiler(key, "not warmed")
             pending.put(job)
     _run_workers(pending, cache, jobs or default_jobs(), collected)
-    kernels = tuple(sorted(collected.outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
+    if collected.trouble is not None:
+        raise collected.trouble
+    outcomes = [*collected.outcomes, *_without_outcome(planned, collected.outcomes)]
+    kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     seconds = time.monotonic() - started
     report = WarmUpReport(spec, planned.precision, planned.left_out, cache.root, kernels, seconds, None)
     return replace(report, record=_record(report, cache)) if kernels and report.complete else report
@@ -148,18 +152,22 @@ def _planned(spec: ModelSpec, compile_jobs: WarmUpPlan | Sequence[CompileJob] | 
 
 
 class _Outcomes:
-    """Outcomes of several threads."""
+    """Outcomes of several threads. `trouble` is what `progress` raised: it must not end the thread that compiles."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.outcomes: list[KernelOutcome] = []
+        self.trouble: BaseException | None = None
         self._progress = progress
         self._mutex = threading.Lock()
 
     def add(self, outcome: KernelOutcome) -> None:
         with self._mutex:
             self.outcomes.append(outcome)
-            if self._progress:
-                self._progress(outcome)
+            if self._progress and self.trouble is None:
+                try:
+                    self._progress(outcome)
+                except BaseException as error:
+                    self.trouble = error
 
 
 def _run_workers(pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jobs: int, collected: _Outcomes) -> None:
@@ -167,10 +175,24 @@ def _run_workers(pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jo
     threads = [
         threading.Thread(target=_work, args=(pending, settings, collected)) for _ in range(min(jobs, pending.qsize()))
     ]
+    started: list[threading.Thread] = []
     for thread in threads:
-        thread.start()
-    for thread in threads:
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this user: those there are do the work
+            if not started:
+                raise
+            break
+        started.append(thread)
+    for thread in started:
         thread.join()
+
+
+def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> list[KernelOutcome]:
+    """Jobs that no thread has reported on: whatever ended it, they must not pass for warm."""
+    known = {(outcome.kernel, outcome.key) for outcome in outcomes}
+    jobs = [job for job in planned.jobs if (job.name, str(job.key())) not in known]
+    return [KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: no worker took it up") for job in jobs]
 
 
 def _work(pending: queue.SimpleQueue[CompileJob], settings: CacheSettings, collected: _Outcomes) -> None:
@@ -190,6 +212,8 @@ def _compile_one(worker: Worker, job: CompileJob) -> KernelOutcome:
         return KernelOutcome(job.name, str(job.key()), BUILT, worker.compile(job))
     except CompileError as error:
         return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, str(error))
+    except Exception as error:  # or the thread would end without a word, and the jobs it had not reached with it
+        return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: {type(error).__name__}: {error}")
 
 
 def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:

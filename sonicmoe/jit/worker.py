@@ -41,9 +41,12 @@ class Worker:
         """Have the job's artefact published; returns seconds.
 
         Raises:
-            CompileError: it failed, or the process died; the next job then gets a fresh process.
+            CompileError: it failed, or the process died or did not start; the next job then gets a fresh process.
         """
-        process = self._process = self._process or self._start()
+        try:
+            process = self._process = self._process or self._start()
+        except OSError as error:
+            raise CompileError(f"the worker compiling {job.name} did not start: {error}") from error
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.dump((self._settings, job), process.stdin)
@@ -52,6 +55,11 @@ class Worker:
         except (EOFError, OSError, pickle.UnpicklingError):
             self._process = None
             raise CompileError(f"the worker compiling {job.name} ended with status {process.wait()}") from None
+        except Exception:  # a job or an answer that cannot be pickled leaves half a message in the pipe
+            self._process = None
+            process.kill()
+            process.communicate()  # closes the pipes
+            raise
         if isinstance(outcome, str):
             raise CompileError(outcome)
         seconds: float = outcome

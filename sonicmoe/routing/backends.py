@@ -8,9 +8,8 @@ from typing import Protocol
 
 import torch
 
-from ..errors import SonicMoEError
 from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, is_cuda
-from ..jit.errors import CompileForbiddenError
+from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
 from .metadata import NO_ROW, RoutingMetadata
 from .reference import build_routing
@@ -128,34 +127,38 @@ class PlainKernels:
 
 
 def kernels_for(tensor: Tensor) -> RoutingKernels:
-    """The kernels for tensors on the device of `tensor`; decided once per device and process, logged once.
+    """The kernels for tensors on the device of `tensor`; decided once per device and process, each choice and reason logged once.
+
+    Where better ones failed by something that may pass, they are tried again: see `Decided`.
 
     Raises:
-        CompileForbiddenError: a compile is needed and forbidden; never answered by a silent fallback.
+        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another process's takes too long; never
+            answered by a silent fallback.
     """
     return _choose(device_name(tensor)) if is_cuda(tensor) else plain_kernels("no GPU")
 
 
-@functools.lru_cache(maxsize=64)
-def _choose(device: str) -> RoutingKernels:
+@Decided
+def _choose(device: str) -> tuple[RoutingKernels, list[Exception]]:
     reasons: list[str] = []
+    errors: list[Exception] = []
     for name, make in (("CUDA", _make_cuda), ("Triton", _make_triton)):
         try:
             kernels = make(device)
-        except CompileForbiddenError:
+        except NO_FALLBACK:
             raise
-        except (SonicMoEError, ImportError, RuntimeError, OSError, AttributeError) as error:
+        except FALLBACK as error:
             reasons.append(f"{name} kernels are unavailable: {_first_line(error)}")
+            errors.append(error)
             continue
-        level = logging.WARNING if reasons else logging.INFO
-        logger.log(
-            level, "routing kernels on %s: %s (%s)", device, kernels.name, "; ".join(reasons) or "compiled for this GPU"
-        )
-        return kernels
-    logger.warning(
-        "routing kernels on %s: plain tensor operations, which wait for the device (%s)", device, "; ".join(reasons)
+        level, why = logging.WARNING if reasons else logging.INFO, "; ".join(reasons) or "compiled for this GPU"
+        _choose.say(level, f"routing kernels on {device}: {kernels.name} ({why})")
+        return kernels, errors
+    why = "; ".join(reasons)
+    _choose.say(
+        logging.WARNING, f"routing kernels on {device}: plain tensor operations, which wait for the device ({why})"
     )
-    return PlainKernels()
+    return PlainKernels(), errors
 
 
 @functools.lru_cache(maxsize=64)

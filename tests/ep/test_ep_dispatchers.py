@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,11 +10,14 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ep_cases import EXPERTS, source
 from ep_layer import run_layer
 
-from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher
+from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, select
+from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
+from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
 from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, find_fleet
 from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, RoutingError, ShapeError
 
@@ -116,6 +120,88 @@ def test_buffer_grows_with_the_rows_and_is_kept_otherwise():
     for hidden in (64, 64, 32, 128):
         transport.dispatch_cached(torch.zeros(1, hidden, dtype=torch.bfloat16), "handle")
     assert made == [128, 256]
+
+
+def test_elastic_buffer_grows_with_the_slots_too_and_shrinks_in_neither():
+    made = []
+
+    class ElasticBuffer:
+        def __init__(self, group, num_max_tokens_per_rank, hidden, num_topk, deterministic):
+            made.append((hidden, num_topk))
+            self.made_for = hidden, num_topk
+
+        def dispatch(self, x, topk_idx, topk_weights, num_experts, do_cpu_sync):
+            assert x.shape[1] <= self.made_for[0] and topk_idx.shape[1] <= self.made_for[1]
+            return x, topk_idx, topk_weights, SimpleNamespace(num_recv_tokens_per_expert_list=[1]), None
+
+        def combine(self, x, handle, topk_weights=None):
+            return x, None, None
+
+    transport = ElasticTransport(8, Group(), SimpleNamespace(ElasticBuffer=ElasticBuffer), max_tokens=4)
+    for hidden, topk in ((64, 2), (64, 2), (64, 4), (32, 3), (128, 2), (64, 4)):
+        x = torch.zeros(1, hidden, dtype=torch.bfloat16)
+        received = transport.dispatch(x, torch.zeros(1, topk, dtype=torch.int64), torch.zeros(1, topk))
+        transport.combine(x, received.handle)
+    assert made == [(64, 2), (64, 4), (128, 4)]
+
+
+@pytest.fixture
+def unnamed_group():
+    """A group of one that was made without naming a backend, and a sub-group."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD, dist.new_group([0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("serves", "gpu"),
+    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False), ("cpu:gloo,cuda:gloo", False)],
+)
+def test_a_group_is_judged_by_the_devices_it_serves(unnamed_group, serves, gpu, monkeypatch):
+    for group in unnamed_group:
+        assert dist.get_backend(group) == "undefined"
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, serves)
+        assert is_gpu_group(group) == gpu
+        assert TorchExchange(group).name == f"torch.distributed ({serves})"
+        monkeypatch.undo()
+
+
+class Exchange:
+    """What a collective transport asks of its exchange."""
+
+    def __init__(self, group):
+        self.name, self.world_size, self.rank = "exchange", group.size(), group.rank()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "offers", "options", "transport", "why"),
+    [
+        (False, ("legacy", "elastic"), {}, CollectiveTransport, "the group has no NCCL, which DeepEP needs"),
+        (True, (), {}, CollectiveTransport, "no DeepEP: not built"),
+        (True, ("elastic",), {}, CollectiveTransport, "DeepEP's ElasticBuffer needs max_tokens"),
+        (True, ("elastic",), {"max_tokens": 4}, ElasticTransport, "DeepEP is installed"),
+        (True, ("legacy", "elastic"), {}, LegacyTransport, "DeepEP is installed"),
+        (True, ("legacy",), {"kind": "collective"}, CollectiveTransport, "as asked for"),
+    ],
+)
+def test_the_choice_and_its_reason_are_one_log_line(gpu, offers, options, transport, why, monkeypatch, caplog):
+    import emulated_deepep as emulated
+
+    library = select.DeepEPLibrary(emulated.LIBRARY, offers) if offers else None
+    monkeypatch.setattr(select, "is_gpu_group", lambda group: gpu)
+    monkeypatch.setattr(select, "find_library", lambda: (library, "" if offers else "not built"))
+    monkeypatch.setattr(select, "GroupExchange", Exchange)
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        dispatcher = make_dispatcher(8, Group(), **options)
+    assert isinstance(dispatcher.transport, transport)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"expert parallelism over {dispatcher.name}: 8 experts, 4 here ({why})"
+
+
+def test_a_group_of_one_says_why_nothing_moves(caplog):
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        assert isinstance(make_dispatcher(8, Group(1)), LocalDispatcher)
+    assert caplog.records[0].getMessage().endswith("8 experts, 8 here (a group of one)")
 
 
 class FleetWorld:

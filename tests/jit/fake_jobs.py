@@ -37,3 +37,8 @@ class FailingJob(FakeJob):
 class DyingJob(FakeJob):
     def compile(self, cache: CompileCache) -> Artefact:
         os._exit(41)
+
+
+class UnsendableJob(FakeJob):
+    def __reduce__(self) -> tuple[()]:
+        raise ValueError("this job stays here")

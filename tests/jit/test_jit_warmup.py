@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake_jobs import DyingJob, FailingJob, FakeJob
+from fake_jobs import DyingJob, FailingJob, FakeJob, UnsendableJob
 from processes import Field, environment
 from racer import load
 
 import sonicmoe.jit.plan as plan_module
+import sonicmoe.jit.warmup as warmup_module
+import sonicmoe.jit.worker as worker_module
 from sonicmoe.cli.main import main
 from sonicmoe.cli.warmup import warmup
 from sonicmoe.config import SonicMoEConfig, current_config
@@ -80,6 +83,62 @@ def test_failures_do_not_stop_the_others(cache: CompileCache, field: Field) -> N
     assert "ValueError: expected ';'" in messages["fake_2"]
     assert "fake_3 ended with status 41" in messages["fake_3"]
     assert not report.complete and report.record is None and find_record(SPEC, cache) is None
+
+
+def test_a_job_that_cannot_be_sent_fails_alone(cache: CompileCache, field: Field) -> None:
+    report = warm_up(SPEC, cache, jobs=1, compile_jobs=[UnsendableJob(1, field.log), FakeJob(2, field.log)])
+    assert states(report.kernels) == {"fake_1": "failed", "fake_2": "built"} and not report.complete
+    assert "this job stays here" in report.kernels[0].message
+
+
+def test_workers_that_do_not_start_fail_every_kernel(
+    cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(worker_module.subprocess, "Popen", refuse)
+    report = warm_up(SPEC, cache, jobs=2, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)])
+    assert states(report.kernels) == {"fake_1": "failed", "fake_2": "failed", "fake_3": "failed"}
+    assert all("Resource temporarily unavailable" in outcome.message for outcome in report.kernels)
+    assert not report.complete and report.record is None
+
+
+def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(cache: CompileCache, field: Field) -> None:
+    seen = []
+
+    def progress(outcome: KernelOutcome) -> None:
+        seen.append(outcome)
+        raise BrokenPipeError("stdout is gone")
+
+    jobs = [FakeJob(size, field.log) for size in (1, 2, 3)]
+    with pytest.raises(BrokenPipeError, match="stdout is gone"):
+        warm_up(SPEC, cache, jobs=1, compile_jobs=jobs, progress=progress)
+    assert len(seen) == 1 and check(SPEC, cache, jobs).complete and find_record(SPEC, cache, SELECTED) is None
+
+
+def test_a_job_without_an_outcome_is_not_warm(
+    cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup_module, "_work", lambda *arguments: None)
+    report = warm_up(SPEC, cache, compile_jobs=[FakeJob(1, field.log)])
+    assert states(report.kernels) == {"fake_1": "failed"} and not report.complete and report.record is None
+
+
+def test_fewer_threads_than_asked_for_do_the_work(
+    cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scarce(warmup_module.threading.Thread):
+        started = 0
+
+        def start(self) -> None:
+            if Scarce.started == 1:
+                raise RuntimeError("can't start new thread")
+            Scarce.started += 1
+            super().start()
+
+    monkeypatch.setattr(warmup_module.threading, "Thread", Scarce)
+    assert warm_up(SPEC, cache, jobs=3, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)]).complete
 
 
 def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: Field) -> None:

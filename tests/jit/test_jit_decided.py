@@ -1,0 +1,92 @@
+"""Choices of kernels per device: lasting ones once, those that a passing error forced again and again, at growing pauses."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from sonicmoe.jit import CompileCache, CompileKey, decided
+from sonicmoe.jit.decided import Decided, may_pass
+from sonicmoe.jit.errors import (
+    ArtefactLoadError,
+    CacheUnwritableError,
+    CompileError,
+    CompileLockTimeout,
+    ToolchainError,
+)
+
+LASTING = [ToolchainError("no nvcc"), CompileError("nvcc"), CacheUnwritableError("full"), ImportError("no triton")]
+PASSING = [RuntimeError("CUDA out of memory"), OSError("unreadable"), ArtefactLoadError("cannot allocate memory")]
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(decided.time, "monotonic", lambda: self.now)
+
+
+def failing(errors: list[Exception]) -> tuple[Decided[str], list[str]]:
+    """Falls back for each error in turn, then finds the kernel; and the devices it was asked for."""
+    asked: list[str] = []
+
+    @Decided
+    def choose(device: str) -> tuple[str, list[Exception]]:
+        asked.append(device)
+        return ("fallback", [errors.pop(0)]) if errors else ("kernel", [])
+
+    return choose, asked
+
+
+@pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
+def test_what_cannot_change_is_decided_once(error: Exception) -> None:
+    choose, asked = failing([error])
+    assert [choose("cuda:0") for _ in range(3)] == ["fallback"] * 3 and asked == ["cuda:0"]
+    choose.cache_clear()
+    assert choose("cuda:0") == "kernel"
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_what_may_pass_is_tried_again_at_the_next_call_then_kept(error: Exception) -> None:
+    choose, asked = failing([error])
+    assert [choose("cuda:0") for _ in range(4)] == ["fallback", "kernel", "kernel", "kernel"]
+    assert choose("cuda:1") == "kernel" and asked == ["cuda:0", "cuda:0", "cuda:1"]
+
+
+def test_attempts_that_keep_failing_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    choose, asked = failing([RuntimeError("no C compiler")] * 1000)
+    for _ in range(100_000):
+        assert choose("cuda:0") == "fallback"
+        clock.now += 0.01
+    assert 15 <= len(asked) <= 30, "in a thousand seconds"
+
+
+def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    choose, _ = failing([])
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        for text in ("100 % full", "100 % full", "other"):
+            choose.say(logging.WARNING, text)
+    assert [record.getMessage() for record in caplog.records] == ["100 % full", "other"]
+
+
+def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compiler(
+    cache: CompileCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = CompileKey.make("fake", arch="sm_90a", statics={}, fingerprint={}, toolchain={"nvcc": "13.0"})
+    cache.build(made, lambda folder: (folder / "kernel.so").write_bytes(b"kernel") and None)
+    key = CompileKey.make("fake", arch="sm_90a", statics={}, fingerprint={}, toolchain=None)
+    attempts = [OSError("cannot allocate memory")] * 2
+
+    def load(artefact: object) -> str:
+        if attempts:
+            raise attempts.pop()
+        return "kernel"
+
+    for _ in range(2):
+        with pytest.raises(ToolchainError) as caught:
+            cache.get(key, lambda folder: None, load)
+        assert may_pass(caught.value)
+    assert cache.get(key, lambda folder: None, load) == "kernel"
+    assert sum("does not load on this host" in record.getMessage() for record in caplog.records) == 1
+    assert not may_pass(ToolchainError("no nvcc")) and not may_pass(CompileLockTimeout("waited"))
