@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from ernie_compat.model_config import ModelConfig, TrainConfig
 from ..engine.interface import Saved
 from ..ernie_compat.mlp_call import MlpCall
 from ..interop import FRAMEWORK
+from .call_hooks import CallObserver, forget, observe
 from .cases import Array, Case, save_case
 
 Tensor = torch.Tensor
@@ -32,15 +31,21 @@ def captured_calls(name: str) -> Iterator[list[Case]]:
 
     Cases are called `{name}-0`, `{name}-1`, ... SwiGLU experts without biases only, whatever engine and precision they run in.
     """
-    cases: list[Case] = []
-    original = MlpCall.backward
+    collector = _Collector(name)
+    observe(collector)
+    try:
+        yield collector.cases
+    finally:
+        forget(collector)
 
-    def backward(call: MlpCall, dout: Tensor, saved: Saved) -> Any:
-        cases.append(case_of(f"{name}-{len(cases)}", call, dout, saved))
-        return original(call, dout, saved)
 
-    with mock.patch.object(MlpCall, "backward", backward):
-        yield cases
+class _Collector(CallObserver):
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.cases: list[Case] = []
+
+    def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
+        self.cases.append(case_of(f"{self._name}-{len(self.cases)}", call, dout, saved))
 
 
 def case_of(name: str, call: MlpCall, dout: Tensor, saved: Saved) -> Case:

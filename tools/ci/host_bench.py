@@ -151,6 +151,7 @@ def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], N
         outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
         torch.autograd.backward(outs, [dout] * LAYERS)
 
+    torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = lambda: False, lambda device=None: None
     return step, torch.autograd.set_multithreading_enabled(False)
 
 
