@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+Named = TypeVar("Named", bound=Enum)
 
 
 class KernelBackendMoE(Enum):
@@ -63,3 +68,15 @@ class FlushMode(Enum):
 
     STEP = "step"
     BACKWARD = "backward"
+
+
+def member_of(enum: type[Named], value: Any, argument: str) -> Named:
+    """The member that `value` is or names.
+
+    Raises:
+        ConfigError: naming `argument`, what came and every value there is.
+    """
+    try:
+        return enum(value)
+    except ValueError:
+        raise ConfigError(f"{argument} is {value!r}; needed: one of {[member.value for member in enum]}") from None

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from .engine.activations import activate, pre_activation_width
-from .enums import GATED_ACTIVATIONS, ActivationType, KernelBackendMoE
+from .enums import GATED_ACTIVATIONS, ActivationType, KernelBackendMoE, member_of
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
-from .functional import softmax_topk_layer
+from .functional import check_router_dtype, softmax_topk_layer
+from .functional.call import check_use_fp8
 from .functional.weights import forget
 from .interop import current_stream
 
@@ -58,7 +59,7 @@ class MoE(nn.Module):
 
     Raises:
         ShapeError: K > E, or a size is not positive.
-        ConfigError: `is_glu` and the activation contradict each other.
+        ConfigError: an unknown activation, or `is_glu` contradicts it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class MoE(nn.Module):
         )
         self.num_experts, self.top_k = num_experts, num_experts_per_tok
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation_function = ActivationType(activation_function)
+        self.activation_function = member_of(ActivationType, activation_function, "activation_function")
         gated = self.activation_function in GATED_ACTIVATIONS
         expect(
             is_glu is None or is_glu == gated,
@@ -100,7 +101,7 @@ class MoE(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        kernel_backend_moe: KernelBackendMoE = KernelBackendMoE.sonicmoe,
+        kernel_backend_moe: KernelBackendMoE | str = KernelBackendMoE.sonicmoe,
         is_inference_mode: bool = False,
         use_fp8: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -108,16 +109,19 @@ class MoE(nn.Module):
 
         Args:
             hidden_states: `[..., H]`.
-            kernel_backend_moe: `sonicmoe` (the engine) or `torch` (plain differentiable PyTorch, for comparison).
+            kernel_backend_moe: `sonicmoe` (the engine) or `torch` (plain differentiable PyTorch, for comparison), or its value.
             is_inference_mode: keep nothing for a backward.
             use_fp8: True or False overrides the configuration's FP8 mode; None follows it.
 
         Returns:
             `(output [..., H], aux_loss scalar)`.
 
+        `eval()` changes nothing: gradients flow wherever autograd records, as in any module.
+
         Raises:
             EngineUnavailableError: a backend this package does not have.
-            ConfigError: `use_fp8=True` with the plain PyTorch backend.
+            DTypeError: tokens and router differ in dtype outside autocast.
+            ConfigError: `use_fp8` is none of True, False and None, or True with the plain PyTorch backend.
         """
         shape = hidden_states.shape
         expect(
@@ -126,22 +130,23 @@ class MoE(nn.Module):
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
         tokens = hidden_states.reshape(-1, self.hidden_size)
-        if kernel_backend_moe is KernelBackendMoE.sonicmoe:
-            inference = is_inference_mode or not self.training
+        backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
+        if backend == KernelBackendMoE.sonicmoe.value:
             out, logits, counts = softmax_topk_layer(
                 tokens,
                 self.router.weight,
                 (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias),
                 self.top_k,
                 self.activation_function,
-                inference=inference,
+                inference=is_inference_mode,
                 use_fp8=use_fp8,
             )
-        elif kernel_backend_moe is KernelBackendMoE.torch:
+        elif backend == KernelBackendMoE.torch.value:
+            check_use_fp8(use_fp8)
             expect(not use_fp8, ConfigError, "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe")
             out, logits, counts = self._run_plain(tokens)
         else:
-            raise EngineUnavailableError(f"kernel_backend_moe={kernel_backend_moe}; available: sonicmoe, torch")
+            raise EngineUnavailableError(f"kernel_backend_moe={backend!r}; available: sonicmoe, torch")
         return out.reshape(shape), switch_loss(logits, counts)
 
     @property
@@ -154,6 +159,7 @@ class MoE(nn.Module):
         forget(self.c_fc.weight)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_router_dtype(tokens, self.router.weight)
         logits = self.router(tokens)
         chosen, indices = torch.topk(logits.float(), self.top_k, dim=-1)
         probs = torch.softmax(chosen, dim=-1)

@@ -67,7 +67,7 @@ def choose_engine(
 
 
 def _automatic(device: str, workload: Workload | None) -> EngineChoice:
-    plain = "plain tensor operations in fp32, FP8 emulated exactly"
+    plain = f"plain tensor operations in fp32, {_emulation(workload)}"
     if device == "cpu":
         return EngineChoice(ReferenceEngine(), f"no GPU: {plain}")
     wanted = EngineName.BF16 if workload is None or workload.settings.recipe is None else EngineName.HOPPER
@@ -78,6 +78,13 @@ def _automatic(device: str, workload: Workload | None) -> EngineChoice:
         "FP8 GEMMs with fused activation" if wanted is EngineName.HOPPER else "grouped GEMMs in the dtype of the tokens"
     )
     return EngineChoice(ENGINES[wanted](), f"a Hopper GPU: {what}")
+
+
+def _emulation(workload: Workload | None) -> str:
+    if workload is None:
+        return "FP8, where it is on, emulated exactly"
+    recipe = workload.settings.recipe
+    return "FP8 off" if recipe is None else f"FP8 emulated exactly (recipe {recipe.name})"
 
 
 def _fallback(device: str, workload: Workload | None, problem: str, plain: str) -> EngineChoice:

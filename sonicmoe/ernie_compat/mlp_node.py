@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_conf
 from ..diagnostics.stages import stage
 from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
-from ..enums import ActivationType, EngineName, FlushMode
+from ..enums import ActivationType, EngineName, FlushMode, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
 from ..interop import IS_PADDLE, device_name, dtype_name, grad_enabled, is_cuda, require_framework_tensor, requires_grad
@@ -35,7 +34,6 @@ else:
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
-Named = TypeVar("Named", bound=Enum)
 
 
 class SonicMoEMlpNode:
@@ -83,7 +81,7 @@ class SonicMoEMlpNode:
         split_wgrad: bool = False,
     ) -> None:
         """See the class."""
-        activation = _member(ActivationType, activation_type, "activation_type")
+        activation = member_of(ActivationType, activation_type, "activation_type")
         if not isinstance(experts, Sequence) and not hasattr(
             experts, "__getitem__"
         ):  # ModuleList and LayerList are no Sequence
@@ -109,7 +107,7 @@ class SonicMoEMlpNode:
         """
         node = cls.__new__(cls)
         node._init(
-            FusedParameters(weight1, weight2, _member(ActivationType, activation_type, "activation_type")),
+            FusedParameters(weight1, weight2, member_of(ActivationType, activation_type, "activation_type")),
             config,
             flush,
             split_wgrad,
@@ -122,7 +120,7 @@ class SonicMoEMlpNode:
         if config is not None and not isinstance(config, SonicMoEConfig):
             raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
         warn_unknown_flags()
-        self.flush_mode = _member(FlushMode, flush, "flush")
+        self.flush_mode = member_of(FlushMode, flush, "flush")
         expect(
             not split_wgrad or self.flush_mode is FlushMode.STEP,
             ConfigError,
@@ -328,10 +326,3 @@ def _refuse_biases(experts: Sequence[Any]) -> None:
 def _token_dtype_for(weight: Tensor) -> str:
     """What tokens to expect before any came: those of fp32 master weights are bfloat16 on a GPU."""
     return "bfloat16" if is_cuda(weight) and weight.dtype == torch.float32 else dtype_name(weight.dtype)
-
-
-def _member(enum: type[Named], value: Any, argument: str) -> Named:
-    try:
-        return enum(value)
-    except ValueError:
-        raise ConfigError(f"{argument} is {value!r}; needed: one of {[member.value for member in enum]}") from None

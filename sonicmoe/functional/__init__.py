@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from ..config import active_config, current_config
-from ..enums import ActivationType, is_glu
+from ..enums import ActivationType, is_glu, member_of
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda
 from .autograd import expert_mlp
@@ -83,10 +83,13 @@ def moe_TC_softmax_topk_layer(
 
     Raises:
         ShapeError: K is not in [1, E], or router, weights and tokens do not fit together.
+        DTypeError: x and router_w differ in dtype outside autocast.
+        ConfigError: `activation_type` or `use_fp8` has an unknown value.
     """
+    _check_tokens(x)
     experts = int(router_w.shape[0])
     _check_weights(w1, w2, experts, "the rows of router_w")
-    activation = ActivationType(activation_type)
+    activation = member_of(ActivationType, activation_type, "activation_type")
     return softmax_topk_layer(
         x,
         router_w,
@@ -113,6 +116,7 @@ def softmax_topk_layer(
     """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as in `expert_mlp`."""
     experts = int(router_w.shape[0])
     expect(1 <= K <= experts, ShapeError, f"K is {K}; needed: 1 to {experts}, the number of experts")
+    check_router_dtype(x, router_w)
     logits = torch.nn.functional.linear(x, router_w)
     chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
     probs = torch.softmax(chosen, dim=-1)
@@ -166,17 +170,19 @@ def moe_general_routing_inputs(
         `(out [T, H], expert_frequency int32 [E])`.
 
     Raises:
-        ShapeError: the triples differ in length, or E or the tokens do not fit the weights.
+        ShapeError: x is no matrix, the triples differ in length, or E or the tokens do not fit the weights.
         DTypeError: scores are no floating type, or indices are neither int32 nor int64.
         RoutingError: `token_indices` is not ascending, names no row of x, or names one more than `max_experts_per_token` times. On a GPU
             with `max_experts_per_token` (unless `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
+        ConfigError: `activation_type` or `use_fp8` has an unknown value.
     """
+    _check_tokens(x)
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
     indices, probs = _triples_to_topk(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
     )
-    activation = ActivationType(activation_type)
+    activation = member_of(ActivationType, activation_type, "activation_type")
     out = expert_mlp(
         autocast(x),
         indices,
@@ -256,6 +262,19 @@ def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
             ids.dtype in (torch.int32, torch.int64),
             DTypeError,
             f"{name} is {dtype_name(ids.dtype)}; needed: int32 or int64",
+        )
+
+
+def _check_tokens(x: Tensor) -> None:
+    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+
+
+def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
+    """Raise DTypeError where the router cannot multiply these tokens."""
+    if x.dtype != router_w.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise DTypeError(
+            f"x (hidden_states) is {dtype_name(x.dtype)}, router_w (router.weight) is {dtype_name(router_w.dtype)}; "
+            "convert one, or use autocast"
         )
 
 

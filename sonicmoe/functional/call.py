@@ -12,6 +12,7 @@ from ..config import SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, Saved
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
 from ..enums import ActivationType, EngineName
+from ..errors import ConfigError
 from ..interop import device_name, dtype_name
 from ..routing.metadata import RoutingMetadata
 from .weights import WeightLayout, Weights, prepared_weights
@@ -59,8 +60,9 @@ def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | 
     """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode.
 
     Raises:
-        ConfigError: settings that contradict each other.
+        ConfigError: settings that contradict each other; or `use_fp8` is something else.
     """
+    check_use_fp8(use_fp8)
     config = active_config()
     resolved = config.resolve()
     if use_fp8 is not None:
@@ -68,6 +70,16 @@ def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | 
         config, resolved = dataclasses.replace(config, fp8_mode=mode or "off"), resolved.replace(fp8_mode=mode)
     settings = EngineSettings.from_config(resolved, activation)
     return Plan(config, settings, layout, use_fp8, resolved.engine, resolved.validate_dispatch)
+
+
+def check_use_fp8(use_fp8: object) -> None:
+    """Refuse what its truth would turn on, as "off" and 0.5.
+
+    Raises:
+        ConfigError: it is neither a bool nor None.
+    """
+    if use_fp8 is not None and not isinstance(use_fp8, bool):
+        raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
 
 
 def forward(

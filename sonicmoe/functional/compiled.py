@@ -35,6 +35,16 @@ def number_of(plan: Plan) -> int:
     return number
 
 
+def _plan_of(number: int) -> Plan:
+    plan = _plans.get(number)
+    if plan is None:
+        raise ConfigError(
+            f"no plan {number} in this process: a program exported in another one names its settings by this number and does not "
+            "carry them; trace the layer once here before (torch.compile or torch.export), with the same arguments and configuration"
+        )
+    return plan
+
+
 def compiled_expert_mlp(
     x: Tensor,
     indices: Tensor,
@@ -54,7 +64,7 @@ def compiled_expert_mlp(
 
     number = plan_number(activation.value, layout.transposed, layout.split_half, use_fp8)
     out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
-    return out
+    return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
 
 @torch.library.custom_op("sonicmoe::expert_mlp", mutates_args=())
@@ -70,7 +80,7 @@ def _expert_mlp(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(out [T, H], z or its codes, scales of the codes)`; the last two are empty where backward needs none."""
-    plan = _plans[plan_number]
+    plan = _plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
@@ -101,7 +111,7 @@ def _(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    plan = _plans[int(plan_number)].fitted(x, (w1, w2, b1, b2))
+    plan = _plan_of(int(plan_number)).fitted(x, (w1, w2, b1, b2))
     slots = indices.shape[0] * indices.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
@@ -125,7 +135,7 @@ def _expert_mlp_backward(
     wgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(dx, dprobs, dw1, dw2, db1, db2)`; what is not wanted is empty."""
-    plan = _plans[plan_number]
+    plan = _plan_of(plan_number)
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
         plan = plan.fitted(x, weights)

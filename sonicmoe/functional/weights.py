@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +22,46 @@ if IS_PADDLE:
         "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
     )
 
-from torch.utils.weak import WeakTensorKeyDictionary  # Paddle's proxy has none
+from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+class _Matrices(Sequence[Tensor]):
+    """The E matrices of a stacked weight, split off when asked for: E views take longer than a launch, and a GPU reads addresses only."""
+
+    def __init__(self, stacked: Tensor) -> None:
+        self._stacked = stacked
+        self._first: Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self._stacked.shape[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != 0:
+            return self._stacked[index]
+        if self._first is None:
+            self._first = self._stacked[0]
+        return self._first
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._stacked.unbind(0))
+
+    def addresses(self) -> range:
+        start, step = self._stacked.data_ptr(), max(1, self._stacked.stride(0) * self._stacked.element_size())
+        return range(start, start + len(self) * step, step)
+
+
+class _StackedSource(WeightSource):
+    """A `WeightSource` of two `_Matrices`."""
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """As of any source, without a view of each matrix."""
+        up, down = cast(_Matrices, self.up), cast(_Matrices, self.down)
+        return (*up.addresses(), *down.addresses())
 
 
 @dataclass(frozen=True)
@@ -39,19 +76,14 @@ class WeightLayout:
     transposed: bool = False
     split_half: bool = False
 
-    @property
-    def is_native(self) -> bool:
-        """Whether engines read the weights as they lie."""
-        return not (self.transposed or self.split_half)
-
     def intermediate_size(self, weights: Weights) -> int:
         """I."""
         return int(weights[1].shape[1 if self.transposed else 2])
 
     def source(self, weights: Weights) -> WeightSource:
         """Each expert's matrices where they lie; copies only of what is not contiguous."""
-        w1, w2 = (weight.detach().contiguous() for weight in weights[:2])
-        return WeightSource(tuple(w1.unbind(0)), tuple(w2.unbind(0)), self.transposed, self.split_half)
+        up, down = (cast(tuple[Tensor, ...], _Matrices(weight.detach().contiguous())) for weight in weights[:2])
+        return _StackedSource(up, down, self.transposed, self.split_half)
 
     def native(self, weights: Weights) -> Weights:
         """Native, contiguous weights: the user's own memory where it is already so."""
@@ -84,12 +116,18 @@ class WeightLayout:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Prepared weights, what they were made of, and the memory they were made from: freed, it could return under the same address."""
+    """Quantised weights, what they were made of, and the memory they were made from: freed, it may return under the same address.
+
+    They hold none of it: weights that a model moved or let go are freed at once, and their copies with the parameter.
+    """
 
     key: tuple[Any, ...]
     prepared: EngineWeights
-    memory: tuple[Any, ...]
-    source: WeightSource | None = None
+    memory: tuple[StorageWeakRef, ...]
+
+    def is_dead(self) -> bool:
+        """Whether memory they were made from was freed."""
+        return any(storage.expired() for storage in self.memory)
 
 
 # w1, or the parameter that it is a view of (a view is a new object at every call), to what is kept of it by place in memory: a
@@ -111,13 +149,14 @@ def prepared_weights(
     Reused while w1, or the parameter that it is a view of, lives, storage and version counters stand still and no `torch.optim.Optimizer`
     steps. PyTorch's in-place operations move the version counter, a view's and its parameter's alike; a write through `.data` moves
     nothing: call `forget`.
-    Nothing is kept of inference tensors, which have no version counter; of unquantised weights that had to be rearranged or cast, which
-    would cost a second copy of the model; in a process that uses `fully_shard`, which refills the memory of gathered weights and
-    sets the version counter back; and while a CUDA graph is captured, whose replays must quantise the weights of their time.
+    Nothing is kept of inference tensors, which have no version counter; of unquantised weights, which are the user's own memory, or a
+    second copy of the model where they had to be rearranged or cast; in a process that uses `fully_shard`, which refills the memory
+    of gathered weights and sets the version counter back; and while a CUDA graph is captured, whose replays must quantise the
+    weights of their time.
     """
     if engine.follows_weights:
         return _followed(engine, weights, settings, layout)
-    if not _may_keep(weights, settings, layout, dtype):
+    if settings.recipe is None or not _may_keep(weights):
         _drop(weights[0])
         return _prepare(engine, weights, settings, layout, dtype)
     key = (engine.name, settings, layout, _places(weights), _version_counters(weights), optimizer_steps())
@@ -141,14 +180,11 @@ def _followed(engine: Engine, weights: Weights, settings: EngineSettings, layout
     kept = _find(weights[0])
     if kept is not None and kept.key[0] != place:
         kept = None
-    # Splitting E experts takes longer than a launch: done once where it makes views, which show every later value.
-    source = layout.source(weights) if kept is None or kept.source is None else kept.source
     previous = None if kept is None else kept.prepared
-    prepared = engine.prepare_source(source, settings, previous, kept is None or kept.key != key)
+    prepared = engine.prepare_source(layout.source(weights), settings, previous, kept is None or kept.key != key)
     if kept is None or kept.key != key or kept.prepared is not prepared:
         _versions[prepared] = versions
-        views = source if weights[0].is_contiguous() and weights[1].is_contiguous() else None
-        _keep(weights[0], _Kept(key, prepared, _memory(weights), views))
+        _keep(weights[0], _Kept(key, prepared, _memory(weights)))
     if is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing():
         _captured.setdefault(_owner(weights[0]), set()).add(prepared)
     return prepared
@@ -175,7 +211,8 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 def _find(w1: Tensor) -> _Kept | None:
     entries: dict[tuple[Any, ...], _Kept] = _kept.get(_owner(w1), {})
-    return entries.get(_geometry(w1))
+    kept = entries.get(_geometry(w1))
+    return None if kept is None or kept.is_dead() else kept
 
 
 def _keep(w1: Tensor, kept: _Kept) -> None:
@@ -202,8 +239,8 @@ def _version_counters(weights: Weights) -> tuple[int | None, ...]:
     return tuple(None if t is None else t._version for t in weights)
 
 
-def _memory(weights: Weights) -> tuple[Any, ...]:
-    return tuple(None if t is None else t.untyped_storage() for t in weights)
+def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
 
 
 def _prepare(
@@ -213,12 +250,13 @@ def _prepare(
         w1, w2, b1, b2 = layout.native(weights)
         if settings.recipe is None:
             w1, w2 = w1.to(dtype), w2.to(dtype)
+        else:  # what is kept must not hold the user's biases
+            b1, b2 = (None if bias is None else bias.to(torch.float32, copy=True) for bias in (b1, b2))
         return engine.prepare_weights(w1, w2, b1, b2, settings)
 
 
-def _may_keep(weights: Weights, settings: EngineSettings, layout: WeightLayout, dtype: torch.dtype) -> bool:
-    as_they_are = layout.is_native and weights[0].dtype == weights[1].dtype == dtype
-    if (settings.recipe is None and not as_they_are) or _any_module_is_sharded():
+def _may_keep(weights: Weights) -> bool:
+    if _any_module_is_sharded():
         return False
     if is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing():
         return False

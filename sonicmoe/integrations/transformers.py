@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from ..interop import parse_version
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+logger = logging.getLogger("sonicmoe")
 
 MINIMUM_TRANSFORMERS = (5, 7)
 IMPLEMENTATIONS: dict[str, bool | None] = {"sonicmoe": None, "sonicmoe_fp8": True}  # name: FP8, None as configured
@@ -75,6 +78,8 @@ def register() -> None:
 def check_model(model: nn.Module) -> None:
     """Raise for a model whose experts the engine cannot compute; the first forward raises the same.
 
+    Logs a warning where it could, but another implementation is in force.
+
     Raises:
         LayoutError: names every such class of experts and the reason; or the model has no experts that transformers can dispatch.
     """
@@ -83,11 +88,28 @@ def check_model(model: nn.Module) -> None:
     expect(bool(found), LayoutError, f"{kind} has no experts with an exchangeable implementation")
     reasons = [reason for reason in map(unsupported_reason, found.values()) if reason is not None]
     expect(not reasons, LayoutError, f"{kind}: {'; '.join(reasons)}")
+    for name in sorted({str(_implementation(module)) for module in model.modules() if _is_experts(module)}):
+        problem = _not_in_force(name)
+        if problem is not None:
+            logger.warning("%s does not run on sonicmoe: %s", kind, problem)
 
 
 def unsupported_reason(experts: nn.Module) -> str | None:
     """Why the engine cannot compute this experts module, in words that name its class; None where it can."""
     return _unsupported_reason(experts, _moe_module()._default_apply_gate)
+
+
+def _implementation(experts: nn.Module) -> str | None:
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def _not_in_force(name: str) -> str | None:
+    """Why a model with this experts implementation does not run on the engine, and what to do; None where it does."""
+    if name not in IMPLEMENTATIONS:
+        wanted = " or ".join(map(repr, IMPLEMENTATIONS))
+        return f"its experts implementation is {name!r}; call register() and model.set_experts_implementation({wanted})"
+    ours = getattr(_moe_module().ALL_EXPERTS_FUNCTIONS.get(name), "__module__", None) == __name__
+    return None if ours else f"its experts implementation {name!r} is not this package's; call {__name__}.register()"
 
 
 def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:

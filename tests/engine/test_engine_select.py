@@ -55,6 +55,26 @@ def test_the_default_is_auto_and_says_why():
 
 
 @pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        (WORKLOAD, "FP8 emulated exactly (recipe iso128)"),
+        (
+            replace(WORKLOAD, settings=replace(FP8, recipe=RECIPES["deepseek-v3"])),
+            "FP8 emulated exactly (recipe deepseek-v3)",
+        ),
+        (replace(WORKLOAD, settings=EngineSettings()), "FP8 off"),
+        (None, "FP8, where it is on, emulated exactly"),
+    ],
+    ids=["iso128", "deepseek-v3", "off", "unknown"],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_plain_operations_say_whether_fp8_is_on(device, workload, words, monkeypatch):
+    monkeypatch.setattr(select, "_unavailable", lambda *_: "there is none")
+    reason = choose_engine(device, workload=workload).reason
+    assert reason.endswith(f"plain tensor operations in fp32, {words}")
+
+
+@pytest.mark.parametrize(
     "requested", [name for name in EngineName if name not in (EngineName.AUTO, EngineName.REFERENCE)]
 )
 def test_an_engine_that_cannot_run_on_a_cpu_is_refused_by_name(requested):

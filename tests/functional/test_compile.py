@@ -13,6 +13,7 @@ from functional.layer_golden import AUX_WEIGHT, assert_close, make_layer, make_t
 from sonicmoe import SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
+from sonicmoe.functional import compiled
 from sonicmoe.functional.call import make_plan
 from sonicmoe.functional.compiled import number_of
 from sonicmoe.functional.weights import WeightLayout
@@ -107,21 +108,49 @@ def test_every_layer_of_a_deep_model_uses_its_own_weights():
             assert torch.equal(graph(x, **FP8)[0], layer(x, **FP8)[0])
 
 
-def test_evaluation_keeps_nothing(saves):
-    moe, (x, _) = make_layer().eval(), tokens()
-    layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
-    layer(x)
+@BACKENDS
+@MODES
+def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, options, saves):
+    """The experts' output requires no gradient; the router's, and with it the loss, still does."""
+    moe, (x, _) = make_layer(), tokens()
+    layer, x = torch.compile(moe, fullgraph=True, backend=backend), x.requires_grad_()
+    (out, aux), (expected, expected_aux) = (f(x, is_inference_mode=True, **options) for f in (layer, moe))
+    assert saves == [False, False] and not out.requires_grad and not expected.requires_grad
+    assert torch.equal(out, expected)
+    gradients = (torch.autograd.grad((x * y).sum() + loss, x) for y, loss in ((out, aux), (expected, expected_aux)))
+    torch.testing.assert_close(*gradients)
+
+
+@BACKENDS
+@MODES
+def test_evaluation_differentiates_like_training(backend, options, saves):
+    moe, (x, dout) = make_layer(bias=True).eval(), tokens()
+    assert_close(run_compiled(moe, x, dout, backend, **options), run_layer(moe.train(), x, dout, **options), 1e-6)
+    layer = torch.compile(moe.eval(), fullgraph=True, backend=backend)
     with torch.no_grad():
-        layer(x)
-    assert saves == [False, False]
+        assert not layer(x, **options)[0].requires_grad
+    assert saves == [True, True, False]
+
+
+@BACKENDS
+def test_backends_by_value_and_fp8_in_words(backend):
+    moe, (x, _) = make_layer(), tokens()
+    layer = torch.compile(moe, fullgraph=True, backend=backend)
+    assert torch.equal(layer(x, "sonicmoe")[0], moe(x)[0])
+    with pytest.raises(
+        (ConfigError, torch._dynamo.exc.InternalTorchDynamoError, torch._dynamo.exc.Unsupported),
+        match="use_fp8 is 'off'; needed",
+    ):
+        layer(x, use_fp8="off")
 
 
 def test_functional_layer():
-    moe, (x, _) = make_layer(bias=True), tokens()
+    moe, (x, _) = make_layer("geglu", bias=True), tokens()
 
     def call(x):
         w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
-        return moe_TC_softmax_topk_layer(x, moe.router.weight, w1, moe.c_fc.bias, w2, moe.c_proj.bias, 2, None)[0]
+        biases = moe.c_fc.bias, moe.c_proj.bias
+        return moe_TC_softmax_topk_layer(x, moe.router.weight, w1, biases[0], w2, biases[1], 2, None, "geglu")[0]
 
     graph = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.equal(graph(x), call(x))
@@ -157,7 +186,7 @@ def test_trains_like_the_eager_layer(backend, options, optimizer, prepared):
     for name, weight in graph.items():
         torch.testing.assert_close(weight, eager[name], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, start[name]), f"{name} never trained"
-    assert len(prepared) == 3, "once per step, for forward and backward together"
+    assert len(prepared) == (3 if options else 6), "once per step, for forward and backward together; not unquantised"
 
 
 @BACKENDS
@@ -233,6 +262,18 @@ def test_numbers_of_plans_are_the_same_in_every_process():
     plans = [make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8) for fp8 in (True, False, None)]
     assert [int(line) for line in process.stdout.split()] == [number_of(plan) for plan in plans]
     assert len({number_of(plan) for plan in plans}) == 3
+
+
+def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
+    """Settings are known where a layer was traced; a program that was loaded from a file names them only."""
+    moe, (x, _) = make_layer(), tokens()
+    program = torch.export.export(moe, (x,)).module()
+    expected = program(x)[0]
+    monkeypatch.setattr(compiled, "_plans", {})  # as in a new process
+    with pytest.raises(ConfigError, match=r"no plan \d+ in this process: .* trace the layer once here before"):
+        program(x)
+    torch.compile(make_layer(seed=5), backend="eager")(x)
+    assert torch.equal(program(x)[0], expected)
 
 
 # Operators

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.errors import DTypeError, LayoutError, RoutingError, ShapeError
+from sonicmoe.errors import ConfigError, DTypeError, LayoutError, RoutingError, ShapeError
 
 SWIGLU = ActivationType.SWIGLU
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 32, 24
@@ -235,7 +235,13 @@ REFUSED = {
     "tokens of another hidden size": ({"x": torch.zeros(8, 16)}, ShapeError, r"x has shape \(8, 16\)"),
     "double tokens": ({"x": torch.zeros(8, 32, dtype=torch.float64)}, DTypeError, "x is float64"),
     "integer tokens": ({"x": torch.zeros(8, 32, dtype=torch.int32)}, DTypeError, "x is int32"),
-    "unknown activation": ({"activation_type": "swish"}, ValueError, "swish"),
+    "tokens with three axes": ({"x": torch.zeros(2, 4, 32)}, ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
+    "unknown activation": (
+        {"activation_type": "swish"},
+        ConfigError,
+        r"activation_type is 'swish'; needed: one of \['swiglu'",
+    ),
+    "FP8 in words": ({"use_fp8": "off"}, ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from framework import torch
 from functional.layer_golden import AUX_WEIGHT, assert_same_bits, flat, make_layer, make_tokens, run_layer
@@ -9,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, EngineUnavailableError, RoutingError, ShapeError
+from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, RoutingError, ShapeError
 
 MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
 
@@ -55,10 +57,6 @@ def asked_for(moe, x, **options):
     return moe(x, is_inference_mode=True, **options)
 
 
-def evaluated(moe, x, **options):
-    return moe.eval()(x, **options)
-
-
 def without_grad(moe, x, **options):
     with torch.no_grad():
         return moe(x, **options)
@@ -70,7 +68,7 @@ def in_inference_mode(moe, x, **options):
 
 
 @MODES
-@pytest.mark.parametrize("infer", [asked_for, evaluated, without_grad, in_inference_mode])
+@pytest.mark.parametrize("infer", [asked_for, without_grad, in_inference_mode])
 def test_inference_keeps_nothing(infer, use_fp8, saves):
     moe, (x, _) = make_layer(bias=True), tokens()
     x.requires_grad_()
@@ -79,8 +77,25 @@ def test_inference_keeps_nothing(infer, use_fp8, saves):
     assert saves == [True, False]
     assert expected.requires_grad and not out.requires_grad
     assert torch.equal(out, expected) and torch.equal(aux, expected_aux)
-    if infer is not evaluated:
-        assert moe(x, use_fp8=use_fp8)[0].requires_grad, "the mode stuck to the layer"
+    assert moe(x, use_fp8=use_fp8)[0].requires_grad, "the mode stuck to the layer"
+
+
+@pytest.mark.parametrize("options", [{"use_fp8": False}, {"use_fp8": True}, {"kernel_backend_moe": "torch"}], ids=str)
+def test_evaluation_differentiates_like_training(options):
+    """As in any module: frozen adapters, probes and input gradients are taken in `eval()`."""
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    expected = run_layer(moe.train(), x, dout, **options)
+    found = run_layer(moe.eval(), x, dout, **options)
+    assert_same_bits(found, expected)
+    assert found[2]["x"].any() and found[2]["c_fc.weight"].any() and not moe.training
+
+
+@MODES
+def test_evaluation_that_differentiates_nothing_keeps_nothing(use_fp8, saves):
+    moe, (x, _) = make_layer().eval(), tokens()
+    for infer in (asked_for, without_grad, in_inference_mode):
+        assert not infer(moe, x, use_fp8=use_fp8)[0].requires_grad
+    assert saves == [False] * 3
 
 
 def test_frozen_layer_keeps_nothing(saves):
@@ -188,7 +203,7 @@ def test_training_learns_and_moves_every_expert(precision):
     student.router.load_state_dict(teacher.router.state_dict())
     before = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
     x = make_tokens(64, 32, dtype=dtype)
-    target = teacher.eval()(x)[0].float()
+    target = without_grad(teacher, x)[0].float()
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.02, weight_decay=0.0)
     losses = []
     for _ in range(30):
@@ -223,7 +238,9 @@ def test_bad_sizes(case):
 
 
 def test_unknown_activation():
-    with pytest.raises(ValueError, match="swish"):
+    with pytest.raises(
+        ConfigError, match=r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'silu'\]"
+    ):
         MoE(4, 1, 8, 8, "swish")
 
 
@@ -234,10 +251,39 @@ def test_wrong_hidden_size(backend, shape):
         make_layer()(torch.zeros(shape), backend)
 
 
-@pytest.mark.parametrize("backend", [KernelBackendMoE.scattermoe, "sonicmoe", None], ids=str)
+@pytest.mark.parametrize("backend", [KernelBackendMoE.scattermoe, "sonic", None], ids=str)
 def test_unsupported_backend(backend):
-    with pytest.raises(EngineUnavailableError, match=r"kernel_backend_moe=.*available: sonicmoe, torch"):
+    words = re.escape(f"kernel_backend_moe={getattr(backend, 'value', backend)!r}; available: sonicmoe, torch")
+    with pytest.raises(EngineUnavailableError, match=words):
         make_layer()(torch.zeros(2, 32), backend)
+
+
+@pytest.mark.parametrize("backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch], ids=lambda b: b.value)
+def test_a_backend_by_its_value(backend):
+    moe, (x, _) = make_layer(), tokens()
+    assert torch.equal(moe(x, backend.value)[0], moe(x, backend)[0])
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["sonicmoe", "torch"])
+
+
+@BACKENDS
+@pytest.mark.parametrize("use_fp8", ["off", "", 0, 1, 1.0], ids=repr)
+def test_use_fp8_is_a_bool_or_none(backend, use_fp8):
+    """Strings are all true, and "off" must not turn it on."""
+    with pytest.raises(ConfigError, match=f"use_fp8 is {use_fp8!r}; needed: True, False or None"):
+        make_layer()(tokens()[0], backend, use_fp8=use_fp8)
+
+
+@BACKENDS
+def test_tokens_and_router_of_two_dtypes(backend):
+    moe, x = make_layer(), tokens()[0].bfloat16()
+    words = r"x \(hidden_states\) is bfloat16, router_w \(router.weight\) is float32; convert one, or use autocast"
+    with pytest.raises(DTypeError, match=words):
+        moe(x, backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moe(x, backend)[0].dtype == torch.bfloat16
+    assert moe.bfloat16()(x, backend)[0].dtype == torch.bfloat16
 
 
 def test_unavailable_engine():

@@ -10,7 +10,7 @@ from functional.layer_golden import golden_layer, make_layer, make_tokens, run_l
 import sonicmoe
 from sonicmoe import SonicMoEConfig, count_cumsum, enable_quack_gemm, moe_TC_softmax_topk_layer
 from sonicmoe.config import current_config
-from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 
 
 def arguments(moe, x):
@@ -74,6 +74,8 @@ REFUSED = {
     "w2 of more experts": ({"w2": torch.zeros(32, 24, 6)}, "w2 .*needed: 5 experts"),
     "one bias": ({"b2": torch.zeros(5, 32)}, "both or neither"),
     "bias of another width": ({"b1": torch.zeros(5, 24), "b2": torch.zeros(5, 32)}, "b1 has shape"),
+    "tokens with three axes": ({"x": torch.zeros(2, 4, 32)}, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
+    "one token": ({"x": torch.zeros(32)}, r"x has shape \(32,\); needed: \[T, H\]"),
 }
 
 
@@ -82,6 +84,16 @@ def test_refused(case):
     changes, message = REFUSED[case]
     with pytest.raises(ShapeError, match=message):
         moe_TC_softmax_topk_layer(**arguments(make_layer(), make_tokens(4, 32)) | changes)
+
+
+def test_values_and_dtypes_are_refused():
+    given = arguments(make_layer(), make_tokens(4, 32))
+    with pytest.raises(DTypeError, match=r"x .* is bfloat16, router_w .* is float32; convert one, or use autocast"):
+        moe_TC_softmax_topk_layer(**given | {"x": given["x"].bfloat16()})
+    with pytest.raises(ConfigError, match=r"activation_type is 'swish'; needed: one of \['swiglu', .*\]"):
+        moe_TC_softmax_topk_layer(**given, activation_type="swish")
+    with pytest.raises(ConfigError, match="use_fp8 is 'off'; needed: True, False or None"):
+        moe_TC_softmax_topk_layer(**given, use_fp8="off")
 
 
 # count_cumsum

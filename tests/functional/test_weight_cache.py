@@ -7,9 +7,11 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 from framework import torch
 from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import moe_TC_softmax_topk_layer
 from sonicmoe.engine.hopper import HopperEngine
@@ -41,15 +43,48 @@ def without_cache(moe, x, **options):
     return fresh(x, **options)[0]
 
 
-@MODES
-def test_prepared_once(options, prepared):
+def test_prepared_once(prepared):
     moe, (x, dout) = make_layer(bias=True), tokens()
-    runs = [run_layer(moe, x, dout, **options) for _ in range(3)]
-    moe.eval()(x, **options)
+    runs = [run_layer(moe, x, dout, **FP8) for _ in range(3)]
+    moe.eval()(x, **FP8)
     with torch.inference_mode():
-        moe(x, **options)
+        moe(x, **FP8)
     assert len(prepared) == 1
     assert_same_bits(runs[0], runs[2])
+
+
+def test_nothing_is_kept_of_unquantised_weights():
+    """Engines read the user's own memory: to keep it is to keep it from being freed."""
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    run_layer(moe, x, dout)
+    assert not _kept.get(moe.c_fc.weight)
+    for options, count in ((FP8, 1), ({}, 0)):
+        moe(x, **options)
+        assert len(_kept[moe.c_fc.weight]) == count
+
+
+def converted(moe):
+    """Stands for a move to another device."""
+    moe.to(torch.bfloat16)
+
+
+def let_go(moe):
+    """As offloading and sharding by hand do."""
+    for parameter in moe.parameters():
+        parameter.data = torch.empty(0)
+
+
+@MODES
+@pytest.mark.parametrize("leave", [converted, let_go])
+def test_weights_that_a_model_left_are_freed_at_once(leave, options):
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in moe.parameters()]
+    run_layer(moe, x, dout, **options)
+    with torch.no_grad():
+        moe(x, **options)
+    assert not any(storage.expired() for storage in memory)
+    leave(moe)
+    assert all(storage.expired() for storage in memory)
 
 
 def test_prepared_again_for_another_precision(prepared):
@@ -71,7 +106,7 @@ def test_optimizer_step(name, options, prepared):
         optimizer.step()
         optimizer.zero_grad()
         outputs.append(out.detach())
-    assert len(prepared) == 2
+    assert len(prepared) == (2 if options else 4), "unquantised: in backward too"
     assert not torch.equal(*outputs)
     assert torch.equal(moe(x, **options)[0], without_cache(moe, x, **options))
 
@@ -118,6 +153,19 @@ def test_freed_memory_cannot_pass_for_old_weights():
         moe.float()
         after = moe(x, **FP8)[0]
         assert not torch.equal(after, before) and torch.equal(after, without_cache(moe, x, **FP8))
+
+
+def test_the_same_memory_given_again_is_no_hit():
+    """An allocator may hand out the block that was freed: address, shape and version are those of the old weights."""
+    moe, (x, _) = make_layer(bias=True), tokens()
+    block = moe.c_fc.weight.detach().numpy().copy()
+    outputs = []
+    for factor in (1.0, -1.5):
+        moe.c_fc.weight.data = torch.empty(0)
+        np.multiply(block, factor, out=block)
+        moe.c_fc.weight.data = torch.from_numpy(block)
+        outputs.append(moe(x, **FP8)[0])
+    assert not torch.equal(*outputs) and torch.equal(outputs[1], without_cache(moe, x, **FP8))
 
 
 def test_an_address_alone_does_not_name_weights():
@@ -198,7 +246,7 @@ def test_prepared_in_inference_mode_used_in_training(options, prepared):
     with torch.inference_mode():
         moe(x, **options)
     run = run_layer(moe, x, dout, **options)
-    assert len(prepared) == 1
+    assert len(prepared) == (1 if options else 3)
     moe.invalidate_caches()
     assert_same_bits(run, run_layer(moe, x, dout, **options))
 
@@ -218,6 +266,18 @@ def test_backward_after_a_change_of_the_weights(options):
         return
     for gradient, name in zip(torch.autograd.grad((out * dout).sum(), wanted), ("c_fc", "c_proj"), strict=True):
         assert torch.equal(gradient, expected[f"{name}.weight"])
+
+
+def test_fp8_backward_after_a_change_of_the_biases():
+    """They are kept beside the codes, as copies."""
+    moe, (x, dout) = make_layer(bias=True), tokens()
+    wanted = [moe.router.weight, moe.c_fc.weight, moe.c_proj.weight]
+    expected = torch.autograd.grad((moe(x, **FP8)[0] * dout).sum(), wanted)
+    out, _ = moe(x, **FP8)
+    with torch.no_grad():
+        moe.c_fc.bias.mul_(-1.5)
+        moe.c_proj.bias.mul_(-1.5)
+    assert all(map(torch.equal, torch.autograd.grad((out * dout).sum(), wanted), expected))
 
 
 def test_autocast_casts_plain_weights_only(monkeypatch):
@@ -264,7 +324,7 @@ def test_copies_are_equal_and_independent(duplicate, options, prepared):
     expected = run_layer(moe, x, dout, **options)
     twin = duplicate(moe)
     assert_same_bits(run_layer(twin, x, dout, **options), expected)
-    assert len(prepared) == 2, "a copy prepares its own weights"
+    assert len(prepared) == (2 if options else 4), "a copy prepares its own weights"
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.zero_()

@@ -9,6 +9,7 @@ import weakref
 import pytest
 from framework import torch
 from functional.layer_golden import make_layer, make_tokens, run_layer
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.engine.interface import EngineSettings
@@ -123,8 +124,8 @@ def test_an_engine_that_follows_weights_reuses_its_buffers(face, following):
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_weights_are_split_into_experts_once_where_that_makes_views(contiguous):
-    """Weights that have to be copied first are copied again: a copy does not show later values."""
+def test_weights_are_split_into_experts_when_asked_for(contiguous):
+    """Addresses need no views; and what an engine looked at shows later values, or is copied again."""
     engine, sources = Following(), []
 
     def prepare_source(source, *arguments):
@@ -146,7 +147,41 @@ def test_weights_are_split_into_experts_once_where_that_makes_views(contiguous):
     w1.data.mul_(2)  # found by the engine itself
     assert torch.equal(codes(), -4 * before)
     assert engine.events == ["made", "remade", "found"]
-    assert len({id(source) for source in sources}) == (1 if contiguous else 3)
+    for source in sources:
+        matrices = (*source.up, *source.down)
+        assert source.pointers == tuple(matrix.data_ptr() for matrix in matrices)
+        assert (source.pointers[0] == w1.data_ptr()) == contiguous
+        assert len(source.up) == len(source.down) == 2
+        assert all(torch.equal(source.down[expert], w2[expert]) for expert in range(2))
+        assert torch.equal(matrices[1], source.up[1])
+
+
+@FACES
+@pytest.mark.parametrize("leave", ["converted", "let go"])
+def test_an_engine_that_follows_weights_keeps_none_of_them(face, leave, following):
+    moe, x = make_layer(), make_tokens(19, 32)
+    memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in moe.parameters()]
+    for _ in range(2):
+        face(moe, x).square().sum().backward()
+    if leave == "converted":
+        moe.to(torch.bfloat16)
+    else:
+        for parameter in moe.parameters():
+            parameter.data = torch.empty(0)
+    assert following.events == ["made"] and all(storage.expired() for storage in memory)
+
+
+def test_memory_given_again_gets_buffers_of_its_own(following):
+    """Address and version are those of weights whose outstanding forward has still to read its codes."""
+    moe, x = make_layer(), make_tokens(19, 32)
+    block = moe.c_fc.weight.detach().numpy().copy()
+    moe.c_fc.weight.data = torch.from_numpy(block)
+    first = module(moe, x)
+    moe.c_fc.weight.data = torch.empty(0)
+    moe.c_fc.weight.data = torch.from_numpy(block)
+    module(moe, x)
+    assert following.events == ["made", "made"]
+    first.sum().backward()
 
 
 def test_every_face_of_a_layer_shares_one_quantisation(following):

@@ -83,8 +83,10 @@ def forward(node, batch, counts=None):
 
 
 def backward(out, batch):
-    """`(dx, dprobs)`; weight gradients go to the node."""
-    return torch.autograd.grad(out, (batch.x, batch.probs), batch.dout)
+    """`(dx, dprobs)`; weight gradients go to the node, which adds them only if the backward is for them too."""
+    leaves = [function.variable for function, _ in out.grad_fn.next_functions if hasattr(function, "variable")]
+    weights = [leaf for leaf in leaves if leaf is not batch.x and leaf is not batch.probs]
+    return torch.autograd.grad(out, (batch.x, batch.probs, *weights), batch.dout, allow_unused=True)[:2]
 
 
 def run(node, batch):

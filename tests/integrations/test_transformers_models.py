@@ -193,6 +193,42 @@ def test_supported_models_pass_the_check(family):
     check_model(build(FAMILIES[family](1)))
 
 
+@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+def test_the_check_says_nothing_where_the_engine_runs(implementation, caplog):
+    check_model(build(FAMILIES["mixtral"](1), implementation))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_the_check_warns_of_another_implementation(implementation, caplog):
+    """Nothing else would say that a model runs without this package."""
+    check_model(build(FAMILIES["mixtral"](2), implementation))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("sonicmoe", "WARNING")
+    assert (
+        f"MixtralForCausalLM does not run on sonicmoe: its experts implementation is '{implementation}'"
+        in record.message
+    )
+    assert "model.set_experts_implementation('sonicmoe' or 'sonicmoe_fp8')" in record.message
+
+
+@pytest.mark.parametrize("theirs", [True, False], ids=["the kernel hub's", "nobody's"])
+def test_the_check_warns_where_nothing_was_registered(theirs, caplog, monkeypatch):
+    model = build(FAMILIES["mixtral"](1), "sonicmoe")
+    registry = dict(hf_moe.ExpertsInterface._global_mapping)
+    registry["sonicmoe"] = hf_moe.sonicmoe_experts_forward
+    if not theirs:
+        del registry["sonicmoe"]
+    monkeypatch.setattr(hf_moe.ExpertsInterface, "_global_mapping", registry)
+    check_model(model)
+    assert "experts implementation 'sonicmoe' is not this package's" in caplog.text
+    assert "call sonicmoe.integrations.transformers.register()" in caplog.text
+    caplog.clear()
+    register()
+    check_model(model)
+    assert not caplog.records
+
+
 def test_a_model_without_experts_is_refused():
     with pytest.raises(LayoutError, match="Linear has no experts"):
         check_model(torch.nn.Linear(2, 2))
