@@ -75,17 +75,22 @@ class MlpCall:
         accumulators = self.experts.accumulators(dout.device) if trainable else None
         with self.config.activate():
             dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
-            if accumulators is not None and self.wgrad_queue is None:
-                self._add_wgrad(pending, accumulators)
-            elif accumulators is not None and self.wgrad_queue is not None:
-                pending.shares_gpu = True
-                self.wgrad_queue.submit(pending, partial(self._add_wgrad, pending, accumulators))
+            if accumulators is not None:
+                self._hand_over(pending, accumulators)
         if trainable:
             self.experts.note_backward()
             if self.flush is FlushMode.BACKWARD:
                 return dx, dprobs, self.experts.flush_through_autograd()
             self.step_guard.note_backward(self.parameters)
         return dx, dprobs, [None] * len(self.parameters)
+
+    def _hand_over(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+        """Add the weight gradients now, or have them added off the way of dx."""
+        if self.wgrad_queue is None:
+            self._add_wgrad(pending, accumulators)
+        else:
+            pending.shares_gpu = True
+            self.wgrad_queue.submit(pending, partial(self._add_wgrad, pending, accumulators))
 
     def _add_wgrad(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
         try:

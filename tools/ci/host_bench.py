@@ -17,7 +17,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,35 +37,43 @@ KERNELS = (
 
 @click.command(help=__doc__)
 @click.option("--framework", type=click.Choice(["torch", "paddle"]), default="torch", show_default=True)
-@click.option("--experts", default=8, show_default=True, help="Local experts.")
+@click.option(
+    "--experts", multiple=True, default=[8], show_default=True, help="Local experts; may be given several times."
+)
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a batch.")
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option("--profile", is_flag=True, help="Print where Python's part goes (a profiler's own cost is in it).")
-def main(framework: str, experts: int, tokens: int, steps: int, stacked: bool, profile: bool) -> None:
+def main(framework: str, experts: tuple[int, ...], tokens: int, steps: int, stacked: bool, profile: bool) -> None:
     """Time steps, or profile them, and print."""
     if framework == "paddle":  # before anything of sonicmoe is imported
         import paddle
 
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
-    step, on_one_thread = (paddle_step if framework == "paddle" else torch_step)(experts, tokens, stacked)
+    made = [(paddle_step if framework == "paddle" else torch_step)(count, tokens, stacked) for count in experts]
     take_host_for_gpu()
-    step()
-    with on_one_thread:  # a profiler sees one
-        if profile:
-            with cProfile.Profile() as profiler:
-                for _ in range(steps):
-                    step()
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
-            return
-        times = [step_us(step) for _ in range(steps)]
-        allocated = count_allocations(step)
-    weights = "two stacked weights" if stacked else f"{2 * experts} weights"
-    print(
-        f"{framework}, E={experts}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "
-        f"{allocated:.0f} allocations"
-    )
+    for count, (step, on_one_thread) in zip(experts, made, strict=True):
+        step()
+        with on_one_thread:  # a profiler sees one
+            if profile:
+                print_profile(step, steps)
+                continue
+            times = [step_us(step) for _ in range(steps)]
+            allocated = count_allocations(step)
+        weights = "two stacked weights" if stacked else f"{2 * count} weights"
+        print(
+            f"{framework}, E={count}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "
+            f"{allocated:.0f} allocations"
+        )
+
+
+def print_profile(step: Callable[[], None], steps: int) -> None:
+    """Where Python's part of the steps goes."""
+    with cProfile.Profile() as profiler:
+        for _ in range(steps):
+            step()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
 def step_us(step: Callable[[], None]) -> float:
@@ -130,6 +138,15 @@ def launch_nothing() -> None:
     mlp_node.choose_engine = lambda *_: choice
 
 
+@contextlib.contextmanager
+def stay_on_thread() -> Iterator[None]:
+    """PyTorch's switch takes effect where it is made, not where it is entered."""
+    import torch
+
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], None], Any]:
     """A step, and the context in which backward stays on the calling thread."""
     import torch
@@ -152,7 +169,7 @@ def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], N
         torch.autograd.backward(outs, [dout] * LAYERS)
 
     torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = lambda: False, lambda device=None: None
-    return step, torch.autograd.set_multithreading_enabled(False)
+    return step, stay_on_thread()
 
 
 def paddle_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], None], Any]:
