@@ -32,7 +32,7 @@ from .interop import (
     require_framework_tensor,
     requires_grad,
 )
-from .layouts import WeightSource, native_matrices
+from .layouts import StackedMatrices, WeightSource, native_matrices
 from .stream_order import StreamOrder
 from .weight_changes import optimizer_steps, weight_fingerprint
 
@@ -167,8 +167,8 @@ class FusedParameters(ExpertParameters):
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """Views of each expert's matrices."""
-        ups, downs = (tuple(weight.detach().unbind(0)) for weight in self._weights)
-        return WeightSource(ups, downs, self.transposed, self.split_half)
+        up, down = (StackedMatrices(weight.detach()) for weight in self._weights)
+        return WeightSource(up, down, self.transposed, self.split_half)
 
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
         """The two stacked gradients."""
@@ -204,6 +204,11 @@ class ExpertWeights:
     def unflushed(self) -> bool:
         """Whether the accumulators hold gradients of a backward that no flush has taken."""
         return self._backwards > 0
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether no backward, not even a failed one, has added since the last flush."""
+        return not (self.unflushed or self._incomplete)
 
     def note_backward(self) -> None:
         """A backward has added to the accumulators."""
@@ -307,7 +312,7 @@ class ExpertWeights:
         Raises:
             RuntimeError: they hold gradients that were not flushed.
         """
-        if self.unflushed or self._incomplete:
+        if not self._untouched:
             raise RuntimeError(
                 "accumulators hold gradients that were never flushed; call step() or discard_grads() first"
             )
@@ -349,11 +354,7 @@ class ExpertWeights:
         None where there is nothing to flush, or no kernel for it: experts that share memory need one addition after the other.
         """
         held, parameters = self._accumulators, self.source.parameters()
-        if (
-            not (self.unflushed or self._incomplete)
-            or held is None
-            or len({id(parameter) for parameter in parameters}) < len(parameters)
-        ):
+        if self._untouched or held is None or len({id(parameter) for parameter in parameters}) < len(parameters):
             return None
         kernel = gradients.kernel_for(held.dw1)
         if kernel is None:
@@ -388,7 +389,7 @@ class ExpertWeights:
 
     def _drain(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`(trainable parameter, gradient)` pairs; zeroes the accumulators when all were taken."""
-        if not (self.unflushed or self._incomplete) or self._accumulators is None:
+        if self._untouched or self._accumulators is None:
             return
         self._check_main_grads(self._accumulators)
         self.additions.enter(self._accumulators.dw1)

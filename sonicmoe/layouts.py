@@ -13,12 +13,14 @@ Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so th
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .errors import LayoutError, ShapeError, expect
-from .interop import data_ptr
+from .interop import data_ptr, numel
 
 Tensor = torch.Tensor
 
@@ -81,6 +83,41 @@ def stack(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors])
 
 
+class StackedMatrices(Sequence[Tensor]):
+    """The E matrices of a contiguous stacked weight, split off when asked for: E views take longer than a launch, which reads addresses."""
+
+    def __init__(self, stacked: Tensor) -> None:
+        """Keeps the tensor."""
+        self._stacked = stacked
+        self._first: Tensor | None = None
+
+    def __len__(self) -> int:
+        """E."""
+        return int(self._stacked.shape[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        """A view; the first, which stands for all, is made once."""
+        if index != 0:
+            return self._stacked[index]
+        if self._first is None:
+            self._first = self._stacked[0]
+        return self._first
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All views, in one operation."""
+        return iter(self._stacked.unbind(0))
+
+    def addresses(self) -> range:
+        """Of the matrices, without a view of each."""
+        start = data_ptr(self._stacked)
+        step = max(1, numel(self._stacked) // len(self) * self._stacked.element_size())
+        return range(start, start + len(self) * step, step)
+
+
+def _addresses(matrices: Sequence[Tensor]) -> Iterable[int]:
+    return matrices.addresses() if isinstance(matrices, StackedMatrices) else map(data_ptr, matrices)
+
+
 @dataclass(frozen=True, eq=False)
 class WeightSource:
     """The user's weights where they lie: E matrices each, views of one stacked tensor or parameters of their own; never copied.
@@ -89,8 +126,8 @@ class WeightSource:
     split_half: the N1 = 2I gate and up rows (columns) are [gate; up] halves, else interleaved pairs (or ungated).
     """
 
-    up: tuple[Tensor, ...]
-    down: tuple[Tensor, ...]
+    up: Sequence[Tensor]
+    down: Sequence[Tensor]
     transposed: bool
     split_half: bool
 
@@ -102,7 +139,7 @@ class WeightSource:
     @functools.cached_property
     def pointers(self) -> tuple[int, ...]:
         """Addresses of the up matrices, then of the down matrices."""
-        return tuple(map(data_ptr, (*self.up, *self.down)))
+        return (*_addresses(self.up), *_addresses(self.down))
 
     @property
     def n1(self) -> int:

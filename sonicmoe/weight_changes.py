@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from .interop import IS_PADDLE, is_cuda
+from .interop import IS_PADDLE, is_cuda, writes_of
 
 Tensor = torch.Tensor
 
-_version = attrgetter("_version")
 _optimizer_steps = 0
 
 
@@ -50,9 +48,9 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 def _versions(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """0 for inference tensors, which have no counter."""
     try:
-        return tuple(map(_version, parameters))
+        return tuple(map(writes_of, parameters))
     except RuntimeError:
-        return tuple(0 if parameter.is_inference() else parameter._version for parameter in parameters)
+        return tuple(0 if parameter.is_inference() else writes_of(parameter) for parameter in parameters)
 
 
 def _weighted_sum(values: Tensor) -> Tensor:

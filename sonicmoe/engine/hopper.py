@@ -20,6 +20,7 @@ from ..errors import ConfigError, ShapeError, expect
 from ..interop import aligned, device_name, device_of, dtype_name, empty, plain_ops
 from ..kernels.limits import FP8_ACTIVATIONS, fp8_settings_problem, fp8_sizes_problem
 from ..kernels.sm90 import missing_tool
+from ..layouts import StackedMatrices
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, to_scratch
 from ..routing.metadata import RoutingMetadata
@@ -56,8 +57,8 @@ class HopperEngine(Engine):
         """Quantise native weights into the orders that forward and dgrad read."""
         check_weights(w1, w2, b1, b2, settings.activation)
         expect(b1 is None, ConfigError, "the hopper engine has no biases; needed: b1 and b2 None")
-        ups, downs = tuple(w1.detach().contiguous().unbind(0)), tuple(w2.detach().contiguous().unbind(0))
-        return self.prepare_source(WeightSource(ups, downs, transposed=False, split_half=False), settings, None, True)
+        up, down = (StackedMatrices(weight.detach().contiguous()) for weight in (w1, w2))
+        return self.prepare_source(WeightSource(up, down, transposed=False, split_half=False), settings, None, True)
 
     def prepare_source(
         self, source: WeightSource, settings: EngineSettings, previous: EngineWeights | None, changed: bool

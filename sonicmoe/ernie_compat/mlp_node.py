@@ -82,9 +82,7 @@ class SonicMoEMlpNode:
     ) -> None:
         """See the class."""
         activation = member_of(ActivationType, activation_type, "activation_type")
-        if not isinstance(experts, Sequence) and not hasattr(
-            experts, "__getitem__"
-        ):  # ModuleList and LayerList are no Sequence
+        if not hasattr(experts, "__getitem__"):  # ModuleList and LayerList are no Sequence
             raise LayoutError(f"experts is {type(experts).__name__}; needed: a list of expert modules")
         source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation)
         _refuse_biases(experts)

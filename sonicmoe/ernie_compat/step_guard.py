@@ -30,8 +30,6 @@ REMEDY = (
 
 
 _NO_MAIN_GRAD: Any = object()
-
-
 _waiting: WeakSet[StepGuard] = WeakSet()
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +13,7 @@ from .. import layouts
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
 from ..errors import ConfigError, FrameworkError, expect
 from ..interop import IS_PADDLE, is_cuda, plain_ops
-from ..layouts import WeightSource
+from ..layouts import StackedMatrices, WeightSource
 from ..weight_changes import optimizer_steps
 
 if IS_PADDLE:
@@ -27,41 +26,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-class _Matrices(Sequence[Tensor]):
-    """The E matrices of a stacked weight, split off when asked for: E views take longer than a launch, and a GPU reads addresses only."""
-
-    def __init__(self, stacked: Tensor) -> None:
-        self._stacked = stacked
-        self._first: Tensor | None = None
-
-    def __len__(self) -> int:
-        return int(self._stacked.shape[0])
-
-    def __getitem__(self, index: Any) -> Any:
-        if index != 0:
-            return self._stacked[index]
-        if self._first is None:
-            self._first = self._stacked[0]
-        return self._first
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._stacked.unbind(0))
-
-    def addresses(self) -> range:
-        start, step = self._stacked.data_ptr(), max(1, self._stacked.stride(0) * self._stacked.element_size())
-        return range(start, start + len(self) * step, step)
-
-
-class _StackedSource(WeightSource):
-    """A `WeightSource` of two `_Matrices`."""
-
-    @property
-    def pointers(self) -> tuple[int, ...]:
-        """As of any source, without a view of each matrix."""
-        up, down = cast(_Matrices, self.up), cast(_Matrices, self.down)
-        return (*up.addresses(), *down.addresses())
 
 
 @dataclass(frozen=True)
@@ -82,8 +46,8 @@ class WeightLayout:
 
     def source(self, weights: Weights) -> WeightSource:
         """Each expert's matrices where they lie; copies only of what is not contiguous."""
-        up, down = (cast(tuple[Tensor, ...], _Matrices(weight.detach().contiguous())) for weight in weights[:2])
-        return _StackedSource(up, down, self.transposed, self.split_half)
+        up, down = (StackedMatrices(weight.detach().contiguous()) for weight in weights[:2])
+        return WeightSource(up, down, self.transposed, self.split_half)
 
     def native(self, weights: Weights) -> Weights:
         """Native, contiguous weights: the user's own memory where it is already so."""

@@ -83,12 +83,13 @@ def check_model(model: nn.Module) -> None:
     Raises:
         LayoutError: names every such class of experts and the reason; or the model has no experts that transformers can dispatch.
     """
-    found = {type(module): module for module in model.modules() if _is_experts(module)}
+    experts = [module for module in model.modules() if _is_experts(module)]
+    found = {type(module): module for module in experts}
     kind = type(model).__name__
     expect(bool(found), LayoutError, f"{kind} has no experts with an exchangeable implementation")
     reasons = [reason for reason in map(unsupported_reason, found.values()) if reason is not None]
     expect(not reasons, LayoutError, f"{kind}: {'; '.join(reasons)}")
-    for name in sorted({str(_implementation(module)) for module in model.modules() if _is_experts(module)}):
+    for name in sorted({str(_implementation(module)) for module in experts}):
         problem = _not_in_force(name)
         if problem is not None:
             logger.warning("%s does not run on sonicmoe: %s", kind, problem)
