@@ -65,16 +65,6 @@ def test_layer_equals_one_gpu(smoke, dispatcher, kind):
         assert times["tokens_per_s"] > 0 and sum(times[f"{stage}_share"] for stage in STAGES) == pytest.approx(1)
 
 
-@two_gpus
-def test_split_wgrad_costs_nothing(smoke):
-    """What it hides of the combine of dx is a matter of sizes; it must not make a layer slower."""
-    figures, said = smoke
-    layers = layers_of(figures, "nccl")
-    assert len(layers) == 2, said[-4000:]
-    for layer in layers:
-        assert layer["times"]["split_wgrad_ms"] <= 1.1 * layer["times"]["whole_wgrad_ms"], layer["times"]
-
-
 class Expert(nn.Module):
     def __init__(self, generator):
         super().__init__()
