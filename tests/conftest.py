@@ -29,6 +29,9 @@ def hopper_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] == 9
 
 
+# They take kernels that other tests compile: in the middle of a run they would wait for the other worker's compiler.
+LAST = {"test_every_real_kernel_takes_what_a_pass_gives_it"}
+
 AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))}
 
 
@@ -54,6 +57,7 @@ def artefacts(session_folder: Path) -> CompileCache:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: getattr(item, "originalname", None) in LAST)
     for item in items:
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) and not AVAILABLE[marker]():

@@ -10,6 +10,8 @@ the seed of `hash`, so what may depend on it between ranks is tested in processe
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -19,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -157,10 +160,28 @@ def become(request: dict, path_of_server: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def end(code: object) -> None:
+    """End this process as the interpreter would, but for freeing what the server had imported: that takes it a second."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit((code if isinstance(code, int) else int(code is not None)) & 0xFF)
+
+
 if __name__ == "__main__":
     own_path = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    gc.freeze()  # or every collection of a forked process would look at, and so copy, what was imported
     wanted = serve()
     if wanted is not None:
-        become(wanted, own_path)
+        status: object = None
+        try:
+            become(wanted, own_path)
+        except SystemExit as exit_:
+            status = exit_.code
+        end(status)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
+from worlds import environment
 
 from sonicmoe.cli.main import COMMANDS
 
@@ -27,9 +27,7 @@ def test_example_runs_and_trains_every_expert() -> None:
         "assert out.shape == x.shape and bool(paddle.isfinite(out).all())\n"
         "print('trained')\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", f"{example}\n{check}"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    result = preloaded.run("paddle", ["-c", f"{example}\n{check}"], environment(), ROOT, timeout=240)
     assert result.stdout.endswith("trained\n"), result.stderr
 
 

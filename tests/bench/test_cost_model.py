@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 import time
 
 import numpy as np
+import preloaded
 import pytest
 from click.testing import CliRunner
 from framework import torch
+from worlds import ROOT, environment
 
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.cost_model import FitError, choose_terms, fit_model, groups, solve
@@ -245,7 +245,7 @@ def test_a_killed_sweep_continues(tmp_path):
         "from sonicmoe.bench.shapes import Shape; "
         "s.sweep(Path(sys.argv[1]), [Shape(t, 64, 32, 4, 2) for t in range(256, 4096)], w.Variant.parse('reference'))"
     )
-    running = subprocess.Popen([sys.executable, "-c", program, str(path)])
+    running = preloaded.Process("torch", ["-c", program, str(path)], environment(), ROOT)
     try:
         deadline = time.monotonic() + 120
         while (not path.exists() or path.read_text().count("\n") < 3) and time.monotonic() < deadline:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from sonicmoe.jit.toolchain import find_toolkit
@@ -23,10 +22,8 @@ pytestmark = [
 def measure(artefacts, *options):
     """`(microseconds, allocations)` per layer for each number of experts."""
     directories = {"SONIC_MOE_CACHE_DIR": str(artefacts.root), "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root)}
-    command = [sys.executable, ROOT / "tools" / "ci" / "host_bench.py", "--steps", "2", *options]
-    process = subprocess.run(
-        command, check=False, env=os.environ | directories, capture_output=True, text=True, timeout=300
-    )
+    command = [str(ROOT / "tools" / "ci" / "host_bench.py"), "--steps", "2", *options]
+    process = preloaded.run("paddle" if "paddle" in options else "torch", command, os.environ | directories, ROOT, 300)
     assert process.returncode == 0, process.stderr
     found = re.findall(r": (\d+) us per layer at best, median \d+; (\d+) allocations", process.stdout)
     return [(int(best), int(allocations)) for best, allocations in found]

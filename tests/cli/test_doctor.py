@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import preloaded
 import pytest
 from click.testing import CliRunner
 
@@ -39,10 +40,14 @@ ROOT = Path(__file__).resolve().parents[2]
 TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
 
 
-def run_doctor(*arguments: str, without: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
-    """`sonicmoe doctor` in a process of its own, with some modules made unimportable."""
+def run_doctor(
+    *arguments: str, without: tuple[str, ...] = (), preload: str | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """`sonicmoe doctor` in a process of its own, with some modules made unimportable, or a framework imported already."""
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in without)
     program = f"import sys; {blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
+    if preload is not None:
+        return preloaded.run(preload, ["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
     command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environ})
 
@@ -404,7 +409,8 @@ def test_other_framework_than_the_loaded_one() -> None:
 @pytest.mark.paddle
 @pytest.mark.parametrize("without", [(), ("torch",)], ids=["beside torch", "without torch"])
 def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
-    result = run_doctor("--json", "--framework", "auto" if without else "paddle", without=without)
+    choice = ("auto", None) if without else ("paddle", "paddle")
+    result = run_doctor("--json", "--framework", choice[0], without=without, preload=choice[1])
     found = json.loads(result.stdout)
     assert result.returncode == 0, found["problems"]
     assert found["framework"] == "paddle"
@@ -415,6 +421,6 @@ def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
 @pytest.mark.paddle
 def test_paddle_without_the_torch_proxy() -> None:
     program = "import paddle, sys; del paddle.enable_compat; from sonicmoe.cli.main import main; main(['doctor', '--framework', 'paddle'])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    result = preloaded.run("paddle", ["-c", program], dict(os.environ), ROOT, timeout=240)
     assert result.returncode == 1
     assert "has no torch proxy; sonicmoe needs paddle >= 3.3.0" in " ".join(result.stdout.split())

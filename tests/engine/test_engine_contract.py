@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -135,15 +136,11 @@ class TestNonFiniteTokens:
     @pytest.mark.parametrize("where", ["x", "dout"])
     @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
     def test_stay_in_their_token_and_never_become_finite(self, settings, value, where, activation):
-        problem = make_problem(activation, tokens=40, hidden=32, intermediate=16, topk=2, empty=())
-        token = int(np.flatnonzero(((problem.indices >= 0) & (problem.indices < 4)).all(1))[0])
+        problem, token, expected, whole = self.healthy_runs(settings, where, activation)
         bad = getattr(problem, where).copy()
         bad[token, 3] = value
         actual = run_engine(problem.but(**{where: bad}), settings)
         others = np.arange(40) != token
-        # The others' bits are those of a run where this token is zero: it takes no part in a shared scale either.
-        zero = {name: getattr(problem, name) * others[:, None] for name in {where, "dout"}}
-        expected = run_engine(problem.but(**zero), settings)
         for name in ("out", "dx", "dprobs"):
             np.testing.assert_array_equal(getattr(actual, name)[others], getattr(expected, name)[others], err_msg=name)
         if where == "x" and (np.isnan(value) or settings.recipe is not None):
@@ -151,9 +148,19 @@ class TestNonFiniteTokens:
         elif where == "x":
             assert not np.isfinite(actual.out[token]).all()
         else:
-            np.testing.assert_array_equal(actual.out, run_engine(problem, settings).out)
+            np.testing.assert_array_equal(actual.out, whole.out)
         assert not np.isfinite(actual.dprobs[token]).any()
         assert not np.isfinite(actual.dx[token]).all()
+
+    @staticmethod
+    @cache
+    def healthy_runs(settings, where, activation):
+        """A problem, one of its tokens, and what the engine makes of it with that token zero and as it is."""
+        problem = make_problem(activation, tokens=40, hidden=32, intermediate=16, topk=2, empty=())
+        token = int(np.flatnonzero(((problem.indices >= 0) & (problem.indices < 4)).all(1))[0])
+        # The others' bits are those of a run where this token is zero: it takes no part in a shared scale either.
+        zero = {name: getattr(problem, name) * (np.arange(40) != token)[:, None] for name in {where, "dout"}}
+        return problem, token, run_engine(problem.but(**zero), settings), run_engine(problem, settings)
 
     @MODES
     def test_reach_the_gradients_of_their_experts_only(self, settings):

@@ -51,11 +51,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m sonicmoe.cli.train ARGUMENTS` to its end; where they name the framework, with that imported already."""
+def run_train(*arguments: str, preload: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m sonicmoe.cli.train ARGUMENTS` to its end; with the framework that they name, or `preload`, imported already."""
     command = ["-m", "sonicmoe.cli.train", *arguments]
-    framework = arguments[arguments.index("--framework") + 1] if "--framework" in arguments else None
-    return run_python(command, framework)
+    named = arguments[arguments.index("--framework") + 1] if "--framework" in arguments else None
+    return run_python(command, preload or named)
 
 
 def run_python(command: list[str], framework: str | None) -> subprocess.CompletedProcess[str]:

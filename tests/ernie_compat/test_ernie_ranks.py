@@ -134,7 +134,7 @@ def wait_for(condition, seconds, processes):
 def test_a_killed_rank_stops_the_others_with_one_line(text, tmp_path, victim):
     options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
     command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
-    processes = start_world(lambda rank: command, torchrun_variables(2))
+    processes = start_world(lambda rank: command, torchrun_variables(2), "torch")
     checkpoint = tmp_path / CHECKPOINT_NAME
     try:
         wait_for(checkpoint.exists, 120, processes)
@@ -204,7 +204,7 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
         "--data",
         str(text),
     ]
-    results = finish(start_world(lambda rank: refused, variables), 120)
+    results = finish(start_world(lambda rank: refused, variables, "torch"), 120)
     assert [code for code, _, _ in results] == [2, 2]
     assert results[1][2] == "" and results[0][2].count("\n") == 1
     assert "--ep is 3 and there are 2 ranks; needed: a number of ranks that is a multiple of --ep" in results[0][2]
@@ -213,7 +213,7 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
 def test_interrupted_ranks_save_one_checkpoint_together(text, tmp_path):
     options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
     command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
-    processes = start_world(lambda rank: command, torchrun_variables(2))
+    processes = start_world(lambda rank: command, torchrun_variables(2), "torch")
     try:
         wait_for((tmp_path / CHECKPOINT_NAME).exists, 120, processes)
         processes[1].send_signal(signal.SIGINT)  # one rank alone: the other must not wait for it in vain

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from small_run import ROOT, SIZE_OPTIONS, environment, run_train
@@ -75,10 +76,8 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
 ) -> None:
     options = ["--framework", framework, "--data", str(text), "--steps", "40", *SIZE_OPTIONS]
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
-    command = [sys.executable, "-m", "sonicmoe.cli.train", *options, "--out", str(interrupted)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
-    )
+    command = ["-m", "sonicmoe.cli.train", *options, "--out", str(interrupted)]
+    process = preloaded.Process(framework, command, environment(), ROOT)
     metrics = interrupted / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
@@ -92,7 +91,7 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     assert f"interrupted at step {step}; checkpoint saved" in stderr and "Traceback" not in stderr and stdout == ""
     assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
 
-    resumed = run_train("--resume", "--out", str(interrupted), "--data", str(text))
+    resumed = run_train("--resume", "--out", str(interrupted), "--data", str(text), preload=framework)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming after step {step}" in resumed.stderr and "differs" not in resumed.stderr
     assert run_train(*options, "--out", str(whole)).returncode == 0

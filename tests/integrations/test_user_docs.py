@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import preloaded
@@ -17,16 +15,10 @@ PAGES = {"pytorch": "torch", "transformers": "transformers"}
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def run(script: str, *, preload: bool) -> str:
-    """What a script prints; with `preload` in a process that has PyTorch imported already."""
+def run(script: str) -> str:
+    """What a script prints in a process that has PyTorch imported already."""
     environment = {**os.environ, **ONE_RANK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if preload:
-        result = preloaded.run("torch", [script], environment, ROOT, timeout=240)
-    else:
-        command = [sys.executable, script]
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=240
-        )
+    result = preloaded.run("torch", [script], environment, ROOT, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -40,7 +32,7 @@ def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: 
     assert len(snippets) >= 4 and len(snippets) == text.count("```") // 2
     script = tmp_path / f"{page}_page.py"
     script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
-    out = run(str(script), preload=False)
+    out = run(str(script))
     assert out.endswith("all ran\n")
     if page == "transformers":
         assert "Qwen3MoeExperts has the activation GELUTanh" in out
@@ -56,7 +48,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_learn(example: str) -> None:
-    errors = [float(error) for error in re.findall(r"error (\S+)", run(f"examples/{example}", preload=True))]
+    errors = [float(error) for error in re.findall(r"error (\S+)", run(f"examples/{example}"))]
     assert len(errors) == 4 and errors[-1] < 0.5 * errors[0]
     assert errors == sorted(errors, reverse=True)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
-from processes import NOT_RUN, environment
+from processes import NOT_RUN, PACKAGE_ROOT, TIMEOUT_S, environment
 
 from sonicmoe.jit import CompileCache
 from sonicmoe.jit.cuda_source import resource_usage
@@ -47,9 +48,8 @@ def test_artefact_loads_without_cute(warmed: CompileCache) -> None:
         "try: function(torch.zeros(3), torch.zeros(3), 1.0)\n"
         "except ValueError as error: print(json.dumps(str(error)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
-    )
+    env = environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    done = preloaded.run("torch", ["-c", program], env, PACKAGE_ROOT, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert "expected device_type=cuda" in json.loads(done.stdout)
 

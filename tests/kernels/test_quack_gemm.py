@@ -11,8 +11,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import preloaded
 import pytest
 from framework import torch
+from worlds import ROOT, environment
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import current_config
@@ -129,11 +131,10 @@ def test_variants_compile_for_hopper_without_spills(part: int, pytestconfig: pyt
     toolkit, variants = find_toolkit(), found[part::PARTS]
     assert toolkit is not None and variants
     requests = [[number, kernel.entry, dict(kernel.statics)] for number, kernel in enumerate(variants)]
-    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-P", str(Path(__file__).with_name("quack_variants.py")), ARCH, str(toolkit.home / "bin" / "ptxas")],
         input="\n".join(map(json.dumps, requests)), capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     reports = dict(json.loads(line) for line in done.stdout.splitlines())
@@ -168,10 +169,7 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: Compi
         "            torch.zeros(2, 32), torch.zeros(3, dtype=torch.int32), None, 66)\n"
         "except ValueError as error: print(error)"
     )
-    search = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    done = preloaded.run("torch", ["-c", program], environment(), ROOT, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "expected device_type=cuda" in done.stdout
     assert "cu_rows: Tensor([n4], int32), gather_index: None, max_clusters: int32" in done.stdout
