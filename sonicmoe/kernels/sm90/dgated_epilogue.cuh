@@ -81,6 +81,14 @@ __device__ __forceinline__ float high_of(uint32_t pair) { return __uint_as_float
 
 __device__ __forceinline__ float warp_max(float v) { return amax_of_lanes<32>(v); }
 
+// Magnitudes of the larger of each half; signs are of no meaning. NaN loses.
+__device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ float larger_magnitude(uint32_t pair) { return fmaxf(fabsf(low_of(pair)), fabsf(high_of(pair))); }
+
 // byte `i` of a word of biased INT8 codes (code + 128) as a float
 template <int i>
 __device__ __forceinline__ float biased_byte(uint32_t word) {
@@ -124,16 +132,16 @@ struct DgatedFp8 {
     float by[2] = {unit[0][0], unit[1][0]}, dprob[2] = {0.f, 0.f};
 #pragma unroll 1
     for (int col = tile.col; col < end; col += 128) {
-      float top_y[2] = {0.f, 0.f};
+      float top_y = 0.f, y1s_unit[2][2] = {};
       uint32_t y1s[2][2][8];
-      piece<0>(acc[0], y1s[0], by, dprob, top_y, row, col, end, tile);
+      piece<0>(acc[0], y1s[0], y1s_unit[0], by, dprob, top_y, row, col, end, tile);
       if (col + 64 < end) {
-        piece<1>(acc[0], y1s[1], by, dprob, top_y, row, col + 64, end, tile);
+        piece<1>(acc[0], y1s[1], y1s_unit[1], by, dprob, top_y, row, col + 64, end, tile);
       } else {
 #pragma unroll
         for (int j = 0; j < 8; ++j) y1s[1][0][j] = y1s[1][1][j] = 0;
       }
-      if constexpr (kWgradFp8) store_y1s(y1s, top_y, col, tile);
+      if constexpr (kWgradFp8) store_y1s(y1s, y1s_unit, top_y, col, tile);
       by[0] = unit[0][1], by[1] = unit[1][1];
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i];
@@ -161,18 +169,19 @@ struct DgatedFp8 {
   __device__ __forceinline__ int64_t chunk_offset(int row, int col) const {
     return static_cast<int64_t>(static_cast<uint32_t>(row) * (p.n / 8) + col / 8 + lane % 4) * 16;
   }
-  // 64 columns: gradients in registers, their block's scale, then out. What is constant in a row (the accumulator's unit, the
-  // probability) is left to the quantisation. What waits for a scale waits as bf16, or registers would not suffice: to e4m3's
+  // 64 columns: gradients in registers, their block's scale, then out. What is constant in a row (the accumulator's unit, z's
+  // scale, the probability) is left to the quantisation. What waits for a scale waits as bf16, or registers would not suffice: to e4m3's
   // 2^-4 of error that adds 2^-9. z of the next 64 columns is fetched meanwhile.
   template <int kPiece>
-  __device__ __forceinline__ void piece(const float (&acc)[64], uint32_t (&y1s)[2][8], const float (&by)[2], float (&dprob)[2],
-                                        float (&top_y)[2], int row, int col, int end, const Tile& tile) {
+  __device__ __forceinline__ void piece(const float (&acc)[64], uint32_t (&y1s)[2][8], float (&y1s_unit)[2], const float (&by)[2],
+                                        float (&dprob)[2], float& top_y, int row, int col, int end, const Tile& tile) {
     uint32_t dz[2][8][2];  // (gate, up) pairs
-    float top[2] = {0.f, 0.f};
+    float top[2], multiplier[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float scale = z.scale[h], exponent_scale = Activation::kArgument * scale;
+      const float scale = z.scale[h], argument_scale = Activation::kArgument * scale;
       float sum = 0.f;
+      uint32_t largest_dz = 0, largest_y1 = 0;  // pairs
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint4& words = z.word[h][j / 4];
@@ -181,26 +190,28 @@ struct DgatedFp8 {
         float y1[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float dy1 = acc[4 * (8 * kPiece + j) + 2 * h + c], scaled_up = up[c] * scale;
+          const float dy1 = acc[4 * (8 * kPiece + j) + 2 * h + c], dy1_up = dy1 * up[c];
           float value, slope;
-          Activation::both(gate[c] * scale, gate[c] * exponent_scale, value, slope);
-          y1[c] = value * scaled_up;
-          sum = fmaf(dy1, y1[c], sum);
-          const float dgate = dy1 * scaled_up * slope, dup = dy1 * value;
-          dz[h][j][c] = bf16x2(dgate, dup);
-          top[h] = fmaxf(top[h], fmaxf(fabsf(dgate), fabsf(dup)));
-          top_y[h] = fmaxf(top_y[h], fabsf(y1[c]));
+          Activation::both(gate[c], scale, argument_scale, value, slope);
+          y1[c] = value * up[c];
+          sum = fmaf(dy1_up, value, sum);
+          dz[h][j][c] = bf16x2(dy1_up * slope, dy1 * value);
+          largest_dz = max_magnitudes(largest_dz, dz[h][j][c]);
         }
         y1s[h][j] = bf16x2(y1[0], y1[1]);
+        largest_y1 = max_magnitudes(largest_y1, y1s[h][j]);
       }
-      dprob[h] = fmaf(sum, by[h], dprob[h]);
+      dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
+      multiplier[h] = by[h] * prob[h] * scale;
+      top[h] = larger_magnitude(largest_dz);
+      y1s_unit[h] = prob[h] * scale * scale;
+      top_y = fmaxf(top_y, larger_magnitude(largest_y1) * fabsf(y1s_unit[h]));
     }
     if (col + 64 < end) load_z(row, col + 64);
-    float multiplier[2] = {by[0] * prob[0], by[1] * prob[1]};
     const BlockScale block = exchange(fmaxf(top[0] * fabsf(multiplier[0]), top[1] * fabsf(multiplier[1])));
     const int row_block = tile.row / kTileM, z_blocks = p.n / 64;
     if (tiles.elected()) e.dz_scale[static_cast<int64_t>(row_block) * z_blocks + col / 64] = block.scale_inv;
-    if constexpr (!kWgradFp8) store_wide(dz, y1s, multiplier, row, col);
+    if constexpr (!kWgradFp8) store_wide(dz, y1s, multiplier, y1s_unit, row, col);
     multiplier[0] *= block.multiplier;
     multiplier[1] *= block.multiplier;
     uint32_t codes[2][8];
@@ -245,14 +256,14 @@ struct DgatedFp8 {
     }
   }
 
-  __device__ __forceinline__ void store_y1s(const uint32_t (&y1s)[2][2][8], const float (&top)[2], int col, const Tile& tile) {
-    const BlockScale block = exchange(fmaxf(top[0] * fabsf(prob[0]), top[1] * fabsf(prob[1])));
+  __device__ __forceinline__ void store_y1s(const uint32_t (&y1s)[2][2][8], const float (&unit)[2][2], float top, int col, const Tile& tile) {
+    const BlockScale block = exchange(top);
     if (tiles.elected()) e.y1s_t_scale[col / 128 * (e.rows / kTileM) + tile.row / kTileM] = block.scale_inv;
-    const float by[2] = {prob[0] * block.multiplier, prob[1] * block.multiplier};
     const uint32_t buffer = smem_address(tiles.tile());
     const int column = lane % 8 / 2 * 8 + lane % 2 + lane / 8 * 2;
 #pragma unroll
     for (int group = 0; group < 4; ++group) {  // 32 columns
+      const float by[2] = {unit[group / 2][0] * block.multiplier, unit[group / 2][1] * block.multiplier};
       uint32_t w[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -264,8 +275,8 @@ struct DgatedFp8 {
     tiles.will_go_to_y1s(tile.row, col);
   }
 
-  __device__ __forceinline__ void store_wide(const uint32_t (&dz)[2][8][2], const uint32_t (&y1s)[2][8], const float (&by)[2], int row,
-                                             int col) const {
+  __device__ __forceinline__ void store_wide(const uint32_t (&dz)[2][8][2], const uint32_t (&y1s)[2][8], const float (&by)[2],
+                                             const float (&y1s_by)[2], int row, int col) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -275,7 +286,7 @@ struct DgatedFp8 {
 #pragma unroll
         for (int c = 0; c < 2; ++c) pairs[c] = bf16x2(low_of(dz[h][j][c]) * by[h], high_of(dz[h][j][c]) * by[h]);
         *reinterpret_cast<uint2*>(e.dz_wide + 2 * at) = make_uint2(pairs[0], pairs[1]);
-        *reinterpret_cast<uint32_t*>(e.y1s_wide + at) = bf16x2(low_of(y1s[h][j]) * prob[h], high_of(y1s[h][j]) * prob[h]);
+        *reinterpret_cast<uint32_t*>(e.y1s_wide + at) = bf16x2(low_of(y1s[h][j]) * y1s_by[h], high_of(y1s[h][j]) * y1s_by[h]);
       }
     }
   }

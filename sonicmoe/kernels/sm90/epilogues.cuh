@@ -35,14 +35,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return r;
 }
 
-// value(x); and both value and derivative for backward, given x and kArgument * x (x may come as a code and its scale: one product less).
+// value(x); and for backward, of x = code * scale, the derivative and value / scale, which leaves a constant of the row to later.
 struct Silu {
   static constexpr float kArgument = -1.4426950408889634f;
   __device__ static __forceinline__ float value(float x) { return x * reciprocal(1.f + exp2_approx(x * kArgument)); }
-  __device__ static __forceinline__ void both(float x, float argument, float& value, float& slope) {
-    const float s = reciprocal(1.f + exp2_approx(argument));
-    value = x * s;
-    slope = fmaf(value, 1.f - s, s);
+  __device__ static __forceinline__ void both(float code, float scale, float argument_scale, float& value, float& slope) {
+    const float s = reciprocal(1.f + exp2_approx(code * argument_scale));
+    value = code * s;
+    slope = fmaf(value, fmaf(-s, scale, scale), s);
   }
 };
 // Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its tail and density share a factor.
@@ -61,19 +61,19 @@ struct Gelu {
     float gauss;
     return x * cdf(x, gauss);
   }
-  __device__ static __forceinline__ void both(float x, float, float& value, float& slope) {
+  __device__ static __forceinline__ void both(float code, float scale, float, float& value, float& slope) {
     float gauss;
-    const float c = cdf(x, gauss);
-    value = x * c;
+    const float x = code * scale, c = cdf(x, gauss);
+    value = code * c;
     slope = fmaf(x * 0.39894228f, gauss, c);
   }
 };
 struct Relu {
   static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float value(float x) { return x > 0.f ? x : x * 0.f; }  // x * 0 keeps NaN
-  __device__ static __forceinline__ void both(float x, float, float& value, float& slope) {
-    value = Relu::value(x);
-    slope = x > 0.f ? 1.f : x * 0.f;
+  __device__ static __forceinline__ void both(float code, float, float, float& value, float& slope) {
+    value = fmaxf(code, 0.f);  // a code is no NaN: a scale may be, and comes in later
+    slope = code > 0.f ? 1.f : 0.f;
   }
 };
 

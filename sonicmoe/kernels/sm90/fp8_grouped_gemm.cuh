@@ -48,35 +48,40 @@ struct Tile {
 };
 
 // This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster row tiles at a time.
-// Two numbers of state: what can be read again costs less than a register for the length of a tile.
 class Scheduler {
  public:
-  __device__ __forceinline__ explicit Scheduler(const GemmParams& p) : p_(p), index_(blockIdx.x / kCluster) {}
+  __device__ __forceinline__ explicit Scheduler(const GemmParams& p) : p_(p), index_(blockIdx.x / kCluster) { read_expert(); }
   __device__ static __forceinline__ int rank() { return blockIdx.x % kCluster; }
   __device__ __forceinline__ bool next(Tile& tile) {
     const int n_tiles = (p_.n + kTileN - 1) / kTileN;
-    for (; expert_ < p_.experts; ++expert_) {
-      const int first = clamped(p_.padded_offsets[expert_]), last = clamped(p_.padded_offsets[expert_ + 1]);
-      const int groups = ((last - first) / kTileM + kCluster - 1) / kCluster;
+    while (expert_ < p_.experts) {
+      const int groups = ((last_ - first_) / kTileM + kCluster - 1) / kCluster;
       if (index_ < groups * n_tiles) {
         tile.expert = expert_;
-        tile.row = first + (index_ / n_tiles * kCluster + rank()) * kTileM;
+        tile.row = first_ + (index_ / n_tiles * kCluster + rank()) * kTileM;
         tile.col = index_ % n_tiles * kTileN;
-        tile.active = tile.row < last;
+        tile.active = tile.row < last_;
         index_ += gridDim.x / kCluster;
         return true;
       }
       index_ -= max(groups, 0) * n_tiles;
+      ++expert_;
+      read_expert();
     }
     return false;
   }
 
  private:
+  __device__ __forceinline__ void read_expert() {
+    if (expert_ >= p_.experts) return;
+    first_ = clamped(p_.padded_offsets[expert_]);
+    last_ = clamped(p_.padded_offsets[expert_ + 1]);
+  }
   __device__ __forceinline__ int clamped(int64_t offset) const {
     return static_cast<int>(offset < p_.max_rows ? offset : p_.max_rows);
   }
   const GemmParams& p_;
-  int index_, expert_ = 0;
+  int index_, expert_ = 0, first_ = 0, last_ = 0;
 };
 
 struct alignas(1024) SharedStorage {
@@ -311,10 +316,17 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales.peak[i] = 0.f;
     scales.load(0);
-    scales.enter();
-    float current[4] = {scales.now[0][0], scales.now[1][0], scales.now[2][0], scales.now[3][0]};
+    float current[4];
+    const auto begin_scales = [&] {
+      scales.enter();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) current[i] = scales.now[i][0];
+    };
+    // Waiting for scales, and asking for them, costs least in the shadow of products, but there it costs registers.
+    constexpr bool kInShadow = !Epilogue::kNeedsRegisters;
+    if constexpr (!kInShadow) begin_scales();
     for (int first = 0; first < k_blocks; first += 4) {
-      scales.load(first + 4);
+      if constexpr (!kInShadow) scales.load(first + 4);
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         if (first + u >= k_blocks) break;
@@ -341,6 +353,10 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
         }
         wgmma_commit();
         named_barrier_arrive(2 - group, 256);
+        if (kInShadow && u == 0) {
+          if (first == 0) begin_scales();
+          scales.load(first + 4);
+        }
         if (u == 3) scales.enter();
         float step[4];
 #pragma unroll
