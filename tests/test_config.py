@@ -18,6 +18,7 @@ from sonicmoe.config import (
     Flag,
     ResolvedConfig,
     SonicMoEConfig,
+    _environment,
     current_config,
     unknown_flags,
     warn_unknown_flags,
@@ -165,6 +166,16 @@ def test_activation_ends_when_the_block_raises() -> None:
     with pytest.raises(RuntimeError, match="inside"), SonicMoEConfig(recompute_z=True).activate():
         raise RuntimeError("inside")
     assert current_config().recompute_z is False
+
+
+def test_the_environment_is_read_alike_from_any_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+    monkeypatch.delenv("SONIC_MOE_FP8_WGRAD", raising=False)
+    read = _environment()
+    assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_MODE")] == "perf" and read[-1] == os.environ.get("HOME")
+    assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_WGRAD")] is None
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert _environment() == read
 
 
 def test_derived_properties() -> None:
