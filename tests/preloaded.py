@@ -70,9 +70,12 @@ class Process:
 
 
 def run(
-    framework: str, arguments: list[str], env: dict[str, str], cwd: Path, timeout: float
+    framework: str | None, arguments: list[str], env: dict[str, str], cwd: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """One process to its end, killed and TimeoutExpired after `timeout` seconds."""
+    """One process to its end, killed and TimeoutExpired after `timeout` seconds; without a framework, of a fresh interpreter."""
+    if framework is None:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=cwd, timeout=timeout)
     process = Process(framework, arguments, env, cwd)
     try:
         out, err = process.communicate(timeout)

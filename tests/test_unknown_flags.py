@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import preloaded
@@ -35,11 +33,8 @@ FACES = {
 def errors_of(program: str, **environ: str) -> str:
     """What a program says on stderr; one that begins with PyTorch is forked where that is imported already."""
     env = {**os.environ, **environ, "PYTHONPATH": str(ROOT)}
-    if program.startswith("import torch;"):
-        result = preloaded.run("torch", ["-c", program], env, ROOT, timeout=240)
-    else:
-        command = [sys.executable, "-c", program]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    framework = "torch" if program.startswith("import torch;") else None
+    result = preloaded.run(framework, ["-c", program], env, ROOT, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stderr
 

@@ -46,10 +46,7 @@ def run_doctor(
     """`sonicmoe doctor` in a process of its own, with some modules made unimportable, or a framework imported already."""
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in without)
     program = f"import sys; {blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
-    if preload is not None:
-        return preloaded.run(preload, ["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environ})
+    return preloaded.run(preload, ["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
 
 
 def messages(report: Report) -> list[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +59,7 @@ def run_train(*arguments: str, preload: str | None = None) -> subprocess.Complet
 
 def run_python(command: list[str], framework: str | None) -> subprocess.CompletedProcess[str]:
     """`python COMMAND` to its end, forked from a process that has imported `framework` unless that is None."""
-    if framework is not None:
-        return preloaded.run(framework, command, environment(), ROOT, timeout=300)
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-        cwd=ROOT,
-        timeout=300,
-    )
+    return preloaded.run(framework, command, environment(), ROOT, timeout=300)
 
 
 def run_program(program: str, *arguments: str, framework: str | None = None) -> Any:

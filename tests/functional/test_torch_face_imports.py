@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -35,12 +33,7 @@ def python(*arguments, preload=None):
     """Lines of output of a process, forked from one that has imported `preload` unless that is None."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "3"}
-    if preload is not None:
-        done = preloaded.run(preload, [*arguments], clean, ROOT, timeout=300)
-    else:
-        done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=clean, cwd=ROOT, check=False
-        )
+    done = preloaded.run(preload, [*arguments], clean, ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()
 
