@@ -97,23 +97,12 @@ class Flag:
 
 def default_cache_dir() -> Path:
     """The platform's per-user cache directory for this package."""
-    return _user_cache_dir(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
-
-
-@functools.lru_cache(maxsize=8)
-def _user_cache_dir(*_environment: str | None) -> Path:
-    """Asked for at every forward: found once per value of what it depends on."""
     return Path(platformdirs.user_cache_dir("sonicmoe"))
 
 
 def default_local_cache_dir() -> Path:
     """A per-user directory of this node, for artefacts that `cache_dir` cannot take."""
-    return _local_cache_dir(tempfile.gettempdir())
-
-
-@functools.lru_cache(maxsize=8)
-def _local_cache_dir(temporary: str) -> Path:
-    return Path(temporary) / f"sonicmoe-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -205,7 +194,7 @@ class SonicMoEConfig:
             ConfigError: an environment variable has a value its parser refuses, or two settings contradict each other.
         """
         _report_unknown_flags()
-        return _resolve(self, _environment(), default_cache_dir(), default_local_cache_dir())
+        return _resolve(self, _environment(), tempfile.gettempdir())
 
 
 @dataclass(frozen=True)
@@ -244,8 +233,8 @@ class ResolvedConfig:
 
 
 def _environment() -> tuple[str | None, ...]:
-    """The values of `FLAGS_BY_ENV`, and of HOME, which directories may begin with."""
-    # CPython's own dictionary: to ask the mapping for 19 names that are not set costs as much as four launches, in every forward.
+    """The values of `FLAGS_BY_ENV`, and of what directories depend on."""
+    # CPython's own dictionary: to ask the mapping for 20 names that are not set costs as much as four launches, in every forward.
     values: dict[Any, Any] | None = getattr(os.environ, "_data", None)
     if values is None:
         return tuple(map(os.environ.get, _NAMES))
@@ -253,17 +242,15 @@ def _environment() -> tuple[str | None, ...]:
     return tuple(None if value is None else os.environ.decodevalue(value) for value in found)
 
 
-_NAMES = (*FLAGS_BY_ENV, "HOME")
+_NAMES = (*FLAGS_BY_ENV, "XDG_CACHE_HOME", "HOME")
 _ENCODED_NAMES = tuple(map(os.environ.encodekey, _NAMES))
 
 
 @functools.lru_cache(maxsize=64)
-def _resolve(
-    config: SonicMoEConfig, environment: tuple[str | None, ...], cache_dir: Path, local_cache_dir: Path
-) -> ResolvedConfig:
-    """`environment`: see `_environment`. Equal settings give one object."""
+def _resolve(config: SonicMoEConfig, environment: tuple[str | None, ...], _temporary: str) -> ResolvedConfig:
+    """`environment`: see `_environment`. Equal settings, and equal places for the default directories, give one object."""
     values: dict[str, Any] = {}
-    for flag, text in zip(FLAGS, environment[:-1], strict=True):
+    for flag, text in zip(FLAGS, environment[: len(FLAGS)], strict=True):
         given = getattr(config, flag.field)
         if given is None and text is not None:
             given = _parse(flag, text, flag.env)
@@ -271,9 +258,9 @@ def _resolve(
     if values["fp8_mode"] == "off":
         values["fp8_mode"] = None
     if values["cache_dir"] is None:
-        values["cache_dir"] = cache_dir
+        values["cache_dir"] = default_cache_dir()
     if values["local_cache_dir"] is None:
-        values["local_cache_dir"] = local_cache_dir
+        values["local_cache_dir"] = default_local_cache_dir()
     return ResolvedConfig(**values)
 
 

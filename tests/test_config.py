@@ -178,6 +178,16 @@ def test_the_environment_is_read_alike_from_any_mapping(monkeypatch: pytest.Monk
     assert _environment() == read
 
 
+def test_default_directories_follow_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "first"))
+    for place in ("first", "second"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
+        assert current_config().cache_dir == tmp_path / place / "sonicmoe"
+        assert current_config().local_cache_dir == tmp_path / "first" / f"sonicmoe-{os.getuid()}"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "second"))
+    assert current_config().local_cache_dir == tmp_path / "second" / f"sonicmoe-{os.getuid()}"
+
+
 def test_derived_properties() -> None:
     assert not current_config().fp8
     perf, mem = (current_config(SonicMoEConfig(fp8_mode=mode)) for mode in ("perf", "mem"))
