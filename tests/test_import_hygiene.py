@@ -20,7 +20,7 @@ FRAMEWORKS = {"torch", "paddle"}
 LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
 
 # The node's door to diagnosis, imported when `node.dump` is called.
-UPWARD = {"sonicmoe/ernie_compat/mlp_node.py": ["sonicmoe/diagnostics/step_capture.py"]}
+UPWARD = {"sonicmoe/node/mlp_node.py": ["sonicmoe/diagnostics/step_capture.py"]}
 
 
 def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:

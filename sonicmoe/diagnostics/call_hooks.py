@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.interface import Saved
-from ..ernie_compat.mlp_call import MlpCall
+from ..node.mlp_call import MlpCall
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, TrainConfig
 
 from ..engine.interface import Saved
-from ..ernie_compat.mlp_call import MlpCall
+from ..node.mlp_call import MlpCall
 from ..interop import FRAMEWORK
 from .call_hooks import CallObserver, forget, observe
 from .cases import Array, Case, save_case

@@ -12,7 +12,7 @@ import torch
 
 from ..engine.interface import Saved
 from ..enums import FlushMode
-from ..ernie_compat.mlp_call import MlpCall
+from ..node.mlp_call import MlpCall
 from ..errors import SonicMoEError
 from ..interop import device_name
 from .bisect import GOLDEN, Report, bisect

@@ -20,8 +20,8 @@ from .capture import to_numpy
 from .step_dump import DumpError, StepDump, StepSettings, save_dump
 
 if TYPE_CHECKING:
-    from ..ernie_compat.mlp_call import MlpCall
-    from ..ernie_compat.mlp_node import SonicMoEMlpNode
+    from ..node.mlp_call import MlpCall
+    from ..node.mlp_node import SonicMoEMlpNode
 
 logger = logging.getLogger("sonicmoe")
 

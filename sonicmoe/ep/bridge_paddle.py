@@ -1,4 +1,4 @@
-"""Dispatch and combine as `paddle.autograd.PyLayer`s; `sonicmoe.ernie_compat.bridge_paddle` lists the rules they obey."""
+"""Dispatch and combine as `paddle.autograd.PyLayer`s; `sonicmoe.node.bridge_paddle` lists the rules they obey."""
 
 from __future__ import annotations
 

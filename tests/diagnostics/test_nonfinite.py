@@ -21,7 +21,7 @@ from sonicmoe.diagnostics.step_dump import DumpError, load_dump
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.ernie_compat.mlp_call import MlpCall
+from sonicmoe.node.mlp_call import MlpCall
 
 T, H, I, E, K = 40, 128, 128, 4, 2
 ORIGINALS = (MlpCall.forward, MlpCall.backward)
@@ -111,7 +111,7 @@ class SpoiledEngine(ReferenceEngine):
 @pytest.mark.parametrize("flush", ["step", "backward"])
 def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
     choice = EngineChoice(SpoiledEngine(), "test")
-    monkeypatch.setattr("sonicmoe.ernie_compat.mlp_node.choose_engine", lambda *_: choice)
+    monkeypatch.setattr("sonicmoe.node.mlp_node.choose_engine", lambda *_: choice)
     with pytest.raises(NonFiniteError, match="did not repeat") as caught, detect_nonfinite():
         train_step(make_node(flush=flush))
     assert caught.value.report.healthy
@@ -120,7 +120,7 @@ def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
 @pytest.mark.parametrize("stage", ["y1", "dz"])
 def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
     choice = EngineChoice(ReferenceEngine(), "test")
-    monkeypatch.setattr("sonicmoe.ernie_compat.mlp_node.choose_engine", lambda *_: choice)
+    monkeypatch.setattr("sonicmoe.node.mlp_node.choose_engine", lambda *_: choice)
     with listening(plant(stage, "nan", (3, 2))), pytest.raises(NonFiniteError) as caught, detect_nonfinite():
         train_step(make_node())
     fault = caught.value.report.fault

@@ -17,7 +17,8 @@ import torch
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.interface import GradAccumulators
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.ernie_compat import SonicMoEMlpNode, wgrad_queue
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.node import wgrad_queue
 
 T, K, E, H, I = 12, 2, 4, 16, 8
 

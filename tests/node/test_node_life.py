@@ -23,7 +23,7 @@ from node.node_harness import (
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.ernie_compat import mlp_node
+from sonicmoe.node import mlp_node
 from sonicmoe.experts import ExpertWeights
 from sonicmoe.interop import data_ptr
 

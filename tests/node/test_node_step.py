@@ -11,7 +11,7 @@ from node_harness import Layer, make_problem, problems
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.ernie_compat.wgrad_queue import WgradQueue, tensors_in
+from sonicmoe.node.wgrad_queue import WgradQueue, tensors_in
 from sonicmoe.errors import ConfigError, LayoutError
 
 

@@ -14,7 +14,7 @@ from node.node_harness import FP8, FULL, Layer, problems
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.ernie_compat.wgrad_queue import WgradQueue
+from sonicmoe.node.wgrad_queue import WgradQueue
 from sonicmoe.errors import DeviceError, RoutingError
 
 if IS_PADDLE:

@@ -12,7 +12,7 @@ import torch
 from node.sentinel_layers import Scenario, assert_same_bits, memory_full_of, train, train_twice
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.ernie_compat.mlp_call import MlpCall
+from sonicmoe.node.mlp_call import MlpCall
 
 FP8 = SonicMoEConfig(fp8_mode="perf", engine="reference")
 FULL = SonicMoEConfig(fp8_mode="off", engine="reference")

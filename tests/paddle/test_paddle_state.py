@@ -10,7 +10,7 @@ from framework import tensor
 
 from sonicmoe import interop
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.ernie_compat import mlp_call
+from sonicmoe.node import mlp_call
 from sonicmoe.interop import torch
 
 

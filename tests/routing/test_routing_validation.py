@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
-from sonicmoe.ernie_compat.deepep_metadata import check_dispatched_tokens
+from sonicmoe.routing.deepep import check_dispatched_tokens
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
 from sonicmoe.routing.reference import build_routing
 from sonicmoe.routing.validation import host_counts_of

@@ -119,7 +119,7 @@ def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
     from sonicmoe.engine import hopper, hopper_passes
     from sonicmoe.engine.select import EngineChoice
-    from sonicmoe.ernie_compat import mlp_node
+    from sonicmoe.node import mlp_node
     from sonicmoe.kernels.sm90 import passes_source
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends

@@ -22,7 +22,7 @@ from ..jit_warmup import warmup_jit
 from ..kernels import DEFAULT_ARCH
 from ..routing.backends import arch_of
 from ..routing.validation import check_indices_and_probs
-from .deepep_metadata import check_dispatched_tokens
+from ..routing.deepep import check_dispatched_tokens
 from .mlp_call import MlpCall
 from .step_guard import StepGuard
 from .wgrad_queue import WgradQueue

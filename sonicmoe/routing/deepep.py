@@ -1,0 +1,74 @@
+"""DeepEP's dispatched indices and probabilities -> `RoutingMetadata`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import current_config
+from ..errors import DTypeError, RoutingError, expect
+from ..interop import dtype_name
+from .build import build_metadata
+from .metadata import ROW_ALIGNMENT, RoutingMetadata
+from .validation import HYBRID_EP_HINT
+
+Tensor = torch.Tensor
+
+
+def deepep_topk_to_sonic_metadata(
+    dispatched_indices: Tensor,
+    dispatched_probs: Tensor,
+    num_experts: int,
+    tokens_per_expert: Any = None,
+    *,
+    alignment: int = ROW_ALIGNMENT,
+    validate: bool | None = None,
+) -> RoutingMetadata:
+    """Build the routing metadata of one dispatched batch.
+
+    Args:
+        dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids; -1 or >= `num_experts` is "not on this rank".
+        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read at "not here" slots (ElasticBuffer leaves them non-zero).
+        num_experts: local experts E.
+        tokens_per_expert: DeepEP's count list, true or aligned; None, or the empty list of worst-case dispatch: counted from the indices.
+        alignment: rows every expert is padded to in the metadata.
+        validate: check every precondition; None follows `SONIC_MOE_VALIDATE_DISPATCH`.
+
+    Raises:
+        RoutingError: counts disagree with the indices (expert and counts named), or validation failed (row named).
+        ShapeError, DTypeError, DeviceError: the tensors do not fit together; already permuted (HybridEP) input is refused.
+    """
+    if validate is None:
+        validate = current_config().validate_dispatch
+    return build_metadata(
+        dispatched_indices, dispatched_probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate
+    )
+
+
+def check_dispatched_tokens(
+    x: Any, dispatched_indices: Any, dispatched_probs: Any, tokens_per_expert: Any = None
+) -> None:
+    """Refuse what other dispatch modes deliver, naming the mode, before any tensor is read; `tokens_per_expert`: for the hint alone.
+
+    Raises:
+        DTypeError: `x` is FP8, or a (data, scale) pair, of an FP8 dispatch.
+        RoutingError: indices or probabilities are missing, as in a permuted dispatch.
+    """
+    if isinstance(x, tuple | list | dict):
+        raise DTypeError(
+            f"x is a {type(x).__name__}, as an FP8 dispatch delivers (data and scales); the node quantises by itself: dispatch in bfloat16"
+        )
+    if hasattr(x, "dtype") and "float8" in dtype_name(x.dtype):
+        raise DTypeError(
+            f"x is {dtype_name(x.dtype)} without its scales, from an FP8 dispatch; needed: bfloat16 tokens"
+        )
+    if dispatched_probs is None and len(getattr(tokens_per_expert, "shape", ())) == 2:
+        raise RoutingError(
+            "dispatched_probs missing; the second argument, tokens_per_expert, has two axes as indices have: needed: "
+            "node(x, tokens_per_expert or None, dispatched_indices, dispatched_probs)"
+        )
+    missing = [
+        n for n, v in (("dispatched_indices", dispatched_indices), ("dispatched_probs", dispatched_probs)) if v is None
+    ]
+    expect(not missing, RoutingError, f"{' and '.join(missing)} missing{HYBRID_EP_HINT}")
