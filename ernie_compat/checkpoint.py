@@ -1,6 +1,8 @@
-"""One-file checkpoints: arrays by name and a JSON header in an uncompressed `.npz`, published by rename.
+"""One-file checkpoints: arrays by name and a JSON header in an uncompressed `.npz`, published by
+rename.
 
-Batches depend on (seed, step) only and the model draws no random numbers, so seed and step are the whole random state.
+Batches depend on (seed, step) only and the model draws no random numbers, so seed and step are the
+whole random state.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ class CheckpointError(SonicMoEError, ValueError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
-def save_checkpoint(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write so that `path` always holds a whole checkpoint, the old one or the new one, even after a power cut.
+def save_checkpoint(
+    path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write so that `path` always holds a whole checkpoint, the old one or the new one, even after
+    a power cut.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -67,7 +72,9 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return _read(path, header_only=False)
 
 
-def require_matching_arrays(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def require_matching_arrays(
+    arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     """Check names and shapes of saved arrays against those of the model.
 
     Raises:
@@ -86,7 +93,9 @@ def require_matching_arrays(arrays: Mapping[str, np.ndarray], wanted: Mapping[st
             f"checkpoint array {name!r} has shape {found}; the model needs {tuple(shape)}",
         )
     unknown = next((name for name in arrays if name not in wanted), None)
-    expect(unknown is None, CheckpointError, f"checkpoint array {unknown!r} has no place in the model")
+    expect(
+        unknown is None, CheckpointError, f"checkpoint array {unknown!r} has no place in the model"
+    )
 
 
 def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -100,6 +109,8 @@ def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.n
         raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {error}") from None
     found = header.get("format") if isinstance(header, dict) else None
     expect(
-        found == FORMAT, CheckpointError, f"checkpoint {path} has format {found!r}; this version reads format {FORMAT}"
+        found == FORMAT,
+        CheckpointError,
+        f"checkpoint {path} has format {found!r}; this version reads format {FORMAT}",
     )
     return header, arrays

@@ -33,7 +33,8 @@ class CorpusError(SonicMoEError, ValueError):
 class Corpus:
     """Bytes of all files, split into a training part and a held-out tail.
 
-    train, held_out: uint8 `[N]`. `sha256` names the text, so that a resumed run can tell whether it changed.
+    train, held_out: uint8 `[N]`. `sha256` names the text, so that a resumed run can tell whether it
+    changed.
     """
 
     train: np.ndarray
@@ -42,7 +43,9 @@ class Corpus:
     sha256: str = field(repr=False)
 
     def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
-        """Training tokens of `step`: int64 `[batch_size, seq_len + 1]`; columns `[:-1]` are inputs, `[1:]` targets."""
+        """Training tokens of `step`: int64 `[batch_size, seq_len + 1]`; columns `[:-1]` are inputs,
+        `[1:]` targets.
+        """
         return _windows(self.train, batch_size, seq_len, [TRAIN_STREAM, seed, step])
 
     def held_out_batch(self, index: int, batch_size: int, seq_len: int) -> np.ndarray:
@@ -53,7 +56,8 @@ class Corpus:
         """Check that both parts hold at least one window.
 
         Raises:
-            CorpusError: the text is too short for `seq_len`; the message says how much is there and needed.
+            CorpusError: the text is too short for `seq_len`; the message says how much is there and
+                needed.
         """
         shortest = min(len(self.train), len(self.held_out))
         expect(
@@ -65,10 +69,12 @@ class Corpus:
 
 
 def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BYTES) -> Corpus:
-    """Read files and directories (recursively, in sorted order); without `paths`, the interpreter's standard library.
+    """Read files and directories (recursively, in sorted order); without `paths`, the interpreter's
+    standard library.
 
-    A file named directly is read whatever it holds. Inside a directory, hidden entries, binary files (a NUL byte in the
-    first 8 KiB) and installed packages are skipped. Files are joined by one NUL byte.
+    A file named directly is read whatever it holds. Inside a directory, hidden entries, binary
+    files (a NUL byte in the first 8 KiB) and installed packages are skipped. Files are joined by
+    one NUL byte.
 
     Raises:
         CorpusError: a path does not exist or cannot be read, or there is no text at all.
@@ -86,10 +92,14 @@ def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BY
 
 
 def standard_library_files() -> Iterator[Path]:
-    """The running interpreter's own `.py` sources, without installed packages and without its test suites."""
+    """The running interpreter's own `.py` sources, without installed packages and without its test
+    suites.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in _walk(root):
-        if path.suffix == ".py" and not {"test", "tests", "idle_test"} & set(path.relative_to(root).parts):
+        if path.suffix == ".py" and not {"test", "tests", "idle_test"} & set(
+            path.relative_to(root).parts
+        ):
             yield path
 
 
@@ -105,7 +115,8 @@ def _walk(root: Path) -> Iterator[Path]:
     for path in sorted(root.iterdir()):
         if path.name.startswith(".") or path.name in SKIPPED_DIRECTORIES:
             continue
-        # A link to a directory may point back above the root; files are followed, directories are not.
+        # A link to a directory may point back above the root; files are followed, directories are
+        # not.
         if path.is_dir():
             if not path.is_symlink():
                 yield from _walk(path)

@@ -41,8 +41,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """fp32 arrays by parameter name. Norms are 1; matrices are normal with variance 1 / fan_in.
 
-    Projections back into the residual stream shrink by `sqrt(2 L)`, embedding, router and head start near zero, so that
-    the first loss is close to `log(V)` and the first routing close to uniform.
+    Projections back into the residual stream shrink by `sqrt(2 L)`, embedding, router and head
+    start near zero, so that the first loss is close to `log(V)` and the first routing close to
+    uniform.
     """
     rng = np.random.default_rng([seed, 0x57E16])
     weights = {}
@@ -50,19 +51,26 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
         if len(shape) == 1:
             weights[name] = np.ones(shape, dtype=np.float32)
         else:
-            weights[name] = (rng.standard_normal(shape) * _std(name, shape, config)).astype(np.float32)
+            weights[name] = (rng.standard_normal(shape) * _std(name, shape, config)).astype(
+                np.float32
+            )
     return weights
 
 
 def has_weight_decay(name: str) -> bool:
-    """Whether AdamW decays the parameter: matrices of the layers and the head, not norms and not the embedding."""
+    """Whether AdamW decays the parameter: matrices of the layers and the head, not norms and not
+    the embedding.
+    """
     return "norm" not in name and not name.startswith("embedding")
 
 
 def rotary_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """fp32 `cos, sin [S, head_dim]` for the rotate-half form of rotary position embedding."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    angles = np.arange(config.seq_len, dtype=np.float64)[:, None] * config.rope_theta ** -exponents[None, :]
+    angles = (
+        np.arange(config.seq_len, dtype=np.float64)[:, None]
+        * config.rope_theta ** -exponents[None, :]
+    )
     doubled = np.concatenate([angles, angles], axis=-1)
     return np.cos(doubled).astype(np.float32), np.sin(doubled).astype(np.float32)
 
@@ -70,7 +78,8 @@ def rotary_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
 def half_turn(head_dim: int) -> np.ndarray:
     """fp32 `[D, D]` with `x @ half_turn = [-x2, x1]` for `x = [x1, x2]`.
 
-    One exact product by 0 and +-1; slicing and joining halves costs several times as much on a CPU, backward above all.
+    One exact product by 0 and +-1; slicing and joining halves costs several times as much on a CPU,
+    backward above all.
     """
     half = head_dim // 2
     turn = np.zeros((head_dim, head_dim), dtype=np.float32)
@@ -80,7 +89,9 @@ def half_turn(head_dim: int) -> np.ndarray:
 
 
 def causal_mask(seq_len: int) -> np.ndarray:
-    """fp32 `[S, S]` added to attention scores: 0 where a position may look, a large negative number where not."""
+    """fp32 `[S, S]` added to attention scores: 0 where a position may look, a large negative number
+    where not.
+    """
     return np.triu(np.full((seq_len, seq_len), -1e9, dtype=np.float32), k=1)
 
 

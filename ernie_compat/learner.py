@@ -1,7 +1,7 @@
 """The seam between the training loop and a framework: what a learner does, and which one to build.
 
-Importing this module imports no framework. `make_learner` imports the chosen one and, for Paddle, switches its torch proxy
-on for `sonicmoe` before anything of `sonicmoe` that computes is loaded.
+Importing this module imports no framework. `make_learner` imports the chosen one and, for Paddle,
+switches its torch proxy on for `sonicmoe` before anything of `sonicmoe` that computes is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from .parallel import Parallel, RankLayout, SingleProcess
 
 
 class StepResult(NamedTuple):
-    """Numbers of one optimizer step: means over its micro-batches; `grad_norm` before clipping; tokens per expert int64 `[L_moe, E]`."""
+    """Numbers of one optimizer step: means over its micro-batches; `grad_norm` before clipping;
+    tokens per expert int64 `[L_moe, E]`.
+    """
 
     loss: float
     aux_loss: float
@@ -35,7 +37,8 @@ class StepResult(NamedTuple):
 class Learner(Protocol):
     """A model with its optimizer in one framework. Equal calls on equal state give equal bits.
 
-    Under several ranks, every rank makes the same calls with the whole batch and takes its own part of it; results are those of all.
+    Under several ranks, every rank makes the same calls with the whole batch and takes its own part
+    of it; results are those of all.
     """
 
     device: str
@@ -43,27 +46,34 @@ class Learner(Protocol):
     num_parameters: int
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
-        """One optimizer step on int64 tokens `[B, S + 1]`, split into the configured number of micro-batches."""
+        """One optimizer step on int64 tokens `[B, S + 1]`, split into the configured number of
+        micro-batches.
+        """
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """Mean cross entropy in nats on int64 tokens `[B, S + 1]`, without gradients."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """Copies of all ranks' parameters and optimizer state by name; `load_state` of them continues bit for bit.
+        """Copies of all ranks' parameters and optimizer state by name; `load_state` of them
+        continues bit for bit.
 
-        Every rank calls it. The names do not depend on the number of ranks, so any other number may load them.
+        Every rank calls it. The names do not depend on the number of ranks, so any other number may
+        load them.
         """
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take over `state()` of an equally configured learner.
 
         Raises:
-            CheckpointError: an array is missing, unknown or has another shape; the message names the first.
+            CheckpointError: an array is missing, unknown or has another shape; the message names
+                the first.
         """
 
 
 def node_config(precision: str, engine: str) -> SonicMoEConfig:
-    """The node's configuration: only `fp8` quantises; bf16 and fp32 differ in the dtype of the tokens alone."""
+    """The node's configuration: only `fp8` quantises; bf16 and fp32 differ in the dtype of the
+    tokens alone.
+    """
     return SonicMoEConfig(fp8_mode="perf" if precision == "fp8" else "off", engine=engine)
 
 
@@ -73,7 +83,8 @@ def token_dtype_name(precision: str) -> str:
 
 
 def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) -> str:
-    """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"): what `auto` comes to there.
+    """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"): what
+    `auto` comes to there.
 
     Raises:
         EngineUnavailableError: an engine asked for by name cannot run.
@@ -85,7 +96,9 @@ def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) 
 
     config = current_config(node_config(precision, engine))
     settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
-    workload = Workload(settings, model.hidden_size, model.intermediate_size, token_dtype_name(precision))
+    workload = Workload(
+        settings, model.hidden_size, model.intermediate_size, token_dtype_name(precision)
+    )
     return choose_engine(device, config.engine, workload).engine.name
 
 
@@ -98,7 +111,8 @@ def load_framework(framework: str) -> None:
     """Import `framework` and bind this process's `sonicmoe` to it; does nothing the second time.
 
     Raises:
-        FrameworkError: it is not installed, too old, or this process already runs `sonicmoe` on the other one.
+        FrameworkError: it is not installed, too old, or this process already runs `sonicmoe` on the
+            other one.
     """
     interop = sys.modules.get("sonicmoe.interop")
     if interop is not None:
@@ -110,11 +124,15 @@ def load_framework(framework: str) -> None:
         )
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Paddle warns about a missing ccache whenever it is imported
+        warnings.simplefilter(
+            "ignore"
+        )  # Paddle warns about a missing ccache whenever it is imported
         try:
             module = importlib.import_module(framework)
         except ImportError as error:
-            raise FrameworkError(f"{framework} cannot be imported ({error}); {install_hint(framework)}") from None
+            raise FrameworkError(
+                f"{framework} cannot be imported ({error}); {install_hint(framework)}"
+            ) from None
     if framework == "paddle":
         expect(
             hasattr(module, "enable_compat"),
@@ -150,11 +168,13 @@ def make_learner(
     engine: str,
     parallel: Parallel | None = None,
 ) -> Learner:
-    """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`; `parallel` None is one rank.
+    """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`;
+    `parallel` None is one rank.
 
     Raises:
         FrameworkError: see `load_framework`.
-        EngineUnavailableError, ConfigError, ShapeError: the engine cannot run here, or not at these sizes.
+        EngineUnavailableError, ConfigError, ShapeError: the engine cannot run here, or not at these
+        sizes.
     """
     load_framework(framework)
     backend: Any

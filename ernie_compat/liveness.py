@@ -1,7 +1,8 @@
-"""Ranks watch each other, so that one that dies stops all the others at once instead of leaving them in a collective for ever.
+"""Ranks watch each other, so that one that dies stops all the others at once instead of leaving
+them in a collective for ever.
 
-A star of TCP connections around rank 0, beside the collectives: a process that ends, however it ends, closes its connection;
-one that hangs stops its heartbeats. Rank 0 passes the news on.
+A star of TCP connections around rank 0, beside the collectives: a process that ends, however it
+ends, closes its connection; one that hangs stops its heartbeats. Rank 0 passes the news on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ BEATS_PER_SILENCE = 6
 
 
 class RankWatch:
-    """One rank's end. `on_lost(reason)` runs at most once, on a thread of its own, as soon as another rank is known to be gone.
+    """One rank's end. `on_lost(reason)` runs at most once, on a thread of its own, as soon as
+    another rank is known to be gone.
 
     Use `listen` on rank 0, tell the others the port, then construct on every rank.
     """
@@ -69,7 +71,9 @@ class RankWatch:
             self._end(f"{FAILED} {reason}")
 
     def wait_for_news(self, seconds: float) -> bool:
-        """Whether another rank is known to be gone by then: a collective may fail a moment before the news comes."""
+        """Whether another rank is known to be gone by then: a collective may fail a moment before
+        the news comes.
+        """
         return self._lost.wait(seconds)
 
     def _accept(self, listener: socket.socket, count: int) -> dict[int, socket.socket]:

@@ -27,9 +27,10 @@ class MetricsError(SonicMoEError, ValueError):
 class StepRecord:
     """One line of the metrics file; `step` counts from 1.
 
-    tokens_per_s is that of the run itself, without the full-precision twin. expert_load: share of routed slots per expert,
-    `[L_moe][E]`, each row sums to 1. load_imbalance: the busiest expert's load over the mean, averaged over layers (1 = balanced).
-    full_precision_loss and full_precision_seconds, the twin's, are None without `--compare`.
+    tokens_per_s is that of the run itself, without the full-precision twin. expert_load: share of
+    routed slots per expert, `[L_moe][E]`, each row sums to 1. load_imbalance: the busiest expert's
+    load over the mean, averaged over layers (1 = balanced). full_precision_loss and
+    full_precision_seconds, the twin's, are None without `--compare`.
     """
 
     step: int
@@ -57,7 +58,8 @@ class MetricsFile:
     """Appends one JSON line per step, flushed at once; a context manager."""
 
     def __init__(self, path: Path, records: Iterable[StepRecord] = ()) -> None:
-        """Replace `path` by exactly `records` (those before the step a resumed run continues from) and open it for appending.
+        """Replace `path` by exactly `records` (those before the step a resumed run continues from)
+        and open it for appending.
 
         Raises:
             MetricsError: the file cannot be written.
@@ -81,7 +83,10 @@ class MetricsFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close the file."""
         self._file.close()
@@ -116,13 +121,17 @@ def expert_load(counts: np.ndarray) -> tuple[tuple[float, ...], ...]:
 
 
 def load_imbalance(counts: np.ndarray) -> float:
-    """The busiest expert's count over the mean count, averaged over layers: 1 when balanced, E when one expert gets all."""
+    """The busiest expert's count over the mean count, averaged over layers: 1 when balanced, E when
+    one expert gets all.
+    """
     mean = np.maximum(counts.mean(axis=1), 1e-9)
     return float((counts.max(axis=1) / mean).mean())
 
 
 def smoothed(losses: Sequence[float], window: int = SMOOTHING_WINDOW) -> np.ndarray:
-    """Mean over the last `window` steps at every step (over all steps so far where there are fewer); fp64 `[N]`."""
+    """Mean over the last `window` steps at every step (over all steps so far where there are
+    fewer); fp64 `[N]`.
+    """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(ends - window, 0)
@@ -130,17 +139,24 @@ def smoothed(losses: Sequence[float], window: int = SMOOTHING_WINDOW) -> np.ndar
 
 
 def loss_gap(
-    losses: Sequence[float], reference: Sequence[float], window: int = SMOOTHING_WINDOW, tail: float = GAP_TAIL
+    losses: Sequence[float],
+    reference: Sequence[float],
+    window: int = SMOOTHING_WINDOW,
+    tail: float = GAP_TAIL,
 ) -> float:
-    """Mean of `|s - r| / r` over the last `tail` of the steps, `s` and `r` the two smoothed losses; a fraction, not percent.
+    """Mean of `|s - r| / r` over the last `tail` of the steps, `s` and `r` the two smoothed losses;
+    a fraction, not percent.
 
-    Both curves see the same batches in the same order, so the noise of the batches cancels and what remains is the precision's.
+    Both curves see the same batches in the same order, so the noise of the batches cancels and what
+    remains is the precision's.
 
     Raises:
         ValueError: the curves differ in length or are empty.
     """
     if len(losses) != len(reference) or not len(losses):
-        raise ValueError(f"loss_gap needs two curves of one length, got {len(losses)} and {len(reference)} steps")
+        raise ValueError(
+            f"loss_gap needs two curves of one length, got {len(losses)} and {len(reference)} steps"
+        )
     last = max(1, round(len(losses) * tail))
     s, r = smoothed(losses, window)[-last:], smoothed(reference, window)[-last:]
     return float(np.mean(np.abs(s - r) / r))
@@ -148,8 +164,16 @@ def loss_gap(
 
 def recorded_loss_gap(records: Sequence[StepRecord]) -> float | None:
     """`loss_gap` of a run against its full-precision twin; None when no twin was trained beside it."""
-    pairs = [(record.loss, record.full_precision_loss) for record in records if record.full_precision_loss is not None]
-    return loss_gap([loss for loss, _ in pairs], [reference for _, reference in pairs]) if pairs else None
+    pairs = [
+        (record.loss, record.full_precision_loss)
+        for record in records
+        if record.full_precision_loss is not None
+    ]
+    return (
+        loss_gap([loss for loss, _ in pairs], [reference for _, reference in pairs])
+        if pairs
+        else None
+    )
 
 
 def _line(record: StepRecord) -> str:

@@ -1,6 +1,7 @@
 """What is trained and how: frozen, validated settings without a framework.
 
-Legend: V vocabulary, H hidden, L layers, E experts, K experts per token, I expert intermediate size, S sequence length.
+Legend: V vocabulary, H hidden, L layers, E experts, K experts per token, I expert intermediate
+size, S sequence length.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ SMOOTHING_WINDOW = 25
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the decoder: RMSNorm, rotary causal attention, `dense_layers` dense SwiGLU layers, then MoE layers on the node.
+    """Sizes of the decoder: RMSNorm, rotary causal attention, `dense_layers` dense SwiGLU layers,
+    then MoE layers on the node.
 
     Raises:
-        ConfigError: a size is impossible; the message names the field, its value and what is needed.
+        ConfigError: a size is impossible; the message names the field, its value and what is
+            needed.
     """
 
     vocab_size: int = BYTE_VOCABULARY
@@ -95,10 +98,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run: batch, optimizer, schedule, cadence. `batch_size` counts sequences of one optimizer step.
+    """The run: batch, optimizer, schedule, cadence. `batch_size` counts sequences of one optimizer
+    step.
 
     Raises:
-        ConfigError: a value is out of range; the message names the field, its value and what is needed.
+        ConfigError: a value is out of range; the message names the field, its value and what is
+            needed.
     """
 
     steps: int = 300
@@ -127,9 +132,17 @@ class TrainConfig:
         )
         for name in ("lr", "clip_norm"):
             _require_finite(self, name, at_least=0.0)
-            expect(getattr(self, name) > 0, ConfigError, f"{name} is {getattr(self, name)}; needed: above 0")
+            expect(
+                getattr(self, name) > 0,
+                ConfigError,
+                f"{name} is {getattr(self, name)}; needed: above 0",
+            )
         for name in ("seed", "checkpoint_every", "eval_batches"):
-            expect(getattr(self, name) >= 0, ConfigError, f"{name} is {getattr(self, name)}; needed: at least 0")
+            expect(
+                getattr(self, name) >= 0,
+                ConfigError,
+                f"{name} is {getattr(self, name)}; needed: at least 0",
+            )
 
     @property
     def warmup_steps(self) -> int:
@@ -149,8 +162,9 @@ class TrainConfig:
 class RunConfig:
     """Everything that decides a run's numbers, apart from the text itself.
 
-    compare, against: train a twin in full precision beside the run, and which one; None leaves the choice to the engine that runs
-    (see `trainer.baseline_for`). ep: ranks of an expert-parallel group.
+    compare, against: train a twin in full precision beside the run, and which one; None leaves the
+    choice to the engine that runs (see `trainer.baseline_for`). ep: ranks of an expert-parallel
+    group.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -165,10 +179,14 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Refuse unknown names."""
         expect(
-            self.framework in FRAMEWORKS, ConfigError, f"framework is {self.framework!r}; needed: one of {FRAMEWORKS}"
+            self.framework in FRAMEWORKS,
+            ConfigError,
+            f"framework is {self.framework!r}; needed: one of {FRAMEWORKS}",
         )
         expect(
-            self.precision in PRECISIONS, ConfigError, f"precision is {self.precision!r}; needed: one of {PRECISIONS}"
+            self.precision in PRECISIONS,
+            ConfigError,
+            f"precision is {self.precision!r}; needed: one of {PRECISIONS}",
         )
         expect(
             self.against is None or self.against in BASELINES,
@@ -197,7 +215,9 @@ class RunConfig:
         )
 
     def tokens_per_rank(self, world_size: int) -> int:
-        """Most tokens one rank sends through a MoE layer at once: those of a micro-batch, or of an evaluation batch."""
+        """Most tokens one rank sends through a MoE layer at once: those of a micro-batch, or of an
+        evaluation batch.
+        """
         return self.train.batch_size * self.model.seq_len // world_size
 
     def to_json(self) -> dict[str, Any]:
@@ -213,7 +233,9 @@ class RunConfig:
         """
         try:
             rest = {name: value for name, value in data.items() if name not in ("model", "train")}
-            return cls(model=ModelConfig(**data["model"]), train=TrainConfig(**data["train"]), **rest)
+            return cls(
+                model=ModelConfig(**data["model"]), train=TrainConfig(**data["train"]), **rest
+            )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"run configuration is not readable: {error}") from None
 
@@ -221,7 +243,11 @@ class RunConfig:
 def _require_positive(config: Any, name: str) -> None:
     value = getattr(config, name)
     integral = isinstance(value, int) and not isinstance(value, bool)
-    expect(integral and value > 0, ConfigError, f"{name} is {value!r}; needed: an integer of at least 1")
+    expect(
+        integral and value > 0,
+        ConfigError,
+        f"{name} is {value!r}; needed: an integer of at least 1",
+    )
 
 
 def _require_finite(config: Any, name: str, at_least: float) -> None:

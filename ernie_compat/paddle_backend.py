@@ -1,7 +1,9 @@
-"""The learner in Paddle, wired as ERNIE trainers wire it: `MixPrecisionLayer` and `MixPrecisionOptimizer` around AdamW.
+"""The learner in Paddle, wired as ERNIE trainers wire it: `MixPrecisionLayer` and
+`MixPrecisionOptimizer` around AdamW.
 
-Every parameter has an fp32 `main_grad`; the node adds its weight gradients there at `node.step()`, everything else arrives
-through Paddle's gradient hooks. Parameters are fp32, so they are their own master weights.
+Every parameter has an fp32 `main_grad`; the node adds its weight gradients there at `node.step()`,
+everything else arrives through Paddle's gradient hooks. Parameters are fp32, so they are their own
+master weights.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from typing import TypeAlias
 
 import numpy as np
 import paddle
-from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+from paddle.distributed.fleet.utils.mix_precision_utils import (
+    MixPrecisionLayer,
+    MixPrecisionOptimizer,
+)
 from paddle.nn import functional as F
 
 from sonicmoe.interop import device_name
@@ -36,7 +41,9 @@ def make_learner(
     model: ModelConfig, train: TrainConfig, precision: str, engine: str, parallel: Parallel
 ) -> PaddleLearner:
     """The decoder on Paddle's current device, at its initial weights."""
-    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype_name(precision), parallel)
+    decoder = ErnieMoEDecoder(
+        model, node_config(precision, engine), token_dtype_name(precision), parallel
+    )
     in_use = engine_in_use(model, precision, engine, device_name(next(iter(decoder.parameters()))))
     return PaddleLearner(decoder, model, train, in_use, parallel)
 
@@ -45,9 +52,16 @@ class PaddleLearner:
     """`Learner` on a `paddle_model.ErnieMoEDecoder`."""
 
     def __init__(
-        self, decoder: ErnieMoEDecoder, model: ModelConfig, train: TrainConfig, engine: str, parallel: Parallel
+        self,
+        decoder: ErnieMoEDecoder,
+        model: ModelConfig,
+        train: TrainConfig,
+        engine: str,
+        parallel: Parallel,
     ) -> None:
-        """Load the initial weights, give every parameter a `main_grad` and create the optimizer state."""
+        """Load the initial weights, give every parameter a `main_grad` and create the optimizer
+        state.
+        """
         self.decoder, self.model, self.train, self.parallel = decoder, model, train, parallel
         self.device, self.engine = str(paddle.device.get_device()), engine
         self.parameters = dict(decoder.named_parameters())
@@ -58,7 +72,8 @@ class PaddleLearner:
         self._load_weights(initial_weights(model, train.seed))
         self.layer = MixPrecisionLayer(decoder, dtype="bfloat16")
         for parameter in self.parameters.values():
-            # Allocated gradients keep an expert that got no token in the optimizer step, resumed or not.
+            # Allocated gradients keep an expert that got no token in the optimizer step, resumed or
+            # not.
             parameter.main_grad = paddle.zeros(parameter.shape, dtype="float32")
         self.optimizer = MixPrecisionOptimizer(self._adamw())
 
@@ -109,10 +124,13 @@ class PaddleLearner:
             weight_decay=train.weight_decay,
             apply_decay_param_fun=lambda name: name in decayed,
             # Paddle's clipping sees this rank's experts alone.
-            grad_clip=paddle.nn.ClipGradByGlobalNorm(train.clip_norm) if self.parallel.layout.ep_size == 1 else None,
+            grad_clip=paddle.nn.ClipGradByGlobalNorm(train.clip_norm)
+            if self.parallel.layout.ep_size == 1
+            else None,
             parameters=list(self.parameters.values()),
         )
-        # Normally the first step does this; a checkpoint of step 0, and loading one, need the moments now.
+        # Normally the first step does this; a checkpoint of step 0, and loading one, need the
+        # moments now.
         optimizer._create_accumulators(
             paddle.base.framework.default_main_program().global_block(), optimizer._parameter_list
         )
@@ -124,14 +142,22 @@ class PaddleLearner:
         for name, parameter in self.parameters.items():
             arrays[f"weight/{name}"] = np.array(parameter.numpy())
             for key, suffix in MOMENTS.items():
-                arrays[f"{key}/{name}"] = np.array(optimizer_state[f"{parameter.name}_{suffix}"].numpy())
+                arrays[f"{key}/{name}"] = np.array(
+                    optimizer_state[f"{parameter.name}_{suffix}"].numpy()
+                )
         return arrays
 
     def _gradients(self, experts: bool) -> list[Tensor]:
-        return [parameter.main_grad for name, parameter in self.parameters.items() if is_expert(name) == experts]
+        return [
+            parameter.main_grad
+            for name, parameter in self.parameters.items()
+            if is_expert(name) == experts
+        ]
 
     def _reduce_gradients(self) -> None:
-        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold its whole group's tokens."""
+        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold
+        its whole group's tokens.
+        """
         self.parallel.sum_world(self._gradients(experts=False))
         self.parallel.sum_replicas(self._gradients(experts=True))
 
@@ -163,11 +189,14 @@ class PaddleLearner:
 
     def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
         own = self.parallel.layout.shard(tokens)
-        return paddle.to_tensor(np.ascontiguousarray(own[:, :-1])), paddle.to_tensor(own[:, 1:].reshape(-1))
+        return paddle.to_tensor(np.ascontiguousarray(own[:, :-1])), paddle.to_tensor(
+            own[:, 1:].reshape(-1)
+        )
 
     def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         for name, parameter in self.parameters.items():
             parameter.set_value(weights[name])
         for node in self.decoder.nodes:
             node.invalidate_caches()
-            node.prequantize_weights()  # an engine that cannot run here, or not at these sizes, says so now
+            # an engine that cannot run here, or not at these sizes, says so now
+            node.prequantize_weights()

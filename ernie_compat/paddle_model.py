@@ -1,8 +1,9 @@
-"""A small ERNIE-style MoE decoder on the node, in Paddle; `torch_model` is its twin, name by name and bit by bit at the start.
+"""A small ERNIE-style MoE decoder on the node, in Paddle; `torch_model` is its twin, name by name
+and bit by bit at the start.
 
 Only tokens cross into bf16, at the node's border: Paddle's CPU build has no bf16 matrix product.
-Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E experts, K slots, I intermediate,
-V vocabulary.
+Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E
+experts, K slots, I intermediate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Tensor: TypeAlias = paddle.Tensor
 
 
 class RouterOutput(NamedTuple):
-    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all ranks' tokens."""
+    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all
+    ranks' tokens.
+    """
 
     aux_loss: Tensor
     z_loss: Tensor
@@ -33,7 +36,9 @@ class RouterOutput(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per expert fp32 `[L_moe, E]`."""
+    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per
+    expert fp32 `[L_moe, E]`.
+    """
 
     logits: Tensor
     aux_loss: Tensor
@@ -52,7 +57,9 @@ class RMSNorm(nn.Layer):
     def __init__(self, size: int, eps: float) -> None:
         """Allocate; values are loaded afterwards."""
         super().__init__()
-        self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
+        self.weight = self.create_parameter(
+            [size], default_initializer=nn.initializer.Constant(1.0)
+        )
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +68,9 @@ class RMSNorm(nn.Layer):
 
 
 class Attention(nn.Layer):
-    """Causal self-attention with rotary positions; plain products, so that gradients are the same bits every time."""
+    """Causal self-attention with rotary positions; plain products, so that gradients are the same
+    bits every time.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         """Allocate projections; tables and mask are constants."""
@@ -72,8 +81,12 @@ class Attention(nn.Layer):
         cos, sin = rotary_tables(config)
         self.register_buffer("cos_S1D", paddle.to_tensor(cos[:, None]), persistable=False)
         self.register_buffer("sin_S1D", paddle.to_tensor(sin[:, None]), persistable=False)
-        self.register_buffer("turn_DD", paddle.to_tensor(half_turn(self.head_dim)), persistable=False)
-        self.register_buffer("mask_SS", paddle.to_tensor(causal_mask(config.seq_len)), persistable=False)
+        self.register_buffer(
+            "turn_DD", paddle.to_tensor(half_turn(self.head_dim)), persistable=False
+        )
+        self.register_buffer(
+            "mask_SS", paddle.to_tensor(causal_mask(config.seq_len)), persistable=False
+        )
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""
@@ -81,19 +94,27 @@ class Attention(nn.Layer):
         qk_BSH, v_BSH = self.qkv_proj(x_BSH).split([2 * hidden, hidden], axis=-1)
         qk_BSND = self._rotate(qk_BSH.reshape([batch, length, 2 * self.num_heads, self.head_dim]))
         q_BNSD, k_BNSD = qk_BSND.transpose([0, 2, 1, 3]).chunk(2, axis=1)
-        v_BNSD = v_BSH.reshape([batch, length, self.num_heads, self.head_dim]).transpose([0, 2, 1, 3])
+        v_BNSD = v_BSH.reshape([batch, length, self.num_heads, self.head_dim]).transpose(
+            [0, 2, 1, 3]
+        )
         scores = paddle.matmul(q_BNSD * self.head_dim**-0.5, k_BNSD, transpose_y=True)
         weights = F.softmax(scores + self.mask_SS[:length, :length], axis=-1)
-        return self.o_proj(paddle.matmul(weights, v_BNSD).transpose([0, 2, 1, 3]).reshape([batch, length, hidden]))
+        return self.o_proj(
+            paddle.matmul(weights, v_BNSD).transpose([0, 2, 1, 3]).reshape([batch, length, hidden])
+        )
 
     def _rotate(self, x_BSND: Tensor) -> Tensor:
         length = x_BSND.shape[1]
-        turned = paddle.matmul(x_BSND.reshape([-1, self.head_dim]), self.turn_DD).reshape(x_BSND.shape)
+        turned = paddle.matmul(x_BSND.reshape([-1, self.head_dim]), self.turn_DD).reshape(
+            x_BSND.shape
+        )
         return x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]
 
 
 class SwiGLUMlp(nn.Layer):
-    """Gated MLP with the node's weight layout: `up_gate_proj.weight [H, 2I]` (gate first) and `down_proj.weight [I, H]`."""
+    """Gated MLP with the node's weight layout: `up_gate_proj.weight [H, 2I]` (gate first) and
+    `down_proj.weight [I, H]`.
+    """
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         """Allocate; as an expert only the weights are used, the node does the arithmetic."""
@@ -108,7 +129,9 @@ class SwiGLUMlp(nn.Layer):
 
 
 class MoEMlp(nn.Layer):
-    """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through the node, combine."""
+    """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through
+    the node, combine.
+    """
 
     def __init__(
         self,
@@ -118,7 +141,9 @@ class MoEMlp(nn.Layer):
         parallel: Parallel,
         dispatcher: Dispatcher,
     ) -> None:
-        """Allocate router and experts (None for those of other ranks) and hand the experts to a node."""
+        """Allocate router and experts (None for those of other ranks) and hand the experts to a
+        node.
+        """
         super().__init__()
         self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
         self.parallel, self.dispatcher = parallel, dispatcher
@@ -139,13 +164,17 @@ class MoEMlp(nn.Layer):
         probs_TE = F.softmax(logits_TE, axis=-1)
         top_TK, indices_TK = paddle.topk(probs_TE, self.topk, axis=-1)
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        counts_E = paddle.cast(paddle.bincount(indices_TK.flatten(), minlength=self.num_experts), "float32")
+        counts_E = paddle.cast(
+            paddle.bincount(indices_TK.flatten(), minlength=self.num_experts), "float32"
+        )
         self.parallel.sum_world([counts_E])
         received = self.dispatcher.dispatch(paddle.cast(x_TH, self.token_dtype), indices_TK, top_TK)
         out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
         out_TH = self.dispatcher.combine(out_RH, received.handle)
-        # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of e); 1 when balanced.
-        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all tokens together.
+        # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of
+        # e); 1 when balanced.
+        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all
+        # tokens together.
         share_E = counts_E / (x_TH.shape[0] * self.topk * self.parallel.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = paddle.logsumexp(logits_TE, axis=-1).square().mean()
@@ -185,15 +214,22 @@ class DecoderLayer(nn.Layer):
 
 
 class ErnieMoEDecoder(nn.Layer):
-    """Byte-level decoder; `node_config` and `token_dtype` decide only what happens inside the nodes."""
+    """Byte-level decoder; `node_config` and `token_dtype` decide only what happens inside the
+    nodes.
+    """
 
-    def __init__(self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: str, parallel: Parallel) -> None:
+    def __init__(
+        self, config: ModelConfig, node_config: SonicMoEConfig, token_dtype: str, parallel: Parallel
+    ) -> None:
         """Build the layers; load weights with `initial_weights` afterwards."""
         super().__init__()
         dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.LayerList(
-            [DecoderLayer(config, i, node_config, token_dtype, parallel, dispatcher) for i in range(config.num_layers)]
+            [
+                DecoderLayer(config, i, node_config, token_dtype, parallel, dispatcher)
+                for i in range(config.num_layers)
+            ]
         )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = projection(config.hidden_size, config.vocab_size)

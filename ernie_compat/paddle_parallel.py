@@ -63,7 +63,9 @@ class PaddleParallel:
         dist.destroy_process_group()
 
     def _join(self, groups: list[list[int]]) -> Any:
-        """Own group among `groups`; every rank makes all of them, in one order. None is a group of one."""
+        """Own group among `groups`; every rank makes all of them, in one order. None is a group of
+        one.
+        """
         own = None
         for ranks in groups:
             if len(ranks) == self.layout.world_size:

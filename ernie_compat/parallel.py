@@ -1,7 +1,9 @@
-"""Several ranks: who holds which experts and which tokens, and the few collectives the learners need.
+"""Several ranks: who holds which experts and which tokens, and the few collectives the learners
+need.
 
-W ranks form W / N expert-parallel groups of N consecutive ranks; every group holds all experts once. The batch is split over all W
-ranks (data parallel); everything but the experts is replicated. A rank's experts are replicated once per group.
+W ranks form W / N expert-parallel groups of N consecutive ranks; every group holds all experts
+once. The batch is split over all W ranks (data parallel); everything but the experts is replicated.
+A rank's experts are replicated once per group.
 """
 
 from __future__ import annotations
@@ -19,9 +21,15 @@ from sonicmoe.errors import ConfigError, expect
 if TYPE_CHECKING:
     from sonicmoe.ep import Dispatcher
 
-# Everything a launcher may tell a rank: torchrun, then paddle.distributed.launch. Nothing else of the environment decides a run.
+# Everything a launcher may tell a rank: torchrun, then paddle.distributed.launch. Nothing else of
+# the environment decides a run.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-PADDLE_VARIABLES = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT")
+PADDLE_VARIABLES = (
+    "PADDLE_TRAINER_ID",
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_CURRENT_ENDPOINT",
+)
 EXPERT_NAME = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -75,7 +83,10 @@ class RankLayout:
     @property
     def ep_groups(self) -> list[list[int]]:
         """Ranks of every expert-parallel group."""
-        return [list(range(first, first + self.ep_size)) for first in range(0, self.world_size, self.ep_size)]
+        return [
+            list(range(first, first + self.ep_size))
+            for first in range(0, self.world_size, self.ep_size)
+        ]
 
     @property
     def replica_groups(self) -> list[list[int]]:
@@ -93,7 +104,9 @@ class RankLayout:
 
 
 class Parallel(Protocol):
-    """Collectives over ranks; every rank calls them in one order. Sums are the same bits on every rank and in every run."""
+    """Collectives over ranks; every rank calls them in one order. Sums are the same bits on every
+    rank and in every run.
+    """
 
     layout: RankLayout
 
@@ -150,7 +163,8 @@ class SingleProcess:
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """What torchrun or paddle.distributed.launch put into the environment; one rank where neither did.
+    """What torchrun or paddle.distributed.launch put into the environment; one rank where neither
+    did.
 
     Raises:
         ConfigError: the variables are incomplete or not numbers.
@@ -166,7 +180,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             return Launch(rank, world, int(environ.get("PADDLE_RANK_IN_NODE", rank)), host)
     except (KeyError, ValueError) as error:
         needed = TORCHRUN_VARIABLES if "WORLD_SIZE" in environ else PADDLE_VARIABLES
-        raise ConfigError(f"the launcher's environment is incomplete ({error}); needed: {', '.join(needed)}") from None
+        raise ConfigError(
+            f"the launcher's environment is incomplete ({error}); needed: {', '.join(needed)}"
+        ) from None
     return Launch()
 
 
@@ -185,11 +201,15 @@ def whole_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all ranks' arrays from this rank's."""
     return {
-        shifted: tuple(shape) for name, shape in local.items() for shifted in _on_all_ranks(name, parallel, num_experts)
+        shifted: tuple(shape)
+        for name, shape in local.items()
+        for shifted in _on_all_ranks(name, parallel, num_experts)
     }
 
 
-def gather_state(local: Mapping[str, np.ndarray], parallel: Parallel, num_experts: int) -> dict[str, np.ndarray]:
+def gather_state(
+    local: Mapping[str, np.ndarray], parallel: Parallel, num_experts: int
+) -> dict[str, np.ndarray]:
     """All experts' arrays from those of this rank's; a collective of the expert-parallel group."""
     layout = parallel.layout
     if layout.ep_size == 1:
@@ -202,7 +222,9 @@ def gather_state(local: Mapping[str, np.ndarray], parallel: Parallel, num_expert
         start = 0
         for name in mine:
             size, shape = local[name].size, local[name].shape
-            whole[on_rank(name, (rank - layout.ep_rank) * per_rank)] = piece[start : start + size].reshape(shape)
+            whole[on_rank(name, (rank - layout.ep_rank) * per_rank)] = piece[
+                start : start + size
+            ].reshape(shape)
             start += size
     return whole
 

@@ -20,15 +20,20 @@ class PlotsUnavailableError(SonicMoEError, ImportError):
     """matplotlib is not installed."""
 
 
-def plot_loss(records: Sequence[StepRecord], path: Path, label: str, twin: str = "full precision") -> None:
-    """Loss of the run and, where recorded, of its full-precision `twin`, with the difference of the smoothed curves below.
+def plot_loss(
+    records: Sequence[StepRecord], path: Path, label: str, twin: str = "full precision"
+) -> None:
+    """Loss of the run and, where recorded, of its full-precision `twin`, with the difference of the
+    smoothed curves below.
 
     Raises:
         PlotsUnavailableError: matplotlib is missing.
     """
     steps = [record.step for record in records]
     losses = [record.loss for record in records]
-    references = [record.full_precision_loss for record in records if record.full_precision_loss is not None]
+    references = [
+        record.full_precision_loss for record in records if record.full_precision_loss is not None
+    ]
     compared = len(references) == len(records)
     ratios = [3, 1] if compared else [1]
     figure = _figure((8, 6.5 if compared else 5))
@@ -51,7 +56,8 @@ def plot_loss(records: Sequence[StepRecord], path: Path, label: str, twin: str =
 
 
 def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
-    """One heat map per MoE layer: share of routed slots per expert, relative to a balanced share, over steps.
+    """One heat map per MoE layer: share of routed slots per expert, relative to a balanced share,
+    over steps.
 
     Raises:
         PlotsUnavailableError: matplotlib is missing.
@@ -75,9 +81,13 @@ def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
 
 
 def binned(rows: Sequence[Any], max_columns: int) -> np.ndarray:
-    """Means over consecutive steps, so that at most `max_columns` remain: `[N, ...]` -> `[min(N, max_columns), ...]`."""
+    """Means over consecutive steps, so that at most `max_columns` remain: `[N, ...]` -> `[min(N,
+    max_columns), ...]`.
+    """
     values = np.asarray(rows, dtype=np.float64)
-    return np.stack([part.mean(axis=0) for part in np.array_split(values, min(len(values), max_columns))])
+    return np.stack(
+        [part.mean(axis=0) for part in np.array_split(values, min(len(values), max_columns))]
+    )
 
 
 def require_matplotlib() -> None:

@@ -1,4 +1,6 @@
-"""What a person watching a run sees, and how they stop it: progress bar or plain lines, and the interrupt guard."""
+"""What a person watching a run sees, and how they stop it: progress bar or plain lines, and the
+interrupt guard.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ PLAIN_LINES = 20
 
 
 class InterruptGuard:
-    """Turns the first SIGINT or SIGTERM into a polite request; a second SIGINT raises KeyboardInterrupt. A context manager.
+    """Turns the first SIGINT or SIGTERM into a polite request; a second SIGINT raises
+    KeyboardInterrupt. A context manager.
 
     Attributes:
         received: the signal's number, 0 until one came.
@@ -41,7 +44,10 @@ class InterruptGuard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Put the previous handlers back."""
         for name, handler in self._previous.items():
@@ -51,11 +57,15 @@ class InterruptGuard:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
-        self._console.print("stopping after this step to save a checkpoint; press Ctrl-C again to stop without one")
+        self._console.print(
+            "stopping after this step to save a checkpoint; press Ctrl-C again to stop without one"
+        )
 
 
 class TrainingDisplay:
-    """Loss, tokens/s and expert load per step: a live bar on a terminal, some twenty plain lines elsewhere. A context manager."""
+    """Loss, tokens/s and expert load per step: a live bar on a terminal, some twenty plain lines
+    elsewhere. A context manager.
+    """
 
     def __init__(self, console: Console, total_steps: int, done: int = 0) -> None:
         """`done` steps of `total_steps` are behind a resumed run."""
@@ -70,7 +80,9 @@ class TrainingDisplay:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("training", total=total_steps, completed=done, status="")
+        self._task = self._progress.add_task(
+            "training", total=total_steps, completed=done, status=""
+        )
 
     def update(self, record: StepRecord) -> None:
         """Show one more step."""
@@ -78,7 +90,9 @@ class TrainingDisplay:
         status = status_line(self._recent)
         self._progress.update(self._task, completed=record.step, status=status)
         every = max(1, self._total // PLAIN_LINES)
-        if not self._console.is_terminal and (record.step % every == 0 or record.step in (1, self._total)):
+        if not self._console.is_terminal and (
+            record.step % every == 0 or record.step in (1, self._total)
+        ):
             self._console.print(f"step {record.step}/{self._total}  {status}", soft_wrap=True)
 
     def __enter__(self) -> TrainingDisplay:
@@ -87,16 +101,25 @@ class TrainingDisplay:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop drawing."""
         self._progress.stop()
 
 
 def status_line(recent: Sequence[StepRecord]) -> str:
-    """The last step in words: loss, full-precision loss, tokens/s over the recent steps, load per expert and imbalance."""
+    """The last step in words: loss, full-precision loss, tokens/s over the recent steps, load per
+    expert and imbalance.
+    """
     last = recent[-1]
-    reference = "" if last.full_precision_loss is None else f" (full precision {last.full_precision_loss:.4f})"
+    reference = (
+        ""
+        if last.full_precision_loss is None
+        else f" (full precision {last.full_precision_loss:.4f})"
+    )
     tokens = sum(record.tokens_per_s * record.seconds for record in recent)
     rate = tokens / sum(record.seconds for record in recent)
     return f"loss {last.loss:.4f}{reference}  {rate:,.0f} tokens/s  load {load_bars(last)} {last.load_imbalance:.2f}x"
@@ -105,5 +128,9 @@ def status_line(recent: Sequence[StepRecord]) -> str:
 def load_bars(record: StepRecord) -> str:
     """One bar per expert: its load averaged over layers, full height at twice the balanced share."""
     experts = len(record.expert_load[0])
-    means = [sum(row[e] for row in record.expert_load) / len(record.expert_load) for e in range(experts)]
-    return "".join(BLOCKS[min(len(BLOCKS) - 1, int(mean * experts / 2 * len(BLOCKS)))] for mean in means)
+    means = [
+        sum(row[e] for row in record.expert_load) / len(record.expert_load) for e in range(experts)
+    ]
+    return "".join(
+        BLOCKS[min(len(BLOCKS) - 1, int(mean * experts / 2 * len(BLOCKS)))] for mean in means
+    )

@@ -1,4 +1,6 @@
-"""Around a run of several ranks: a failure here is told to the others, a failure there ends this process, in one line each."""
+"""Around a run of several ranks: a failure here is told to the others, a failure there ends this
+process, in one line each.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class RankGuard:
         silence_s: how long a rank may be unheard of before it counts as gone.
     """
 
-    def __init__(self, parallel: Parallel, hint: Callable[[], str], silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, parallel: Parallel, hint: Callable[[], str], silence_s: float = SILENCE_S
+    ) -> None:
         """Watch nothing yet."""
         self._parallel, self._hint, self._silence_s = parallel, hint, silence_s
         self._watch: RankWatch | None = None
@@ -37,14 +41,24 @@ class RankGuard:
             port = self._parallel.largest(listener.getsockname()[1] if listener is not None else 0)
             address = (layout.launch.master_host, port)
             self._watch = RankWatch(
-                layout.rank, layout.world_size, address, self._stop, listener=listener, silence_s=self._silence_s
+                layout.rank,
+                layout.world_size,
+                address,
+                self._stop,
+                listener=listener,
+                silence_s=self._silence_s,
             )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Say goodbye, or say why not. An error that is only another rank's end arriving as a broken collective waits for the news."""
+        """Say goodbye, or say why not. An error that is only another rank's end arriving as a
+        broken collective waits for the news.
+        """
         if self._watch is None:
             return
         if error is None:
@@ -55,7 +69,9 @@ class RankGuard:
         self._watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _stop(self, reason: str) -> None:
-        """The main thread may be inside a collective that will never return: end the process from here."""
+        """The main thread may be inside a collective that will never return: end the process from
+        here.
+        """
         rank = self._parallel.layout.rank
         sys.stderr.write(f"sonicmoe train: rank {rank} stops: {reason}; {self._hint()}\n")
         sys.stderr.flush()

@@ -1,4 +1,6 @@
-"""Causal attention by PyTorch's fused kernels, with gradients that are the same bits every time. A leaf."""
+"""Causal attention by PyTorch's fused kernels, with gradients that are the same bits every time. A
+leaf.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,19 @@ Tensor = torch.Tensor
 
 
 def repeatable_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`softmax(q k^T / sqrt(D) + causal mask) v`: `[B, N, S, D]` three times -> `[B, N, S, D]`, one dtype."""
+    """`softmax(q k^T / sqrt(D) + causal mask) v`: `[B, N, S, D]` three times -> `[B, N, S, D]`, one
+    dtype.
+    """
     return _RepeatableAttention.apply(q, k, v)  # type: ignore[no-any-return]
 
 
 class _RepeatableAttention(torch.autograd.Function):
-    """The fused backward adds dq with atomics unless PyTorch's deterministic mode is on, and that mode is for the whole process.
+    """The fused backward adds dq with atomics unless PyTorch's deterministic mode is on, and that
+    mode is for the whole process.
 
-    So it is on only while these kernels are chosen and launched. Backward runs the cheap forward once more: what the kernels keep
-    between the two passes differs from one to the next and is theirs.
+    So it is on only while these kernels are chosen and launched. Backward runs the cheap forward
+    once more: what the kernels keep between the two passes differs from one to the next and is
+    theirs.
     """
 
     @staticmethod
@@ -43,11 +49,16 @@ class _RepeatableAttention(torch.autograd.Function):
 
 @contextmanager
 def _deterministic_kernels() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = filled and before[0]  # a pass over every new tensor, only for who asked for it
+    memory.fill_uninitialized_memory = (
+        filled and before[0]
+    )  # a pass over every new tensor, only for who asked for it
     try:
         yield
     finally:

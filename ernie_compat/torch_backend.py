@@ -1,6 +1,8 @@
-"""The learner in PyTorch: AdamW over fp32 parameters; the node adds its weight gradients into `.grad`.
+"""The learner in PyTorch: AdamW over fp32 parameters; the node adds its weight gradients into
+`.grad`.
 
-On a GPU a step is launched without waiting for the device, and its figures come back in one copy at the end.
+On a GPU a step is launched without waiting for the device, and its figures come back in one copy at
+the end.
 """
 
 from __future__ import annotations
@@ -29,14 +31,21 @@ def make_learner(
 ) -> TorchLearner:
     """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    token_dtype, dense_dtype = getattr(torch, token_dtype_name(precision)), dense_dtype_on(device, precision)
-    decoder = ErnieMoEDecoder(model, node_config(precision, engine), token_dtype, dense_dtype, parallel).to(device)
+    token_dtype, dense_dtype = (
+        getattr(torch, token_dtype_name(precision)),
+        dense_dtype_on(device, precision),
+    )
+    decoder = ErnieMoEDecoder(
+        model, node_config(precision, engine), token_dtype, dense_dtype, parallel
+    ).to(device)
     in_use = engine_in_use(model, precision, engine, device_name(decoder.lm_head.weight))
     return TorchLearner(decoder, model, train, device, in_use, parallel)
 
 
 def dense_dtype_on(device: str, precision: str) -> torch.dtype:
-    """Of the products outside the experts: fp32 on a host; on a GPU bf16 beside fp8 and bf16 experts, fp32 beside fp32 ones."""
+    """Of the products outside the experts: fp32 on a host; on a GPU bf16 beside fp8 and bf16
+    experts, fp32 beside fp32 ones.
+    """
     return torch.float32 if device == "cpu" or precision == "fp32" else torch.bfloat16
 
 
@@ -52,25 +61,32 @@ class TorchLearner:
         engine: str,
         parallel: Parallel,
     ) -> None:
-        """Load the initial weights and create the optimizer state, so that a checkpoint has one shape at every step."""
+        """Load the initial weights and create the optimizer state, so that a checkpoint has one
+        shape at every step.
+        """
         self.decoder, self.model, self.train = decoder, model, train
         self.device, self.engine, self.parallel = device, engine, parallel
         self.parameters = dict(decoder.named_parameters())
         self.num_parameters = sum(
-            p.numel() * (parallel.layout.ep_size if is_expert(name) else 1) for name, p in self.parameters.items()
+            p.numel() * (parallel.layout.ep_size if is_expert(name) else 1)
+            for name, p in self.parameters.items()
         )
         self._load_weights(initial_weights(model, train.seed))
         decayed = [p for name, p in self.parameters.items() if has_weight_decay(name)]
         plain = [p for name, p in self.parameters.items() if not has_weight_decay(name)]
         fused = device != "cpu"
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": train.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             betas=(train.beta1, train.beta2),
             eps=train.adam_eps,
             fused=fused,
         )
         for parameter in self.parameters.values():
-            # Allocated gradients keep an expert that got no token in the optimizer step, resumed or not.
+            # Allocated gradients keep an expert that got no token in the optimizer step, resumed or
+            # not.
             parameter.grad = torch.zeros_like(parameter)
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), device=device if fused else "cpu"),
@@ -81,13 +97,20 @@ class TorchLearner:
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
         """See `Learner.train_step`."""
         # Before the first launch: a copy to the device waits for everything that was launched.
-        batches = [self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)]
-        loss, aux_loss, z_loss, grad_norm, *counts = self.launch_step(batches, learning_rate).tolist()
+        batches = [
+            self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)
+        ]
+        loss, aux_loss, z_loss, grad_norm, *counts = self.launch_step(
+            batches, learning_rate
+        ).tolist()
         shape = len(self.model.moe_layers), self.model.num_experts
-        return StepResult(loss, aux_loss, z_loss, grad_norm, np.array(counts, dtype=np.int64).reshape(shape))
+        return StepResult(
+            loss, aux_loss, z_loss, grad_norm, np.array(counts, dtype=np.int64).reshape(shape)
+        )
 
     def launch_step(self, batches: list[tuple[Tensor, Tensor]], learning_rate: float) -> Tensor:
-        """One optimizer step on inputs `[B, S]` and targets `[B * S]` per micro-batch; on a GPU it waits for nothing.
+        """One optimizer step on inputs `[B, S]` and targets `[B * S]` per micro-batch; on a GPU it
+        waits for nothing.
 
         Returns:
             fp64 `[4 + L_moe * E]` on the device: what `StepResult` holds, in its order.
@@ -103,13 +126,17 @@ class TorchLearner:
         self.optimizer.zero_grad(set_to_none=False)
         losses = self._mean_over_ranks(torch.stack([losses for losses, _ in parts]).mean(0))
         counts = torch.stack([counts for _, counts in parts]).sum(0)
-        return torch.cat([figures.reshape(-1).to(torch.float64) for figures in (losses, grad_norm, counts)])
+        return torch.cat(
+            [figures.reshape(-1).to(torch.float64) for figures in (losses, grad_norm, counts)]
+        )
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """See `Learner.evaluate`."""
         with torch.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
-            return float(self._mean_over_ranks(F.cross_entropy(self.decoder(inputs).logits, targets)))
+            return float(
+                self._mean_over_ranks(F.cross_entropy(self.decoder(inputs).logits, targets))
+            )
 
     def state(self) -> dict[str, np.ndarray]:
         """See `Learner.state`."""
@@ -145,10 +172,16 @@ class TorchLearner:
         return arrays
 
     def _gradients(self, experts: bool) -> list[Tensor]:
-        return [p.grad for name, p in self.parameters.items() if is_expert(name) == experts and p.grad is not None]
+        return [
+            p.grad
+            for name, p in self.parameters.items()
+            if is_expert(name) == experts and p.grad is not None
+        ]
 
     def _reduce_gradients(self) -> None:
-        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold its whole group's tokens."""
+        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold
+        its whole group's tokens.
+        """
         self.parallel.sum_world(self._gradients(experts=False))
         self.parallel.sum_replicas(self._gradients(experts=True))
 
@@ -172,7 +205,8 @@ class TorchLearner:
             parameter.copy_(torch.from_numpy(np.array(weights[name])))
         for node in self.decoder.nodes:
             node.invalidate_caches()
-            node.prequantize_weights()  # an engine that cannot run here, or not at these sizes, says so now
+            # an engine that cannot run here, or not at these sizes, says so now
+            node.prequantize_weights()
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:

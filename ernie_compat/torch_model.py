@@ -1,10 +1,11 @@
-"""A small ERNIE-style MoE decoder on the node, in PyTorch; `paddle_model` is its twin, name by name and bit by bit at the start.
+"""A small ERNIE-style MoE decoder on the node, in PyTorch; `paddle_model` is its twin, name by name
+and bit by bit at the start.
 
-`dense_dtype` is that of the products outside the experts: fp32, or bf16 as mixed precision has it; residual stream, norms, routers,
-head and losses are fp32 either way.
+`dense_dtype` is that of the products outside the experts: fp32, or bf16 as mixed precision has it;
+residual stream, norms, routers, head and losses are fp32 either way.
 
-Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E experts, K slots, I intermediate,
-V vocabulary.
+Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E
+experts, K slots, I intermediate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Tensor = torch.Tensor
 
 
 class RouterOutput(NamedTuple):
-    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all ranks' tokens."""
+    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all
+    ranks' tokens.
+    """
 
     aux_loss: Tensor
     z_loss: Tensor
@@ -36,7 +39,9 @@ class RouterOutput(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per expert fp32 `[L_moe, E]`."""
+    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per
+    expert fp32 `[L_moe, E]`.
+    """
 
     logits: Tensor
     aux_loss: Tensor
@@ -93,8 +98,12 @@ class Attention(nn.Module):
         cos, sin = rotary_tables(config)
         self.register_buffer("cos_S1D", torch.from_numpy(cos[:, None]), persistent=False)
         self.register_buffer("sin_S1D", torch.from_numpy(sin[:, None]), persistent=False)
-        self.register_buffer("turn_DD", torch.from_numpy(half_turn(self.head_dim)), persistent=False)
-        self.register_buffer("mask_SS", torch.from_numpy(causal_mask(config.seq_len)), persistent=False)
+        self.register_buffer(
+            "turn_DD", torch.from_numpy(half_turn(self.head_dim)), persistent=False
+        )
+        self.register_buffer(
+            "mask_SS", torch.from_numpy(causal_mask(config.seq_len)), persistent=False
+        )
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]` in the dense dtype."""
@@ -104,7 +113,9 @@ class Attention(nn.Module):
         q_BNSD, k_BNSD = qk_BSND.transpose(1, 2).chunk(2, dim=1)
         v_BNSD = v_BSH.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
         attend = repeatable_attention if self.fused else self._attend
-        return self.o_proj(attend(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2).reshape(batch, length, hidden))
+        return self.o_proj(
+            attend(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2).reshape(batch, length, hidden)
+        )
 
     def _attend(self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
         length = q_BNSD.shape[2]
@@ -114,12 +125,16 @@ class Attention(nn.Module):
     def _rotate(self, x_BSND: Tensor) -> Tensor:
         """In fp32, rounded once to the dtype of `x_BSND`."""
         length = x_BSND.shape[1]
-        turned = (x_BSND.reshape(-1, self.head_dim) @ self.turn_DD.to(x_BSND.dtype)).reshape(x_BSND.shape)
+        turned = (x_BSND.reshape(-1, self.head_dim) @ self.turn_DD.to(x_BSND.dtype)).reshape(
+            x_BSND.shape
+        )
         return (x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]).to(x_BSND.dtype)
 
 
 class SwiGLUMlp(nn.Module):
-    """Gated MLP with the node's weight layout: `up_gate_proj.weight [H, 2I]` (gate first) and `down_proj.weight [I, H]`."""
+    """Gated MLP with the node's weight layout: `up_gate_proj.weight [H, 2I]` (gate first) and
+    `down_proj.weight [I, H]`.
+    """
 
     def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype = torch.float32) -> None:
         """Allocate; as an expert only the weights are used, the node does the arithmetic."""
@@ -134,7 +149,9 @@ class SwiGLUMlp(nn.Module):
 
 
 class MoEMlp(nn.Module):
-    """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through the node, combine."""
+    """Softmax router with top-k, dispatch to the ranks of the experts, this rank's experts through
+    the node, combine.
+    """
 
     expert_ids_E: Tensor
 
@@ -146,7 +163,9 @@ class MoEMlp(nn.Module):
         parallel: Parallel,
         dispatcher: Dispatcher,
     ) -> None:
-        """Allocate router and experts (None for those of other ranks) and hand the experts to a node."""
+        """Allocate router and experts (None for those of other ranks) and hand the experts to a
+        node.
+        """
         super().__init__()
         self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
         self.parallel, self.dispatcher = parallel, dispatcher
@@ -174,8 +193,10 @@ class MoEMlp(nn.Module):
         received = self.dispatcher.dispatch(x_TH.to(self.token_dtype), indices_TK, top_TK)
         out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
         out_TH = self.dispatcher.combine(out_RH, received.handle)
-        # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of e); 1 when balanced.
-        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all tokens together.
+        # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of
+        # e); 1 when balanced.
+        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all
+        # tokens together.
         share_E = counts_E / (indices_TK.numel() * self.parallel.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = torch.logsumexp(logits_TE, dim=-1).square().mean()
@@ -217,7 +238,9 @@ class DecoderLayer(nn.Module):
 
 
 class ErnieMoEDecoder(nn.Module):
-    """Byte-level decoder; `node_config` and `token_dtype` decide what happens inside the nodes, `dense_dtype` the products around them."""
+    """Byte-level decoder; `node_config` and `token_dtype` decide what happens inside the nodes,
+    `dense_dtype` the products around them.
+    """
 
     def __init__(
         self,

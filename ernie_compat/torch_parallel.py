@@ -27,7 +27,9 @@ class TorchParallel:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", layout.launch.local_rank)
             torch.cuda.set_device(self.device)
-        dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=JOIN_TIMEOUT)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo", timeout=JOIN_TIMEOUT
+        )
         self._ep_group = self._join(layout.ep_groups)
         self._replica_group = self._join(layout.replica_groups)
 
@@ -69,7 +71,9 @@ class TorchParallel:
     def _join(self, groups: list[list[int]]) -> Any:
         """Own group among `groups`; every rank makes all of them, in one order."""
         made = [dist.new_group(ranks) for ranks in groups]
-        return next(group for group, ranks in zip(made, groups, strict=True) if self.layout.rank in ranks)
+        return next(
+            group for group, ranks in zip(made, groups, strict=True) if self.layout.rank in ranks
+        )
 
 
 def _sum(tensors: list[Tensor], group: Any) -> None:

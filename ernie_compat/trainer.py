@@ -1,6 +1,7 @@
 """The training loop: framework-neutral, deterministic, interruptible between any two steps.
 
-A run and, on request, its full-precision twin step side by side on the same batches from the same initial weights.
+A run and, on request, its full-precision twin step side by side on the same batches from the same
+initial weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class TrainingError(SonicMoEError, ArithmeticError):
 class Trainer:
     """One run in one directory. Build it with `start` or `resume`, then call `train`.
 
-    Under several ranks every rank has a trainer and makes the same calls; rank 0 alone writes files.
+    Under several ranks every rank has a trainer and makes the same calls; rank 0 alone writes
+    files.
 
     Attributes:
         step: optimizer steps done.
@@ -60,7 +62,9 @@ class Trainer:
     records: list[StepRecord] = field(default_factory=list)
 
     @classmethod
-    def start(cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None) -> Trainer:
+    def start(
+        cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None
+    ) -> Trainer:
         """A run at step 0.
 
         Raises:
@@ -74,13 +78,18 @@ class Trainer:
         return cls(config, corpus, directory, learners, parallel)
 
     @classmethod
-    def resume(cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None) -> Trainer:
-        """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for bit as if never stopped.
+    def resume(
+        cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None
+    ) -> Trainer:
+        """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for
+        bit as if never stopped.
 
-        Any number of ranks may continue what any other number began; the sums of gradients are then rounded in another order.
+        Any number of ranks may continue what any other number began; the sums of gradients are then
+        rounded in another order.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another model, framework or precision.
+            CheckpointError: no checkpoint, a damaged one, or one of another model, framework or
+                precision.
         """
         path = directory / CHECKPOINT_NAME
         saved = read_header(path)
@@ -91,7 +100,11 @@ class Trainer:
         for name, learner in trainer.learners.items():
             prefix = f"{name}/"
             learner.load_state(
-                {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+                {
+                    key.removeprefix(prefix): value
+                    for key, value in arrays.items()
+                    if key.startswith(prefix)
+                }
             )
         trainer.step = int(header["step"])
         trainer.records = read_metrics(directory / METRICS_NAME, up_to_step=trainer.step)
@@ -102,9 +115,11 @@ class Trainer:
         on_step: Callable[[StepRecord], None] = lambda record: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Train up to `config.train.steps`; True when all steps are done, False when `should_stop` asked to end earlier.
+        """Train up to `config.train.steps`; True when all steps are done, False when `should_stop`
+        asked to end earlier.
 
-        A checkpoint is written every `checkpoint_every` steps (0: never in between) and at the end, however it comes about.
+        A checkpoint is written every `checkpoint_every` steps (0: never in between) and at the end,
+        however it comes about.
 
         Raises:
             TrainingError: the loss is not finite; the last good checkpoint stays.
@@ -112,7 +127,11 @@ class Trainer:
         train = self.config.train
         # A signal reaches ranks at different steps: they stop when the first one wants to.
         agreed = self.parallel.largest
-        with MetricsFile(self.directory / METRICS_NAME, self.records) if self.writes else nullcontext() as metrics:
+        with (
+            MetricsFile(self.directory / METRICS_NAME, self.records)
+            if self.writes
+            else nullcontext() as metrics
+        ):
             while self.step < train.steps and not agreed(should_stop()):
                 record = self._advance()
                 self.records.append(record)
@@ -131,28 +150,43 @@ class Trainer:
         return self.parallel.layout.rank == 0
 
     def save(self) -> None:
-        """Write the checkpoint of this moment; every rank calls it, rank 0 writes when it has everything."""
+        """Write the checkpoint of this moment; every rank calls it, rank 0 writes when it has
+        everything.
+        """
         arrays = {
-            f"{name}/{key}": array for name, learner in self.learners.items() for key, array in learner.state().items()
+            f"{name}/{key}": array
+            for name, learner in self.learners.items()
+            for key, array in learner.state().items()
         }
         if not self.writes:
             return
-        header = {"step": self.step, "text_sha256": self.corpus.sha256, "config": self.config.to_json()}
+        header = {
+            "step": self.step,
+            "text_sha256": self.corpus.sha256,
+            "config": self.config.to_json(),
+        }
         save_checkpoint(self.directory / CHECKPOINT_NAME, header, arrays)
 
     def evaluate(self) -> dict[str, float]:
         """Mean held-out loss by learner; empty when `eval_batches` is 0."""
         train, length = self.config.train, self.config.model.seq_len
-        batches = [self.corpus.held_out_batch(i, train.batch_size, length) for i in range(train.eval_batches)]
+        batches = [
+            self.corpus.held_out_batch(i, train.batch_size, length)
+            for i in range(train.eval_batches)
+        ]
         if not batches:
             return {}
-        return {name: float(np.mean([learner.evaluate(b) for b in batches])) for name, learner in self.learners.items()}
+        return {
+            name: float(np.mean([learner.evaluate(b) for b in batches]))
+            for name, learner in self.learners.items()
+        }
 
     def summary(self) -> dict[str, Any]:
         """Final figures, plain values; every rank calls it.
 
-        Of ends and `load_imbalance` the mean over the last steps, of times the median. `loss_gap` is a fraction (see
-        `metrics.loss_gap`). What belongs to the twin is None without one. `engine` was asked for, `engine_used` ran.
+        Of ends and `load_imbalance` the mean over the last steps, of times the median. `loss_gap`
+        is a fraction (see `metrics.loss_gap`). What belongs to the twin is None without one.
+        `engine` was asked for, `engine_used` ran.
         """
         main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
         held_out = self.evaluate()
@@ -176,7 +210,9 @@ class Trainer:
             "loss_gap": recorded_loss_gap(self.records),
             "tokens_per_s": _over(np.median, [r.tokens_per_s for r in self.records]),
             "seconds_per_step": _over(np.median, [r.seconds for r in self.records]),
-            "seconds_per_step_full_precision": _over(np.median, [r.full_precision_seconds for r in self.records]),
+            "seconds_per_step_full_precision": _over(
+                np.median, [r.full_precision_seconds for r in self.records]
+            ),
             "load_imbalance": _over(np.mean, [r.load_imbalance for r in last]),
         }
 
@@ -187,7 +223,9 @@ class Trainer:
         result, seconds = _timed_step(self.learners[MAIN], tokens, rate)
         _require_finite(result, step)
         twin = self.learners.get(FULL_PRECISION)
-        reference, reference_seconds = _timed_step(twin, tokens, rate) if twin is not None else (None, None)
+        reference, reference_seconds = (
+            _timed_step(twin, tokens, rate) if twin is not None else (None, None)
+        )
         if reference is not None:
             _require_finite(reference, step, " of the run in full precision")
         self.step = step
@@ -209,7 +247,9 @@ class Trainer:
 
 
 def baseline_for(engine: str) -> str:
-    """What a run whose experts are on `engine` is compared with: bf16 beside the FP8 kernels of a GPU, else fp32."""
+    """What a run whose experts are on `engine` is compared with: bf16 beside the FP8 kernels of a
+    GPU, else fp32.
+    """
     return "bf16" if engine == "hopper" else "fp32"
 
 
@@ -229,14 +269,20 @@ def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
     for name in ("seed", "batch_size", "micro_batches"):
         _require_equal(name, saved.get("train", {}).get(name), wanted["train"][name])
     done, steps = int(header["step"]), config.train.steps
-    expect(done <= steps, CheckpointError, f"the checkpoint is at step {done}, past the {steps} steps asked for")
+    expect(
+        done <= steps,
+        CheckpointError,
+        f"the checkpoint is at step {done}, past the {steps} steps asked for",
+    )
 
 
 def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, dict[str, Learner]]:
     """The learners, and the configuration with its baseline decided."""
 
     def make(precision: str, engine: str) -> Learner:
-        return make_learner(config.framework, config.model, config.train, precision, engine, parallel)
+        return make_learner(
+            config.framework, config.model, config.train, precision, engine, parallel
+        )
 
     main = make(config.precision, config.engine)
     if not config.compare:
@@ -247,7 +293,9 @@ def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, di
     return replace(config, against=against), {MAIN: main, FULL_PRECISION: make(against, engine)}
 
 
-def _timed_step(learner: Learner, tokens: np.ndarray, learning_rate: float) -> tuple[StepResult, float]:
+def _timed_step(
+    learner: Learner, tokens: np.ndarray, learning_rate: float
+) -> tuple[StepResult, float]:
     """The step and its seconds; its figures are there when the device has done all of it."""
     started = time.perf_counter()
     result = learner.train_step(tokens, learning_rate)

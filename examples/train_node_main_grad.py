@@ -1,4 +1,5 @@
-"""Train experts with fp32 gradients: micro-batches accumulate in the node, `node.step()` adds them into `main_grad`.
+"""Train experts with fp32 gradients: micro-batches accumulate in the node, `node.step()` adds them
+into `main_grad`.
 
 python examples/train_node_main_grad.py
 """
@@ -11,10 +12,14 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 E, H, I = 4, 128, 128
-masters = [torch.randn(*shape, device=device) / shape[1] ** 0.5 for shape in ((E, H, 2 * I), (E, I, H))]
+masters = [
+    torch.randn(*shape, device=device) / shape[1] ** 0.5 for shape in ((E, H, 2 * I), (E, I, H))
+]
 weights = [torch.nn.Parameter(master.bfloat16()) for master in masters]
 for master, weight in zip(masters, weights, strict=True):
-    master.grad = weight.main_grad = torch.zeros_like(master)  # the node adds where the optimizer reads
+    master.grad = weight.main_grad = torch.zeros_like(
+        master
+    )  # the node adds where the optimizer reads
 node = SonicMoEMlpNode.from_fused(*weights, config=SonicMoEConfig(fp8_mode="perf"))
 optimizer = torch.optim.AdamW(masters, lr=1e-2)
 teacher = torch.randn(H, H, device=device) / H**0.5
@@ -22,8 +27,14 @@ teacher = torch.randn(H, H, device=device) / H**0.5
 for step in range(40):
     for _ in range(2):  # micro-batches
         x = torch.randn(256, H, device=device, dtype=torch.bfloat16)
-        probs, indices = torch.rand(256, E, device=device).topk(2)  # index -1 would mean: not on this rank
-        error = (node(x, None, indices, probs).float() - torch.tanh(x.float() @ teacher)).square().mean()
+        probs, indices = torch.rand(256, E, device=device).topk(
+            2
+        )  # index -1 would mean: not on this rank
+        error = (
+            (node(x, None, indices, probs).float() - torch.tanh(x.float() @ teacher))
+            .square()
+            .mean()
+        )
         (error / 2).backward()
     node.step()  # after the last backward, before gradients are reduced or applied
     optimizer.step()

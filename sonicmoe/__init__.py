@@ -1,7 +1,8 @@
-"""Expert-MLP engine for Mixture-of-Experts training: FP8 on NVIDIA Hopper, one engine for Paddle and PyTorch.
+"""Expert-MLP engine for Mixture-of-Experts training: FP8 on NVIDIA Hopper, one engine for Paddle
+and PyTorch.
 
-Importing this package imports no framework: names are loaded on first use, so that a program may still choose between
-PyTorch and Paddle's torch proxy (`paddle.enable_compat(scope={"sonicmoe"})`).
+Importing this package imports no framework: names are loaded on first use, so that a program may
+still choose between PyTorch and Paddle's torch proxy (`paddle.enable_compat(scope={"sonicmoe"})`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .config import SonicMoEConfig
     from .enums import ActivationType, KernelBackendMoE
-    from .functional import count_cumsum, enable_quack_gemm, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+    from .functional import (
+        count_cumsum,
+        enable_quack_gemm,
+        moe_general_routing_inputs,
+        moe_TC_softmax_topk_layer,
+    )
     from .moe import MoE
 
 _EXPORTS = {
@@ -44,7 +50,9 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'sonicmoe' has no attribute {name!r}")
     if _EXPORTS[name] in {".moe", ".functional"}:
-        importlib.import_module(".interop", __name__)  # where no framework is reachable, it says what to do
+        importlib.import_module(
+            ".interop", __name__
+        )  # where no framework is reachable, it says what to do
     value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
     globals()[name] = value
     return value

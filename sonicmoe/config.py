@@ -1,7 +1,8 @@
 """`SonicMoEConfig` and the one registry of environment flags.
 
-Precedence: an explicit field of the configuration in force beats the environment, which beats the default.
-`docs/env.md` is generated from `FLAGS`; nothing else in the package reads a `SONIC_MOE_*` variable.
+Precedence: an explicit field of the configuration in force beats the environment, which beats the
+default. `docs/env.md` is generated from `FLAGS`; nothing else in the package reads a `SONIC_MOE_*`
+variable.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _parse_fp8_mode(text: str) -> str:
 
 
 def _parse_recipe(text: str) -> str:
-    from .quant.recipes import RECIPES  # quant imports enums only; importing it here keeps config free of a framework
+    from .quant.recipes import (
+        RECIPES,
+    )  # quant imports enums only; importing it here keeps config free of a framework
 
     if text in RECIPES:
         return text
@@ -85,7 +88,9 @@ def _enum_parser(enum: type[ZCode] | type[EngineName]) -> Callable[[str], Any]:
 
 @dataclass(frozen=True)
 class Flag:
-    """One environment variable: the config field it sets, how it is parsed, its default and its meaning."""
+    """One environment variable: the config field it sets, how it is parsed, its default and its
+    meaning.
+    """
 
     env: str
     field: str
@@ -147,10 +152,11 @@ HONOURED_VARIABLES = ("TRITON_PTXAS_PATH", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE
 
 @dataclass(frozen=True)
 class SonicMoEConfig:
-    """Settings of one node or layer; a field left at None is taken from the environment, then from its default.
+    """Settings of one node or layer; a field left at None is taken from the environment, then from
+    its default.
 
-    `docs/env.md` has the meaning of each field. Use `with cfg.activate():` to make a configuration the one in force
-    for everything that was not given its own.
+    `docs/env.md` has the meaning of each field. Use `with cfg.activate():` to make a configuration
+    the one in force for everything that was not given its own.
     """
 
     fp8_mode: str | None = None
@@ -170,17 +176,23 @@ class SonicMoEConfig:
     use_quack_gemm: bool | None = None
 
     def __post_init__(self) -> None:
-        """Parse every given field like its environment variable, so both doors refuse the same values."""
+        """Parse every given field like its environment variable, so both doors refuse the same
+        values.
+        """
         for flag in FLAGS:
             value = getattr(self, flag.field)
             if isinstance(value, str):
-                object.__setattr__(self, flag.field, _parse(flag, value, f"SonicMoEConfig.{flag.field}"))
+                object.__setattr__(
+                    self, flag.field, _parse(flag, value, f"SonicMoEConfig.{flag.field}")
+                )
             elif value is not None:
                 _check_type(flag, value)
 
     @contextmanager
     def activate(self) -> Iterator[SonicMoEConfig]:
-        """Make this configuration the one in force inside the `with` block (per thread and async task)."""
+        """Make this configuration the one in force inside the `with` block (per thread and async
+        task).
+        """
         token = _ACTIVE.set(self)
         try:
             yield self
@@ -191,7 +203,8 @@ class SonicMoEConfig:
         """Fill every unset field from the environment, then from the defaults.
 
         Raises:
-            ConfigError: an environment variable has a value its parser refuses, or two settings contradict each other.
+            ConfigError: an environment variable has a value its parser refuses, or two settings
+                contradict each other.
         """
         _report_unknown_flags()
         return _resolve(self, _environment(), tempfile.gettempdir())
@@ -234,7 +247,8 @@ class ResolvedConfig:
 
 def _environment() -> tuple[str | None, ...]:
     """The values of `FLAGS_BY_ENV`, and of what directories depend on."""
-    # CPython's own dictionary: to ask the mapping for 20 names that are not set costs as much as four launches, in every forward.
+    # CPython's own dictionary: to ask the mapping for 20 names that are not set costs as much as
+    # four launches, in every forward.
     values: dict[Any, Any] | None = getattr(os.environ, "_data", None)
     if values is None:
         return tuple(map(os.environ.get, _NAMES))
@@ -247,8 +261,12 @@ _ENCODED_NAMES = tuple(map(os.environ.encodekey, _NAMES))
 
 
 @functools.lru_cache(maxsize=64)
-def _resolve(config: SonicMoEConfig, environment: tuple[str | None, ...], _temporary: str) -> ResolvedConfig:
-    """`environment`: see `_environment`. Equal settings, and equal places for the default directories, give one object."""
+def _resolve(
+    config: SonicMoEConfig, environment: tuple[str | None, ...], _temporary: str
+) -> ResolvedConfig:
+    """`environment`: see `_environment`. Equal settings, and equal places for the default
+    directories, give one object.
+    """
     values: dict[str, Any] = {}
     for flag, text in zip(FLAGS, environment[: len(FLAGS)], strict=True):
         given = getattr(config, flag.field)
@@ -278,11 +296,18 @@ def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:
 
 
 def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Set `SONIC_MOE_*` names the registry does not know, each with the nearest known name (or None); also flags spelt `SONICMOE_*`."""
+    """Set `SONIC_MOE_*` names the registry does not know, each with the nearest known name (or
+    None); also flags spelt `SONICMOE_*`.
+    """
     names = os.environ if environ is None else environ
     unknown = [name for name in names if name.startswith(PREFIX) and name not in FLAGS_BY_ENV]
-    found = {name: next(iter(difflib.get_close_matches(name, FLAGS_BY_ENV, n=1, cutoff=0.6)), None) for name in unknown}
-    joined = {flag.replace(PREFIX, "SONICMOE_"): flag for flag in FLAGS_BY_ENV if flag.startswith(PREFIX)}
+    found = {
+        name: next(iter(difflib.get_close_matches(name, FLAGS_BY_ENV, n=1, cutoff=0.6)), None)
+        for name in unknown
+    }
+    joined = {
+        flag.replace(PREFIX, "SONICMOE_"): flag for flag in FLAGS_BY_ENV if flag.startswith(PREFIX)
+    }
     return found | {name: joined[name] for name in names if name in joined}
 
 
@@ -291,7 +316,9 @@ _looked_for_unknown_flags = False
 
 
 def _report_unknown_flags() -> None:
-    """`warn_unknown_flags`, at the first configuration that a process resolves: every face resolves one, and often."""
+    """`warn_unknown_flags`, at the first configuration that a process resolves: every face resolves
+    one, and often.
+    """
     global _looked_for_unknown_flags
     if not _looked_for_unknown_flags:
         _looked_for_unknown_flags = True
@@ -322,7 +349,14 @@ _FIELD_TYPES: Mapping[str, type] = {
 
 def _check_type(flag: Flag, value: Any) -> None:
     wanted: type = _FIELD_TYPES.get(flag.field, bool)
-    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+    if (
+        wanted is float
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value < math.inf
+    ):
         return
     if wanted is float or not isinstance(value, wanted):
-        raise ConfigError(f"SonicMoEConfig.{flag.field} got {value!r} ({type(value).__name__}); needed: {flag.values}")
+        raise ConfigError(
+            f"SonicMoEConfig.{flag.field} got {value!r} ({type(value).__name__}); needed: {flag.values}"
+        )

@@ -1,4 +1,6 @@
-"""Names shared by every layer. Members and values of the first two follow upstream SonicMoE, so that user code keeps working."""
+"""Names shared by every layer. Members and values of the first two follow upstream SonicMoE, so
+that user code keeps working.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ class KernelBackendMoE(Enum):
 class ActivationType(Enum):
     """The expert's activation; the first four are gated.
 
-    Upstream has seven, gated ones of the form `act(gate) * up`. `SWIGLU_OAI` is GPT-OSS's, with alpha 1.702 and limit 7:
-    `gate = min(gate, limit)`, `up = clamp(up, -limit, limit)`, `gate * sigmoid(alpha * gate) * (up + 1)`.
+    Upstream has seven, gated ones of the form `act(gate) * up`. `SWIGLU_OAI` is GPT-OSS's, with
+    alpha 1.702 and limit 7: `gate = min(gate, limit)`, `up = clamp(up, -limit, limit)`, `gate *
+    sigmoid(alpha * gate) * (up + 1)`.
     """
 
     SWIGLU = "swiglu"
@@ -47,7 +50,9 @@ def is_glu(activation_type: ActivationType) -> bool:
 
 
 class ZCode(Enum):
-    """Storage of the pre-activation `z` kept for backward. It is no GEMM operand, so any 8-bit code will do."""
+    """Storage of the pre-activation `z` kept for backward. It is no GEMM operand, so any 8-bit code
+    will do.
+    """
 
     INT8 = "int8"
     E4M3 = "e4m3"
@@ -79,4 +84,6 @@ def member_of(enum: type[Named], value: Any, argument: str) -> Named:
     try:
         return enum(value)
     except ValueError:
-        raise ConfigError(f"{argument} is {value!r}; needed: one of {[member.value for member in enum]}") from None
+        raise ConfigError(
+            f"{argument} is {value!r}; needed: one of {[member.value for member in enum]}"
+        ) from None

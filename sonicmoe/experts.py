@@ -1,6 +1,8 @@
-"""`ExpertWeights`: the user's parameters, what engines read of them, and the fp32 accumulators their gradients wait in.
+"""`ExpertWeights`: the user's parameters, what engines read of them, and the fp32 accumulators
+their gradients wait in.
 
-One object lives as long as its layer. Parameters are never rebound, copied over or written; gradients are added in place.
+One object lives as long as its layer. Parameters are never rebound, copied over or written;
+gradients are added in place.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertParameters(ABC):
-    """The user's weights of E local experts in one of the supported arrangements: up `[H, N1]`, gate half first, down `[I, H]`."""
+    """The user's weights of E local experts in one of the supported arrangements: up `[H, N1]`,
+    gate half first, down `[I, H]`.
+    """
 
     activation: ActivationType
     transposed = True
@@ -67,25 +71,31 @@ class ExpertParameters(ABC):
 
     @abstractmethod
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
-        """Where the weights lie, one matrix per expert and projection; `parameters`: what `parameters()` has just returned."""
+        """Where the weights lie, one matrix per expert and projection; `parameters`: what
+        `parameters()` has just returned.
+        """
 
     @abstractmethod
     def user_gradients(self, accumulators: GradAccumulators) -> Iterator[tuple[Tensor, Tensor]]:
-        """`(parameter, fp32 gradient in the parameter's own layout)` pairs; the gradients are fresh tensors."""
+        """`(parameter, fp32 gradient in the parameter's own layout)` pairs; the gradients are fresh
+        tensors.
+        """
 
 
 _up_weight, _down_weight = attrgetter("up_gate_proj.weight"), attrgetter("down_proj.weight")
 
 
 class PerExpertParameters(ExpertParameters):
-    """ERNIE / Fleet modules: `expert.up_gate_proj.weight [H, 2I]` (split-half, gate first) and `expert.down_proj.weight [I, H]`.
+    """ERNIE / Fleet modules: `expert.up_gate_proj.weight [H, 2I]` (split-half, gate first) and
+    `expert.down_proj.weight [I, H]`.
 
     Args:
         experts: modules in local-id order; `None` entries (experts of other ranks) are skipped.
         num_experts, hidden_size, intermediate_size: what the weights must match.
 
     Raises:
-        LayoutError: a module lacks a projection, or the number of local experts is not `num_experts`.
+        LayoutError: a module lacks a projection, or the number of local experts is not
+            `num_experts`.
         ShapeError, DTypeError: naming the weight.
     """
 
@@ -108,14 +118,27 @@ class PerExpertParameters(ExpertParameters):
         self._experts = local
         width = pre_activation_width(intermediate_size, activation)
         for index, expert in enumerate(local):
-            up_gate, down = _projection(expert, index, "up_gate_proj"), _projection(expert, index, "down_proj")
-            _check_parameter(up_gate.weight, f"experts[{index}].up_gate_proj.weight", (hidden_size, width), "[H, 2I]")
+            up_gate, down = (
+                _projection(expert, index, "up_gate_proj"),
+                _projection(expert, index, "down_proj"),
+            )
             _check_parameter(
-                down.weight, f"experts[{index}].down_proj.weight", (intermediate_size, hidden_size), "[I, H]"
+                up_gate.weight,
+                f"experts[{index}].up_gate_proj.weight",
+                (hidden_size, width),
+                "[H, 2I]",
+            )
+            _check_parameter(
+                down.weight,
+                f"experts[{index}].down_proj.weight",
+                (intermediate_size, hidden_size),
+                "[I, H]",
             )
 
     def parameters(self) -> list[Tensor]:
-        """up_gate of every expert, then down of every expert; read from the modules, which may replace them."""
+        """up_gate of every expert, then down of every expert; read from the modules, which may
+        replace them.
+        """
         return [*map(_up_weight, self._experts), *map(_down_weight, self._experts)]
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -140,14 +163,24 @@ class PerExpertParameters(ExpertParameters):
 
 
 class FusedParameters(ExpertParameters):
-    """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`."""
+    """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
+    H]`.
+    """
 
     def __init__(self, weight1: Tensor, weight2: Tensor, activation: ActivationType) -> None:
         """Check the pair against each other."""
         require_framework_tensor(weight1, "weight1")
         require_framework_tensor(weight2, "weight2")
-        expect(len(weight1.shape) == 3, ShapeError, f"weight1 has shape {tuple(weight1.shape)}; needed: [E, H, 2I]")
-        expect(len(weight2.shape) == 3, ShapeError, f"weight2 has shape {tuple(weight2.shape)}; needed: [E, I, H]")
+        expect(
+            len(weight1.shape) == 3,
+            ShapeError,
+            f"weight1 has shape {tuple(weight1.shape)}; needed: [E, H, 2I]",
+        )
+        expect(
+            len(weight2.shape) == 3,
+            ShapeError,
+            f"weight2 has shape {tuple(weight2.shape)}; needed: [E, I, H]",
+        )
         experts, hidden, _ = (int(size) for size in weight1.shape)
         intermediate = int(weight2.shape[1])
         width = pre_activation_width(intermediate, activation)
@@ -178,7 +211,9 @@ class FusedParameters(ExpertParameters):
 
 
 class ExpertWeights:
-    """Engine weights cached per optimizer step, fp32 accumulators allocated at the first backward, and the flush between them."""
+    """Engine weights cached per optimizer step, fp32 accumulators allocated at the first backward,
+    and the flush between them.
+    """
 
     FORGOTTEN_STEP_BACKWARDS = 1024  # more micro-batches than anybody accumulates
 
@@ -214,8 +249,9 @@ class ExpertWeights:
         """A backward has added to the accumulators."""
         self._backwards += 1
         self._backwards_since_step += 1
-        # Weights that never get gradients never move: a step() that is never called shows in no other way. Nor do changes of weights
-        # that nothing but step() announces, with complete gradients too.
+        # Weights that never get gradients never move: a step() that is never called shows in no
+        # other way. Nor do changes of weights that nothing but step() announces, with complete
+        # gradients too.
         waiting = self._backwards_since_step if self._cannot_see_changes else self._backwards
         if waiting == self.FORGOTTEN_STEP_BACKWARDS:
             self._warn_forgotten_step(f"{waiting} backward passes have run since node.step()")
@@ -237,11 +273,14 @@ class ExpertWeights:
     def prepared(
         self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor] | None = None
     ) -> EngineWeights:
-        """What `engine` reads: cached until `invalidate`, a new pointer or other settings. `parameters`: read a moment ago, if they were.
+        """What `engine` reads: cached until `invalidate`, a new pointer or other settings.
+        `parameters`: read a moment ago, if they were.
 
-        A write that no event announces is noticed by an engine that follows its weights, and on the host, where their bytes are
-        compared. On a GPU that would wait for the device: there the other engines go by PyTorch's version counters and optimizer steps.
-        Paddle has neither, so with them `invalidate` is the contract of training, and nothing is trusted without gradients.
+        A write that no event announces is noticed by an engine that follows its weights, and on the
+        host, where their bytes are compared. On a GPU that would wait for the device: there the
+        other engines go by PyTorch's version counters and optimizer steps. Paddle has neither, so
+        with them `invalidate` is the contract of training, and nothing is trusted without
+        gradients.
 
         Raises:
             LayoutError: the framework has freed the memory of a weight.
@@ -254,7 +293,9 @@ class ExpertWeights:
             pointers = tuple(map(data_ptr, parameters)) if source is None else source.pointers
             key = (engine.name, settings, pointers)
             on_gpu = is_cuda(parameters[0])
-            fingerprint = weight_fingerprint(parameters) if on_gpu or not engine.follows_weights else ()
+            fingerprint = (
+                weight_fingerprint(parameters) if on_gpu or not engine.follows_weights else ()
+            )
             steps = optimizer_steps() if on_gpu else 0
             previous = self._prepared if key == self._prepared_for else None
             self._cannot_see_changes = not fingerprint and not engine.follows_weights
@@ -268,20 +309,29 @@ class ExpertWeights:
                 self._prepared = engine.prepare_source(source, settings, previous, changed)
             if not engine.follows_weights:
                 self._preparation.leave()
-            self._prepared_for, self._fingerprint, self._optimizer_steps, self._stale = key, fingerprint, steps, False
+            self._prepared_for, self._fingerprint, self._optimizer_steps, self._stale = (
+                key,
+                fingerprint,
+                steps,
+                False,
+            )
             assert self._prepared is not None
             return self._prepared
 
     @property
     def updates(self) -> int:
-        """How many changes of the weights `prepared` has seen, as far as the host can: no fused optimizer of Paddle leaves a trace."""
+        """How many changes of the weights `prepared` has seen, as far as the host can: no fused
+        optimizer of Paddle leaves a trace.
+        """
         return self._updates
 
     def check_current(self, prepared: EngineWeights, updates: int) -> None:
-        """Whether a backward still finds the weights of its forward, which saw that many `updates`; waits for nothing.
+        """Whether a backward still finds the weights of its forward, which saw that many `updates`;
+        waits for nothing.
 
         Raises:
-            RuntimeError: a later forward has written changed weights into the buffers of `prepared`.
+            RuntimeError: a later forward has written changed weights into the buffers of
+                `prepared`.
         """
         if prepared is self._prepared and updates != self._updates:
             raise RuntimeError(
@@ -298,13 +348,19 @@ class ExpertWeights:
         """The native fp32 accumulators, allocated and zeroed on `device` at first use."""
         if self._accumulators is None:
             (experts, n1, hidden), (_, _, intermediate) = self.source.native_shapes()
-            self._accumulators = GradAccumulators.zeros(experts, n1, hidden, intermediate, False, device)
+            self._accumulators = GradAccumulators.zeros(
+                experts, n1, hidden, intermediate, False, device
+            )
         return self._accumulators
 
     @property
     def allocated_gradient_bytes(self) -> int:
         """Bytes of native accumulators held now; 0 before the first backward and after `release`."""
-        return 0 if self._accumulators is None else sum(4 * numel(t) for t in self._accumulators.tensors())
+        return (
+            0
+            if self._accumulators is None
+            else sum(4 * numel(t) for t in self._accumulators.tensors())
+        )
 
     def release(self) -> None:
         """Free the accumulators.
@@ -319,7 +375,8 @@ class ExpertWeights:
         self._accumulators = None
 
     def flush(self) -> None:
-        """Add the accumulated gradients into `main_grad` (or `.grad`) of every trainable parameter, then zero the accumulators.
+        """Add the accumulated gradients into `main_grad` (or `.grad`) of every trainable parameter,
+        then zero the accumulators.
 
         Does nothing when no backward ran since the last flush.
         """
@@ -330,13 +387,17 @@ class ExpertWeights:
                 add_to_grad(parameter, gradient)
 
     def flush_through_autograd(self) -> list[Tensor | None]:
-        """Like `flush`, from inside a backward: a gradient without a `main_grad` to go to is returned, in `parameters()` order.
+        """Like `flush`, from inside a backward: a gradient without a `main_grad` to go to is
+        returned, in `parameters()` order.
 
-        Autograd then accumulates it into `.grad`; either way the framework fires each parameter's hooks exactly once.
+        Autograd then accumulates it into `.grad`; either way the framework fires each parameter's
+        hooks exactly once.
         """
         flushed = self._flush_in_one_launch(through_autograd=True)
         if flushed is not None:
-            return [entry.tensor if entry is not None and entry.returned else None for entry in flushed]
+            return [
+                entry.tensor if entry is not None and entry.returned else None for entry in flushed
+            ]
         returned: dict[int, Tensor] = {}
         for parameter, gradient in self._drain():
             if not add_to_main_grad(parameter, gradient):
@@ -349,12 +410,18 @@ class ExpertWeights:
         ]
 
     def _flush_in_one_launch(self, through_autograd: bool) -> list[Destination | None] | None:
-        """Serve all parameters by the kernel: where the gradient of each went, None for frozen ones.
+        """Serve all parameters by the kernel: where the gradient of each went, None for frozen
+        ones.
 
-        None where there is nothing to flush, or no kernel for it: experts that share memory need one addition after the other.
+        None where there is nothing to flush, or no kernel for it: experts that share memory need
+        one addition after the other.
         """
         held, parameters = self._accumulators, self.source.parameters()
-        if self._untouched or held is None or len({id(parameter) for parameter in parameters}) < len(parameters):
+        if (
+            self._untouched
+            or held is None
+            or len({id(parameter) for parameter in parameters}) < len(parameters)
+        ):
             return None
         kernel = gradients.kernel_for(held.dw1)
         if kernel is None:
@@ -362,14 +429,25 @@ class ExpertWeights:
         self._check_main_grads(held)
         with plain_ops():
             destinations = [
-                Destination.of(p, through_autograd, held.dw1.device) if requires_grad(p) else None for p in parameters
+                Destination.of(p, through_autograd, held.dw1.device) if requires_grad(p) else None
+                for p in parameters
             ]
             wanted = [destination for destination in destinations if destination is not None]
             if not gradients.fit_one_launch(wanted, device_name(held.dw1)):
                 return None
-            table, source = gradients.destination_table(destinations, int(held.dw1.shape[0])), self.source
+            table, source = (
+                gradients.destination_table(destinations, int(held.dw1.shape[0])),
+                self.source,
+            )
             self.additions.enter(held.dw1)
-            kernel(held.dw1, held.dw2, table, source.transposed, source.split_half, current_stream(held.dw1))
+            kernel(
+                held.dw1,
+                held.dw2,
+                table,
+                source.transposed,
+                source.split_half,
+                current_stream(held.dw1),
+            )
             self.additions.leave()
             for destination in wanted:
                 destination.bind()
@@ -402,22 +480,36 @@ class ExpertWeights:
         self.additions.leave()
         self._backwards = 0
 
-    def _look_for_changes(self, fingerprint: tuple[int, ...], optimizer_steps: int, *, announced: bool) -> bool:
-        """Whether weights were, or may have been, written since they were prepared; says so where nobody announced it."""
-        written, stepped = fingerprint != self._fingerprint, optimizer_steps != self._optimizer_steps
+    def _look_for_changes(
+        self, fingerprint: tuple[int, ...], optimizer_steps: int, *, announced: bool
+    ) -> bool:
+        """Whether weights were, or may have been, written since they were prepared; says so where
+        nobody announced it.
+        """
+        written, stepped = (
+            fingerprint != self._fingerprint,
+            optimizer_steps != self._optimizer_steps,
+        )
         self._updates += written
         if not announced and (written or stepped):
             if self.unflushed:
                 what = "expert weights changed" if written else "an optimizer stepped"
-                self._warn_forgotten_step(f"{what} while gradients wait in the node, and will be without them")
+                self._warn_forgotten_step(
+                    f"{what} while gradients wait in the node, and will be without them"
+                )
             elif written:
-                logger.info("expert weights changed without step() or invalidate_caches(); caches rebuilt")
+                logger.info(
+                    "expert weights changed without step() or invalidate_caches(); caches rebuilt"
+                )
         return written or stepped
 
     def _warn_forgotten_step(self, symptom: str) -> None:
         if not self._warned_forgotten_step:
             self._warned_forgotten_step = True
-            logger.warning("%s; call node.step() after the last backward and before the gradient reduction", symptom)
+            logger.warning(
+                "%s; call node.step() after the last backward and before the gradient reduction",
+                symptom,
+            )
 
 
 def _check_memory(parameters: Sequence[Tensor]) -> None:
@@ -429,15 +521,25 @@ def _check_memory(parameters: Sequence[Tensor]) -> None:
             )
         return
     freed = [index for index, parameter in enumerate(parameters) if not parameter._is_initialized()]  # type: ignore[attr-defined]
-    expect(not freed, LayoutError, f"weights {freed} of the experts hold no memory; a forward needs all of them")
+    expect(
+        not freed,
+        LayoutError,
+        f"weights {freed} of the experts hold no memory; a forward needs all of them",
+    )
 
 
 def _projection(expert: Any, index: int, name: str) -> Any:
     module = getattr(expert, name, None)
     if module is not None and getattr(module, "weight", None) is not None:
         return module
-    found = [candidate for candidate in ("gate_proj", "up_proj", "gate_up_fused_proj") if hasattr(expert, candidate)]
-    hint = f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first" if found else ""
+    found = [
+        candidate
+        for candidate in ("gate_proj", "up_proj", "gate_up_fused_proj")
+        if hasattr(expert, candidate)
+    ]
+    hint = (
+        f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first" if found else ""
+    )
     raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
 
 
@@ -450,11 +552,21 @@ def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str
     )
     found = tuple(weight.shape)
     transposed = (*shape[:-2], shape[-1], shape[-2])
-    hint = "; it looks transposed: torch.nn.Linear stores [out, in]" if found == transposed != shape else ""
-    expect(found == shape, ShapeError, f"{name} has shape {found}; needed: {legend} = {shape}{hint}")
+    hint = (
+        "; it looks transposed: torch.nn.Linear stores [out, in]"
+        if found == transposed != shape
+        else ""
+    )
+    expect(
+        found == shape, ShapeError, f"{name} has shape {found}; needed: {legend} = {shape}{hint}"
+    )
     expect(
         weight.is_leaf,
         LayoutError,
         f"{name} is the result of an operation; needed: a leaf parameter, whose gradient can be kept",
     )
-    expect(weight.is_contiguous(), LayoutError, f"{name} is not contiguous; needed: a contiguous {legend} parameter")
+    expect(
+        weight.is_contiguous(),
+        LayoutError,
+        f"{name} is not contiguous; needed: a contiguous {legend} parameter",
+    )

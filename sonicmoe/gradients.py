@@ -1,4 +1,5 @@
-"""Where weight gradients go: `main_grad` or `.grad` of each parameter, in one kernel launch on a GPU, else by plain operations.
+"""Where weight gradients go: `main_grad` or `.grad` of each parameter, in one kernel launch on a
+GPU, else by plain operations.
 
 Both give the same bits: sums are formed in fp32 and rounded once to the destination's dtype.
 """
@@ -37,15 +38,21 @@ FlushKernel = Callable[[Tensor, Tensor, list[int], bool, bool, int], None]
 
 
 def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
-    """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`, where there is one.
+    """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`,
+    where there is one.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape, or on another device.
+        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape,
+            or on another device.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return
-    expect(main_grad.dtype == torch.float32, DTypeError, f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32")
+    expect(
+        main_grad.dtype == torch.float32,
+        DTypeError,
+        f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32",
+    )
     expect(
         tuple(main_grad.shape) == tuple(parameter.shape),
         ShapeError,
@@ -55,9 +62,11 @@ def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
-    """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False where there is no such attribute.
+    """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False
+    where there is no such attribute.
 
-    `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while it is not None.
+    `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while
+    it is not None.
 
     Raises:
         DTypeError, ShapeError, DeviceError: see `check_main_grad`.
@@ -86,9 +95,11 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """Memory a parameter's gradient goes to: `tensor`, in the parameter's shape; `fresh` memory is written, other is added to.
+    """Memory a parameter's gradient goes to: `tensor`, in the parameter's shape; `fresh` memory is
+    written, other is added to.
 
-    attribute: of the parameter, that fresh memory becomes once it is written; empty where it is returned to autograd instead.
+    attribute: of the parameter, that fresh memory becomes once it is written; empty where it is
+    returned to autograd instead.
     """
 
     parameter: Tensor
@@ -98,13 +109,16 @@ class Destination:
 
     @classmethod
     def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> Destination:
-        """`main_grad` where there is such an attribute, else `.grad`, or memory for autograd to accumulate there.
+        """`main_grad` where there is such an attribute, else `.grad`, or memory for autograd to
+        accumulate there.
 
         Fresh memory is on `device`: the parameter may have been freed, and is then nowhere.
         """
         if hasattr(parameter, "main_grad"):
             if parameter.main_grad is None:
-                return cls(parameter, _empty_like(parameter, torch.float32, device), True, "main_grad")
+                return cls(
+                    parameter, _empty_like(parameter, torch.float32, device), True, "main_grad"
+                )
             return cls(parameter, parameter.main_grad, False)
         if through_autograd:
             return cls(parameter, _empty_like(parameter, parameter.dtype, device), True)
@@ -130,20 +144,28 @@ class Destination:
 
 
 def fit_one_launch(destinations: Sequence[Destination], device: str) -> bool:
-    """Whether the kernel can serve them together: contiguous, of a dtype it has, on one device, none overlapping another."""
+    """Whether the kernel can serve them together: contiguous, of a dtype it has, on one device,
+    none overlapping another.
+    """
     for destination in destinations:
         tensor = destination.tensor
-        if tensor.dtype not in FORMATS or device_name(tensor) != device or not tensor.is_contiguous():
+        if (
+            tensor.dtype not in FORMATS
+            or device_name(tensor) != device
+            or not tensor.is_contiguous()
+        ):
             return False
     extents = sorted(destination.extent for destination in destinations)
     return all(one[1] <= other[0] for one, other in itertools.pairwise(extents))
 
 
 def destination_table(destinations: Sequence[Destination | None], num_experts: int) -> list[int]:
-    """(address, format) of every expert's up-projection, then of every down-projection: what `flush_gradients` takes.
+    """(address, format) of every expert's up-projection, then of every down-projection: what
+    `flush_gradients` takes.
 
     Args:
-        destinations: in the order up, down: of each expert's parameters, or of two stacked ones; None for those nobody trains.
+        destinations: in the order up, down: of each expert's parameters, or of two stacked ones;
+            None for those nobody trains.
         num_experts: E.
     """
     matrices = 2 * num_experts // len(destinations)
@@ -161,13 +183,14 @@ def destination_table(destinations: Sequence[Destination | None], num_experts: i
 
 
 def kernel_for(accumulator: Tensor) -> FlushKernel | None:
-    """The kernel for accumulators on that device, or None on the host and where there is none; logged.
+    """The kernel for accumulators on that device, or None on the host and where there is none;
+    logged.
 
     Decided once per device, but None again and again where what failed may pass: see `Decided`.
 
     Raises:
-        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another process's takes too long; never
-            answered by a silent fallback.
+        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another
+            process's takes too long; never answered by a silent fallback.
     """
     return _kernel_on(device_name(accumulator)) if is_cuda(accumulator) else None
 
@@ -180,7 +203,10 @@ def _kernel_on(device: str) -> tuple[FlushKernel | None, list[Exception]]:
         raise
     except FALLBACK as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        _kernel_on.say(logging.WARNING, f"gradients on {device} are flushed by plain tensor operations: {reason}")
+        _kernel_on.say(
+            logging.WARNING,
+            f"gradients on {device} are flushed by plain tensor operations: {reason}",
+        )
         return None, [error]
 
 

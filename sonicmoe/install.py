@@ -1,4 +1,6 @@
-"""How to install what is missing, on this machine: on one with a GPU the CPU packages would be the wrong answer."""
+"""How to install what is missing, on this machine: on one with a GPU the CPU packages would be the
+wrong answer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _ON_HOST = {"torch": "pip install 'sonicmoe[torch]'", "paddle": "pip install 'so
 
 def gpu_present() -> bool:
     """Whether an NVIDIA driver is there: its device, its tool, or its library. Loads none of them."""
-    return NVIDIA_DRIVER.exists() or bool(shutil.which("nvidia-smi") or ctypes.util.find_library("cuda"))
+    return NVIDIA_DRIVER.exists() or bool(
+        shutil.which("nvidia-smi") or ctypes.util.find_library("cuda")
+    )
 
 
 def install_hint(framework: str) -> str:

@@ -1,8 +1,8 @@
 """Which framework, which device, which stream: the only file that asks.
 
-Every other module writes `import torch` at its top. Under PyTorch that is PyTorch; under Paddle it is Paddle's torch
-proxy, switched on by `paddle.enable_compat(scope={"sonicmoe"})` before the first import of this package.
-The torch API used in the package stays inside what the proxy supports.
+Every other module writes `import torch` at its top. Under PyTorch that is PyTorch; under Paddle it
+is Paddle's torch proxy, switched on by `paddle.enable_compat(scope={"sonicmoe"})` before the first
+import of this package. The torch API used in the package stays inside what the proxy supports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .errors import DeviceError, FrameworkError
 from .install import install_hint
 
 MINIMUM_PADDLE = (3, 3)
-HOW_TO_ENABLE = 'call paddle.enable_compat(scope={"sonicmoe"}, silent=True) before the first `import sonicmoe`'
+HOW_TO_ENABLE = (
+    'call paddle.enable_compat(scope={"sonicmoe"}, silent=True) before the first `import sonicmoe`'
+)
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -27,7 +29,9 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def check_paddle_version(text: str) -> None:
-    """Raise FrameworkError for a Paddle older than 3.3, which has no torch proxy. A development build ("0.0.0") passes."""
+    """Raise FrameworkError for a Paddle older than 3.3, which has no torch proxy. A development
+    build ("0.0.0") passes.
+    """
     found = parse_version(text)
     if (0, 0) < found < MINIMUM_PADDLE:
         raise FrameworkError(
@@ -79,7 +83,9 @@ def require_framework_tensor(value: Any, argument: str) -> None:
         return
     module = type(value).__module__
     if module.startswith("paddle") and not IS_PADDLE:
-        raise FrameworkError(f"{argument} is a paddle tensor but sonicmoe was imported with PyTorch: {HOW_TO_ENABLE}")
+        raise FrameworkError(
+            f"{argument} is a paddle tensor but sonicmoe was imported with PyTorch: {HOW_TO_ENABLE}"
+        )
     if module.startswith("torch") and IS_PADDLE:
         raise FrameworkError(
             f"{argument} is a torch tensor but sonicmoe runs through Paddle's torch proxy in this process"
@@ -93,7 +99,9 @@ def requires_grad(tensor: Any) -> bool:
 
 
 def grad_enabled() -> bool:
-    """Whether autograd records at this moment (False inside `no_grad` and in Paddle's reentrant recompute forward)."""
+    """Whether autograd records at this moment (False inside `no_grad` and in Paddle's reentrant
+    recompute forward).
+    """
     if IS_PADDLE:
         tracer = sys.modules["paddle"].base.framework._dygraph_tracer()
         return bool(tracer is None or tracer._has_grad)
@@ -101,10 +109,13 @@ def grad_enabled() -> bool:
 
 
 def plain_ops() -> AbstractContextManager[Any]:
-    """No autograd and no automatic mixed precision: for index casts, flushes and cache builds outside the graph."""
+    """No autograd and no automatic mixed precision: for index casts, flushes and cache builds
+    outside the graph.
+    """
     if _autocasts():
         return _plain_ops()
-    # The usual cases, without the price of three context managers; inside an autograd function there is nothing to switch off.
+    # The usual cases, without the price of three context managers; inside an autograd function
+    # there is nothing to switch off.
     return torch.no_grad() if grad_enabled() else _NOTHING
 
 
@@ -123,7 +134,11 @@ def _plain_ops() -> Iterator[None]:
         with torch.no_grad(), sys.modules["paddle"].amp.auto_cast(False):
             yield
     else:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
             yield
 
 
@@ -134,9 +149,11 @@ _ieee_saved: tuple[Any, ...] = ()
 
 @contextmanager
 def ieee_matmul() -> Iterator[None]:
-    """fp32 matrix products in fp32: without the TF32 or bf16 short cuts that programs switch on (and Paddle has on) for speed.
+    """fp32 matrix products in fp32: without the TF32 or bf16 short cuts that programs switch on
+    (and Paddle has on) for speed.
 
-    The switches are process-wide: products that other threads run meanwhile are exact too. Nests, also across threads.
+    The switches are process-wide: products that other threads run meanwhile are exact too. Nests,
+    also across threads.
     """
     global _ieee_depth, _ieee_saved
     with _IEEE:
@@ -188,14 +205,18 @@ def device_of(tensor: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """`torch.empty` on a device that `device_of` gave: without Paddle's checks of arguments, which take longer than allocating."""
+    """`torch.empty` on a device that `device_of` gave: without Paddle's checks of arguments, which
+    take longer than allocating.
+    """
     if IS_PADDLE:
         return sys.modules["paddle"]._C_ops.empty(shape, dtype, device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Raise DeviceError naming the first tensor that lives elsewhere than the first of `(name, tensor)` pairs."""
+    """Raise DeviceError naming the first tensor that lives elsewhere than the first of `(name,
+    tensor)` pairs.
+    """
     reference: tuple[str, str] | None = None
     for name, tensor in tensors:
         device = device_name(tensor)
@@ -223,11 +244,15 @@ def data_ptr(tensor: Any) -> int:
     return tensor.data_ptr()  # type: ignore[no-any-return]
 
 
-writes_of: Callable[[Any], int] = attrgetter("inplace_version" if IS_PADDLE else "_version")  # so far, in place
+writes_of: Callable[[Any], int] = attrgetter(
+    "inplace_version" if IS_PADDLE else "_version"
+)  # so far, in place
 
 
 def aligned(tensor: Any) -> Any:
-    """Detached, contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied only if it is not."""
+    """Detached, contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied
+    only if it is not.
+    """
     tensor = tensor.detach().contiguous()
     return tensor if data_ptr(tensor) % 16 == 0 else tensor.clone()
 

@@ -1,4 +1,6 @@
-"""Warm-up from inside a program: compile everything a training run of a model needs, once per cluster."""
+"""Warm-up from inside a program: compile everything a training run of a model needs, once per
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from .jit.errors import CompileError
 from .jit.plan import BF16, BOTH, FP8, NEITHER, ModelSpec, WarmUpPlan, require, warm_up_plan
 from .jit.warmup import FAILED, Progress, WarmUpReport, warm_up
 
-# The device decides nothing but whether there is anything to compile: the CPU runs the reference engine.
+# The device decides nothing but whether there is anything to compile: the CPU runs the reference
+# engine.
 _DEVICE_TYPES = ("cuda", "gpu", "cpu")
 
 
@@ -31,17 +34,20 @@ def warmup_jit(
     config: SonicMoEConfig | None = None,
     progress: Progress | None = None,
 ) -> WarmUpReport:
-    """Compile every kernel of an expert MLP into the cache; what is there already is not compiled again.
+    """Compile every kernel of an expert MLP into the cache; what is there already is not compiled
+    again.
 
-    Needs no GPU. Call it on one rank, or on all: of ranks that start together one compiles each kernel.
+    Needs no GPU. Call it on one rank, or on all: of ranks that start together one compiles each
+    kernel.
 
     Args:
         E: local experts.
         H: hidden size.
         I: expert intermediate size.
         device: where the model will run ("cuda", "cuda:3", Paddle's "gpu:3"); "cpu" needs nothing.
-        precision: "fp8", "bf16" or "both", each with all that `fp8_wgrad` and `recompute_z` may ask for. Default: that of
-            `config` where it sets `fp8_mode`, else both, as a program may choose FP8 call by call.
+        precision: "fp8", "bf16" or "both", each with all that `fp8_wgrad` and `recompute_z` may ask
+            for. Default: that of `config` where it sets `fp8_mode`, else both, as a program may
+                choose FP8 call by call.
         dtype: dtype of tokens and parameters.
         activation: the expert's activation.
         arch: the GPU architecture to compile for.
@@ -51,15 +57,18 @@ def warmup_jit(
         progress: called once per kernel with its outcome.
 
     Raises:
-        ConfigError: a dimension, dtype, activation or precision is not understood, or `precision` names one that has no
-            kernels for this model; without it the report says what was left out, and why.
+        ConfigError: a dimension, dtype, activation or precision is not understood, or `precision`
+            names one that has no kernels for this model; without it the report says what was left
+            out, and why.
         DeviceError: the device is neither a CUDA device nor "cpu".
-        CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError and ToolchainError
-            are kinds of it.
+        CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError
+            and ToolchainError are kinds of it.
     """
     kind = device.split(":", maxsplit=1)[0]
     expect(
-        kind in _DEVICE_TYPES, DeviceError, f"device={device!r}; needed: one of {list(_DEVICE_TYPES)}, with an index"
+        kind in _DEVICE_TYPES,
+        DeviceError,
+        f"device={device!r}; needed: one of {list(_DEVICE_TYPES)}, with an index",
     )
     settings = current_config(config)
     if cache_dir is not None:
@@ -69,15 +78,21 @@ def warmup_jit(
     if kind != "cpu":
         needed = warm_up_plan(spec, precision or _precision_of(config), settings)
         needed = require(needed, precision) if precision else needed
-    report = warm_up(spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=needed)
+    report = warm_up(
+        spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=needed
+    )
     failed = [outcome.message for outcome in report.kernels if outcome.state == FAILED]
     if failed:
-        raise CompileError(f"{len(failed)} of {len(report.kernels)} kernels did not compile:\n" + "\n".join(failed))
+        raise CompileError(
+            f"{len(failed)} of {len(report.kernels)} kernels did not compile:\n" + "\n".join(failed)
+        )
     return report
 
 
 def _precision_of(config: SonicMoEConfig | None) -> str:
-    """What a program with this explicit configuration can run: one precision where the configuration fixes it."""
+    """What a program with this explicit configuration can run: one precision where the
+    configuration fixes it.
+    """
     if config is None or config.fp8_mode is None:
         return BOTH
     return FP8 if config.resolve().fp8 else BF16

@@ -1,4 +1,5 @@
-"""Index maps between weight layouts: pure, differentiable-free, exact (they move bytes, they do no arithmetic).
+"""Index maps between weight layouts: pure, differentiable-free, exact (they move bytes, they do no
+arithmetic).
 
 Native layouts (what every engine reads and accumulates into):
     w1 [E, N1, H]   up-projection, K-major; N1 = 2I for gated activations with rows interleaved (row 2i = gate_i, row 2i+1 = up_i), else I
@@ -7,7 +8,8 @@ User layouts:
     split-half, per expert  `up_gate_proj.weight [H, 2I]` (columns [0, I) gate, [I, 2I) up) and `down_proj.weight [I, H]`
     fused                   `weight1 [E, H, 2I]` split-half and `weight2 [E, I, H]`
 
-Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so the gated activation needs no exchange.
+Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so the gated activation
+needs no exchange.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ Tensor = torch.Tensor
 
 
 def interleave_gate_up(split: Tensor) -> Tensor:
-    """Rows [gate_0..gate_I-1, up_0..up_I-1] -> [gate_0, up_0, gate_1, up_1, ...] along the second-to-last axis ([..., 2I, H])."""
+    """Rows [gate_0..gate_I-1, up_0..up_I-1] -> [gate_0, up_0, gate_1, up_1, ...] along the
+    second-to-last axis ([..., 2I, H]).
+    """
     *lead, n, h = split.shape
     expect(
-        n % 2 == 0, LayoutError, f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}"
+        n % 2 == 0,
+        LayoutError,
+        f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}",
     )
     pairs = split.reshape([*lead, 2, n // 2, h])
     return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
@@ -84,7 +90,9 @@ def stack(tensors: list[Tensor]) -> Tensor:
 
 
 class StackedMatrices(Sequence[Tensor]):
-    """The E matrices of a contiguous stacked weight, split off when asked for: E views take longer than a launch, which reads addresses."""
+    """The E matrices of a contiguous stacked weight, split off when asked for: E views take longer
+    than a launch, which reads addresses.
+    """
 
     def __init__(self, stacked: Tensor) -> None:
         """Keeps the tensor."""
@@ -115,15 +123,20 @@ class StackedMatrices(Sequence[Tensor]):
 
 
 def _addresses(matrices: Sequence[Tensor]) -> Iterable[int]:
-    return matrices.addresses() if isinstance(matrices, StackedMatrices) else map(data_ptr, matrices)
+    return (
+        matrices.addresses() if isinstance(matrices, StackedMatrices) else map(data_ptr, matrices)
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class WeightSource:
-    """The user's weights where they lie: E matrices each, views of one stacked tensor or parameters of their own; never copied.
+    """The user's weights where they lie: E matrices each, views of one stacked tensor or parameters
+    of their own; never copied.
 
-    up `[H, N1]`, down `[I, H]` when `transposed` (ERNIE, Fleet), else up `[N1, H]`, down `[H, I]`; each contiguous.
-    split_half: the N1 = 2I gate and up rows (columns) are [gate; up] halves, else interleaved pairs (or ungated).
+    up `[H, N1]`, down `[I, H]` when `transposed` (ERNIE, Fleet), else up `[N1, H]`, down `[H, I]`;
+    each contiguous.
+    split_half: the N1 = 2I gate and up rows (columns) are [gate; up] halves, else interleaved pairs
+    (or ungated).
     """
 
     up: Sequence[Tensor]
@@ -134,7 +147,9 @@ class WeightSource:
     def __post_init__(self) -> None:
         """Refuse sources that no engine could read in place."""
         if not len(self.up) == len(self.down) > 0:
-            raise ShapeError(f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert")
+            raise ShapeError(
+                f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert"
+            )
 
     @functools.cached_property
     def pointers(self) -> tuple[int, ...]:
@@ -166,6 +181,8 @@ def native_matrices(source: WeightSource) -> tuple[Tensor, Tensor]:
 
 
 def _transposed(matrix: Tensor) -> Tensor:
-    """The last two axes swapped, in fresh memory: an axis of one element leaves the swapped view contiguous as it is."""
+    """The last two axes swapped, in fresh memory: an axis of one element leaves the swapped view
+    contiguous as it is.
+    """
     swapped = matrix.transpose(-2, -1)
     return swapped.clone() if swapped.is_contiguous() else swapped.contiguous()

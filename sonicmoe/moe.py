@@ -1,4 +1,6 @@
-"""`MoE`: a token-choice Mixture-of-Experts layer for PyTorch, source compatible with upstream SonicMoE."""
+"""`MoE`: a token-choice Mixture-of-Experts layer for PyTorch, source compatible with upstream
+SonicMoE.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,28 @@ Tensor = torch.Tensor
 
 
 class Experts(nn.Module):
-    """E stacked linear maps: `weight [E, out_features, in_features]`, `bias [E, out_features]` or None."""
+    """E stacked linear maps: `weight [E, out_features, in_features]`, `bias [E, out_features]` or
+    None.
+    """
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, add_bias: bool = True, std: float | None = None
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        add_bias: bool = True,
+        std: float | None = None,
     ) -> None:
         """Normal weights with standard deviation `std` (default 0.02), zero biases."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if add_bias else None
         self.std = 0.02 if std is None else std
-        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.num_experts, self.in_features, self.out_features = (
+            num_experts,
+            in_features,
+            out_features,
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -43,7 +56,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, top-k, softmax over the chosen, gated expert MLPs, weighted sum; with the Switch load-balancing loss.
+    """Router, top-k, softmax over the chosen, gated expert MLPs, weighted sum; with the Switch
+    load-balancing loss.
 
     Args:
         num_experts: E.
@@ -52,10 +66,11 @@ class MoE(nn.Module):
         activation_function: `ActivationType` or its value.
         add_bias: biases on both projections.
         std: standard deviation of the expert weights.
-        is_glu: as upstream's scripts say it; follows from the activation, which it must not contradict.
+        is_glu: as upstream's scripts say it; follows from the activation, which it must not
+            contradict.
 
-    `state_dict` names: `router.weight [E, H]`, `c_fc.weight [E, N1, H]` (gate and up rows interleaved), `c_fc.bias`,
-    `c_proj.weight [E, H, I]`, `c_proj.bias`.
+    `state_dict` names: `router.weight [E, H]`, `c_fc.weight [E, N1, H]` (gate and up rows
+    interleaved), `c_fc.bias`, `c_proj.weight [E, H, I]`, `c_proj.bias`.
 
     Raises:
         ShapeError: K > E, or a size is not positive.
@@ -86,7 +101,9 @@ class MoE(nn.Module):
         )
         self.num_experts, self.top_k = num_experts, num_experts_per_tok
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation_function = member_of(ActivationType, activation_function, "activation_function")
+        self.activation_function = member_of(
+            ActivationType, activation_function, "activation_function"
+        )
         gated = self.activation_function in GATED_ACTIVATIONS
         expect(
             is_glu is None or is_glu == gated,
@@ -109,7 +126,8 @@ class MoE(nn.Module):
 
         Args:
             hidden_states: `[..., H]`.
-            kernel_backend_moe: `sonicmoe` (the engine) or `torch` (plain differentiable PyTorch, for comparison), or its value.
+            kernel_backend_moe: `sonicmoe` (the engine) or `torch` (plain differentiable PyTorch,
+                for comparison), or its value.
             is_inference_mode: keep nothing for a backward.
             use_fp8: True or False overrides the configuration's FP8 mode; None follows it.
 
@@ -121,7 +139,8 @@ class MoE(nn.Module):
         Raises:
             EngineUnavailableError: a backend this package does not have.
             DTypeError: tokens and router differ in dtype outside autocast.
-            ConfigError: `use_fp8` is none of True, False and None, or True with the plain PyTorch backend.
+            ConfigError: `use_fp8` is none of True, False and None, or True with the plain PyTorch
+                backend.
         """
         shape = hidden_states.shape
         expect(
@@ -143,19 +162,29 @@ class MoE(nn.Module):
             )
         elif backend == KernelBackendMoE.torch.value:
             check_use_fp8(use_fp8)
-            expect(not use_fp8, ConfigError, "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe")
+            expect(
+                not use_fp8,
+                ConfigError,
+                "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe",
+            )
             out, logits, counts = self._run_plain(tokens)
         else:
-            raise EngineUnavailableError(f"kernel_backend_moe={backend!r}; available: sonicmoe, torch")
+            raise EngineUnavailableError(
+                f"kernel_backend_moe={backend!r}; available: sonicmoe, torch"
+            )
         return out.reshape(shape), switch_loss(logits, counts)
 
     @property
     def stream_id(self) -> int:
-        """The caller's current stream, for the `stream_id` arguments of upstream's functions; 0 on the host."""
+        """The caller's current stream, for the `stream_id` arguments of upstream's functions; 0 on
+        the host.
+        """
         return current_stream(self.router.weight)
 
     def invalidate_caches(self) -> None:
-        """Forget prepared weights; needed after a write through `.data`, or by an optimizer that is no `torch.optim.Optimizer`."""
+        """Forget prepared weights; needed after a write through `.data`, or by an optimizer that is
+        no `torch.optim.Optimizer`.
+        """
         forget(self.c_fc.weight)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +207,9 @@ def _linear(x: Tensor, experts: Experts, expert: int) -> Tensor:
 
 
 def switch_loss(logits: Tensor, expert_frequency: Tensor) -> Tensor:
-    """Load balancing `E * sum_e f_e P_e` (Switch, arXiv:2101.03961, eq. 4); f: share of slots, P: share of probability."""
+    """Load balancing `E * sum_e f_e P_e` (Switch, arXiv:2101.03961, eq. 4); f: share of slots, P:
+    share of probability.
+    """
     probs = torch.softmax(logits.float(), dim=-1).sum(0)
     share = expert_frequency.float() / expert_frequency.sum().clamp(min=1)
     return logits.shape[-1] * (probs / probs.sum().clamp(min=1e-12) * share).sum()

@@ -12,10 +12,12 @@ Tensor = torch.Tensor
 
 
 class StreamOrder:
-    """Has a stream that comes to a buffer wait for what the stream before it did there; on the device, never on the host.
+    """Has a stream that comes to a buffer wait for what the stream before it did there; on the
+    device, never on the host.
 
-    Costs one comparison as long as all work is on one stream. A capture is left alone: whoever captures has waited before, and orders
-    replays. Does nothing under Paddle, whose programs compute on one stream.
+    Costs one comparison as long as all work is on one stream. A capture is left alone: whoever
+    captures has waited before, and orders replays. Does nothing under Paddle, whose programs
+    compute on one stream.
     """
 
     def __init__(self) -> None:
@@ -32,12 +34,19 @@ class StreamOrder:
     def enter(self, tensor: Tensor) -> None:
         """The current stream is about to use the buffer, which lies on the device of `tensor`."""
         handle = current_stream(tensor)
-        if handle == self._handle or IS_PADDLE or not is_cuda(tensor) or torch.cuda.is_current_stream_capturing():
+        if (
+            handle == self._handle
+            or IS_PADDLE
+            or not is_cuda(tensor)
+            or torch.cuda.is_current_stream_capturing()
+        ):
             return
         stream = torch.cuda.current_stream(tensor.device)
         if self._done is not None:
             stream.wait_event(self._done)
-        elif self._stream is not None:  # the first change: what is behind the buffer's last use there is waited for too
+        elif (
+            self._stream is not None
+        ):  # the first change: what is behind the buffer's last use there is waited for too
             stream.wait_stream(self._stream)
         self._several = self._stream is not None
         self._handle, self._stream = handle, stream

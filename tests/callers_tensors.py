@@ -1,6 +1,8 @@
-"""That public calls leave their caller's tensors alone: a snapshot around a call, and the calls that host and GPU suites make.
+"""That public calls leave their caller's tensors alone: a snapshot around a call, and the calls
+that host and GPU suites make.
 
-A kernel may write through a raw address: whole storages are compared, the bytes between and around a view's own too.
+A kernel may write through a raw address: whole storages are compared, the bytes between and around
+a view's own too.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ SPELLINGS = ("contiguous", "strided")
 
 @contextmanager
 def untouched(**tensors):
-    """Assert that nothing of these tensors changes inside: bytes, version counter, memory, shape, whether it wants a gradient, `.grad`."""
-    before = {name: (storage_bytes(tensor).clone(), facts(tensor)) for name, tensor in tensors.items()}
+    """Assert that nothing of these tensors changes inside: bytes, version counter, memory, shape,
+    whether it wants a gradient, `.grad`.
+    """
+    before = {
+        name: (storage_bytes(tensor).clone(), facts(tensor)) for name, tensor in tensors.items()
+    }
     yield
     for name, tensor in tensors.items():
         held, was = before[name]
@@ -50,17 +56,23 @@ def facts(tensor):
 def spelled(values, spelling, leaf=False):
     """The same values inside a larger memory: in one piece, or every second element of it."""
     step = 2 if spelling == "strided" else 1
-    memory = torch.zeros(2 * MARGIN + step * values.numel(), dtype=values.dtype, device=values.device)
+    memory = torch.zeros(
+        2 * MARGIN + step * values.numel(), dtype=values.dtype, device=values.device
+    )
     view = memory[MARGIN : MARGIN + step * values.numel() : step].reshape(values.shape)
     if step > 1:  # reshaping has copied nothing: strides of a regular lattice
-        view = memory.as_strided(values.shape, [step * stride for stride in values.stride()], MARGIN)
+        view = memory.as_strided(
+            values.shape, [step * stride for stride in values.stride()], MARGIN
+        )
     view = view.copy_(values).detach()
     return view.requires_grad_() if leaf else view
 
 
 @dataclass
 class Given:
-    """What a caller has, on one device: x, dout `[T, H]`, ids and probabilities `[T, K]`, native weights, biases."""
+    """What a caller has, on one device: x, dout `[T, H]`, ids and probabilities `[T, K]`, native
+    weights, biases.
+    """
 
     x: torch.Tensor
     dout: torch.Tensor
@@ -74,11 +86,15 @@ class Given:
 
 
 def given(device, spelling="contiguous", seed=0):
-    """bf16, both sentinels among the ids, NaN as their probabilities, int32 ids and a stride-0 gradient where spelled otherwise."""
+    """bf16, both sentinels among the ids, NaN as their probabilities, int32 ids and a stride-0
+    gradient where spelled otherwise.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale=1.0, dtype=torch.bfloat16, leaf=True, as_=spelling):
-        return spelled((torch.randn(shape, generator=generator) * scale).to(device, dtype), as_, leaf)
+        return spelled(
+            (torch.randn(shape, generator=generator) * scale).to(device, dtype), as_, leaf
+        )
 
     ids = torch.rand(T, E, generator=generator).topk(K, 1).indices
     dropped = torch.rand(T, K, generator=generator) < 0.3
@@ -140,7 +156,14 @@ def split_half_face(have, fp8):
 def topk_layer_face(have, fp8):
     def call():
         out, *_ = moe_TC_softmax_topk_layer(
-            have.x, have.router, have.w1.permute(1, 2, 0), None, have.w2.permute(1, 2, 0), None, K, use_fp8=fp8
+            have.x,
+            have.router,
+            have.w1.permute(1, 2, 0),
+            None,
+            have.w2.permute(1, 2, 0),
+            None,
+            K,
+            use_fp8=fp8,
         )
         return differentiated(out, [have.x, have.router, have.w1, have.w2], have.dout)
 
@@ -203,7 +226,9 @@ def check_face(face, have, fp8):
     with untouched(**tensors):
         for _ in range(2):
             results = call()
-    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), "computed nothing"
+    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), (
+        "computed nothing"
+    )
 
 
 def make_node(have, config, **options):
@@ -211,15 +236,23 @@ def make_node(have, config, **options):
 
     def projection(values):
         parameter = torch.nn.Parameter(spelled(values.detach(), "contiguous"))
-        parameter.main_grad = spelled(torch.full(values.shape, 0.5, device=values.device), "contiguous")
+        parameter.main_grad = spelled(
+            torch.full(values.shape, 0.5, device=values.device), "contiguous"
+        )
         return SimpleNamespace(weight=parameter)
 
     experts = [
-        SimpleNamespace(up_gate_proj=projection(up.T.contiguous()), down_proj=projection(down.T.contiguous()))
+        SimpleNamespace(
+            up_gate_proj=projection(up.T.contiguous()), down_proj=projection(down.T.contiguous())
+        )
         for up, down in zip(have.w1, have.w2, strict=True)
     ]
     names = ("up_gate_proj", "down_proj")
-    parameters = {f"experts[{i}].{name}": getattr(e, name).weight for i, e in enumerate(experts) for name in names}
+    parameters = {
+        f"experts[{i}].{name}": getattr(e, name).weight
+        for i, e in enumerate(experts)
+        for name in names
+    }
     return SonicMoEMlpNode(experts, E, H, I, config=config, **options), parameters
 
 
@@ -228,7 +261,9 @@ def check_node(have, config: SonicMoEConfig, **options):
     node, parameters = make_node(have, config, **options)
     counts = [int((have.indices == e).sum()) for e in range(E)]
     listed, inputs = list(counts), named(have, "x", "indices", "probs", "dout") | parameters
-    main_grads = {f"{name}.main_grad": parameter.main_grad for name, parameter in parameters.items()}
+    main_grads = {
+        f"{name}.main_grad": parameter.main_grad for name, parameter in parameters.items()
+    }
     before_step = {} if options.get("flush") == "backward" else main_grads
     with untouched(**inputs):
         with untouched(**before_step):
@@ -245,10 +280,14 @@ def check_node(have, config: SonicMoEConfig, **options):
             node.invalidate_caches()
         node.step()
     assert counts == listed
-    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), "computed nothing"
+    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), (
+        "computed nothing"
+    )
     for name, parameter in parameters.items():
         main_grad = main_grads[f"{name}.main_grad"]
         assert parameter.main_grad is main_grad, f"{name}: its main_grad was replaced"
         assert bool((main_grad != 0.5).any()), f"{name}: its main_grad got nothing"
         whole = storage_bytes(main_grad).view(torch.float32)
-        assert not bool(whole[:MARGIN].any()) and not bool(whole[-MARGIN:].any()), f"{name}: written beside main_grad"
+        assert not bool(whole[:MARGIN].any()) and not bool(whole[-MARGIN:].any()), (
+            f"{name}: written beside main_grad"
+        )

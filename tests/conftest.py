@@ -1,4 +1,6 @@
-"""What every test needs: machine-dependent tests are skipped out loud, and no test inherits the developer's flags."""
+"""What every test needs: machine-dependent tests are skipped out loud, and no test inherits the
+developer's flags.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def hopper_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] == 9
 
 
-# They take kernels that other tests compile: in the middle of a run they would wait for the other worker's compiler.
+# They take kernels that other tests compile: in the middle of a run they would wait for the other
+# worker's compiler.
 LAST = {"test_every_real_kernel_takes_what_a_pass_gives_it"}
 
 AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))}
@@ -37,7 +40,9 @@ AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-variant", action="store_true", help="compile every variant of the BF16 GEMMs, not only a covering set"
+        "--every-variant",
+        action="store_true",
+        help="compile every variant of the BF16 GEMMs, not only a covering set",
     )
 
 
@@ -52,7 +57,9 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def artefacts(session_folder: Path) -> CompileCache:
-    """The compiled kernels of this run: each is compiled once, whichever worker and test asks first. Never damage them."""
+    """The compiled kernels of this run: each is compiled once, whichever worker and test asks
+    first. Never damage them.
+    """
     return CompileCache(session_folder / "artefacts", session_folder / "local")
 
 
@@ -69,4 +76,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason in NEEDS.values():
         count = reasons[f"Skipped: {reason}"]
         if count:
-            terminalreporter.write_line(f"NOT RUN on this machine: {count} tests, {reason}", yellow=True, bold=True)
+            terminalreporter.write_line(
+                f"NOT RUN on this machine: {count} tests, {reason}", yellow=True, bold=True
+            )

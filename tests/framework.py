@@ -1,7 +1,8 @@
-"""The framework under test. `SONICMOE_TEST_FRAMEWORK=paddle` runs the same suites through Paddle's torch proxy.
+"""The framework under test. `SONICMOE_TEST_FRAMEWORK=paddle` runs the same suites through Paddle's
+torch proxy.
 
-One process holds one flavour of the package, so the choice is an environment variable and not a fixture.
-Import this module before anything of `sonicmoe`.
+One process holds one flavour of the package, so the choice is an environment variable and not a
+fixture. Import this module before anything of `sonicmoe`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if not IS_PADDLE:
 
 
 def tensor(array, dtype=None, grad=False):
-    """A tensor of the framework under test from anything numpy takes; `grad` makes it a leaf that wants a gradient."""
+    """A tensor of the framework under test from anything numpy takes; `grad` makes it a leaf that
+    wants a gradient.
+    """
     array = np.asarray(array)
     made = paddle.to_tensor(array) if IS_PADDLE else torch.tensor(array)
     if dtype is not None:
@@ -45,7 +48,9 @@ def parameter(array, dtype=None):
         return torch.nn.Parameter(tensor(array, dtype))
     value = tensor(array, dtype)
     dtype = str(value.dtype).removeprefix("paddle.")
-    made = paddle.create_parameter(list(value.shape), dtype, default_initializer=paddle.nn.initializer.Constant(0.0))
+    made = paddle.create_parameter(
+        list(value.shape), dtype, default_initializer=paddle.nn.initializer.Constant(0.0)
+    )
     made.set_value(value)
     return made
 
@@ -56,7 +61,9 @@ def numpy(value):
     text = str(value.dtype)
     if "float" in text:
         return np.asarray(
-            value.to(torch.float32).tolist() if 0 in tuple(value.shape) else value.to(torch.float32).numpy(),
+            value.to(torch.float32).tolist()
+            if 0 in tuple(value.shape)
+            else value.to(torch.float32).numpy(),
             dtype=np.float64,
         ).reshape(tuple(value.shape))
     if "bool" in text:

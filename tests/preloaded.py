@@ -1,8 +1,9 @@
 """Python processes that need not import their framework: a server that has imported it forks them.
 
-Half of the time of a short training process goes into `import torch` or `import paddle`. What a process runs, its environment,
-arguments, directory and output are its own; nothing of this package is imported before the fork. Processes of one server share
-the seed of `hash`, so what may depend on it between ranks is tested in processes started by a launcher.
+Half of the time of a short training process goes into `import torch` or `import paddle`. What a
+process runs, its environment, arguments, directory and output are its own; nothing of this package
+is imported before the fork. Processes of one server share the seed of `hash`, so what may depend on
+it between ranks is tested in processes started by a launcher.
 
     python preloaded.py MODULE...      the server: one JSON request per line on stdin, one process id per line on stdout
 """
@@ -27,13 +28,18 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-MODULES = {"torch": ("torch", "torch._dynamo", "torch.distributed"), "paddle": ("paddle",)}  # an optimizer needs Dynamo
+MODULES = {
+    "torch": ("torch", "torch._dynamo", "torch.distributed"),
+    "paddle": ("paddle",),
+}  # an optimizer needs Dynamo
 
 
 class Process:
     """What tests use of `subprocess.Popen`, for a process of the server: text output, no input."""
 
-    def __init__(self, framework: str, arguments: list[str], env: dict[str, str], cwd: Path) -> None:
+    def __init__(
+        self, framework: str, arguments: list[str], env: dict[str, str], cwd: Path
+    ) -> None:
         """`python ARGUMENTS` (a script, `-m module` or `-c program`, and what follows)."""
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
         folder = Path(self._folder.name)
@@ -72,10 +78,14 @@ class Process:
 def run(
     framework: str | None, arguments: list[str], env: dict[str, str], cwd: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """One process to its end, killed and TimeoutExpired after `timeout` seconds; without a framework, of a fresh interpreter."""
+    """One process to its end, killed and TimeoutExpired after `timeout` seconds; without a
+    framework, of a fresh interpreter.
+    """
     if framework is None:
         command = [sys.executable, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=cwd, timeout=timeout)
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env=env, cwd=cwd, timeout=timeout
+        )
     process = Process(framework, arguments, env, cwd)
     try:
         out, err = process.communicate(timeout)
@@ -97,7 +107,9 @@ def _server(framework: str) -> subprocess.Popen[str]:
 
 
 def serve() -> dict | None:
-    """Fork for every request; returns it in the forked process, None in the server when nobody asks any more."""
+    """Fork for every request; returns it in the forked process, None in the server when nobody asks
+    any more.
+    """
     children: dict[int, Path] = {}
     while True:
         if select.select([0], [], [], 0.01 if children else None)[0]:
@@ -164,7 +176,9 @@ def become(request: dict, path_of_server: list[str]) -> None:
 
 
 def end(code: object) -> None:
-    """End this process as the interpreter would, but for freeing what the server had imported: that takes it a second."""
+    """End this process as the interpreter would, but for freeing what the server had imported: that
+    takes it a second.
+    """
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     threading._shutdown()
@@ -179,7 +193,8 @@ if __name__ == "__main__":
     own_path = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    gc.freeze()  # or every collection of a forked process would look at, and so copy, what was imported
+    # or every collection of a forked process would look at, and so copy, what was imported
+    gc.freeze()
     wanted = serve()
     if wanted is not None:
         status: object = None

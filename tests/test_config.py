@@ -1,4 +1,6 @@
-"""Flags and configuration: parsing, precedence, near misses, and the page generated from the registry."""
+"""Flags and configuration: parsing, precedence, near misses, and the page generated from the
+registry.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ BOOLEANS = {
     "": False,
 }
 
-# Every spelling a parser takes, and spellings it must refuse. A new flag fails `test_every_flag_is_covered` until it is here.
+# Every spelling a parser takes, and spellings it must refuse. A new flag fails
+# `test_every_flag_is_covered` until it is here.
 ACCEPTED = {
     "fp8_mode": {"perf": "perf", "MEM": "mem", "": "off", "0": "off", "off": "off", "none": "off"},
     "save_z": {"int8": ZCode.INT8, "E4M3": ZCode.E4M3, " bf16 ": ZCode.BF16},
     "recipe": {"1x128": "1x128", "iso256": "iso256", "iso128-pow2": "iso128-pow2"},
-    "engine": {"auto": EngineName.AUTO, "Reference": EngineName.REFERENCE, "hopper": EngineName.HOPPER},
+    "engine": {
+        "auto": EngineName.AUTO,
+        "Reference": EngineName.REFERENCE,
+        "hopper": EngineName.HOPPER,
+    },
     "cache_dir": {
         "/some/where": Path("/some/where"),
         "relative": Path("relative"),
@@ -82,8 +89,12 @@ def a_value_other_than_the_default(flag: Flag) -> tuple[str, object]:
     return next((text, value) for text, value in accepted(flag).items() if value != flag.default)
 
 
-ACCEPT_CASES = [pytest.param(flag, text, id=f"{flag.env}={text!r}") for flag in FLAGS for text in accepted(flag)]
-REFUSE_CASES = [pytest.param(flag, text, id=f"{flag.env}={text!r}") for flag in FLAGS for text in refused(flag)]
+ACCEPT_CASES = [
+    pytest.param(flag, text, id=f"{flag.env}={text!r}") for flag in FLAGS for text in accepted(flag)
+]
+REFUSE_CASES = [
+    pytest.param(flag, text, id=f"{flag.env}={text!r}") for flag in FLAGS for text in refused(flag)
+]
 ALL_FLAGS = [pytest.param(flag, id=flag.env) for flag in FLAGS]
 
 
@@ -100,7 +111,9 @@ def test_registry_and_dataclasses_have_the_same_fields() -> None:
 
 
 @pytest.mark.parametrize(("flag", "text"), ACCEPT_CASES)
-def test_environment_value_is_parsed(flag: Flag, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_value_is_parsed(
+    flag: Flag, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(flag.env, text)
     assert getattr(current_config(), flag.field) == resolved(accepted(flag)[text])
 
@@ -111,8 +124,12 @@ def test_configuration_takes_the_same_spellings(flag: Flag, text: str) -> None:
 
 
 @pytest.mark.parametrize(("flag", "text"), REFUSE_CASES)
-def test_bad_value_is_refused_by_both_doors(flag: Flag, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=rf"SonicMoEConfig\.{flag.field}={text!r} is not understood; needed: \S"):
+def test_bad_value_is_refused_by_both_doors(
+    flag: Flag, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"SonicMoEConfig\.{flag.field}={text!r} is not understood; needed: \S"
+    ):
         SonicMoEConfig(**{flag.field: text})
     monkeypatch.setenv(flag.env, text)
     with pytest.raises(ConfigError, match=f"{flag.env}={text!r} is not understood; needed: \\S"):
@@ -121,11 +138,15 @@ def test_bad_value_is_refused_by_both_doors(flag: Flag, text: str, monkeypatch: 
 
 @pytest.mark.parametrize("flag", ALL_FLAGS)
 def test_value_of_a_wrong_type_names_the_field(flag: Flag) -> None:
-    with pytest.raises(ConfigError, match=rf"SonicMoEConfig\.{flag.field} got .*object.*; needed: "):
+    with pytest.raises(
+        ConfigError, match=rf"SonicMoEConfig\.{flag.field} got .*object.*; needed: "
+    ):
         SonicMoEConfig(**{flag.field: object()})
 
 
-@pytest.mark.parametrize("field", ["fp8_mode", "recipe", "save_z", "engine", "cache_dir", "lock_timeout_s"])
+@pytest.mark.parametrize(
+    "field", ["fp8_mode", "recipe", "save_z", "engine", "cache_dir", "lock_timeout_s"]
+)
 def test_boolean_is_no_value_of_a_named_setting(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"SonicMoEConfig\.{field} got True"):
         SonicMoEConfig(**{field: True})
@@ -172,13 +193,17 @@ def test_the_environment_is_read_alike_from_any_mapping(monkeypatch: pytest.Monk
     monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
     monkeypatch.delenv("SONIC_MOE_FP8_WGRAD", raising=False)
     read = _environment()
-    assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_MODE")] == "perf" and read[-1] == os.environ.get("HOME")
+    assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_MODE")] == "perf" and read[
+        -1
+    ] == os.environ.get("HOME")
     assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_WGRAD")] is None
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert _environment() == read
 
 
-def test_default_directories_follow_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_directories_follow_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "first"))
     for place in ("first", "second"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
@@ -239,9 +264,14 @@ def test_outdated_env_page_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tools" / "ci").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     script = tmp_path / "tools" / "ci" / "generate_env_docs.py"
-    script.write_text((ROOT / "tools" / "ci" / "generate_env_docs.py").read_text(encoding="utf-8"), encoding="utf-8")
+    script.write_text(
+        (ROOT / "tools" / "ci" / "generate_env_docs.py").read_text(encoding="utf-8"),
+        encoding="utf-8",
+    )
     page = (ROOT / "docs" / "env.md").read_text(encoding="utf-8")
-    (tmp_path / "docs" / "env.md").write_text(page.replace("FP8_SAVE_Z", "FP8_SAVED_Z"), encoding="utf-8")
+    (tmp_path / "docs" / "env.md").write_text(
+        page.replace("FP8_SAVE_Z", "FP8_SAVED_Z"), encoding="utf-8"
+    )
     result = check_env_page(script)
     assert result.returncode == 1
     assert "docs/env.md is out of date: run `make docs`" in result.stderr

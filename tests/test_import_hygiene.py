@@ -1,4 +1,6 @@
-"""Who may import a framework, and where: a program must still be able to choose between PyTorch and Paddle's torch proxy."""
+"""Who may import a framework, and where: a program must still be able to choose between PyTorch and
+Paddle's torch proxy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sonicmoe"
 FRAMEWORKS = {"torch", "paddle"}
 
-# The border to the frameworks: imports torch in a function so that it can say what is missing, and runs it at module level.
+# The border to the frameworks: imports torch in a function so that it can say what is missing, and
+# runs it at module level.
 LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
 
 # The node's door to diagnosis, imported when `node.dump` is called.
@@ -25,13 +28,21 @@ UPWARD = {"sonicmoe/node/mlp_node.py": ["sonicmoe/diagnostics/step_capture.py"]}
 
 def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:
     program = f"import sys; {statement}; print(*({among!r} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return set(result.stdout.split())
 
 
 @pytest.mark.parametrize(
     "module",
-    ["sonicmoe", "sonicmoe.config", "sonicmoe.quant.recipes", "sonicmoe.diagnostics.doctor", "sonicmoe.cli.main"],
+    [
+        "sonicmoe",
+        "sonicmoe.config",
+        "sonicmoe.quant.recipes",
+        "sonicmoe.diagnostics.doctor",
+        "sonicmoe.cli.main",
+    ],
 )
 def test_module_imports_no_framework(module: str) -> None:
     assert loaded_by(f"import {module}") == set()
@@ -44,19 +55,29 @@ def test_commands_import_no_framework() -> None:
 
 def test_the_torch_face_loads_no_compiler_and_the_check_sees_a_framework() -> None:
     """The compiler takes a second or more, and most programs never compile."""
-    assert loaded_by("from sonicmoe import MoE, count_cumsum", {"torch", "torch._dynamo"}) == {"torch"}
+    assert loaded_by("from sonicmoe import MoE, count_cumsum", {"torch", "torch._dynamo"}) == {
+        "torch"
+    }
 
 
 def imported_modules(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module else []
+    return (
+        [node.module]
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module
+        else []
+    )
 
 
 def lazy_torch_imports(source: str) -> list[int]:
-    """Line numbers of `import torch` inside function bodies: under Paddle's proxy those may find the real torch."""
+    """Line numbers of `import torch` inside function bodies: under Paddle's proxy those may find
+    the real torch.
+    """
     functions = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     lines = {
         node.lineno
@@ -71,7 +92,8 @@ def test_no_function_imports_torch() -> None:
     found = {
         str(path.relative_to(ROOT)): lines
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path not in LAZY_TORCH_ALLOWED and (lines := lazy_torch_imports(path.read_text(encoding="utf-8")))
+        if path not in LAZY_TORCH_ALLOWED
+        and (lines := lazy_torch_imports(path.read_text(encoding="utf-8")))
     }
     assert found == {}
 
@@ -79,14 +101,20 @@ def test_no_function_imports_torch() -> None:
 def test_lazy_import_is_recognised() -> None:
     source = "import torch\ndef f():\n    if x:\n        from torch.nn import functional\n    import torchvision\n"
     assert lazy_torch_imports(source) == [4]
-    assert lazy_torch_imports("class C:\n    async def f(self):\n        import torch as t\n") == [3]
+    assert lazy_torch_imports("class C:\n    async def f(self):\n        import torch as t\n") == [
+        3
+    ]
 
 
 def module_level_frameworks(source: str) -> set[str]:
-    """Frameworks a module imports when it is imported itself; blocks under `if TYPE_CHECKING` do not count."""
+    """Frameworks a module imports when it is imported itself; blocks under `if TYPE_CHECKING` do
+    not count.
+    """
     tree = ast.parse(source)
     statements = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
     ]
     names = {name.split(".")[0] for node in statements for name in imported_modules(node)}
     return names & FRAMEWORKS
@@ -102,10 +130,14 @@ def test_command_modules_name_no_framework_at_top_level() -> None:
 
 
 def layers() -> list[tuple[Path, int]]:
-    """Paths of the tree in docs/design.md, each with the number of its line in the table; the longest first."""
+    """Paths of the tree in docs/design.md, each with the number of its line in the table; the
+    longest first.
+    """
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     tree = design.split("## The tree")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in tree.splitlines() if line.startswith("| ") and "`" in line]
+    rows = [
+        line.split("|")[1] for line in tree.splitlines() if line.startswith("| ") and "`" in line
+    ]
     listed = [
         ((ROOT if row.strip().startswith("top-level") else PACKAGE) / name, number)
         for number, row in enumerate(rows)
@@ -115,18 +147,27 @@ def layers() -> list[tuple[Path, int]]:
 
 
 def layer_of(path: Path) -> int | None:
-    return next((number for listed, number in layers() if path == listed or listed in path.parents), None)
+    return next(
+        (number for listed, number in layers() if path == listed or listed in path.parents), None
+    )
 
 
 def file_of(module: str) -> Path | None:
     """The file of a module of this repository, or of the package it is a name of."""
     path = ROOT.joinpath(*module.split("."))
-    found = [path.with_suffix(".py"), path / "__init__.py", path.parent.with_suffix(".py"), path.parent / "__init__.py"]
+    found = [
+        path.with_suffix(".py"),
+        path / "__init__.py",
+        path.parent.with_suffix(".py"),
+        path.parent / "__init__.py",
+    ]
     return next((candidate for candidate in found if candidate.exists()), None)
 
 
 def repository_imports(path: Path, source: str) -> set[Path]:
-    """Files of this repository that `source`, as the text of `path`, imports: anywhere but under `if TYPE_CHECKING`."""
+    """Files of this repository that `source`, as the text of `path`, imports: anywhere but under
+    `if TYPE_CHECKING`.
+    """
     package = list(path.relative_to(ROOT).parent.parts)
     tree = ast.parse(source)
     guarded = {
@@ -147,14 +188,20 @@ def repository_imports(path: Path, source: str) -> set[Path]:
         elif isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
     ours = [module for module in modules if module.split(".")[0] in {"sonicmoe", "ernie_compat"}]
-    return {found for module in ours if (found := file_of(module)) and found != PACKAGE / "__init__.py"}
+    return {
+        found for module in ours if (found := file_of(module)) and found != PACKAGE / "__init__.py"
+    }
 
 
 def upward_imports(path: Path, source: str) -> list[str]:
     own = layer_of(path)
     assert own is not None, f"{path} is in no line of the tree in docs/design.md"
     targets = {target: layer_of(target) for target in repository_imports(path, source)}
-    return sorted(str(target.relative_to(ROOT)) for target, layer in targets.items() if layer is None or layer > own)
+    return sorted(
+        str(target.relative_to(ROOT))
+        for target, layer in targets.items()
+        if layer is None or layer > own
+    )
 
 
 def test_files_import_from_their_own_layer_and_below() -> None:
@@ -162,16 +209,30 @@ def test_files_import_from_their_own_layer_and_below() -> None:
     found = {
         str(path.relative_to(ROOT)): upward
         for path in files
-        if path != PACKAGE / "__init__.py" and (upward := upward_imports(path, path.read_text(encoding="utf-8")))
+        if path != PACKAGE / "__init__.py"
+        and (upward := upward_imports(path, path.read_text(encoding="utf-8")))
     }
     assert found == UPWARD
 
 
 def test_an_upward_import_is_recognised() -> None:
     path = PACKAGE / "quant" / "gpu.py"
-    assert upward_imports(path, "from ..engine import interface") == ["sonicmoe/engine/interface.py"]
-    assert upward_imports(path, "def f():\n    from ..experts import ExpertWeights") == ["sonicmoe/experts.py"]
-    assert upward_imports(path, "from ..diagnostics.stages import tap") == ["sonicmoe/diagnostics/stages.py"]
-    assert upward_imports(path, "from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch") == []
+    assert upward_imports(path, "from ..engine import interface") == [
+        "sonicmoe/engine/interface.py"
+    ]
+    assert upward_imports(path, "def f():\n    from ..experts import ExpertWeights") == [
+        "sonicmoe/experts.py"
+    ]
+    assert upward_imports(path, "from ..diagnostics.stages import tap") == [
+        "sonicmoe/diagnostics/stages.py"
+    ]
+    assert (
+        upward_imports(
+            path, "from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch"
+        )
+        == []
+    )
     assert upward_imports(path, "if TYPE_CHECKING:\n    from ..engine import interface") == []
-    assert upward_imports(PACKAGE / "ep" / "local.py", "import ernie_compat.trainer") == ["ernie_compat/trainer.py"]
+    assert upward_imports(PACKAGE / "ep" / "local.py", "import ernie_compat.trainer") == [
+        "ernie_compat/trainer.py"
+    ]

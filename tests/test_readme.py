@@ -27,7 +27,9 @@ def test_example_runs_and_trains_every_expert() -> None:
         "assert out.shape == x.shape and bool(paddle.isfinite(out).all())\n"
         "print('trained')\n"
     )
-    result = preloaded.run("paddle", ["-c", f"{example}\n{check}"], environment(), ROOT, timeout=240)
+    result = preloaded.run(
+        "paddle", ["-c", f"{example}\n{check}"], environment(), ROOT, timeout=240
+    )
     assert result.stdout.endswith("trained\n"), result.stderr
 
 
@@ -40,7 +42,9 @@ def test_links_lead_somewhere() -> None:
 def test_named_commands_exist() -> None:
     assert set(re.findall(r"^sonicmoe (\w+)", README, flags=re.MULTILINE)) <= set(COMMANDS)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert all(f"\n{name}:" in makefile for name in re.findall(r"^make (\w+)", README, flags=re.MULTILINE))
+    assert all(
+        f"\n{name}:" in makefile for name in re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    )
 
 
 def test_at_most_a_hundred_lines() -> None:

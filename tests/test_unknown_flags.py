@@ -31,7 +31,9 @@ FACES = {
 
 
 def errors_of(program: str, **environ: str) -> str:
-    """What a program says on stderr; one that begins with PyTorch is forked where that is imported already."""
+    """What a program says on stderr; one that begins with PyTorch is forked where that is imported
+    already.
+    """
     env = {**os.environ, **environ, "PYTHONPATH": str(ROOT)}
     framework = "torch" if program.startswith("import torch;") else None
     result = preloaded.run(framework, ["-c", program], env, ROOT, timeout=240)
@@ -46,11 +48,18 @@ def test_every_face_reports_it_once(face: str) -> None:
 
 def test_a_prefix_without_its_underscore_is_reported() -> None:
     line = "unknown environment variable SONICMOE_FP8_MODE is ignored; did you mean SONIC_MOE_FP8_MODE?"
-    assert errors_of(FACES["configuration"], SONICMOE_FP8_MODE="perf", SONICMOE_TEST_FRAMEWORK="torch").count(line) == 1
+    assert (
+        errors_of(
+            FACES["configuration"], SONICMOE_FP8_MODE="perf", SONICMOE_TEST_FRAMEWORK="torch"
+        ).count(line)
+        == 1
+    )
 
 
 def test_nothing_is_said_of_known_flags() -> None:
-    assert "unknown environment variable" not in errors_of(FACES["configuration"], SONIC_MOE_FP8_MODE="perf")
+    assert "unknown environment variable" not in errors_of(
+        FACES["configuration"], SONIC_MOE_FP8_MODE="perf"
+    )
 
 
 def test_compile_workers_do_not_repeat_it(tmp_path: Path) -> None:
@@ -61,5 +70,8 @@ def test_compile_workers_do_not_repeat_it(tmp_path: Path) -> None:
         f"jobs = [FakeJob(size, Path({str(tmp_path)!r}) / 'log', 0.2) for size in (1, 2)]\n"
         "assert warm_up(ModelSpec(8, 64, 64), default_cache(), jobs=2, compile_jobs=jobs).complete"
     )
-    folders = {"SONIC_MOE_CACHE_DIR": str(tmp_path / "cache"), "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "local")}
+    folders = {
+        "SONIC_MOE_CACHE_DIR": str(tmp_path / "cache"),
+        "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "local"),
+    }
     assert errors_of(program, **MISSPELT, **folders).count(LINE) == 1

@@ -1,4 +1,6 @@
-"""Starting worlds of processes: a whitelisted environment, bounded waits, and the output of whoever failed."""
+"""Starting worlds of processes: a whitelisted environment, bounded waits, and the output of whoever
+failed.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ import preloaded
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-# What a rank needs of the caller's shell; proxies and other frameworks' launch variables would change what is tested.
-WHITELIST = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
+# What a rank needs of the caller's shell; proxies and other frameworks' launch variables would
+# change what is tested.
+WHITELIST = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "VIRTUAL_ENV",
+)
 TIMEOUT_S, GRACE_S = 240, 30
 FIRST_PORT = 12000
 
@@ -25,17 +37,33 @@ FIRST_PORT = 12000
 def environment(**extra):
     """The whitelisted variables, the checkout importable, one computing thread."""
     kept = {name: os.environ[name] for name in WHITELIST if name in os.environ}
-    path = os.pathsep.join(str(p) for p in (ROOT, TESTS, *(TESTS / name for name in ("ep", "ernie_compat", "paddle"))))
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "GLOO_SOCKET_IFNAME": "lo", **extra}
+    path = os.pathsep.join(
+        str(p) for p in (ROOT, TESTS, *(TESTS / name for name in ("ep", "ernie_compat", "paddle")))
+    )
+    return {
+        **kept,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "160",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **extra,
+    }
 
 
 def free_ports(count):
-    """Ports that nobody listens on at this moment, below those that the system gives to outgoing connections by itself.
+    """Ports that nobody listens on at this moment, below those that the system gives to outgoing
+    connections by itself.
 
-    A rank takes its port seconds after this call: one of the system's would now and then be another process's by then.
+    A rank takes its port seconds after this call: one of the system's would now and then be another
+    process's by then.
     """
-    first_of_the_systems = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates, found = random.SystemRandom().sample(range(FIRST_PORT, first_of_the_systems), 100 * count), []
+    first_of_the_systems = int(
+        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+    )
+    candidates, found = (
+        random.SystemRandom().sample(range(FIRST_PORT, first_of_the_systems), 100 * count),
+        [],
+    )
     for port in candidates:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -66,15 +94,20 @@ def paddle_variables(world):
         "PADDLE_DISTRI_BACKEND": "gloo",
     }
     return [
-        {**shared, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints[rank]} for rank in range(world)
+        {**shared, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints[rank]}
+        for rank in range(world)
     ]
 
 
 def start_world(command_of_rank, variables, framework=None):
-    """One process per rank; `command_of_rank(rank)` is its command line. With a `framework`, forked where that is imported already."""
+    """One process per rank; `command_of_rank(rank)` is its command line. With a `framework`, forked
+    where that is imported already.
+    """
     if framework is not None:
         return [
-            preloaded.Process(framework, [*map(str, command_of_rank(rank))], environment(**extra), ROOT)
+            preloaded.Process(
+                framework, [*map(str, command_of_rank(rank))], environment(**extra), ROOT
+            )
             for rank, extra in enumerate(variables)
         ]
     return [
@@ -91,15 +124,19 @@ def start_world(command_of_rank, variables, framework=None):
 
 
 def finish(processes, timeout=TIMEOUT_S):
-    """`(exit code, stdout, stderr)` of every process; all are gone afterwards, killed ones (-9) after the time is up.
+    """`(exit code, stdout, stderr)` of every process; all are gone afterwards, killed ones (-9)
+    after the time is up.
 
-    Once one has failed, the others have `GRACE_S` left: they may wait for it in a collective for ever.
+    Once one has failed, the others have `GRACE_S` left: they may wait for it in a collective for
+    ever.
     """
     deadline, failed = time.monotonic() + timeout, False
     with ThreadPoolExecutor(len(processes)) as pool:
         outputs = [pool.submit(process.communicate) for process in processes]
         try:
-            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            while (
+                any(process.poll() is None for process in processes) and time.monotonic() < deadline
+            ):
                 if not failed and any(process.poll() for process in processes):
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
                 time.sleep(0.02)
@@ -107,12 +144,21 @@ def finish(processes, timeout=TIMEOUT_S):
             for process in processes:
                 if process.poll() is None:
                     process.kill()
-        return [(process.wait(), *output.result()) for process, output in zip(processes, outputs, strict=True)]
+        return [
+            (process.wait(), *output.result())
+            for process, output in zip(processes, outputs, strict=True)
+        ]
 
 
 def run_world(command_of_rank, variables, framework, timeout=TIMEOUT_S):
-    """Run to the end in processes that have `framework` imported; every rank must succeed. Returns each rank's stdout."""
+    """Run to the end in processes that have `framework` imported; every rank must succeed. Returns
+    each rank's stdout.
+    """
     results = finish(start_world(command_of_rank, variables, framework), timeout)
-    bad = [f"rank {rank} exited with {code}:\n{err[-4000:]}" for rank, (code, _, err) in enumerate(results) if code]
+    bad = [
+        f"rank {rank} exited with {code}:\n{err[-4000:]}"
+        for rank, (code, _, err) in enumerate(results)
+        if code
+    ]
     assert not bad, "\n".join(bad)
     return [out for _, out, _ in results]

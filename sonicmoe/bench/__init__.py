@@ -1,1 +1,3 @@
-"""How fast the engine is on this machine: shapes, interleaved timing, kernel breakdown, floors, and the cost model fitted to a sweep."""
+"""How fast the engine is on this machine: shapes, interleaved timing, kernel breakdown, floors, and
+the cost model fitted to a sweep.
+"""

@@ -4,9 +4,10 @@ The least form is
 
     us = a * TK*H*I + b * TK*max(H, 2I) * ln(1 + TK/TK0) + c * E           compute + cache misses + per expert
 
-and the fit adds, one by one, terms of `cost_terms.py` that lower the error it would make on points it has not seen
-(cross-validation over the training points), until none does. Coefficients are costs: none may be negative. Errors are relative, so
-small shapes count. Which points are held out depends on their sizes alone: a sweep that is continued never moves one into the fit.
+and the fit adds, one by one, terms of `cost_terms.py` that lower the error it would make on points
+it has not seen (cross-validation over the training points), until none does. Coefficients are
+costs: none may be negative. Errors are relative, so small shapes count. Which points are held out
+depends on their sizes alone: a sweep that is continued never moves one into the fit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class FitError(SonicMoEError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """A fit: `us = sum(coefficient * term)`. Errors in percent, of time and of MFU in points; held-out points were never seen.
+    """A fit: `us = sum(coefficient * term)`. Errors in percent, of time and of MFU in points;
+    held-out points were never seen.
 
     base_mape: held-out error of the least form alone.
     """
@@ -56,9 +58,9 @@ class CostModel:
 
     def predict(self, shapes: Sequence[Shape]) -> Array:
         """Microseconds of forward and backward."""
-        return evaluate(Columns.of(shapes, self.fp8), tuple(self.coefficients), self.knee) @ np.array(
-            list(self.coefficients.values())
-        )
+        return evaluate(
+            Columns.of(shapes, self.fp8), tuple(self.coefficients), self.knee
+        ) @ np.array(list(self.coefficients.values()))
 
     def mfu(self, shapes: Sequence[Shape]) -> Array:
         """Predicted share of the peak of the operands' format."""
@@ -68,12 +70,18 @@ class CostModel:
     def shares(self, shapes: Sequence[Shape]) -> dict[str, float]:
         """Mean share of the predicted time, by term."""
         names = tuple(self.coefficients)
-        parts = evaluate(Columns.of(shapes, self.fp8), names, self.knee) * np.array(list(self.coefficients.values()))
+        parts = evaluate(Columns.of(shapes, self.fp8), names, self.knee) * np.array(
+            list(self.coefficients.values())
+        )
         return dict(zip(names, (parts / parts.sum(1, keepdims=True)).mean(0).tolist(), strict=True))
 
     def errors(self, points: Sequence[Point]) -> Array:
         """Relative errors of the predicted time, `[N]`; positive where it is too long."""
-        return self.predict([point.shape for point in points]) / np.array([point.us for point in points]) - 1
+        return (
+            self.predict([point.shape for point in points])
+            / np.array([point.us for point in points])
+            - 1
+        )
 
     def lines(self) -> list[str]:
         """The report."""
@@ -102,10 +110,15 @@ class _Data:
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> _Data:
-        shapes, us = [point.shape for point in points], np.array([point.us for point in points], dtype=np.float64)
+        shapes, us = (
+            [point.shape for point in points],
+            np.array([point.us for point in points], dtype=np.float64),
+        )
         peak = PEAK_TFLOPS["fp8" if points[0].fp8 else "bf16"]
         return cls(
-            Columns.of(shapes, points[0].fp8), us, 100 * np.array([shape.flop for shape in shapes]) / us / 1e6 / peak
+            Columns.of(shapes, points[0].fp8),
+            us,
+            100 * np.array([shape.flop for shape in shapes]) / us / 1e6 / peak,
         )
 
     def fit(self, names: Sequence[str], knee: float) -> Array:
@@ -117,14 +130,19 @@ class _Data:
 
 
 def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
-    """Fit one engine's points; about a fifth of them, drawn by a hash of `seed` and their sizes, is held out and only scored.
+    """Fit one engine's points; about a fifth of them, drawn by a hash of `seed` and their sizes, is
+    held out and only scored.
 
     Raises:
         FitError: fewer than `LEAST_POINTS` points.
     """
     if len(points) < LEAST_POINTS:
-        raise FitError(f"{len(points)} points; a fit needs at least {LEAST_POINTS}: continue the sweep")
-    points = sorted(points, key=lambda point: draw(point.shape, seed))  # the order in the file says nothing
+        raise FitError(
+            f"{len(points)} points; a fit needs at least {LEAST_POINTS}: continue the sweep"
+        )
+    points = sorted(
+        points, key=lambda point: draw(point.shape, seed)
+    )  # the order in the file says nothing
     count = max(1, sum(draw(point.shape, seed) < HELD_OUT_SHARE for point in points))
     unseen, rest = points[:count], points[count:]
     seen, test = _Data.of(rest), _Data.of(unseen)
@@ -134,7 +152,9 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
     _, base_knee = best_knee(seen.columns, seen.us, base)
     errors = test.errors(names, knee, weights)
     return CostModel(
-        coefficients={name: float(value) for name, value in zip(names, weights, strict=True) if value > 0},
+        coefficients={
+            name: float(value) for name, value in zip(names, weights, strict=True) if value > 0
+        },
         knee=knee,
         fp8=points[0].fp8,
         points=len(points),
@@ -159,11 +179,17 @@ def mape(relative_errors: Array) -> float:
 
 
 def choose_terms(columns: Columns, times: Array) -> tuple[tuple[str, ...], float]:
-    """Greedy: the least form, then whatever extra term lowers the cross-validated error most, until none does by `LEAST_GAIN`."""
+    """Greedy: the least form, then whatever extra term lowers the cross-validated error most, until
+    none does by `LEAST_GAIN`.
+    """
     names = tuple(BASE_TERMS)
     error, knee = best_knee(columns, times, names)
     while True:
-        trials = [(*best_knee(columns, times, (*names, extra)), extra) for extra in EXTRA_TERMS if extra not in names]
+        trials = [
+            (*best_knee(columns, times, (*names, extra)), extra)
+            for extra in EXTRA_TERMS
+            if extra not in names
+        ]
         if not trials:
             return names, knee
         trial_error, trial_knee, extra = min(trials)
@@ -184,12 +210,16 @@ def cross_validated(columns: Columns, times: Array, names: Sequence[str], knee: 
     errors = np.empty(len(times))
     for number in range(FOLDS):
         inside = fold != number
-        errors[~inside] = values[~inside] @ solve(values[inside], times[inside]) / times[~inside] - 1
+        errors[~inside] = (
+            values[~inside] @ solve(values[inside], times[inside]) / times[~inside] - 1
+        )
     return mape(errors)
 
 
 def solve(values: Array, times: Array) -> Array:
-    """Non-negative coefficients of least relative squares: terms that come out negative are dropped, the worst first."""
+    """Non-negative coefficients of least relative squares: terms that come out negative are
+    dropped, the worst first.
+    """
     scaled = values / times[:, None]
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1

@@ -1,4 +1,6 @@
-"""Pictures of a cost model: measured and predicted MFU over T*K, and contours of predicted MFU over (T*K, E). Imports no framework."""
+"""Pictures of a cost model: measured and predicted MFU over T*K, and contours of predicted MFU over
+(T*K, E). Imports no framework.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> li
 def plot_curves(model: CostModel, points: Sequence[Point], path: Path) -> Path:
     """One panel per (H, I), a colour per E: dots measured (hollow: held out), lines predicted."""
     widths = sorted({(p.hidden, p.intermediate) for p in points})
-    colours = {experts: f"C{number % 10}" for number, experts in enumerate(sorted({p.experts for p in points}))}
+    colours = {
+        experts: f"C{number % 10}"
+        for number, experts in enumerate(sorted({p.experts for p in points}))
+    }
     rows, columns = -(-len(widths) // 2), min(2, len(widths))
     figure = new_figure((6.5 * columns, 4 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -52,7 +57,9 @@ def plot_curves(model: CostModel, points: Sequence[Point], path: Path) -> Path:
                     "o", color=colour, markerfacecolor="none" if held_out else colour,
                 )  # fmt: skip
             curve = _along_tokens(line[0].shape, line[-1].tokens)
-            axis.plot([s.rows for s in curve], 100 * model.mfu(curve), color=colour, label=f"E={experts}")
+            axis.plot(
+                [s.rows for s in curve], 100 * model.mfu(curve), color=colour, label=f"E={experts}"
+            )
         axis.set_title(f"H={hidden} I={intermediate}")
         axis.set_xscale("log", base=2)
         axis.set_xlabel("T * K")
@@ -75,11 +82,21 @@ def plot_contours(model: CostModel, points: Sequence[Point], path: Path) -> Path
     widest = max(points, key=lambda p: p.hidden * p.intermediate)
     own = [p for p in points if (p.hidden, p.intermediate) == (widest.hidden, widest.intermediate)]
     tokens = np.unique(
-        np.geomspace(min(p.tokens for p in own), max(p.tokens for p in own), RESOLUTION).round().astype(int)
+        np.geomspace(min(p.tokens for p in own), max(p.tokens for p in own), RESOLUTION)
+        .round()
+        .astype(int)
     )
     least = max(min(p.experts for p in own), widest.topk)
-    experts = np.unique(np.geomspace(least, max(2 * least, *(p.experts for p in own)), RESOLUTION).round().astype(int))
-    shapes = [Shape(int(t), widest.hidden, widest.intermediate, int(e), widest.topk) for e in experts for t in tokens]
+    experts = np.unique(
+        np.geomspace(least, max(2 * least, *(p.experts for p in own)), RESOLUTION)
+        .round()
+        .astype(int)
+    )
+    shapes = [
+        Shape(int(t), widest.hidden, widest.intermediate, int(e), widest.topk)
+        for e in experts
+        for t in tokens
+    ]
     values = 100 * model.mfu(shapes).reshape(len(experts), len(tokens))
     figure = new_figure((7, 5))
     axes = figure.subplots()
@@ -89,6 +106,8 @@ def plot_contours(model: CostModel, points: Sequence[Point], path: Path) -> Path
     axes.set_yscale("log", base=2)
     axes.set_xlabel("T * K")
     axes.set_ylabel("E")
-    axes.set_title(f"{points[0].group}: predicted MFU in %, H={widest.hidden} I={widest.intermediate}")
+    axes.set_title(
+        f"{points[0].group}: predicted MFU in %, H={widest.hidden} I={widest.intermediate}"
+    )
     figure.colorbar(lines, ax=axes)
     return save_figure(figure, path)

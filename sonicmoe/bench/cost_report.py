@@ -29,26 +29,53 @@ def term_table(model: CostModel, points: Sequence[Point]) -> Table:
 
 
 def residual_table(model: CostModel, points: Sequence[Point]) -> Table:
-    """Mean and mean absolute error of time per T, per E and per (H, I), and on held-out points: what the form leaves unexplained shows
-    as a mean that is not zero."""
+    """Mean and mean absolute error of time per T, per E and per (H, I), and on held-out points:
+    what the form leaves unexplained shows as a mean that is not zero.
+    """
     errors = model.errors(points)
     held_out = np.array([point.shape in model.held_out for point in points])
-    table = Table("points", "number", "mean error %", "mean absolute error %", "worst %", "mean spread of a point %")
+    table = Table(
+        "points",
+        "number",
+        "mean error %",
+        "mean absolute error %",
+        "worst %",
+        "mean spread of a point %",
+    )
     _add_row(table, "fitted", points, errors, ~held_out)
     _add_row(table, "held out", points, errors, held_out)
     for group, key in GROUPS.items():
         keys = [key(point.shape) for point in points]
-        for value in dict.fromkeys(sorted(keys, key=lambda text: [int(part) for part in text.split(",")])):
-            _add_row(table, f"{group} = {value}", points, errors, np.array([one == value for one in keys]))
+        for value in dict.fromkeys(
+            sorted(keys, key=lambda text: [int(part) for part in text.split(",")])
+        ):
+            _add_row(
+                table,
+                f"{group} = {value}",
+                points,
+                errors,
+                np.array([one == value for one in keys]),
+            )
     return table
 
 
-def _add_row(table: Table, name: str, points: Sequence[Point], errors: np.ndarray, chosen: np.ndarray) -> None:
-    spreads = [p.percent for p, inside in zip(points, chosen, strict=True) if inside and p.percent is not None]
+def _add_row(
+    table: Table, name: str, points: Sequence[Point], errors: np.ndarray, chosen: np.ndarray
+) -> None:
+    spreads = [
+        p.percent
+        for p, inside in zip(points, chosen, strict=True)
+        if inside and p.percent is not None
+    ]
     spread = f"{np.mean(spreads):.2f}" if spreads else "–"
     own = errors[chosen]
     if own.size:
         worst = own[np.abs(own).argmax()]
         table.add_row(
-            name, str(own.size), f"{100 * own.mean():+.2f}", f"{mape(own):.2f}", f"{100 * worst:+.1f}", spread
+            name,
+            str(own.size),
+            f"{100 * own.mean():+.2f}",
+            f"{mape(own):.2f}",
+            f"{100 * worst:+.1f}",
+            spread,
         )

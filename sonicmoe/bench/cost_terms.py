@@ -1,8 +1,9 @@
 """The terms a cost model may be made of, each a function of sizes. numpy only.
 
-Rows are counted as the kernels see them: every expert's rows padded to tiles of 128, in the mean over uniform routing. The roofline
-term adds up what each stage would take at best: the larger of its operations in full waves of tiles, at the rate of the best public
-GEMM, and its least traffic at copy bandwidth. It is a fixed function of sizes; only its coefficient is fitted.
+Rows are counted as the kernels see them: every expert's rows padded to tiles of 128, in the mean
+over uniform routing. The roofline term adds up what each stage would take at best: the larger of
+its operations in full waves of tiles, at the rate of the best public GEMM, and its least traffic at
+copy bandwidth. It is a fixed function of sizes; only its coefficient is fitted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Columns:
     def of(cls, shapes: Sequence[Shape], fp8: bool = True) -> Columns:
         """From shapes."""
         fields = [(s.rows, s.hidden, s.intermediate, s.experts, s.tokens) for s in shapes]
-        tk, hidden, intermediate, experts, tokens = np.array(fields, dtype=np.float64).reshape(-1, 5).T
+        tk, hidden, intermediate, experts, tokens = (
+            np.array(fields, dtype=np.float64).reshape(-1, 5).T
+        )
         return cls(tk, hidden, intermediate, experts, tokens, fp8)
 
     @property
@@ -48,19 +51,29 @@ class Columns:
 
     @cached_property
     def padded_rows(self) -> Array:
-        """Rows in whole tiles, summed over experts: the mean over tokens that pick their experts uniformly."""
+        """Rows in whole tiles, summed over experts: the mean over tokens that pick their experts
+        uniformly.
+        """
         share = self.tk / self.tokens / self.experts
-        means, spreads = self.tokens * share, np.sqrt(self.tokens * share * np.clip(1 - share, 0, 1))
+        means, spreads = (
+            self.tokens * share,
+            np.sqrt(self.tokens * share * np.clip(1 - share, 0, 1)),
+        )
         tiles = [_mean_tiles(mean, spread) for mean, spread in zip(means, spreads, strict=True)]
         return TILE_ROWS * self.experts * np.array(tiles)
 
     @cached_property
     def roofline_us(self) -> Array:
         """Sum of the stages' floors."""
-        return np.sum([np.maximum(self._waves_us(name), us) for name, us in self._traffic_us().items()], axis=0)
+        return np.sum(
+            [np.maximum(self._waves_us(name), us) for name, us in self._traffic_us().items()],
+            axis=0,
+        )
 
     def _waves_us(self, stage: str) -> Array | float:
-        """Operations of a stage's tiles, the last wave counted as if it were full; 0 for a stage without a GEMM."""
+        """Operations of a stage's tiles, the last wave counted as if it were full; 0 for a stage
+        without a GEMM.
+        """
         h, i, blocks = self.hidden, self.intermediate, self.padded_rows / TILE_ROWS
         wide = {"up": (2 * i, h), "down": (h, i), "dgated": (i, h), "dx_gemm": (h, 2 * i)}
         if stage in wide:
@@ -77,9 +90,15 @@ class Columns:
         return np.asarray(full * 2 * TILE_ROWS * TILE_COLUMNS * depth / tflops / 1e6)
 
     def _traffic_us(self) -> dict[str, Array]:
-        """Least traffic per stage, as in `floors.stage_bytes`, with padded rows where kernels write them."""
+        """Least traffic per stage, as in `floors.stage_bytes`, with padded rows where kernels write
+        them.
+        """
         element = 1 if self.fp8 else 2
-        x, rows, y = self.tokens * self.hidden, self.tk * self.hidden, self.padded_rows * self.intermediate
+        x, rows, y = (
+            self.tokens * self.hidden,
+            self.tk * self.hidden,
+            self.padded_rows * self.intermediate,
+        )
         z, w2 = 2 * y, self.weights
         w1 = 2 * w2
         traffic = {
@@ -102,7 +121,9 @@ def _mean_tiles(mean: float, spread: float) -> float:
         return math.ceil(mean / TILE_ROWS)
     first = max(0, math.floor((mean - TAIL * spread) / TILE_ROWS))
     last = math.ceil((mean + TAIL * spread) / TILE_ROWS)
-    beyond = ((mean - TILE_ROWS * tile - 0.5) / spread / math.sqrt(2) for tile in range(first, last + 1))
+    beyond = (
+        (mean - TILE_ROWS * tile - 0.5) / spread / math.sqrt(2) for tile in range(first, last + 1)
+    )
     return first + sum(0.5 * (1 + math.erf(z)) for z in beyond)
 
 

@@ -26,7 +26,11 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Of at least one value."""
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        low, _, high = (
+            statistics.quantiles(values, n=4, method="inclusive")
+            if len(values) > 1
+            else [values[0]] * 3
+        )
         return cls(statistics.median(values), low, high, min(values), max(values), len(values))
 
     @property
@@ -37,12 +41,14 @@ class Spread:
 
 @dataclass
 class Result:
-    """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty without a GPU.
+    """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty
+    without a GPU.
 
-    `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps issued back to back (`steady.py`),
-    `steady_busy` the time in which the GPU worked during such steps; None where not measured. `stages` and `kernels` sum GPU time per
-    call by stage and by kernel name; work outside every stage stands under "". `refusal` says why the engine did not run, and then
-    nothing else is set.
+    `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps
+    issued back to back (`steady.py`), `steady_busy` the time in which the GPU worked during such
+    steps; None where not measured. `stages` and `kernels` sum GPU time per call by stage and by
+    kernel name; work outside every stage stands under "". `refusal` says why the engine did not
+    run, and then nothing else is set.
     """
 
     shape: Shape
@@ -68,13 +74,21 @@ class Result:
 
     @property
     def pair_us(self) -> float | None:
-        """What rates are computed from: busy time of forward and backward, wall time where nothing was profiled."""
+        """What rates are computed from: busy time of forward and backward, wall time where nothing
+        was profiled.
+        """
         return self.pair_busy if self.busy else self.wall["pair"].median if self.wall else None
 
     @property
     def steady_ratio(self) -> float | None:
-        """Wall over busy time in the steady state: what the host and gaps between kernels cost a training step."""
-        return self.steady.median / self.steady_busy.median if self.steady and self.steady_busy else None
+        """Wall over busy time in the steady state: what the host and gaps between kernels cost a
+        training step.
+        """
+        return (
+            self.steady.median / self.steady_busy.median
+            if self.steady and self.steady_busy
+            else None
+        )
 
     @property
     def tflops(self) -> float | None:
@@ -93,11 +107,17 @@ class Result:
 
     @property
     def gbytes_per_s(self) -> float | None:
-        """Least traffic of forward and backward over `pair_us`, in GB/s: what an ideal cache would have moved."""
+        """Least traffic of forward and backward over `pair_us`, in GB/s: what an ideal cache would
+        have moved.
+        """
         if not self.pair_us:
             return None
         ideal = floors(self.shape, self.fp8)
-        moved = sum(floor.bytes for stage, floor in ideal.items() if stage not in ("flush", "prepare_weights"))
+        moved = sum(
+            floor.bytes
+            for stage, floor in ideal.items()
+            if stage not in ("flush", "prepare_weights")
+        )
         return moved / self.pair_us / 1e3
 
     def to_json(self) -> dict[str, Any]:
@@ -106,5 +126,9 @@ class Result:
             "pair_us": self.pair_us, "tflops": self.tflops, "mfu": self.mfu, "gbytes_per_s": self.gbytes_per_s,
             "steady_ratio": self.steady_ratio, "peak_tflops": PEAK_TFLOPS[self.peak_name] if self.gpu else None, "flop": self.shape.flop,
         }  # fmt: skip
-        ideal = {stage: floor.us for stage, floor in floors(self.shape, self.fp8).items()} if self.gpu else {}
+        ideal = (
+            {stage: floor.us for stage, floor in floors(self.shape, self.fp8).items()}
+            if self.gpu
+            else {}
+        )
         return {**dataclasses.asdict(self), **derived, "floors_us": ideal}

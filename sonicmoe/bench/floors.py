@@ -1,7 +1,9 @@
-"""What a stage could cost at best on one H200: bare GEMM rates and copy bandwidth. Pure arithmetic, no framework.
+"""What a stage could cost at best on one H200: bare GEMM rates and copy bandwidth. Pure arithmetic,
+no framework.
 
-A stage's floor is the larger of its operations over the rate of the best public GEMM of its kind and its least traffic over
-copy bandwidth. Traffic counts every operand once: what caches and fusion can save is already saved.
+A stage's floor is the larger of its operations over the rate of the best public GEMM of its kind
+and its least traffic over copy bandwidth. Traffic counts every operand once: what caches and fusion
+can save is already saved.
 """
 
 from __future__ import annotations
@@ -13,14 +15,30 @@ from .shapes import Shape
 # Dense peaks of H100 and H200 SXM, in TFLOPS.
 PEAK_TFLOPS = {"fp8": 1979.0, "bf16": 989.0}
 
-# TFLOPS of DeepGEMM's bare FP8 GEMMs at T=8192 H=3072 I=1536 E=8 K=8, and of cuBLAS BF16 at 8192^3, on one H200.
-DEEPGEMM_TFLOPS = {"up": 1438.0, "down": 1343.0, "dgated": 1433.0, "dx_gemm": 1438.0, "dw2": 938.0, "dw1": 980.0}
+# TFLOPS of DeepGEMM's bare FP8 GEMMs at T=8192 H=3072 I=1536 E=8 K=8, and of cuBLAS BF16 at 8192^3,
+# on one H200.
+DEEPGEMM_TFLOPS = {
+    "up": 1438.0,
+    "down": 1343.0,
+    "dgated": 1433.0,
+    "dx_gemm": 1438.0,
+    "dw2": 938.0,
+    "dw1": 980.0,
+}
 CUBLAS_BF16_TFLOPS = 790.0
 COPY_BYTES_PER_S = 4.24e12
 
 # The stages of one call, in order; engines name their ranges after them.
 FORWARD_STAGES = ("routing", "quantize_x", "up", "down", "aggregate_out")
-BACKWARD_STAGES = ("quantize_dout", "dgated", "dx_gemm", "aggregate_dx", "wgrad_operands", "dw2", "dw1")
+BACKWARD_STAGES = (
+    "quantize_dout",
+    "dgated",
+    "dx_gemm",
+    "aggregate_dx",
+    "wgrad_operands",
+    "dw2",
+    "dw1",
+)
 STEP_STAGES = ("flush", "prepare_weights")
 PHASE_STAGES = {"forward": FORWARD_STAGES, "backward": BACKWARD_STAGES, "step": STEP_STAGES}
 
@@ -35,14 +53,18 @@ class Floor:
 
 
 def floors(shape: Shape, fp8: bool) -> dict[str, Floor]:
-    """Floors of every stage, in the order of `PHASE_STAGES`; without FP8 the quantising stages have none."""
+    """Floors of every stage, in the order of `PHASE_STAGES`; without FP8 the quantising stages have
+    none.
+    """
     element = 1 if fp8 else 2
     flop, traffic = gemm_flop(shape), stage_bytes(shape, element)
     result = {}
     for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES):
         if not fp8 and stage in ("quantize_x", "quantize_dout", "wgrad_operands"):
             continue
-        rate = 1e12 * (DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS) if stage in flop else 1.0
+        rate = (
+            1e12 * (DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS) if stage in flop else 1.0
+        )
         seconds = max(flop.get(stage, 0.0) / rate, traffic[stage] / COPY_BYTES_PER_S)
         result[stage] = Floor(flop.get(stage, 0.0), traffic[stage], 1e6 * seconds)
     return result
@@ -51,17 +73,27 @@ def floors(shape: Shape, fp8: bool) -> dict[str, Floor]:
 def gemm_flop(shape: Shape) -> dict[str, float]:
     """Operations of the six grouped GEMMs; they sum to `shape.flop`."""
     unit = 2.0 * shape.rows * shape.hidden * shape.intermediate
-    return {"up": 2 * unit, "down": unit, "dgated": unit, "dx_gemm": 2 * unit, "dw2": unit, "dw1": 2 * unit}
+    return {
+        "up": 2 * unit,
+        "down": unit,
+        "dgated": unit,
+        "dx_gemm": 2 * unit,
+        "dw2": unit,
+        "dw1": 2 * unit,
+    }
 
 
 def stage_bytes(shape: Shape, element: int) -> dict[str, float]:
-    """Least traffic per stage with operands of `element` bytes; x, dout, out and dx are 2 bytes, accumulators 4."""
+    """Least traffic per stage with operands of `element` bytes; x, dout, out and dx are 2 bytes,
+    accumulators 4.
+    """
     x, rows = float(shape.tokens * shape.hidden), float(shape.rows * shape.hidden)
     y, z = float(shape.rows * shape.intermediate), 2.0 * shape.rows * shape.intermediate
     w2 = float(shape.experts * shape.hidden * shape.intermediate)
     w1 = 2 * w2
     return {
-        "routing": 44.0 * shape.rows,  # ids and probabilities in; token, slot, row and probability out
+        "routing": 44.0
+        * shape.rows,  # ids and probabilities in; token, slot, row and probability out
         "quantize_x": x * (2 + element),
         "up": element * (x + w1 + z + y),
         "down": element * (y + w2) + 2 * rows,
@@ -70,7 +102,9 @@ def stage_bytes(shape: Shape, element: int) -> dict[str, float]:
         "dgated": element * (x + w2 + 2 * z + y),
         "dx_gemm": element * (z + w1) + 2 * rows,
         "aggregate_dx": 2 * (rows + x),
-        "wgrad_operands": 2 * element * (x + rows + z + y),  # x and dout stay in cache while they are gathered
+        "wgrad_operands": 2
+        * element
+        * (x + rows + z + y),  # x and dout stay in cache while they are gathered
         "dw2": element * (rows + y) + 8 * w2,
         "dw1": element * (rows + z) + 8 * w1,
         "flush": 16 * (w1 + w2),  # read and zero the accumulator, read and write main_grad

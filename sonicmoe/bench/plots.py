@@ -1,4 +1,6 @@
-"""Pictures of a benchmark, drawn off screen: time per stage against its floor, and MFU over T*K. Imports no framework."""
+"""Pictures of a benchmark, drawn off screen: time per stage against its floor, and MFU over T*K.
+Imports no framework.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,16 @@ def _by_shape(results: Sequence[Result]) -> dict[Any, list[Result]]:
 
 
 def plot_stages(results: Sequence[Result], directory: Path) -> Path:
-    """Bars of one shape: stages where the engines name them, else phases; beside them, on a GPU, the floor of each."""
+    """Bars of one shape: stages where the engines name them, else phases; beside them, on a GPU,
+    the floor of each.
+    """
     shape = results[0].shape
     bars = [bars_of(result) for result in results]
-    order = [*(stage for stages in PHASE_STAGES.values() for stage in stages), "other", *PHASE_STAGES]
+    order = [
+        *(stage for stages in PHASE_STAGES.values() for stage in stages),
+        "other",
+        *PHASE_STAGES,
+    ]
     names = [name for name in order if any(name in one for one in bars)]
     series = [(result.variant, one) for result, one in zip(results, bars, strict=True)]
     for fp8 in sorted({result.fp8 for result in results if result.gpu}, reverse=True):
@@ -79,7 +87,10 @@ def bars_of(result: Result) -> dict[str, float]:
 def floor_bars(shape: Any, fp8: bool, names: Sequence[str]) -> dict[str, float]:
     """The floor under each bar; a phase's is the sum of its stages'."""
     ideal = {stage: floor.us for stage, floor in floors(shape, fp8).items()}
-    phases = {phase: sum(ideal.get(stage, 0.0) for stage in stages) for phase, stages in PHASE_STAGES.items()}
+    phases = {
+        phase: sum(ideal.get(stage, 0.0) for stage in stages)
+        for phase, stages in PHASE_STAGES.items()
+    }
     return {name: (ideal | phases).get(name, 0.0) for name in names}
 
 

@@ -1,4 +1,6 @@
-"""Measure the points of a sweep on one engine, with experts built once for all T and freed before the next are built."""
+"""Measure the points of a sweep on one engine, with experts built once for all T and freed before
+the next are built.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .steady import Stack, profile_steps, time_steps
 from .sweep import stack_layers
 from .workload import Batch, Layer, Variant, rotating_batches
 
-ENOUGH_US = 150e3  # of steps in one go: past the clocks of the first milliseconds, and many kernels to average over
+# of steps in one go: past the clocks of the first milliseconds, and many kernels to average over
+ENOUGH_US = 150e3
 MOST_STEPS = 40
 
 
@@ -29,16 +32,24 @@ class PointBench:
         self._node: SonicMoEMlpNode | None = None
 
     def figures(self, shape: Shape, rounds: int) -> dict[str, Any]:
-        """`us`, `percent`, `wall_us` of a `Point` from at least `rounds` steps, or the engine's `refusal`."""
+        """`us`, `percent`, `wall_us` of a `Point` from at least `rounds` steps, or the engine's
+        `refusal`.
+        """
         try:
             node = self._node_for(shape)
-            return self._timed(node, shape, rotating_batches(shape, self._device, stack_layers(shape)), rounds)
+            return self._timed(
+                node, shape, rotating_batches(shape, self._device, stack_layers(shape)), rounds
+            )
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             self._layer = self._node = None
             return {"us": None, "refusal": " ".join(str(error).split())}
 
     def _node_for(self, shape: Shape) -> SonicMoEMlpNode:
-        if self._node is None or self._layer is None or _widths(self._layer.shape) != _widths(shape):
+        if (
+            self._node is None
+            or self._layer is None
+            or _widths(self._layer.shape) != _widths(shape)
+        ):
             self._layer = self._node = None  # frees the last one first
             if self._device != "cpu":
                 torch.cuda.empty_cache()
@@ -46,7 +57,9 @@ class PointBench:
             self._node = self._layer.node(self._variant)
         return self._node
 
-    def _timed(self, node: SonicMoEMlpNode, shape: Shape, batches: Sequence[Batch], rounds: int) -> dict[str, Any]:
+    def _timed(
+        self, node: SonicMoEMlpNode, shape: Shape, batches: Sequence[Batch], rounds: int
+    ) -> dict[str, Any]:
         stack = Stack(node, batches, stack_layers(shape))
         stack.run()  # compiles, quantises the weights, makes the accumulators
         walls = time_steps(stack, rounds, self._device)
@@ -54,7 +67,9 @@ class PointBench:
         if self._device == "cpu":
             return {"us": wall.median, "percent": wall.percent, "wall_us": wall.median}
         steps = max(rounds, min(MOST_STEPS, round(ENOUGH_US / (wall.median * stack.layers))))
-        busy = Spread.of(profile_steps(stack, steps) or walls)  # where nobody may profile, wall times must do
+        busy = Spread.of(
+            profile_steps(stack, steps) or walls
+        )  # where nobody may profile, wall times must do
         return {"us": busy.median, "percent": busy.percent, "wall_us": wall.median}
 
 

@@ -1,8 +1,10 @@
-"""Sizes of the experts of public MoE models, from their published configurations. Imports no framework.
+"""Sizes of the experts of public MoE models, from their published configurations. Imports no
+framework.
 
-Field names differ: H is `hidden_size` (`d_model`), I is `moe_intermediate_size` (`intermediate_size`, `ffn_hidden_size`), E is
-`num_experts` (`n_routed_experts`, `num_local_experts`, `moe_num_experts`), K is `num_experts_per_tok` (`moe_k`, `moe_top_k`).
-Shared experts and dense layers are not counted.
+Field names differ: H is `hidden_size` (`d_model`), I is `moe_intermediate_size`
+(`intermediate_size`, `ffn_hidden_size`), E is `num_experts` (`n_routed_experts`,
+`num_local_experts`, `moe_num_experts`), K is `num_experts_per_tok` (`moe_k`, `moe_top_k`). Shared
+experts and dense layers are not counted.
 """
 
 from __future__ import annotations

@@ -19,13 +19,17 @@ def time_table(results: Sequence[Result]) -> Table:
 
 
 def rate_table(results: Sequence[Result]) -> Table:
-    """Rates and memory at the same shape; speed-up in `pair_us` over the first engine that ran, and in the steady state."""
+    """Rates and memory at the same shape; speed-up in `pair_us` over the first engine that ran, and
+    in the steady state.
+    """
     ran = [result for result in results if result.pair_us]
     base = ran[0] if ran else None
     return _table(None, ran, lambda result: _rates(result, base))
 
 
-def _table(title: str | None, results: Sequence[Result], cells: Callable[[Result], dict[str, str]]) -> Table:
+def _table(
+    title: str | None, results: Sequence[Result], cells: Callable[[Result], dict[str, str]]
+) -> Table:
     """A row per engine; columns in which nobody has a figure are left out."""
     rows = [cells(result) if result.refusal is None else {} for result in results]
     heads = dict.fromkeys(head for row in rows for head, cell in row.items() if cell != NONE)
@@ -54,7 +58,9 @@ def _times(result: Result) -> dict[str, str]:
 
 def _rates(result: Result, base: Result | None) -> dict[str, str]:
     assert base is not None
-    steady = _ratio(base.steady.median, result.steady.median) if base.steady and result.steady else NONE
+    steady = (
+        _ratio(base.steady.median, result.steady.median) if base.steady and result.steady else NONE
+    )
     return {
         "TFLOPS": _number(result.tflops, ".1f" if result.gpu else ".4f"),
         "MFU": f"{result.mfu:.1%} of {result.peak_name}" if result.mfu is not None else NONE,
@@ -68,7 +74,11 @@ def _rates(result: Result, base: Result | None) -> dict[str, str]:
 
 def notes(results: Sequence[Result]) -> list[str]:
     """Who did not run and why, and what the columns mean, in lines under the tables."""
-    refusals = [f"{r.variant} did not run at {r.shape}: {r.refusal}" for r in results if r.refusal is not None]
+    refusals = [
+        f"{r.variant} did not run at {r.shape}: {r.refusal}"
+        for r in results
+        if r.refusal is not None
+    ]
     if any(result.gpu for result in results):
         return [
             *refusals,
@@ -98,7 +108,12 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 def kernel_table(result: Result, limit: int) -> Table:
     """The kernels that cost most, with their share of the profiled time."""
-    table = Table("us per call", "share", "kernel", title=f"{result.shape}, {result.variant}: GPU time by kernel")
+    table = Table(
+        "us per call",
+        "share",
+        "kernel",
+        title=f"{result.shape}, {result.variant}: GPU time by kernel",
+    )
     total = sum(result.kernels.values())
     for name, us in list(result.kernels.items())[:limit]:
         table.add_row(f"{us:,.1f}", f"{us / total:.1%}", short_name(name))
@@ -109,7 +124,9 @@ def kernel_table(result: Result, limit: int) -> Table:
 
 
 def stage_table(result: Result) -> Table:
-    """Stages against their floors; stages that the engine does not name are missing, their kernels stand under "unnamed"."""
+    """Stages against their floors; stages that the engine does not name are missing, their kernels
+    stand under "unnamed".
+    """
     ideal = floors(result.shape, result.fp8)
     title = f"{result.shape}, {result.variant}: GPU time by stage"
     table = Table("stage", "us", "floor us", "over floor", "TFLOPS", "GB/s", title=title)
@@ -119,7 +136,14 @@ def stage_table(result: Result) -> Table:
             table.add_row(stage or "unnamed", _us(us), NONE, NONE, NONE, NONE)
             continue
         tflops = f"{floor.flop / us / 1e6:,.0f}" if floor.flop else NONE
-        table.add_row(stage, _us(us), _us(floor.us), _ratio(us, floor.us), tflops, f"{floor.bytes / us / 1e3:,.0f}")
+        table.add_row(
+            stage,
+            _us(us),
+            _us(floor.us),
+            _ratio(us, floor.us),
+            tflops,
+            f"{floor.bytes / us / 1e3:,.0f}",
+        )
     return table
 
 

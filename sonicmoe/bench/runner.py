@@ -41,7 +41,8 @@ def measure(
     layers: int = LAYERS,
     notify: Notify = lambda text: None,
 ) -> list[Result]:
-    """One result per variant, in order; an engine that refuses these sizes yields a result that says so.
+    """One result per variant, in order; an engine that refuses these sizes yields a result that
+    says so.
 
     Args:
         shape: sizes.
@@ -80,9 +81,15 @@ def measure(
 
 
 def _time_interleaved(
-    nodes: dict[int, SonicMoEMlpNode], results: Sequence[Result], batches: Sequence[Batch], rounds: int, device: str
+    nodes: dict[int, SonicMoEMlpNode],
+    results: Sequence[Result],
+    batches: Sequence[Batch],
+    rounds: int,
+    device: str,
 ) -> None:
-    """Every round runs every variant once; the order turns round by round, so that no variant always follows the same one."""
+    """Every round runs every variant once; the order turns round by round, so that no variant
+    always follows the same one.
+    """
     times: dict[int, list[dict[str, PhaseTime]]] = {index: [] for index in nodes}
     for number in range(rounds):
         order = list(nodes) if number % 2 == 0 else list(reversed(nodes))
@@ -91,8 +98,12 @@ def _time_interleaved(
             times[index].append(time_phases(call.phases, device))
     for index, runs in times.items():
         for clock in ("wall", "host"):
-            spreads = {name: Spread.of([getattr(run[name], clock) for run in runs]) for name in runs[0]}
-            pairs = [getattr(run["forward"], clock) + getattr(run["backward"], clock) for run in runs]
+            spreads = {
+                name: Spread.of([getattr(run[name], clock) for run in runs]) for name in runs[0]
+            }
+            pairs = [
+                getattr(run["forward"], clock) + getattr(run["backward"], clock) for run in runs
+            ]
             setattr(results[index], clock, {**spreads, "pair": Spread.of(pairs)})
 
 
@@ -104,7 +115,9 @@ def _time_steady(
     layers: int,
     device: str,
 ) -> None:
-    """Wall time per layer of steps back to back, in interleaved rounds; then busy time of such steps. Left out where they do not fit."""
+    """Wall time per layer of steps back to back, in interleaved rounds; then busy time of such
+    steps. Left out where they do not fit.
+    """
     stacks = {index: Stack(node, batches, layers) for index, node in nodes.items()}
     times: dict[int, list[float]] = {index: [] for index in stacks}
     for number in range(rounds):
@@ -119,10 +132,16 @@ def _time_steady(
         results[index].steady_busy = Spread.of(busy) if busy else None
 
 
-def _examine(node: SonicMoEMlpNode, result: Result, batches: Sequence[Batch], device: str, nvtx: bool) -> None:
+def _examine(
+    node: SonicMoEMlpNode, result: Result, batches: Sequence[Batch], device: str, nvtx: bool
+) -> None:
     """Memory of one call, then kernel times of several."""
     memory = measure_memory(Call(node, batches[0]), device)
-    result.saved_mib, result.peak_mib, result.total_peak_mib = memory.saved, memory.peak, memory.total_peak
+    result.saved_mib, result.peak_mib, result.total_peak_mib = (
+        memory.saved,
+        memory.peak,
+        memory.total_peak,
+    )
     if device == "cpu":
         return
     calls = [Call(node, batches[number % len(batches)]).phases for number in range(PROFILED_CALLS)]

@@ -1,6 +1,7 @@
 """The sizes a benchmark runs at, by name. Imports no framework.
 
-Legend: T tokens, K routing slots per token, all of them local; E local experts, H hidden, I expert intermediate size.
+Legend: T tokens, K routing slots per token, all of them local; E local experts, H hidden, I expert
+intermediate size.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ class Shape:
     def __str__(self) -> str:
         """`T=8192 H=3072 I=1536 E=8 K=8`."""
         names = ("T", "H", "I", "E", "K")
-        return " ".join(f"{name}={value}" for name, value in zip(names, vars(self).values(), strict=True))
+        return " ".join(
+            f"{name}={value}" for name, value in zip(names, vars(self).values(), strict=True)
+        )
 
 
 REFERENCE = Shape(8192, 3072, 1536, 8, 8)
 SMALL = Shape(256, 256, 128, 8, 2)  # what the reference engine does on a CPU in a blink
 
-# Public models at 8192 tokens; `-epN` has the local experts of one of N ranks and every slot routed to them.
+# Public models at 8192 tokens; `-epN` has the local experts of one of N ranks and every slot routed
+# to them.
 SHAPES: dict[str, Shape] = {
     "small": SMALL,
     "reference": REFERENCE,

@@ -1,8 +1,9 @@
 """Steady state: what one layer costs a training step, with launches that never wait for the GPU.
 
-A step here is what a model of many layers does: the forwards of several layers, then one `backward()` for all of them. PyTorch
-hands every `backward()` to a thread of the device, and waking it can take half a millisecond; a model pays that once per step,
-and so does a `Stack`. Steps are issued back to back, so that wall and busy time are of a GPU that is never left idle by the
+A step here is what a model of many layers does: the forwards of several layers, then one
+`backward()` for all of them. PyTorch hands every `backward()` to a thread of the device, and waking
+it can take half a millisecond; a model pays that once per step, and so does a `Stack`. Steps are
+issued back to back, so that wall and busy time are of a GPU that is never left idle by the
 measurement, at the clocks that a training run has.
 """
 
@@ -25,12 +26,18 @@ LAYERS = 8
 
 
 class Stack:
-    """Forwards of one node on `layers` batches, then one backward through all of them; gradients of tokens are dropped."""
+    """Forwards of one node on `layers` batches, then one backward through all of them; gradients of
+    tokens are dropped.
+    """
 
-    def __init__(self, node: SonicMoEMlpNode, batches: Sequence[Batch], layers: int = LAYERS) -> None:
+    def __init__(
+        self, node: SonicMoEMlpNode, batches: Sequence[Batch], layers: int = LAYERS
+    ) -> None:
         """Nothing runs yet; batches are used in turn."""
         self._node = node
-        self._batches = [batch for batch, _ in zip(itertools.cycle(batches), range(layers), strict=False)]
+        self._batches = [
+            batch for batch, _ in zip(itertools.cycle(batches), range(layers), strict=False)
+        ]
         self.layers = layers
 
     def run(self) -> None:
@@ -40,20 +47,26 @@ class Stack:
 
 
 def autograd_threads(several: bool) -> AbstractContextManager[object]:
-    """Whether `backward()` may run on the device's own thread, as PyTorch has it, or stays on the calling one.
+    """Whether `backward()` may run on the device's own thread, as PyTorch has it, or stays on the
+    calling one.
 
-    Waking the other thread, on a processor whose caches hold nothing of the program, can cost more than a small layer's launches.
+    Waking the other thread, on a processor whose caches hold nothing of the program, can cost more
+    than a small layer's launches.
     """
     return torch.autograd.set_multithreading_enabled(several)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same storage with a gradient of its own, so that layers which share a batch add nothing to each other's."""
+    """The same storage with a gradient of its own, so that layers which share a batch add nothing
+    to each other's.
+    """
     return tensor.detach().requires_grad_()
 
 
 def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
-    """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the host's clock."""
+    """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
+    host's clock.
+    """
     stack.run()
     if device == "cpu":
         marks = [time.perf_counter()]
@@ -71,7 +84,8 @@ def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
 
 
 def profile_steps(stack: Stack, steps: int) -> list[float]:
-    """Microseconds per layer in which the GPU worked, of `steps` steps behind one that is left out; empty without a profiler.
+    """Microseconds per layer in which the GPU worked, of `steps` steps behind one that is left out;
+    empty without a profiler.
 
     Work that overlaps counts once: wall time can never be below it.
     """
@@ -84,10 +98,15 @@ def profile_steps(stack: Stack, steps: int) -> list[float]:
 
 
 def busy_per_step(spans: Sequence[tuple[float, float]], steps: int, layers: int) -> list[float]:
-    """Equal steps launch equally much, so the spans of `steps + 1` of them are cut by number; else one mean over all of them."""
+    """Equal steps launch equally much, so the spans of `steps + 1` of them are cut by number; else
+    one mean over all of them.
+    """
     count, surplus = divmod(len(spans), steps + 1)
     if not spans:
         return []
     if surplus:
         return [covered_us(spans) / (steps + 1) / layers]
-    return [covered_us(spans[number * count : (number + 1) * count]) / layers for number in range(1, steps + 1)]
+    return [
+        covered_us(spans[number * count : (number + 1) * count]) / layers
+        for number in range(1, steps + 1)
+    ]

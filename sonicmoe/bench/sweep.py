@@ -1,7 +1,9 @@
-"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued; one line per point.
+"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued; one
+line per point.
 
-A point on a GPU is the time in which it worked, per layer, during steps issued back to back (`steady.py`): no host time in it, and
-the clocks of a training run. Experts are built once for all T; those of one (E, H, I) follow each other.
+A point on a GPU is the time in which it worked, per layer, during steps issued back to back
+(`steady.py`): no host time in it, and the clocks of a training run. Experts are built once for all
+T; those of one (E, H, I) follow each other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ GPU_EXPERTS = (8, 16, 32, 64, 128)
 GPU_WIDTHS = ((2048, 768), (3072, 1536), (4096, 1024), (4096, 4096), (7168, 2048))
 CPU_TOKENS, CPU_EXPERTS, CPU_WIDTHS = (64, 128, 256, 512), (4, 8), ((64, 32), (128, 64))
 CPU_TOPK = 2
-STRIDE = 7  # no divisor of the number of (E, H, I): a sweep that is stopped early has seen all over the grid
+# no divisor of the number of (E, H, I): a sweep that is stopped early has seen all over the grid
+STRIDE = 7
 MAX_BYTES = 100 << 30  # leaves room on a 141 GB GPU
 STACK_TOKENS, STACK_LAYERS = 65536, (2, 8)  # layers per step: host time hidden, memory bounded
 STEPS = 3  # least number timed
@@ -38,9 +41,11 @@ class SweepError(SonicMoEError, ValueError):
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. `us` is busy time of forward and backward on a GPU, wall time elsewhere; None where the engine refused.
+    """One measurement. `us` is busy time of forward and backward on a GPU, wall time elsewhere;
+    None where the engine refused.
 
-    percent: half the interquartile range of `us` over the steps measured. wall_us: wall time per layer of the same steps unprofiled.
+    percent: half the interquartile range of `us` over the steps measured. wall_us: wall time per
+    layer of the same steps unprofiled.
     """
 
     tokens: int
@@ -74,9 +79,13 @@ class Point:
 
 
 def grid(device: str) -> list[Shape]:
-    """Every point, those that share experts one after the other, these in steps of `STRIDE`; what exceeds the memory is left out."""
+    """Every point, those that share experts one after the other, these in steps of `STRIDE`; what
+    exceeds the memory is left out.
+    """
     gpu = device != "cpu"
-    experts, widths, tokens = (GPU_EXPERTS, GPU_WIDTHS, GPU_TOKENS) if gpu else (CPU_EXPERTS, CPU_WIDTHS, CPU_TOKENS)
+    experts, widths, tokens = (
+        (GPU_EXPERTS, GPU_WIDTHS, GPU_TOKENS) if gpu else (CPU_EXPERTS, CPU_WIDTHS, CPU_TOKENS)
+    )
     topk = TOPK if gpu else CPU_TOPK
     layers = [(e, *width) for e in experts for width in widths]
     layers = [layers[STRIDE * number % len(layers)] for number in range(len(layers))]
@@ -85,14 +94,17 @@ def grid(device: str) -> list[Shape]:
 
 
 def stack_layers(shape: Shape) -> int:
-    """Layers per step: as many as hide the host's time, fewer where one layer takes long and much memory."""
+    """Layers per step: as many as hide the host's time, fewer where one layer takes long and much
+    memory.
+    """
     least, most = STACK_LAYERS
     return max(least, min(most, STACK_TOKENS // shape.tokens))
 
 
 def needed_bytes(shape: Shape) -> float:
-    """Upper estimate of memory: weights, their FP8 codes or native copy and fp32 accumulators (8 bytes a weight, 10 with slack),
-    row tensors of one call in bf16, and z, tokens and gradients of every layer of a step.
+    """Upper estimate of memory: weights, their FP8 codes or native copy and fp32 accumulators (8
+    bytes a weight, 10 with slack), row tensors of one call in bf16, and z, tokens and gradients of
+    every layer of a step.
     """
     weights = 3.0 * shape.experts * shape.hidden * shape.intermediate
     padded = shape.rows + 128.0 * shape.experts
@@ -102,7 +114,8 @@ def needed_bytes(shape: Shape) -> float:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Every measured point of a file, refusals left out; a last line cut short by a kill is ignored.
+    """Every measured point of a file, refusals left out; a last line cut short by a kill is
+    ignored.
 
     Raises:
         SweepError: another line is no point.
@@ -147,7 +160,12 @@ def sweep(
         if budget_s is not None and time.monotonic() - started > budget_s:
             return done, len(missing) - done
         notify(f"{done + 1} of {len(missing)}: {shape}")
-        names = {"engine": str(variant), "fp8": variant.fp8, "device": facts["device"], "date": facts["date"]}
+        names = {
+            "engine": str(variant),
+            "fp8": variant.fp8,
+            "device": facts["device"],
+            "date": facts["date"],
+        }
         _append(path, Point(**vars(shape), **names, **bench.figures(shape, rounds)))
     return len(missing), 0
 

@@ -1,4 +1,5 @@
-"""Clocks: wall time per phase from CUDA events (host clock on a CPU), busy time from the profiler, peak and saved bytes.
+"""Clocks: wall time per phase from CUDA events (host clock on a CPU), busy time from the profiler,
+peak and saved bytes.
 
 Nothing here waits for the device inside a measured interval.
 """
@@ -30,7 +31,9 @@ CLOCK_QUERY = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,tempera
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One run of one phase in microseconds: `wall` by the device's clock, `host` until the launching calls returned."""
+    """One run of one phase in microseconds: `wall` by the device's clock, `host` until the
+    launching calls returned.
+    """
 
     wall: float
     host: float
@@ -51,7 +54,10 @@ def time_phases(phases: Phases, device: str) -> dict[str, PhaseTime]:
         mark.record()
     torch.cuda.synchronize()
     walls = [1e3 * first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
-    return {name: PhaseTime(wall, spent) for (name, _), wall, spent in zip(phases, walls, host, strict=True)}
+    return {
+        name: PhaseTime(wall, spent)
+        for (name, _), wall, spent in zip(phases, walls, host, strict=True)
+    }
 
 
 def _host_timed(run: Callable[[], None]) -> PhaseTime:
@@ -62,7 +68,9 @@ def _host_timed(run: Callable[[], None]) -> PhaseTime:
 
 
 def profile_phases(calls: Sequence[Phases], nvtx: bool) -> list[Kernel]:
-    """GPU work of several calls, from the profiler (CUPTI); every phase is synchronised, stages carry their ranges."""
+    """GPU work of several calls, from the profiler (CUPTI); every phase is synchronised, stages
+    carry their ranges.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler, stage_ranges(nvtx):
@@ -87,7 +95,10 @@ def stage_ranges(nvtx: bool) -> AbstractContextManager[None]:
 
     @contextmanager
     def both(name: str) -> Iterator[None]:
-        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if nvtx else nullcontext():
+        with (
+            torch.profiler.record_function(name),
+            torch.cuda.nvtx.range(name) if nvtx else nullcontext(),
+        ):
             yield
 
     return ranges_on(both)
@@ -95,10 +106,11 @@ def stage_ranges(nvtx: bool) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB of one forward and backward: `peak` above what was allocated before, `saved` between the two passes.
+    """MiB of one forward and backward: `peak` above what was allocated before, `saved` between the
+    two passes.
 
-    `saved` leaves out `out` and what the caller holds anyway (x, probabilities, indices, weights). `total_peak` is absolute and
-    None on a CPU, as `peak` is.
+    `saved` leaves out `out` and what the caller holds anyway (x, probabilities, indices, weights).
+    `total_peak` is absolute and None on a CPU, as `peak` is.
     """
 
     saved: float
@@ -126,7 +138,9 @@ def measure_memory(call: Call, device: str) -> Memory:
 
 
 def _saved_bytes(call: Call) -> int:
-    """Bytes of distinct tensors that autograd holds after forward, and of a z that the node holds beside them."""
+    """Bytes of distinct tensors that autograd holds after forward, and of a z that the node holds
+    beside them.
+    """
     held: dict[int, Any] = {}
 
     def pack(tensor: Any) -> Any:
@@ -150,7 +164,11 @@ def clock_state() -> dict[str, str]:
         return {}
     command = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv,noheader", "-i", "0"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(CLOCK_QUERY.split(","), (part.strip() for part in answer.split(",")), strict=False))
+    return dict(
+        zip(CLOCK_QUERY.split(","), (part.strip() for part in answer.split(",")), strict=False)
+    )

@@ -1,7 +1,9 @@
-"""From a profiler's Chrome trace to GPU time per kernel, per stage and per phase. Pure data, no framework.
+"""From a profiler's Chrome trace to GPU time per kernel, per stage and per phase. Pure data, no
+framework.
 
-Kernels belong to the range that was open on the thread that launched them, found by the launch's correlation id; phases end with
-a synchronisation, so a kernel belongs to the phase during which it was launched.
+Kernels belong to the range that was open on the thread that launched them, found by the launch's
+correlation id; phases end with a synchronisation, so a kernel belongs to the phase during which it
+was launched.
 """
 
 from __future__ import annotations
@@ -40,15 +42,23 @@ class _Range:
 def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
     """Every kernel, copy and fill of a Chrome trace, in order of time."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
-    named = [_range(e) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE_PREFIX)]
+    named = [
+        _range(e)
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE_PREFIX)
+    ]
     phases = sorted((r for r in named if r.name.startswith(PHASE_PREFIX)), key=lambda r: r.start)
     by_thread: dict[Any, list[_Range]] = defaultdict(list)
     for one in named:
         if not one.name.startswith(PHASE_PREFIX):
             by_thread[one.thread].append(one)
-    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and _correlation(e)}
+    launches = {
+        e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and _correlation(e)
+    }
     found = []
-    for event in sorted((e for e in events if e.get("cat") in GPU_WORK), key=lambda e: float(e["ts"])):
+    for event in sorted(
+        (e for e in events if e.get("cat") in GPU_WORK), key=lambda e: float(e["ts"])
+    ):
         launch = launches.get(_correlation(event), event)
         moment, thread = float(launch["ts"]), launch.get("tid")
         stage = _innermost(by_thread.get(thread, ()), moment).removeprefix(RANGE_PREFIX)
@@ -58,7 +68,11 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
 
 def gpu_spans(trace: Mapping[str, Any]) -> list[tuple[float, float]]:
     """`(start, end)` in microseconds of every kernel, copy and fill, in order of time."""
-    work = (event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and event.get("cat") in GPU_WORK)
+    work = (
+        event
+        for event in trace.get("traceEvents", ())
+        if event.get("ph") == "X" and event.get("cat") in GPU_WORK
+    )
     return sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in work)
 
 
@@ -94,7 +108,9 @@ def _phase_at(phases: Sequence[_Range], moment: float) -> str:
 
 
 def total_us(kernels: Iterable[Kernel], by: str, calls: int) -> dict[str, float]:
-    """Busy microseconds per call, summed by an attribute of `Kernel` ("name", "stage", "phase"), largest first."""
+    """Busy microseconds per call, summed by an attribute of `Kernel` ("name", "stage", "phase"),
+    largest first.
+    """
     sums: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         sums[getattr(kernel, by)] += kernel.us / calls
@@ -103,5 +119,11 @@ def total_us(kernels: Iterable[Kernel], by: str, calls: int) -> dict[str, float]
 
 def short_name(kernel: str, width: int = 60) -> str:
     """A kernel's name without return type, arguments and template parameters."""
-    name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0].split("<")[0] or kernel
+    name = (
+        kernel.removeprefix("void ")
+        .replace("(anonymous namespace)::", "")
+        .split("(")[0]
+        .split("<")[0]
+        or kernel
+    )
     return name if len(name) <= width else f"{name[: width - 1]}…"

@@ -43,10 +43,18 @@ class Variant:
         """
         name, _, mode = text.partition(":")
         known = [engine.value for engine in NATURAL_MODE]
-        expect(name in known, ConfigError, f"engine is {name!r}; needed: one of {known}, with :off, :perf or :mem")
+        expect(
+            name in known,
+            ConfigError,
+            f"engine is {name!r}; needed: one of {known}, with :off, :perf or :mem",
+        )
         engine = EngineName(name)
         mode = mode or NATURAL_MODE[engine]
-        expect(mode in MODES, ConfigError, f"mode is {mode!r} in {text!r}; needed: one of {list(MODES)}")
+        expect(
+            mode in MODES,
+            ConfigError,
+            f"mode is {mode!r} in {text!r}; needed: one of {list(MODES)}",
+        )
         return cls(engine, mode)
 
     @property
@@ -65,7 +73,9 @@ class Variant:
 
 
 def available_variants(device: str) -> list[Variant]:
-    """Every GPU engine that runs on `device` in its natural mode, or the reference engine where none does."""
+    """Every GPU engine that runs on `device` in its natural mode, or the reference engine where
+    none does.
+    """
     found = []
     for engine, mode in NATURAL_MODE.items():
         if engine is EngineName.REFERENCE:
@@ -84,7 +94,9 @@ def settings_of(variant: Variant) -> EngineSettings:
 
 
 class Expert(torch.nn.Module):
-    """One expert in the user's layout: `up_gate_proj.weight [H, 2I]`, `down_proj.weight [I, H]`, bf16, with a `main_grad`."""
+    """One expert in the user's layout: `up_gate_proj.weight [H, 2I]`, `down_proj.weight [I, H]`,
+    bf16, with a `main_grad`.
+    """
 
     def __init__(self, hidden: int, intermediate: int, device: str) -> None:
         """Random normal weights of variance 1 / fan_in."""
@@ -101,7 +113,9 @@ class Expert(torch.nn.Module):
 
 @dataclass(eq=False)
 class Batch:
-    """Dispatched tokens: bf16 x, dout `[T, H]`, int64 indices and fp32 probs `[T, K]`, and the counts a dispatcher lists."""
+    """Dispatched tokens: bf16 x, dout `[T, H]`, int64 indices and fp32 probs `[T, K]`, and the
+    counts a dispatcher lists.
+    """
 
     x: Tensor
     indices: Tensor
@@ -112,8 +126,13 @@ class Batch:
     @classmethod
     def random(cls, shape: Shape, device: str) -> Batch:
         """Normal tokens; every token picks K distinct experts uniformly."""
-        indices = torch.rand((shape.tokens, shape.experts), device=device).topk(shape.topk, 1).indices
-        x, dout = (torch.randn((shape.tokens, shape.hidden), device=device).to(torch.bfloat16) for _ in range(2))
+        indices = (
+            torch.rand((shape.tokens, shape.experts), device=device).topk(shape.topk, 1).indices
+        )
+        x, dout = (
+            torch.randn((shape.tokens, shape.hidden), device=device).to(torch.bfloat16)
+            for _ in range(2)
+        )
         probs = torch.rand((shape.tokens, shape.topk), device=device)
         probs = probs / probs.sum(1, keepdim=True)
         counts = torch.bincount(indices.reshape(-1), minlength=shape.experts).tolist()
@@ -122,11 +141,15 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes a call reads of it."""
-        return sum(t.numel() * t.element_size() for t in (self.x, self.indices, self.probs, self.dout))
+        return sum(
+            t.numel() * t.element_size() for t in (self.x, self.indices, self.probs, self.dout)
+        )
 
 
 def rotating_batches(shape: Shape, device: str, most: int = MAX_ROTATION) -> list[Batch]:
-    """As many batches, up to `most`, as it takes to exceed the L2 cache twice; one on a CPU. Call `torch.manual_seed` first."""
+    """As many batches, up to `most`, as it takes to exceed the L2 cache twice; one on a CPU. Call
+    `torch.manual_seed` first.
+    """
     first = Batch.random(shape, device)
     if device == "cpu":
         return [first]
@@ -141,17 +164,22 @@ class Layer:
         """Random experts of `shape`, the same for the same seed."""
         torch.manual_seed(seed)
         self.shape, self.device = shape, device
-        self.experts = [Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)]
+        self.experts = [
+            Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)
+        ]
 
     def node(self, variant: Variant) -> SonicMoEMlpNode:
         """A node that runs `variant`.
 
         Raises:
-            EngineUnavailableError, ConfigError, ShapeError: the engine does not run here, or not at these sizes.
+            EngineUnavailableError, ConfigError, ShapeError: the engine does not run here, or not at
+            these sizes.
         """
         choose_engine(self.device, variant.engine)
         shape = self.shape
-        return SonicMoEMlpNode(self.experts, shape.experts, shape.hidden, shape.intermediate, config=variant.config)
+        return SonicMoEMlpNode(
+            self.experts, shape.experts, shape.hidden, shape.intermediate, config=variant.config
+        )
 
 
 class Call:
@@ -163,7 +191,9 @@ class Call:
         self.out: Tensor | None = None
 
     def clear(self) -> None:
-        """Drop what an earlier call left: gradients of tokens and probabilities, and an output that never went back."""
+        """Drop what an earlier call left: gradients of tokens and probabilities, and an output that
+        never went back.
+        """
         self._batch.x.grad = self._batch.probs.grad = self.out = None
 
     def forward(self) -> None:

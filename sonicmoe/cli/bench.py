@@ -1,4 +1,6 @@
-"""`sonicmoe bench`: time, rate and memory of the engines on this machine; sweeps and the cost model fitted to them."""
+"""`sonicmoe bench`: time, rate and memory of the engines on this machine; sweeps and the cost model
+fitted to them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def _size(letter: str, text: str) -> Any:
 @click.command()
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), metavar="NAME",
               help="A named shape (--list); may be repeated.  [default: reference on a GPU, small without one]")  # fmt: skip
-@click.option("--T", "tokens", type=click.IntRange(1), multiple=True, help="Tokens; may be repeated, for a curve.")
+@click.option(
+    "--T",
+    "tokens",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Tokens; may be repeated, for a curve.",
+)
 @_size("H", "Hidden size.")
 @_size("I", "Intermediate size of an expert.")
 @_size("E", "Local experts.")
@@ -37,22 +45,42 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
               help="reference, bf16, hopper; MODE off, perf, mem; may be repeated, the first is the baseline.  "
               "[default: every GPU engine, else reference]")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), help="Timed runs per engine.  [default: 20, 3 without a GPU]")
-@click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Untimed runs before.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    help="Timed runs per engine.  [default: 20, 3 without a GPU]",
+)
+@click.option(
+    "--warmup", type=click.IntRange(1), default=2, show_default=True, help="Untimed runs before."
+)
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True,
               help="Layers of a step in the steady state: so many forwards, then one backward() for all.")  # fmt: skip
 @click.option("--one-thread", is_flag=True,
               help="Run backward() on the calling thread: torch.autograd.set_multithreading_enabled(False).")  # fmt: skip
-@click.option("--kernels", type=click.IntRange(0), default=12, show_default=True, help="Lines of the kernel breakdown.")
+@click.option(
+    "--kernels",
+    type=click.IntRange(0),
+    default=12,
+    show_default=True,
+    help="Lines of the kernel breakdown.",
+)
 @click.option("--nvtx", is_flag=True, help="Also open an NVTX range per stage, for Nsight.")
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw pictures to DIR.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Draw pictures to DIR.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 @click.option("--list", "list_only", is_flag=True, help="List the named shapes, measure nothing.")
 @click.option("--sweep", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Measure E x (H, I) x T*K into FILE (JSON lines), continuing what is there; then fit.")  # fmt: skip
 @click.option(
-    "--budget", type=click.FloatRange(0), metavar="SECONDS", help="Stop the sweep after SECONDS, to be continued."
+    "--budget",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Stop the sweep after SECONDS, to be continued.",
 )
 @click.option("--fit", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
               help="Fit the cost model to a sweep; measures nothing, needs no GPU.")  # fmt: skip
@@ -75,7 +103,8 @@ def bench(
     fit: Path | None,
     **sizes: int | None,
 ) -> None:
-    """Time forward, backward and step of the engines, side by side, with rates, memory and a kernel breakdown.
+    """Time forward, backward and step of the engines, side by side, with rates, memory and a kernel
+    breakdown.
 
     Without a GPU it measures the reference engine and says so. Exit code 1 when no engine ran.
     """
@@ -95,16 +124,30 @@ def bench(
     from ..bench.workload import Variant, available_variants
 
     device = find_device()
-    shapes = chosen_shapes(names, tokens, {key.upper(): value for key, value in sizes.items()}, device)
+    shapes = chosen_shapes(
+        names, tokens, {key.upper(): value for key, value in sizes.items()}, device
+    )
     variants = [Variant.parse(text) for text in engines] or available_variants(device)
     results: list[Result] = []
     with status() as notify, autograd_threads(not one_thread):
         for shape in shapes:
             count = rounds or ROUNDS[device.split(":")[0]]
-            results += measure(shape, variants, rounds=count, warmup=warmup, nvtx=nvtx, layers=layers, notify=notify)
+            results += measure(
+                shape,
+                variants,
+                rounds=count,
+                warmup=warmup,
+                nvtx=nvtx,
+                layers=layers,
+                notify=notify,
+            )
     pictures = draw(results, plot)
     if as_json:
-        data = {"machine": machine(), "results": [result.to_json() for result in results], "plots": pictures}
+        data = {
+            "machine": machine(),
+            "results": [result.to_json() for result in results],
+            "plots": pictures,
+        }
         click.echo(json.dumps(data, indent=2, allow_nan=False))
     else:
         report(results, machine(), kernels, pictures, markdown)
@@ -115,12 +158,17 @@ def bench(
 def chosen_shapes(
     names: Sequence[str], tokens: Sequence[int], sizes: dict[str, int | None], device: str
 ) -> list[Shape]:
-    """Named shapes, and one per T of the sizes given; sizes not given are those of the default shape."""
+    """Named shapes, and one per T of the sizes given; sizes not given are those of the default
+    shape.
+    """
     default = SMALL if device == "cpu" else REFERENCE
     given = {SIZE_FIELDS[letter]: value for letter, value in sizes.items() if value is not None}
     shapes = [SHAPES[name] for name in names]
     if tokens or given:
-        shapes += [Shape(**{**vars(default), **given, "tokens": count}) for count in tokens or (default.tokens,)]
+        shapes += [
+            Shape(**{**vars(default), **given, "tokens": count})
+            for count in tokens or (default.tokens,)
+        ]
     return shapes or [default]
 
 
@@ -131,13 +179,21 @@ def status() -> Iterator[Callable[[str], None]]:
         yield line.update
 
 
-def report(results: list[Result], machine: dict[str, Any], kernels: int, pictures: list[str], markdown: bool) -> None:
+def report(
+    results: list[Result],
+    machine: dict[str, Any],
+    kernels: int,
+    pictures: list[str],
+    markdown: bool,
+) -> None:
     """Machine, two tables per shape, stages and kernels per engine, and what the columns mean."""
     from ..bench.report import kernel_table, notes, rate_table, stage_table, time_table
 
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
     clocks = ", ".join(f"{name} {value}" for name, value in machine["clocks"].items())
-    click.echo(f"{machine['device']}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}")
+    click.echo(
+        f"{machine['device']}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}"
+    )
     for shape in dict.fromkeys(result.shape for result in results):
         own = [result for result in results if result.shape == shape]
         if any(result.pair_us for result in own):
@@ -169,7 +225,9 @@ def list_shapes(as_json: bool) -> None:
         click.echo(f"{name:<26}{shape}")
 
 
-def run_sweep(path: Path, engines: Sequence[str], budget: float | None, rounds: int | None, as_json: bool) -> None:
+def run_sweep(
+    path: Path, engines: Sequence[str], budget: float | None, rounds: int | None, as_json: bool
+) -> None:
     """Measure what is missing in `path`."""
     from ..bench.runner import find_device
     from ..bench.sweep import STEPS, grid, sweep
@@ -179,9 +237,13 @@ def run_sweep(path: Path, engines: Sequence[str], budget: float | None, rounds: 
     expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
     variant = Variant.parse(engines[0]) if engines else available_variants(device)[-1]
     with status() as notify:
-        done, left = sweep(path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=notify)
+        done, left = sweep(
+            path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=notify
+        )
     click.echo(
-        f"{path}: {done} points measured now, {left} left" + (" (run again to continue)" if left else ""), err=as_json
+        f"{path}: {done} points measured now, {left} left"
+        + (" (run again to continue)" if left else ""),
+        err=as_json,
     )
 
 

@@ -1,4 +1,6 @@
-"""`sonicmoe bisect`: run a dumped step stage by stage and name the first wrong stage, expert, row and token."""
+"""`sonicmoe bisect`: run a dumped step stage by stage and name the first wrong stage, expert, row
+and token.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUT
 
 @click.command()
 @click.argument("dump", type=click.Path(path_type=Path))
-@click.option("--engine", type=click.Choice(ENGINES), help="Engine to examine.  [default: the one that ran the step]")
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    help="Engine to examine.  [default: the one that ran the step]",
+)
 @click.option("--against", type=click.Choice(["golden", *ENGINES]), default="golden", show_default=True,
               help="fp64 and each stage's own arithmetic, or another engine's stages.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
@@ -39,8 +45,8 @@ def bisect(
 ) -> None:
     """Run the step in DUMP stage by stage and name the first wrong stage, expert, row and token.
 
-    DUMP is what `node.dump(path)` or `detect_nonfinite(dump_dir=...)` wrote, or a captured call of `sonicmoe numerics`. Exit code 1
-    when a stage is wrong.
+    DUMP is what `node.dump(path)` or `detect_nonfinite(dump_dir=...)` wrote, or a captured call of
+    `sonicmoe numerics`. Exit code 1 when a stage is wrong.
     """
     step = load_dump(dump)
     if precision != "as-dumped":

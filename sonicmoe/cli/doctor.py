@@ -20,10 +20,14 @@ from ..diagnostics.doctor import PRECISIONS, CacheState, Report, Severity, exami
     "--framework", type=click.Choice(["auto", "torch", "paddle"]), default="auto", show_default=True,
     help="auto: Paddle where its GPU build is installed, else PyTorch, else Paddle.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen."
+)
 @click.pass_context
 def doctor(ctx: click.Context, framework: str, as_json: bool) -> None:
-    """Check this machine: versions, GPU, engine, caches, flags, self-test. Exit code 1 when a check fails."""
+    """Check this machine: versions, GPU, engine, caches, flags, self-test. Exit code 1 when a check
+    fails.
+    """
     report = examine(framework)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
@@ -56,7 +60,9 @@ def show(report: Report, console: Console) -> None:
     for name, text in fact_lines(report):
         facts.add_row(name, text)
     console.print(
-        f"sonicmoe {report.versions.get('sonicmoe')} from {report.package_path}", style="bold", soft_wrap=True
+        f"sonicmoe {report.versions.get('sonicmoe')} from {report.package_path}",
+        style="bold",
+        soft_wrap=True,
     )
     console.print(facts)
     console.print(flag_table(report))
@@ -76,7 +82,10 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
     return [
         ("versions", versions),
         ("not installed", absent or "-"),
-        ("framework", f"{report.framework} ({report.framework_reason})" if report.framework else "none"),
+        (
+            "framework",
+            f"{report.framework} ({report.framework_reason})" if report.framework else "none",
+        ),
         ("device", device_line(report)),
         ("engine", f"{report.engine}: {report.engine_reason}" if report.engine else "none"),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
@@ -91,7 +100,9 @@ def device_line(report: Report) -> str:
         return "unknown: no framework"
     if report.device.gpu is None:
         return f"{report.device.name} (no GPU visible to {report.framework})"
-    return f"{report.device.name}: {report.device.gpu}, compute capability {report.device.capability}"
+    return (
+        f"{report.device.name}: {report.device.gpu}, compute capability {report.device.capability}"
+    )
 
 
 def cache_line(state: CacheState) -> str:
@@ -110,19 +121,33 @@ def flag_table(report: Report) -> Table:
     """Flags in force; those set in the environment stand out."""
     table = Table("flag", "value", "source", box=None, padding=(0, 2, 0, 0))
     for flag in report.flags:
-        table.add_row(flag.name, flag.value, flag.source, style="bold" if flag.source == "environment" else None)
+        table.add_row(
+            flag.name,
+            flag.value,
+            flag.source,
+            style="bold" if flag.source == "environment" else None,
+        )
     return table
 
 
 def self_test_table(report: Report) -> Table:
     """One row per tensor; cosine, relative RMSE and verdict per precision."""
     headings = [text for name in PRECISIONS for text in (f"{name} cosine", "rel. RMSE", "")]
-    table = Table(f"self-test {report.self_test_seconds or 0:.1f} s", *headings, box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        f"self-test {report.self_test_seconds or 0:.1f} s",
+        *headings,
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     tensors = dict.fromkeys(check.tensor for check in report.self_test)
     for tensor in tensors:
         cells = []
         for check in (check for check in report.self_test if check.tensor == tensor):
-            cells += [f"{check.cosine:.6f}", f"{check.relative_rmse:.2%}", "pass" if check.passed else "FAIL"]
+            cells += [
+                f"{check.cosine:.6f}",
+                f"{check.relative_rmse:.2%}",
+                "pass" if check.passed else "FAIL",
+            ]
         table.add_row(tensor, *cells)
     return table
 
@@ -132,4 +157,6 @@ def verdict(report: Report) -> str:
     warnings = sum(problem.severity is Severity.WARNING for problem in report.problems)
     errors = len(report.problems) - warnings
     counts = f"{errors} failed checks, {warnings} warnings"
-    return ("healthy" if report.healthy else "not healthy") + (f": {counts}" if report.problems else "")
+    return ("healthy" if report.healthy else "not healthy") + (
+        f": {counts}" if report.problems else ""
+    )

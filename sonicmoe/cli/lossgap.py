@@ -20,18 +20,27 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument(
-    "directories", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path, file_okay=False)
+    "directories",
+    nargs=-1,
+    required=True,
+    metavar="DIR...",
+    type=click.Path(path_type=Path, file_okay=False),
 )
 @click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the gaps over the steps."
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Draw the gaps over the steps.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
-def lossgap(directories: tuple[Path, ...], plot: Path | None, as_json: bool, markdown: bool) -> None:
+def lossgap(
+    directories: tuple[Path, ...], plot: Path | None, as_json: bool, markdown: bool
+) -> None:
     """Summarise the gap between a precision and full precision over the runs in DIR...
 
-    Each DIR is the --out of one `sonicmoe train --compare --seed N` run. Runs that differ in more than the seed are summarised
-    apart. docs/performance.md says how to read the numbers.
+    Each DIR is the --out of one `sonicmoe train --compare --seed N` run. Runs that differ in more
+    than the seed are summarised apart. docs/performance.md says how to read the numbers.
     """
     from ..diagnostics.lossgap import plot_gaps, read_run, summarise
 
@@ -54,7 +63,11 @@ def run_table(runs: Sequence[GapRun]) -> Table:
     table = Table("run", "seed", "gap %", "signed gap %", "held-out gap %")
     for run in runs:
         table.add_row(
-            str(run.directory), str(run.seed), percent(run.gap), percent(run.signed_gap), percent(run.held_out_gap)
+            str(run.directory),
+            str(run.seed),
+            percent(run.gap),
+            percent(run.signed_gap),
+            percent(run.held_out_gap),
         )
     return table
 
@@ -65,7 +78,12 @@ def summary_table(summaries: Sequence[GapSummary]) -> Table:
     for one in summaries:
         held_out = "–" if one.held_out_gap is None else interval(one.held_out_gap)
         table.add_row(
-            one.kind, str(one.runs), interval(one.gap), percent(one.worst), interval(one.signed_gap), held_out
+            one.kind,
+            str(one.runs),
+            interval(one.gap),
+            percent(one.worst),
+            interval(one.signed_gap),
+            held_out,
         )
     return table
 
@@ -91,12 +109,17 @@ def interval(one: Interval) -> str:
     return percent(one.mean) + bounds
 
 
-def to_json(runs: Sequence[GapRun], summaries: Sequence[GapSummary], plot: str | None) -> dict[str, Any]:
+def to_json(
+    runs: Sequence[GapRun], summaries: Sequence[GapSummary], plot: str | None
+) -> dict[str, Any]:
     """Plain data; fractions, and None where a number is unknown."""
     listed = [
         {
             "directory": str(run.directory),
-            **{name: getattr(run, name) for name in ("kind", "seed", "steps", "gap", "signed_gap", "held_out_gap")},
+            **{
+                name: getattr(run, name)
+                for name in ("kind", "seed", "steps", "gap", "signed_gap", "held_out_gap")
+            },
         }
         for run in runs
     ]

@@ -1,4 +1,6 @@
-"""The command group. Subcommands load when they run, so `sonicmoe --help` is instant and imports no framework."""
+"""The command group. Subcommands load when they run, so `sonicmoe --help` is instant and imports no
+framework.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import click
 from .. import __version__
 from ..errors import SonicMoEError
 
-# One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same name.
+# One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same
+# name.
 COMMANDS: dict[str, str] = {
     "train": "Train a small ERNIE-style MoE language model on the node.",
     "warmup": "Compile every kernel a training run needs, once per cluster.",
@@ -29,7 +32,9 @@ class Refusal(click.ClickException):
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands are imported on first use, and whose refusals are one line with exit code 2."""
+    """A group whose subcommands are imported on first use, and whose refusals are one line with
+    exit code 2.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of `COMMANDS`."""
@@ -49,7 +54,9 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; an error this package raises on purpose becomes one line and exit code 2."""
+        """Run the subcommand; an error this package raises on purpose becomes one line and exit
+        code 2.
+        """
         try:
             return super().invoke(ctx)
         except SonicMoEError as error:
@@ -59,4 +66,6 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup)
 @click.version_option(__version__, prog_name="sonicmoe")
 def main() -> None:
-    """Expert-MLP engine for Mixture-of-Experts training: FP8 on NVIDIA Hopper, one engine for Paddle and PyTorch."""
+    """Expert-MLP engine for Mixture-of-Experts training: FP8 on NVIDIA Hopper, one engine for
+    Paddle and PyTorch.
+    """

@@ -1,4 +1,6 @@
-"""`sonicmoe numerics`: the error of every FP8 recipe on every kind of data, and whether it meets the bars."""
+"""`sonicmoe numerics`: the error of every FP8 recipe on every kind of data, and whether it meets
+the bars.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from ..diagnostics.cases import DATA_KINDS, TENSORS, Case, Sizes, load_case, make_case
@@ -42,7 +51,10 @@ DEFAULT_SIZES = Sizes()
 
 def _several(name: str, choices: Sequence[str], text: str) -> Any:
     return click.option(
-        name, multiple=True, type=click.Choice(choices), help=f"{text}; may be repeated.  [default: all]"
+        name,
+        multiple=True,
+        type=click.Choice(choices),
+        help=f"{text}; may be repeated.  [default: all]",
     )
 
 
@@ -54,7 +66,9 @@ def _size(name: str, default: int) -> Any:
 @_several("--recipe", NAMES, "Block shapes of the operands")
 @_several("--scales", [scale.value for scale in ScaleFormat], "Scale format")
 @_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
-@_several("--data", list(DATA_KINDS), "Kind of generated inputs; none when only --captured is given")
+@_several(
+    "--data", list(DATA_KINDS), "Kind of generated inputs; none when only --captured is given"
+)
 @click.option(
     "--captured",
     multiple=True,
@@ -77,7 +91,9 @@ def _size(name: str, default: int) -> Any:
     type=click.Choice(["torch", "paddle"]),
     help="Runs the reference engine.  [default: torch if installed, else paddle]",
 )
-@click.option("--list", "list_only", is_flag=True, help="List the recipes and their blocks, compute nothing.")
+@click.option(
+    "--list", "list_only", is_flag=True, help="List the recipes and their blocks, compute nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 def numerics(
@@ -95,23 +111,33 @@ def numerics(
     markdown: bool,
     **sizes: int,
 ) -> None:
-    """Print the error of every FP8 recipe on every kind of data, against fp64, and whether it meets the bars.
+    """Print the error of every FP8 recipe on every kind of data, against fp64, and whether it meets
+    the bars.
 
-    Per tensor: relative RMSE in %, overall and (in brackets) of the worst expert. docs/numerics.md defines every column.
+    Per tensor: relative RMSE in %, overall and (in brackets) of the worst expert. docs/numerics.md
+    defines every column.
     """
     if as_json and markdown:
         raise click.UsageError("--json and --markdown exclude each other")
     recipes = chosen_recipes(recipe, scales)
     if list_only:
         listing = [
-            {"name": r.name, "note": r.note, "blocks": {name: str(getattr(r, name)) for name in OPERANDS}}
+            {
+                "name": r.name,
+                "note": r.note,
+                "blocks": {name: str(getattr(r, name)) for name in OPERANDS},
+            }
             for r in recipes
         ]
-        click.echo(json.dumps(listing, indent=2)) if as_json else print_table(list_table(recipes), markdown)
+        click.echo(json.dumps(listing, indent=2)) if as_json else print_table(
+            list_table(recipes), markdown
+        )
         return
     codes = [code for code in ZCode if not z or code.value in z]
     problem = Sizes(**sizes)
-    from_files = [load_case(path) for path in captured]  # a bad file is refused before the first minute of work
+    from_files = [
+        load_case(path) for path in captured
+    ]  # a bad file is refused before the first minute of work
     load_framework(framework)
     with progress_bar() as bar:
         if capture_steps:
@@ -137,7 +163,9 @@ def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recip
 
 
 def load_framework(name: str | None) -> None:
-    """Bind this process's `sonicmoe` to PyTorch where it is installed, else to Paddle, or to the one asked for."""
+    """Bind this process's `sonicmoe` to PyTorch where it is installed, else to Paddle, or to the
+    one asked for.
+    """
     from ernie_compat import learner
 
     learner.load_framework(name or ("torch" if importlib.util.find_spec("torch") else "paddle"))
@@ -150,7 +178,9 @@ def capture(steps: int, directory: Path, bar: Progress) -> list[Case]:
     task = bar.add_task("training", total=steps)
     return [
         load_case(path)
-        for path in capture_from_training(steps, directory, lambda step: bar.update(task, completed=step))
+        for path in capture_from_training(
+            steps, directory, lambda step: bar.update(task, completed=step)
+        )
     ]
 
 
@@ -194,7 +224,9 @@ def progress_bar() -> Iterator[Progress]:
 def report(results: list[Result], lost: list[Octaves], markdown: bool) -> None:
     """One table per kind of data, one of quantiles, and the verdict over all data."""
     for data in dict.fromkeys(result.data for result in results):
-        print_table(error_table(data, [result for result in results if result.data == data]), markdown)
+        print_table(
+            error_table(data, [result for result in results if result.data == data]), markdown
+        )
     if lost:
         print_table(octave_table(lost), markdown)
     for line in verdict_lines(results):
@@ -203,13 +235,29 @@ def report(results: list[Result], lost: list[Octaves], markdown: bool) -> None:
 
 def error_table(data: str, results: list[Result]) -> Table:
     """One row per recipe and code."""
-    table = Table("recipe", "z", *(f"{name} %" for name in TENSORS), "least cosine", "token p99 %", "bars", title=data)
+    table = Table(
+        "recipe",
+        "z",
+        *(f"{name} %" for name in TENSORS),
+        "least cosine",
+        "token p99 %",
+        "bars",
+        title=data,
+    )
     for result in results:
         least = min(part.cosine for score in result.scores.values() for part in score.parts)
         cells = (percent(result.scores[name]) for name in TENSORS)
         tokens = " / ".join(f"{100 * result.scores[name].row_p99:.1f}" for name in ("out", "dx"))
         style = None if result.failures else "green"
-        table.add_row(result.recipe.name, result.z.value, *cells, f"{least:.4f}", tokens, verdict(result), style=style)
+        table.add_row(
+            result.recipe.name,
+            result.z.value,
+            *cells,
+            f"{least:.4f}",
+            tokens,
+            verdict(result),
+            style=style,
+        )
     return table
 
 
@@ -231,7 +279,9 @@ def octave_table(lost: list[Octaves]) -> Table:
     headings = ["max" if q == 1 else f"{100 * q:g} %" for q in QUANTILES]
     table = Table("data", "operand", "block", *headings, title="log2(block amax / row amax)")
     for one in lost:
-        table.add_row(one.data, one.operand, str(one.block), *(f"{value:.2f}" for value in one.quantiles))
+        table.add_row(
+            one.data, one.operand, str(one.block), *(f"{value:.2f}" for value in one.quantiles)
+        )
     return table
 
 
@@ -262,7 +312,11 @@ def print_table(table: Table, markdown: bool) -> None:
     rows = zip(*(list(column.cells) for column in table.columns), strict=True)
     if table.title:
         click.echo(f"\n**{table.title}**\n")
-    click.echo("\n".join("| " + " | ".join(map(str, row)) + " |" for row in (heads, ["---"] * len(heads), *rows)))
+    click.echo(
+        "\n".join(
+            "| " + " | ".join(map(str, row)) + " |" for row in (heads, ["---"] * len(heads), *rows)
+        )
+    )
     click.echo()
 
 
@@ -296,7 +350,9 @@ def to_json(results: list[Result], lost: list[Octaves]) -> dict[str, Any]:
 
 def score_json(score: Score) -> dict[str, Any]:
     """Overall figures, the same of every expert that has tokens, and the row quantile."""
-    overall, *experts = [{name: finite(value) for name, value in vars(part).items()} for part in score.parts]
+    overall, *experts = [
+        {name: finite(value) for name, value in vars(part).items()} for part in score.parts
+    ]
     return {**overall, "row_p99": finite(score.row_p99), "experts": experts}
 
 

@@ -1,4 +1,6 @@
-"""`sonicmoe train`: the main job, a small ERNIE-style MoE decoder trained on text, every expert on the node."""
+"""`sonicmoe train`: the main job, a small ERNIE-style MoE decoder trained on text, every expert on
+the node.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,15 @@ class OneLineErrors(click.Command):
     """A command whose usage errors are one line on stderr."""
 
     def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
     ) -> click.Context:
-        """Parse; a usage error forgets its context, so that click prints the message without the usage block."""
+        """Parse; a usage error forgets its context, so that click prints the message without the
+        usage block.
+        """
         try:
             return super().make_context(info_name, args, parent=parent, **extra)
         except click.UsageError as error:
@@ -79,7 +87,9 @@ def _size_option(name: str, default: object, text: str, kind: type = int) -> Any
 
 
 def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -> Any:
-    return click.option(name, type=click.Choice(choices), default=None, help=f"{text}  [default: {default}]")
+    return click.option(
+        name, type=click.Choice(choices), default=None, help=f"{text}  [default: {default}]"
+    )
 
 
 @click.command("train", cls=OneLineErrors)
@@ -90,8 +100,15 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     metavar="PATH...",
     help="Text to train on, byte by byte: files or directories; may be repeated.  [default: this Python's standard-library sources]",
 )
-@_choice_option("--framework", FRAMEWORKS, "paddle if installed, else torch", "Framework of model and optimizer.")
-@_choice_option("--engine", [name.value for name in EngineName], RunConfig.engine, "Engine of the expert MLPs.")
+@_choice_option(
+    "--framework",
+    FRAMEWORKS,
+    "paddle if installed, else torch",
+    "Framework of model and optimizer.",
+)
+@_choice_option(
+    "--engine", [name.value for name in EngineName], RunConfig.engine, "Engine of the expert MLPs."
+)
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
 @_choice_option(
@@ -103,7 +120,9 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 @_size_option("--steps", TrainConfig.steps, "Optimizer steps.")
 @_size_option("--batch", TrainConfig.batch_size, "Sequences per optimizer step.")
 @_size_option(
-    "--micro-batches", TrainConfig.micro_batches, "Parts a batch is split into; gradients accumulate over them."
+    "--micro-batches",
+    TrainConfig.micro_batches,
+    "Parts a batch is split into; gradients accumulate over them.",
 )
 @_size_option("--seq-len", ModelConfig.seq_len, "Bytes per sequence.")
 @_size_option("--hidden", ModelConfig.hidden_size, "Hidden size.")
@@ -120,7 +139,11 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 )
 @_size_option("--lr", TrainConfig.lr, "Peak learning rate (warm-up, then cosine).", float)
 @_size_option("--seed", TrainConfig.seed, "Decides initial weights and batches.")
-@_size_option("--checkpoint-every", TrainConfig.checkpoint_every, "Steps between checkpoints; 0: only at the end.")
+@_size_option(
+    "--checkpoint-every",
+    TrainConfig.checkpoint_every,
+    "Steps between checkpoints; 0: only at the end.",
+)
 @click.option("--out", type=click.Path(path_type=Path), default=None, metavar="DIR",
               help="Directory of checkpoint, metrics and plots.  [default: runs/train-<date>-<time>]")  # fmt: skip
 @click.option(
@@ -130,15 +153,23 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the final summary as JSON on stdout.")
 def train(
-    more_data: tuple[str, ...], data: tuple[str, ...], out: Path | None, resume: bool, as_json: bool, **options: Any
+    more_data: tuple[str, ...],
+    data: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Train a small ERNIE-style Mixture-of-Experts language model on text, its experts on SonicMoEMlpNode.
+    """Train a small ERNIE-style Mixture-of-Experts language model on text, its experts on
+    SonicMoEMlpNode.
 
-    Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz, loss.png and expert_load.png to --out. Ctrl-C saves
-    a checkpoint and exits with 130. Bad input is one line and exit code 2.
+    Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz, loss.png and
+    expert_load.png to --out. Ctrl-C saves a checkpoint and exits with 130. Bad input is one line
+    and exit code 2.
 
-    Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python -m paddle.distributed.launch
-    --nproc_per_node 4 "$(command -v sonicmoe)" train --ep 4. A checkpoint of any number of ranks resumes on any other.
+    Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python
+    -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --ep 4. A
+    checkpoint of any number of ranks resumes on any other.
     """
     from ernie_compat.checkpoint import CheckpointError
 
@@ -155,13 +186,19 @@ def train(
     except SonicMoEError as error:
         # Every rank refuses the same input; one of them says so.
         said_by_rank_0 = isinstance(error, ConfigError | CheckpointError)
-        _fail(str(error), EXIT_FAILED if isinstance(error, ArithmeticError) else EXIT_BAD_INPUT, said_by_rank_0)
+        _fail(
+            str(error),
+            EXIT_FAILED if isinstance(error, ArithmeticError) else EXIT_BAD_INPUT,
+            said_by_rank_0,
+        )
     except OSError as error:
         _fail(str(error), EXIT_FAILED)
     sys.exit(code)
 
 
-def _run(data: list[str], out: Path | None, resume: bool, as_json: bool, given: Mapping[str, Any]) -> int:
+def _run(
+    data: list[str], out: Path | None, resume: bool, as_json: bool, given: Mapping[str, Any]
+) -> int:
     from rich.console import Console
 
     from ernie_compat.corpus import load_corpus
@@ -173,7 +210,11 @@ def _run(data: list[str], out: Path | None, resume: bool, as_json: bool, given: 
     launch = read_launch()
     console = Console(stderr=True, highlight=False, markup=False, quiet=launch.rank != 0)
     _log_to(console)
-    expect(out is not None or not resume, ConfigError, "--resume needs --out DIR, the directory of the run to continue")
+    expect(
+        out is not None or not resume,
+        ConfigError,
+        "--resume needs --out DIR, the directory of the run to continue",
+    )
     directory = out if out is not None else Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     config = _configuration(given, directory / CHECKPOINT_NAME if resume else None)
     layout = RankLayout(launch, config.ep)
@@ -295,7 +336,9 @@ def _baseline(trainer: Trainer) -> str:
     from ernie_compat.trainer import FULL_PRECISION
 
     twin = trainer.learners.get(FULL_PRECISION)
-    return "" if twin is None else f", compared with {trainer.config.against} on engine {twin.engine}"
+    return (
+        "" if twin is None else f", compared with {trainer.config.against} on engine {twin.engine}"
+    )
 
 
 def _ranks(parallel: Parallel) -> str:
@@ -322,16 +365,25 @@ def _draw(trainer: Trainer, console: Console) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def _report(trainer: Trainer, summary: dict[str, Any], plots: Mapping[str, str], as_json: bool) -> None:
+def _report(
+    trainer: Trainer, summary: dict[str, Any], plots: Mapping[str, str], as_json: bool
+) -> None:
     from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
 
-    files = {"metrics": str(trainer.directory / METRICS_NAME), "checkpoint": str(trainer.directory / CHECKPOINT_NAME)}
+    files = {
+        "metrics": str(trainer.directory / METRICS_NAME),
+        "checkpoint": str(trainer.directory / CHECKPOINT_NAME),
+    }
     summary |= {"plots": dict(plots), **files}
     (trainer.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if as_json:
         click.echo(json.dumps(summary, indent=2))
         return
-    click.echo("\n".join(f"{label:<24}{value}" for label, value in _summary_lines(summary) if value is not None))
+    click.echo(
+        "\n".join(
+            f"{label:<24}{value}" for label, value in _summary_lines(summary) if value is not None
+        )
+    )
 
 
 def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
@@ -349,7 +401,10 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("engine", f"{summary['precision']} on {summary['engine_used']}{baseline}"),
         ("steps", str(summary["steps"])),
         ("loss at start", figure("loss_start", ".4f")),
-        ("loss at end", figure("loss_end", ".4f", f"  (mean of the last {SMOOTHING_WINDOW} steps)")),
+        (
+            "loss at end",
+            figure("loss_end", ".4f", f"  (mean of the last {SMOOTHING_WINDOW} steps)"),
+        ),
         ("held-out loss", figure("held_out_loss", ".4f", beside("held_out_loss", ".4f"))),
         ("gap to full precision", gap and f"{gap}  (smoothed loss, last quarter of the steps)"),
         ("seconds per step", figure("seconds_per_step", ".4f", beside("seconds_per_step", ".4f"))),

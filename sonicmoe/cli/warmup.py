@@ -18,26 +18,60 @@ from ..enums import ActivationType
 from ..errors import SonicMoEError
 from ..jit.cache import CompileCache, default_cache
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan, require, warm_up_plan
-from ..jit.warmup import BUILT, CACHED, FAILED, KernelOutcome, WarmUpReport, check, default_jobs, warm_up
+from ..jit.warmup import (
+    BUILT,
+    CACHED,
+    FAILED,
+    KernelOutcome,
+    WarmUpReport,
+    check,
+    default_jobs,
+    warm_up,
+)
 
 
 @click.command()
-@click.option("--E", "experts", type=click.IntRange(1), required=True, help="Local experts of a rank.")
+@click.option(
+    "--E", "experts", type=click.IntRange(1), required=True, help="Local experts of a rank."
+)
 @click.option("--H", "hidden", type=click.IntRange(1), required=True, help="Hidden size.")
-@click.option("--I", "intermediate", type=click.IntRange(1), required=True, help="Expert intermediate size.")
+@click.option(
+    "--I", "intermediate", type=click.IntRange(1), required=True, help="Expert intermediate size."
+)
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
     help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is left out, with the reason.",
 )  # fmt: skip
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the tokens.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="bfloat16",
+    show_default=True,
+    help="Dtype of the tokens.",
+)
 @click.option(
     "--activation", type=click.Choice([member.value for member in ActivationType]),
     default=ActivationType.SWIGLU.value, show_default=True, help="The expert's activation.",
 )  # fmt: skip
-@click.option("--arch", default="sm_90a", show_default=True, help="GPU architecture to compile for.")
-@click.option("--jobs", type=click.IntRange(1), help="Worker processes; default: the CPUs this process may use.")
-@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Default: SONIC_MOE_CACHE_DIR.")
-@click.option("--check", "check_only", is_flag=True, help="Compile nothing; exit code 1 if anything is missing.")
+@click.option(
+    "--arch", default="sm_90a", show_default=True, help="GPU architecture to compile for."
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="Worker processes; default: the CPUs this process may use.",
+)
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Default: SONIC_MOE_CACHE_DIR.",
+)
+@click.option(
+    "--check",
+    "check_only",
+    is_flag=True,
+    help="Compile nothing; exit code 1 if anything is missing.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
 def warmup(
@@ -54,7 +88,8 @@ def warmup(
     check_only: bool,
     as_json: bool,
 ) -> None:
-    """Compile every kernel that training this expert MLP needs, whatever SONIC_MOE_FP8_MODE it runs under.
+    """Compile every kernel that training this expert MLP needs, whatever SONIC_MOE_FP8_MODE it runs
+    under.
 
     Exit code 1 when one failed or is missing.
     """
@@ -63,7 +98,9 @@ def warmup(
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
     planned = require(warm_up_plan(spec, precision, settings), precision)
-    report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
+    report = (
+        check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
+    )
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2))
     else:
@@ -74,10 +111,19 @@ def warmup(
 def _compile(
     spec: ModelSpec, cache: CompileCache, planned: WarmUpPlan, jobs: int | None, console: Console
 ) -> WarmUpReport:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         workers = min(jobs or default_jobs(), max(len(planned.jobs), 1))
-        task = bar.add_task(f"compiling for {spec.arch} in {workers} processes", total=len(planned.jobs))
+        task = bar.add_task(
+            f"compiling for {spec.arch} in {workers} processes", total=len(planned.jobs)
+        )
 
         def advance(outcome: KernelOutcome) -> None:
             bar.update(task, advance=1, description=f"{outcome.kernel}: {outcome.state}")
@@ -103,7 +149,9 @@ def show(report: WarmUpReport, console: Console) -> None:
     """Print one row per kernel, the failures in full, what was left out, and the summary."""
     table = Table("kernel", "state", "seconds", "key")
     for outcome in report.kernels:
-        table.add_row(outcome.kernel, outcome.state, f"{outcome.seconds:.1f}", outcome.key.rpartition(" ")[2])
+        table.add_row(
+            outcome.kernel, outcome.state, f"{outcome.seconds:.1f}", outcome.key.rpartition(" ")[2]
+        )
     console.print(table)
     for outcome in report.kernels:
         if outcome.state == FAILED:
@@ -117,7 +165,9 @@ def show(report: WarmUpReport, console: Console) -> None:
 
 
 def run() -> None:
-    """`python -m sonicmoe.cli.warmup`: as under the command group, a refusal is one line and exit code 2."""
+    """`python -m sonicmoe.cli.warmup`: as under the command group, a refusal is one line and exit
+    code 2.
+    """
     try:
         warmup()
     except SonicMoEError as error:

@@ -1,1 +1,3 @@
-"""What is wrong with this machine or this run: `doctor` looks at the environment, `selftest` runs an engine against a golden."""
+"""What is wrong with this machine or this run: `doctor` looks at the environment, `selftest` runs
+an engine against a golden.
+"""

@@ -1,8 +1,9 @@
 """Which stage of a step goes wrong first, and at which expert, row and token.
 
-A stage is wrong where it holds a NaN or an infinity, or where it is further than rounding can take it from its own arithmetic on
-its own inputs (or from another engine's stage). Stages are judged in the order in which they run, so the first wrong one is the
-cause. Cosine and RMSE in the statistics are against fp64 from the inputs of the step (or against the other engine).
+A stage is wrong where it holds a NaN or an infinity, or where it is further than rounding can take
+it from its own arithmetic on its own inputs (or from another engine's stage). Stages are judged in
+the order in which they run, so the first wrong one is the cause. Cosine and RMSE in the statistics
+are against fp64 from the inputs of the step (or against the other engine).
 """
 
 from __future__ import annotations
@@ -26,7 +27,21 @@ WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
 ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
 SLOT_STAGES = ("probs", "ds")
 WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2", "flush")
-FORWARD = ("x", "w1", "w2", "probs", "routing", "w1_fp8", "w2_fp8", "x_fp8", "z", "z_saved", "y1", "y2", "out")
+FORWARD = (
+    "x",
+    "w1",
+    "w2",
+    "probs",
+    "routing",
+    "w1_fp8",
+    "w2_fp8",
+    "x_fp8",
+    "z",
+    "z_saved",
+    "y1",
+    "y2",
+    "out",
+)
 BACKWARD_DX = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx")
 BACKWARD = (*BACKWARD_DX, "wgrad_dout", "wgrad_y1s", "dw2", "wgrad_x", "wgrad_dz", "dw1", "flush")
 STAGES = (*FORWARD, *BACKWARD)
@@ -35,16 +50,20 @@ STAGES = (*FORWARD, *BACKWARD)
 PADDING = "padding"
 READ_PADDING = ("y1", "dz", "y1s", "dz_fp8", *WGRAD_OPERANDS)
 
-# Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left between a stage and its own
-# arithmetic, or between two engines, is rounding: 3 % where one side is quantised and the other is not, 0.4 % of bf16.
+# Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left
+# between a stage and its own arithmetic, or between two engines, is rounding: 3 % where one side is
+# quantised and the other is not, 0.4 % of bf16.
 FP8_BARS, PLAIN_BARS = (0.05, 0.15), (0.02, 0.08)
-# Rows far smaller than the others are measured against this share of the typical norm: their blocks may be scaled by larger rows.
+# Rows far smaller than the others are measured against this share of the typical norm: their blocks
+# may be scaled by larger rows.
 ROW_FLOOR = 0.25
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where: what does not apply is None. `experts` are those that serve the token when the place is a token's."""
+    """Where: what does not apply is None. `experts` are those that serve the token when the place
+    is a token's.
+    """
 
     index: tuple[int, ...]
     expert: int | None = None
@@ -56,7 +75,9 @@ class Place:
 
     def __str__(self) -> str:
         """`expert 3, row 130, token 17, column 5`."""
-        named = ((name, getattr(self, name)) for name in ("expert", "row", "token", "slot", "column"))
+        named = (
+            (name, getattr(self, name)) for name in ("expert", "row", "token", "slot", "column")
+        )
         words = [f"{name} {value}" for name, value in named if value is not None]
         if self.experts:
             words.append(f"served by experts {', '.join(map(str, self.experts))}")
@@ -80,10 +101,12 @@ class Fault:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Statistics of every stage shown, in order, and the first fault, None when every stage is as expected.
+    """Statistics of every stage shown, in order, and the first fault, None when every stage is as
+    expected.
 
-    missing: stages that the engine does not show (it fuses them, or shows them in a form of its own). wrong: every wrong stage,
-    those that a fault has spread to included. error: the exception that ended the run, if one did. padding: NaN or infinity in
+    missing: stages that the engine does not show (it fuses them, or shows them in a form of its
+    own). wrong: every wrong stage, those that a fault has spread to included. error: the exception
+    that ended the run, if one did. padding: NaN or infinity in
     padding rows of a healthy run: harmless in an engine that reads no padding.
     """
 
@@ -140,7 +163,9 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
         expected = golden_run(step, layout)
     else:
         expected = run_stages(step, engine_named(against, device), device)
-        expected.routing = layout.fields  # both engines share the builder: only the contract can judge it
+        expected.routing = (
+            layout.fields
+        )  # both engines share the builder: only the contract can judge it
     return judge(step, run, expected, layout)
 
 
@@ -163,7 +188,10 @@ def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) 
             faults += found
     harmless: tuple[str, ...] = ()
     if all(fault.kind == PADDING for fault in faults):
-        harmless, faults = tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults), []
+        harmless, faults = (
+            tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults),
+            [],
+        )
     wrong = tuple(dict.fromkeys(fault.stage for fault in faults))
     return Report(
         step.name,
@@ -191,7 +219,9 @@ class _Judge:
         self._arithmetic = StageArithmetic(self._step, self._layout, values)
 
     def fitting(self, name: str, value: StageValue) -> StageValue | None:
-        """The value, cut to the rows the contract names where an engine sized them for the worst case; None if it has another shape."""
+        """The value, cut to the rows the contract names where an engine sized them for the worst
+        case; None if it has another shape.
+        """
         rows = len(self._layout.row_expert)
         if name in ROW_STAGES and len(value.values) > rows:
             value = StageValue(
@@ -226,11 +256,18 @@ class _Judge:
         if stats.first_bad is not None:
             found = float(value.values[stats.first_bad])
             what = f"{found}; {stats.nan} NaN and {stats.inf} infinite of {stats.total}"
-            yield Fault(name, "nan" if math.isnan(found) else "inf", self._place(name, stats.first_bad), what)
+            yield Fault(
+                name,
+                "nan" if math.isnan(found) else "inf",
+                self._place(name, stats.first_bad),
+                what,
+            )
         elif name in READ_PADDING and (bad := ~np.isfinite(value.values[~self._layout.real])).any():
             position = np.argwhere(bad)[0]
             index = (int(np.flatnonzero(~self._layout.real)[position[0]]), int(position[1]))
-            yield Fault(name, PADDING, self._place(name, index), f"{value.values[index]} in a padding row")
+            yield Fault(
+                name, PADDING, self._place(name, index), f"{value.values[index]} in a padding row"
+            )
         elif name not in INPUTS and (standard := self._standard(name)) is not None:
             yield from self._deviations(name, value, standard)
 
@@ -243,7 +280,8 @@ class _Judge:
         rows = np.where(real, rows, 0)
         beyond = rows > self._row_bar
         whole = closeness(
-            values[real] if name in ROW_STAGES else values, standard[real] if name in ROW_STAGES else standard
+            values[real] if name in ROW_STAGES else values,
+            standard[real] if name in ROW_STAGES else standard,
         )
         if not beyond.any() and not whole["rmse"] > self._stage_bar:
             return
@@ -254,13 +292,24 @@ class _Judge:
             f"off by {rows[first]:.1%} of its norm, where rounding explains a few percent ({int(beyond.sum())} rows are beyond "
             f"{self._row_bar:.0%}); the whole stage by {whole['rmse']:.2%}, cosine {whole['cosine']:.4f}"
         )
-        yield Fault(name, "deviation", self._place(name, index if name in SLOT_STAGES else (*index, column)), what)
+        yield Fault(
+            name,
+            "deviation",
+            self._place(name, index if name in SLOT_STAGES else (*index, column)),
+            what,
+        )
 
     def routing(self, found: dict[str, Array]) -> list[Fault]:
         """The first tensor that breaks the routing contract, at its first wrong element."""
         for name, wanted in self._expected.routing.items():
-            array = found[name][: len(wanted)]  # rows beyond the contract's are padding by definition
-            off = array != wanted.astype(array.dtype) if array.shape == wanted.shape else np.ones(1, dtype=bool)
+            array = found[name][
+                : len(wanted)
+            ]  # rows beyond the contract's are padding by definition
+            off = (
+                array != wanted.astype(array.dtype)
+                if array.shape == wanted.shape
+                else np.ones(1, dtype=bool)
+            )
             if not off.any():
                 continue
             if array.shape != wanted.shape:
@@ -273,9 +322,7 @@ class _Judge:
                     )
                 ]
             index = tuple(int(axis) for axis in np.argwhere(off)[0])
-            what = (
-                f"{name} is {array[index]}; the contract says {wanted[index]} ({int(off.sum())} of {off.size} differ)"
-            )
+            what = f"{name} is {array[index]}; the contract says {wanted[index]} ({int(off.sum())} of {off.size} differ)"
             return [Fault("routing", "routing", self._routing_place(name, index), what)]
         return []
 

@@ -19,7 +19,9 @@ WIDTH = 160
 
 def stage_table(report: Report) -> Table:
     """One row per stage in the order in which they run; the first wrong one stands out."""
-    octaves = "log2(block/row amax) " + " ".join("max" if q == 1 else f"{100 * q:g}%" for q in QUANTILES)
+    octaves = "log2(block/row amax) " + " ".join(
+        "max" if q == 1 else f"{100 * q:g}%" for q in QUANTILES
+    )
     against = f"cosine to {report.against}"
     columns = (
         "stage",

@@ -1,4 +1,6 @@
-"""Observers of every node call, installed while there are any: with none, the node runs its own code and nothing else."""
+"""Observers of every node call, installed while there are any: with none, the node runs its own
+code and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ Tensor = torch.Tensor
 class CallObserver:
     """Override what is of interest; all methods run on the thread of the pass."""
 
-    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None) -> None:
-        """`out` was computed from x and probs; `saved` is what backward will get, None of a forward that keeps no graph."""
+    def after_forward(
+        self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None
+    ) -> None:
+        """`out` was computed from x and probs; `saved` is what backward will get, None of a forward
+        that keeps no graph.
+        """
 
     def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
         """`saved` still holds everything."""
 
-    def after_backward(self, call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]) -> None:
+    def after_backward(
+        self, call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]
+    ) -> None:
         """`(dx, dprobs, gradients returned per parameter)`; accumulators hold theirs."""
 
 

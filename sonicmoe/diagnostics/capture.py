@@ -14,8 +14,8 @@ from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, TrainConfig
 
 from ..engine.interface import Saved
-from ..node.mlp_call import MlpCall
 from ..interop import FRAMEWORK
+from ..node.mlp_call import MlpCall
 from .call_hooks import CallObserver, forget, observe
 from .cases import Array, Case, save_case
 
@@ -27,9 +27,11 @@ CAPTURE_BATCH = 16
 
 @contextmanager
 def captured_calls(name: str) -> Iterator[list[Case]]:
-    """Inside the block, every backward of every node appends a copy of its inputs to the list: the last layer's comes first.
+    """Inside the block, every backward of every node appends a copy of its inputs to the list: the
+    last layer's comes first.
 
-    Cases are called `{name}-0`, `{name}-1`, ... SwiGLU experts without biases only, whatever engine and precision they run in.
+    Cases are called `{name}-0`, `{name}-1`, ... SwiGLU experts without biases only, whatever engine
+    and precision they run in.
     """
     collector = _Collector(name)
     observe(collector)
@@ -56,7 +58,15 @@ def case_of(name: str, call: MlpCall, dout: Tensor, saved: Saved) -> Case:
     valid = slot_row >= 0
     probs = np.zeros(valid.shape, dtype=np.float32)
     probs[valid] = row_prob[slot_row[valid].astype(np.int64)]
-    return Case(name, to_numpy(saved.x), to_numpy(call.indices), probs, to_numpy(w1), to_numpy(w2), to_numpy(dout))
+    return Case(
+        name,
+        to_numpy(saved.x),
+        to_numpy(call.indices),
+        probs,
+        to_numpy(w1),
+        to_numpy(w2),
+        to_numpy(dout),
+    )
 
 
 def to_numpy(tensor: Tensor) -> Array:
@@ -72,7 +82,8 @@ def capture_from_training(
     model: ModelConfig = CAPTURE_MODEL,
     batch: int = CAPTURE_BATCH,
 ) -> list[Path]:
-    """Train the demo decoder with unquantised experts on the standard library's sources and save the calls of the last step.
+    """Train the demo decoder with unquantised experts on the standard library's sources and save
+    the calls of the last step.
 
     Returns:
         One .npz per MoE layer, in the order of the layers.
@@ -81,10 +92,14 @@ def capture_from_training(
     corpus = load_corpus()
     learner = make_learner(FRAMEWORK, model, train, "bf16", "reference")
     for step in range(1, steps):
-        learner.train_step(corpus.batch(step, batch, model.seq_len, train.seed), train.learning_rate(step))
+        learner.train_step(
+            corpus.batch(step, batch, model.seq_len, train.seed), train.learning_rate(step)
+        )
         on_step(step)
     with captured_calls(f"step{steps}") as cases:
-        learner.train_step(corpus.batch(steps, batch, model.seq_len, train.seed), train.learning_rate(steps))
+        learner.train_step(
+            corpus.batch(steps, batch, model.seq_len, train.seed), train.learning_rate(steps)
+        )
     on_step(steps)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -1,6 +1,8 @@
-"""Inputs of one expert-MLP call as plain numpy arrays, and what they should give in fp64. Imports no framework.
+"""Inputs of one expert-MLP call as plain numpy arrays, and what they should give in fp64. Imports
+no framework.
 
-Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]` (gate, up interleaved), `w2 [E, H, I]`.
+Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]`
+(gate, up interleaved), `w2 [E, H, I]`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call: x, dout `[T, H]`, w1, w2 as fp32 arrays of bf16 values; probs fp32 and indices int64 `[T, K]`, -1 = not here.
+    """One call: x, dout `[T, H]`, w1, w2 as fp32 arrays of bf16 values; probs fp32 and indices
+    int64 `[T, K]`, -1 = not here.
 
     Engine and golden read the same arrays, so a difference between them is the engine's alone.
 
@@ -78,14 +81,21 @@ class Case:
     def __post_init__(self) -> None:
         """Check shapes, then round to bf16."""
         expect(self.w2.ndim == 3, ShapeError, f"w2 has shape {self.w2.shape}; needed: [E, H, I]")
-        (tokens, topk), (experts, hidden, width) = np.shape(np.atleast_2d(self.indices)), self.w2.shape
+        (tokens, topk), (experts, hidden, width) = (
+            np.shape(np.atleast_2d(self.indices)),
+            self.w2.shape,
+        )
         wanted = {
             "x": (tokens, hidden), "dout": (tokens, hidden), "indices": (tokens, topk), "probs": (tokens, topk),
             "w1": (experts, 2 * width, hidden),
         }  # fmt: skip
         for name, shape in wanted.items():
             found = getattr(self, name).shape
-            expect(found == shape, ShapeError, f"{name} has shape {found}; indices and w2 {self.w2.shape} need {shape}")
+            expect(
+                found == shape,
+                ShapeError,
+                f"{name} has shape {found}; indices and w2 {self.w2.shape} need {shape}",
+            )
         for name in ("x", "w1", "w2", "dout"):
             object.__setattr__(self, name, round_to_bf16(getattr(self, name)))
         object.__setattr__(self, "indices", self.indices.astype(np.int64))
@@ -98,17 +108,21 @@ class Case:
 
 
 def round_to_bf16(values: Array) -> Array:
-    """fp32 copy whose values are representable in bf16, rounded to nearest even; NaN and infinity stay."""
+    """fp32 copy whose values are representable in bf16, rounded to nearest even; NaN and infinity
+    stay.
+    """
     exact = np.array(values, dtype=np.float32)
     bits = exact.view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
-        np.float32
-    )
+    rounded = (
+        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+        & np.uint32(0xFFFF0000)
+    ).view(np.float32)
     return np.where(np.isfinite(exact), rounded, exact)
 
 
 def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
-    """A case of one of `DATA_KINDS`; the same bits for the same arguments. Weights have variance 1 / fan_in before heavy tails.
+    """A case of one of `DATA_KINDS`; the same bits for the same arguments. Weights have variance 1
+    / fan_in before heavy tails.
 
     Raises:
         CaseError: `kind` is not one of `DATA_KINDS`.
@@ -124,7 +138,9 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
         x, dout = (m * 2.0 ** rng.uniform(-SPREAD_OCTAVES, 0, (sizes.tokens, 1)) for m in (x, dout))
     if kind == "outliers":
         for matrix in (x, dout):
-            channels = rng.choice(sizes.hidden, max(1, round(OUTLIER_SHARE * sizes.hidden)), replace=False)
+            channels = rng.choice(
+                sizes.hidden, max(1, round(OUTLIER_SHARE * sizes.hidden)), replace=False
+            )
             matrix[:, channels] *= OUTLIER_GAIN
     scores = rng.random((sizes.tokens, sizes.experts))
     weights = rng.uniform(0.1, 1.0, (sizes.tokens, sizes.topk))
@@ -141,7 +157,9 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
 
 def save_case(path: str | Path, case: Case) -> None:
     """Write a compressed .npz that `load_case` reads."""
-    arrays = {field.name: getattr(case, field.name) for field in fields(Case) if field.name != "name"}
+    arrays = {
+        field.name: getattr(case, field.name) for field in fields(Case) if field.name != "name"
+    }
     np.savez_compressed(path, name=np.array(case.name), **arrays)
 
 
@@ -155,7 +173,11 @@ def load_case(path: str | Path) -> Case:
     try:
         with np.load(path) as archive:
             return Case(
-                **{field.name: archive[field.name] for field in fields(Case) if field.name != "name"},
+                **{
+                    field.name: archive[field.name]
+                    for field in fields(Case)
+                    if field.name != "name"
+                },
                 name=str(archive["name"]),
             )
     except KeyError as error:
@@ -171,7 +193,8 @@ class Golden:
     """fp64 results of a case.
 
     tensors: `out [T, H]`, `dx [T, H]`, `ds [T, K]`, `dw1`, `dw2`.
-    rows: per expert with tokens, its rows in token order: `x`, `dout`, `y1`, `dz`, `y1s` (= probability times y1).
+    rows: per expert with tokens, its rows in token order: `x`, `dout`, `y1`, `dz`, `y1s` (=
+    probability times y1).
     """
 
     tensors: dict[str, Array]
@@ -193,7 +216,9 @@ def golden(case: Case) -> Golden:
         p = case.probs[t, k].astype(np.float64)[:, None]
         z = x[t] @ w1[e].T
         gate, up = z[:, 0::2], z[:, 1::2]
-        sigma = 1 / (1 + np.exp(-np.clip(gate, -700, 700)))  # exp must not overflow; sigma is 0 or 1 there anyway
+        sigma = 1 / (
+            1 + np.exp(-np.clip(gate, -700, 700))
+        )  # exp must not overflow; sigma is 0 or 1 there anyway
         y1 = gate * sigma * up
         y2 = y1 @ w2[e].T
         dy1 = p * (dout[t] @ w2[e])

@@ -1,6 +1,8 @@
-"""Other copies of this package and of quack that an import may reach instead of the right one. Imports none of them.
+"""Other copies of this package and of quack that an import may reach instead of the right one.
+Imports none of them.
 
-Distributions that bring sonicmoe and quack along inside their own package (Paddle's `paddlefleet_ops` does) leave two of
+Distributions that bring sonicmoe and quack along inside their own package (Paddle's
+`paddlefleet_ops` does) leave two of
 each in one process: modules of both mix where either is imported by its short name.
 """
 
@@ -24,7 +26,9 @@ QUACK = "quack-kernels"
 
 @dataclass(frozen=True)
 class Copy:
-    """A package found: the name it is imported by, its version ("unknown" where it does not say), where, and whether it is loaded."""
+    """A package found: the name it is imported by, its version ("unknown" where it does not say),
+    where, and whether it is loaded.
+    """
 
     name: str
     version: str
@@ -37,8 +41,13 @@ class Copy:
 
 
 def other_copies() -> list[Copy]:
-    """Every other sonicmoe: loaded under any name, inside a carrier, further down the module path, or installed."""
-    found = {copy.path: copy for copy in (*_shadowed("sonicmoe"), *_carried("sonicmoe"), *_loaded("sonicmoe"))}
+    """Every other sonicmoe: loaded under any name, inside a carrier, further down the module path,
+    or installed.
+    """
+    found = {
+        copy.path: copy
+        for copy in (*_shadowed("sonicmoe"), *_carried("sonicmoe"), *_loaded("sonicmoe"))
+    }
     return [copy for path, copy in sorted(found.items()) if path != PACKAGE_ROOT]
 
 
@@ -53,7 +62,9 @@ def installed_otherwise() -> str | None:
 
 def wrong_quacks() -> list[Copy]:
     """Every quack, loaded, importable or carried, of another version than the GEMMs are pinned to."""
-    found = {copy.path: copy for copy in (*_shadowed("quack"), *_carried("quack"), *_loaded("quack"))}
+    found = {
+        copy.path: copy for copy in (*_shadowed("quack"), *_carried("quack"), *_loaded("quack"))
+    }
     return [copy for _, copy in sorted(found.items()) if copy.version != PACKAGES[QUACK]]
 
 
@@ -66,7 +77,9 @@ def _shadowed(name: str) -> Iterator[Copy]:
 
 
 def _carried(name: str) -> Iterator[Copy]:
-    """`carrier.name` for carriers that an import would find: looked up as files, as importing one loads its libraries."""
+    """`carrier.name` for carriers that an import would find: looked up as files, as importing one
+    loads its libraries.
+    """
     for carrier in CARRIERS:
         try:
             spec = importlib.util.find_spec(carrier)
@@ -81,7 +94,9 @@ def _carried(name: str) -> Iterator[Copy]:
 def _loaded(name: str) -> Iterator[Copy]:
     for module_name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        is_package = hasattr(module, "__path__")  # transformers has a plain module of that name, which loads kernels
+        is_package = hasattr(
+            module, "__path__"
+        )  # transformers has a plain module of that name, which loads kernels
         if file and is_package and module_name.rpartition(".")[2] == name:
             path = Path(file).resolve().parent
             says = getattr(module, "__version__", None)
@@ -90,6 +105,10 @@ def _loaded(name: str) -> Iterator[Copy]:
 
 def _version_of(path: Path) -> str:
     """What the package's source calls its version."""
-    text = (path / "__init__.py").read_text(encoding="utf-8", errors="replace") if path.is_dir() else ""
+    text = (
+        (path / "__init__.py").read_text(encoding="utf-8", errors="replace")
+        if path.is_dir()
+        else ""
+    )
     match = re.search(r"^__version__\s*=\s*[\"']([^\"']+)", text, flags=re.MULTILINE)
     return match.group(1) if match else "unknown"

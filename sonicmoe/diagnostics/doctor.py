@@ -1,6 +1,8 @@
-"""What `sonicmoe doctor` finds out: versions, framework, device, engine, caches, flags, self-test, and what is wrong.
+"""What `sonicmoe doctor` finds out: versions, framework, device, engine, caches, flags, self-test,
+and what is wrong.
 
-Imports no framework: `examine` chooses one, loads it, and only then imports the half that computes (`selftest`).
+Imports no framework: `examine` chooses one, loads it, and only then imports the half that computes
+(`selftest`).
 """
 
 from __future__ import annotations
@@ -75,9 +77,11 @@ class FlagState:
 
 @dataclass(frozen=True)
 class CacheState:
-    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while it does not exist.
+    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while
+    it does not exist.
 
-    `warmed` says what complete warm-ups recorded there: one line a model, with the versions that compiled it.
+    `warmed` says what complete warm-ups recorded there: one line a model, with the versions that
+    compiled it.
     """
 
     role: str
@@ -91,7 +95,9 @@ class CacheState:
 
 @dataclass
 class Report:
-    """Everything on the doctor's screen; a field that could not be found out is None or empty, and `problems` says why."""
+    """Everything on the doctor's screen; a field that could not be found out is None or empty, and
+    `problems` says why.
+    """
 
     versions: dict[str, str | None] = field(default_factory=dict)
     package_path: str = str(PACKAGE_ROOT)
@@ -123,7 +129,8 @@ class Report:
 
 
 def examine(framework: str = "auto", environ: Mapping[str, str] | None = None) -> Report:
-    """Look at this process's environment, load a framework, run the self-test. Never raises for what it finds.
+    """Look at this process's environment, load a framework, run the self-test. Never raises for
+    what it finds.
 
     Args:
         framework: "torch", "paddle" or "auto" (see `choose_framework`).
@@ -174,7 +181,9 @@ def examine_copies(report: Report) -> None:
 
 
 def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
-    """Fill `flags`; return the configuration in force, with the default in place of each value that is not understood."""
+    """Fill `flags`; return the configuration in force, with the default in place of each value that
+    is not understood.
+    """
     values: dict[str, Any] = {}
     for flag in FLAGS:
         values[flag.field] = flag.default
@@ -187,7 +196,9 @@ def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
             report.flags.append(FlagState(flag.env, shown(values[flag.field]), "environment"))
         except ValueError as needed:
             report.flags.append(FlagState(flag.env, text, "environment"))
-            report.error(f"{flag.env}={text!r} is not understood", f"set it to {needed}, or unset it")
+            report.error(
+                f"{flag.env}={text!r} is not understood", f"set it to {needed}, or unset it"
+            )
     values["cache_dir"] = values["cache_dir"] or default_cache_dir()
     values["local_cache_dir"] = values["local_cache_dir"] or default_local_cache_dir()
     return SonicMoEConfig(**values).resolve()
@@ -212,7 +223,9 @@ def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
         value = report.honoured[name] = environ.get(name)
         # Caches are made on demand; a compiler or toolkit must be there.
         if value and not name.endswith("_DIR") and not Path(value).exists():
-            report.warning(f"{name}={value} does not exist", f"point it at an existing path, or unset {name}")
+            report.warning(
+                f"{name}={value} does not exist", f"point it at an existing path, or unset {name}"
+            )
 
 
 def examine_caches(report: Report, config: ResolvedConfig) -> None:
@@ -227,7 +240,9 @@ def examine_cache(report: Report, flag: Flag, path: Path) -> CacheState:
     role = flag.field.removesuffix("_dir")
     existing = nearest_existing(path)
     if not existing.is_dir():
-        report.error(f"{role} {path}: {existing} is not a directory", f"set {flag.env} to a directory")
+        report.error(
+            f"{role} {path}: {existing} is not a directory", f"set {flag.env} to a directory"
+        )
         return CacheState(role, str(path), path.exists(), False, 0, 0)
     state = CacheState(
         role, str(path), path.exists(), is_writable(existing), tree_size(path), shutil.disk_usage(existing).free,
@@ -235,22 +250,32 @@ def examine_cache(report: Report, flag: Flag, path: Path) -> CacheState:
     )  # fmt: skip
     if not state.writable:
         report.warning(
-            f"{role} {path} is not writable", f"only what is already compiled there can be used; set {flag.env}"
+            f"{role} {path} is not writable",
+            f"only what is already compiled there can be used; set {flag.env}",
         )
     elif state.free_bytes < LOW_SPACE_BYTES:
-        report.warning(f"{role} {path} has {state.free_bytes >> 20} MiB free", f"free some space or set {flag.env}")
+        report.warning(
+            f"{role} {path} has {state.free_bytes >> 20} MiB free",
+            f"free some space or set {flag.env}",
+        )
     return state
 
 
 def warmed_models(path: Path) -> tuple[str, ...]:
-    """A line for each warm-up record of a cache directory: model, precision, kernels, versions; one of another layout is left out."""
+    """A line for each warm-up record of a cache directory: model, precision, kernels, versions; one
+    of another layout is left out.
+    """
     lines = []
     for record in read_records(path):
         try:
             model = ", ".join(f"{name}={value}" for name, value in record["model"].items())
-            compilers = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found != "absent")
+            compilers = ", ".join(
+                f"{name} {found}" for name, found in record["versions"].items() if found != "absent"
+            )
             precision = record.get("precision", "precision not recorded")
-            lines.append(f"{model}: {precision}, {len(record['kernels'])} kernels at {record['at']} ({compilers})")
+            lines.append(
+                f"{model}: {precision}, {len(record['kernels'])} kernels at {record['at']} ({compilers})"
+            )
         except (KeyError, TypeError, AttributeError):
             continue
     return tuple(lines)
@@ -262,7 +287,9 @@ def nearest_existing(path: Path) -> Path:
 
 
 def is_writable(directory: Path) -> bool:
-    """Whether a file can really be made there (permission bits lie on network and read-only file systems)."""
+    """Whether a file can really be made there (permission bits lie on network and read-only file
+    systems).
+    """
     try:
         with tempfile.TemporaryFile(dir=directory):
             return True
@@ -283,16 +310,24 @@ def tree_size(path: Path) -> int:
 
 
 def choose_framework(report: Report, requested: str) -> str | None:
-    """The framework to examine. "auto": Paddle where its GPU build is installed, else PyTorch, else Paddle."""
+    """The framework to examine. "auto": Paddle where its GPU build is installed, else PyTorch, else
+    Paddle.
+    """
     if requested != "auto":
         if is_importable(requested):
             report.framework_reason = "asked for"
             return requested
-        report.error(f"{requested} is not installed in this Python ({sys.executable})", install_hint(requested))
+        report.error(
+            f"{requested} is not installed in this Python ({sys.executable})",
+            install_hint(requested),
+        )
         return None
     found = [name for name in ("torch", "paddle") if is_importable(name)]
     if not found:
-        report.error("neither PyTorch nor Paddle is installed", f"{install_hint('torch')}, or {install_hint('paddle')}")
+        report.error(
+            "neither PyTorch nor Paddle is installed",
+            f"{install_hint('torch')}, or {install_hint('paddle')}",
+        )
         return None
     if len(found) == 1:
         report.framework_reason = "the only one installed"
@@ -304,7 +339,9 @@ def choose_framework(report: Report, requested: str) -> str | None:
 
 
 def is_importable(name: str) -> bool:
-    """Whether an import would find `name`: not a bare directory of that name, nor one switched off in `sys.modules`."""
+    """Whether an import would find `name`: not a bare directory of that name, nor one switched off
+    in `sys.modules`.
+    """
     try:
         spec = importlib.util.find_spec(name)
         return spec is not None and spec.origin is not None
@@ -313,11 +350,19 @@ def is_importable(name: str) -> bool:
 
 
 def load_framework(report: Report, name: str) -> bool:
-    """Import the framework and the package's border to it; False, with the problem recorded, when that fails."""
+    """Import the framework and the package's border to it; False, with the problem recorded, when
+    that fails.
+    """
     try:
         switch_to(name)
-    except (ImportError, OSError, RuntimeError) as error:  # a broken shared library raises either of the last two
-        report.error(f"{name} does not load: {error}", f"repair or reinstall it: {install_hint(name)}")
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # a broken shared library raises either of the last two
+        report.error(
+            f"{name} does not load: {error}", f"repair or reinstall it: {install_hint(name)}"
+        )
         return False
     report.framework = name
     return True
@@ -327,13 +372,16 @@ def switch_to(name: str) -> None:
     """Make `name` the framework behind `import torch` in this package.
 
     Raises:
-        FrameworkError: Paddle has no torch proxy, or the package already runs on the other framework in this process.
+        FrameworkError: Paddle has no torch proxy, or the package already runs on the other
+            framework in this process.
         ImportError: the framework cannot be imported.
     """
     if name == "paddle" and "sonicmoe.interop" not in sys.modules:
         paddle = importlib.import_module("paddle")
         if not hasattr(paddle, "enable_compat"):
-            raise FrameworkError(f"paddle {paddle.__version__} has no torch proxy; sonicmoe needs paddle >= 3.3.0")
+            raise FrameworkError(
+                f"paddle {paddle.__version__} has no torch proxy; sonicmoe needs paddle >= 3.3.0"
+            )
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     loaded = importlib.import_module("sonicmoe.interop").FRAMEWORK
     if loaded != name:
@@ -348,7 +396,8 @@ def examine_engine(report: Report, config: ResolvedConfig) -> None:
     report.device = device = selftest.find_device()
     if device.gpu is None and NVIDIA_DRIVER.exists():
         report.warning(
-            f"this machine has an NVIDIA driver but {report.framework} sees no GPU", "install its CUDA build"
+            f"this machine has an NVIDIA driver but {report.framework} sees no GPU",
+            "install its CUDA build",
         )
     try:
         in_force = "fp8" if config.fp8 else "bf16"
@@ -356,20 +405,23 @@ def examine_engine(report: Report, config: ResolvedConfig) -> None:
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         start = time.perf_counter()
         # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
-        tested = PRECISIONS if config.engine in (EngineName.AUTO, EngineName.REFERENCE) else (in_force,)
-        report.self_test = [check for name in tested for check in selftest.run_self_test(config, name, device.name)]
+        tested = (
+            PRECISIONS if config.engine in (EngineName.AUTO, EngineName.REFERENCE) else (in_force,)
+        )
+        report.self_test = [
+            check for name in tested for check in selftest.run_self_test(config, name, device.name)
+        ]
         report.self_test_seconds = time.perf_counter() - start
     except SonicMoEError as error:
         report.error(str(error), "change the flag it names; docs/env.md lists values and defaults")
     except Exception as error:  # a kernel that crashes is what a self-test is for
         report.error(
-            f"self-test crashed: {type(error).__name__}: {error}", "rerun with SONIC_MOE_ENGINE=reference and report it"
+            f"self-test crashed: {type(error).__name__}: {error}",
+            "rerun with SONIC_MOE_ENGINE=reference and report it",
         )
     failed = [check for check in report.self_test if not check.passed]
     if failed:
         wrong = ", ".join(f"{check.tensor} ({check.precision})" for check in failed)
         engines = " and ".join(sorted({check.engine for check in failed}))
-        remedy = (
-            "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with `sonicmoe doctor --json`"
-        )
+        remedy = "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with `sonicmoe doctor --json`"
         report.error(f"self-test: wrong {wrong} on engine {engines}", remedy)

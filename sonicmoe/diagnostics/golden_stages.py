@@ -1,4 +1,5 @@
-"""Every stage of a step in fp64, expert by expert, straight from the definition: what `bisect` compares with. numpy only.
+"""Every stage of a step in fp64, expert by expert, straight from the definition: what `bisect`
+compares with. numpy only.
 
 Row stages lie in expert order with zero padding rows, as routing lays them out; see `RowLayout`.
 """
@@ -19,9 +20,11 @@ _ALPHA, _LIMIT = 1.702, 7.0  # GPT-OSS's
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Which row of the padded, expert-sorted layout serves which slot: the routing contract, computed with a plain loop.
+    """Which row of the padded, expert-sorted layout serves which slot: the routing contract,
+    computed with a plain loop.
 
-    fields: the tensors of `RoutingMetadata` by name. row_expert `[R]`: owner of every row, padding included.
+    fields: the tensors of `RoutingMetadata` by name. row_expert `[R]`: owner of every row, padding
+    included.
     """
 
     fields: dict[str, Array]
@@ -57,11 +60,15 @@ class RowLayout:
 
 
 def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
-    """fp64 values of every stage that `bisect.STAGES` names, those of backward only when the step has a `dout`."""
+    """fp64 values of every stage that `bisect.STAGES` names, those of backward only when the step
+    has a `dout`.
+    """
     x, w1, w2 = (array.astype(np.float64) for array in (step.x, step.w1, step.w2))
     token, slot = layout.fields["row_token"], layout.fields["row_slot"]
     probability = layout.fields["row_prob"].astype(np.float64)[:, None]
-    owners = [np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)]
+    owners = [
+        np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
+    ]
     activation = ActivationType(step.settings.activation)
     with np.errstate(all="ignore"):  # a NaN or infinity in the inputs is what is being looked for
         z = grouped(gathered(x, token), w1.transpose(0, 2, 1), owners)
@@ -119,7 +126,9 @@ def summed(rows: Array, row_token: Array, tokens: int) -> Array:
 
 
 def user_layout(dw1: Array, dw2: Array, gated: bool) -> Array:
-    """What flush writes, side by side: up_gate gradients `[E, H, N1]` (split-half when gated), then down's transposed, `[E, H, I]`."""
+    """What flush writes, side by side: up_gate gradients `[E, H, N1]` (split-half when gated), then
+    down's transposed, `[E, H, I]`.
+    """
     up = np.concatenate([dw1[:, 0::2], dw1[:, 1::2]], axis=1) if gated else dw1
     return np.concatenate([up.transpose(0, 2, 1), dw2], axis=2)
 
@@ -142,7 +151,9 @@ def activate(z: Array, dy1: Array, activation: ActivationType) -> tuple[Array, A
 
 
 def _silu(v: Array) -> tuple[Array, Array]:
-    sigma = 1 / (1 + np.exp(-np.clip(v, -700, 700)))  # exp must not overflow; sigma is 0 or 1 there anyway
+    sigma = 1 / (
+        1 + np.exp(-np.clip(v, -700, 700))
+    )  # exp must not overflow; sigma is 0 or 1 there anyway
     return v * sigma, sigma * (1 + v * (1 - sigma))
 
 

@@ -1,4 +1,5 @@
-"""What this environment lacks for the GPU engines: `python -m sonicmoe.diagnostics.gpu_engines` says it where there is a GPU.
+"""What this environment lacks for the GPU engines: `python -m sonicmoe.diagnostics.gpu_engines`
+says it where there is a GPU.
 
 Reads package metadata; imports no framework.
 """
@@ -37,10 +38,14 @@ def report() -> str | None:
 
 def _cpu_builds() -> list[str]:
     """The installed frameworks, where all of them are CPU builds."""
-    torch, paddle, paddle_gpu = (_version(name) for name in ("torch", "paddlepaddle", "paddlepaddle-gpu"))
+    torch, paddle, paddle_gpu = (
+        _version(name) for name in ("torch", "paddlepaddle", "paddlepaddle-gpu")
+    )
     if paddle_gpu or (torch and "+cpu" not in torch):
         return []
-    found = [f"{name} {text}" for name, text in (("torch", torch), ("paddlepaddle", paddle)) if text]
+    found = [
+        f"{name} {text}" for name, text in (("torch", torch), ("paddlepaddle", paddle)) if text
+    ]
     return [f"a framework built for CUDA (here: {', '.join(found) or 'none'})"]
 
 

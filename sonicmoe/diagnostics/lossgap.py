@@ -1,7 +1,9 @@
-"""The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval: what gap is normal. Imports no framework.
+"""The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval: what
+gap is normal. Imports no framework.
 
-A run's gap is `ernie_compat.metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the steps, s and r being the two
-smoothed losses. The signed gap is the same without the absolute value: positive where the run is worse than full precision.
+A run's gap is `ernie_compat.metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the
+steps, s and r being the two smoothed losses. The signed gap is the same without the absolute value:
+positive where the run is worse than full precision.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ..errors import SonicMoEError, expect
 Array = np.ndarray
 SUMMARY_NAME = "summary.json"
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the normal one is 2 % off at most.
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the
+# normal one is 2 % off at most.
 STUDENT_T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -52,7 +55,9 @@ class GapRun:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % confidence interval (Student's t), cut at what is possible; that of a single run is unknown: NaN."""
+    """A mean and its 95 % confidence interval (Student's t), cut at what is possible; that of a
+    single run is unknown: NaN.
+    """
 
     mean: float
     low: float
@@ -71,7 +76,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class GapSummary:
-    """Runs of one kind that differ in the seed. `shifted`: the interval of the signed gap leaves out zero."""
+    """Runs of one kind that differ in the seed. `shifted`: the interval of the signed gap leaves
+    out zero.
+    """
 
     kind: str
     runs: int
@@ -82,7 +89,9 @@ class GapSummary:
 
     @property
     def shifted(self) -> bool:
-        """Whether the precision costs (or gains) loss beyond what seeds explain; False when a single run cannot tell."""
+        """Whether the precision costs (or gains) loss beyond what seeds explain; False when a
+        single run cannot tell.
+        """
         return self.signed_gap.low > 0 or self.signed_gap.high < 0
 
 
@@ -94,12 +103,22 @@ def read_run(directory: Path) -> GapRun:
         MetricsError, CheckpointError: its files are damaged.
     """
     summary_path = directory / SUMMARY_NAME
-    expect(summary_path.exists(), LossGapError, f"{directory} holds no finished run: {SUMMARY_NAME} is missing")
+    expect(
+        summary_path.exists(),
+        LossGapError,
+        f"{directory} holds no finished run: {SUMMARY_NAME} is missing",
+    )
     summary = json.loads(summary_path.read_text())
     records = read_metrics(directory / METRICS_NAME)
-    pairs = [(record.loss, record.full_precision_loss) for record in records if record.full_precision_loss is not None]
+    pairs = [
+        (record.loss, record.full_precision_loss)
+        for record in records
+        if record.full_precision_loss is not None
+    ]
     expect(
-        bool(pairs), LossGapError, f"{directory} was trained without --compare: there is nothing to measure a gap from"
+        bool(pairs),
+        LossGapError,
+        f"{directory} was trained without --compare: there is nothing to measure a gap from",
     )
     losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
     config = read_header(directory / CHECKPOINT_NAME).get("config", {})
@@ -146,7 +165,9 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
         own = [run for run in runs if run.kind == kind]
         seeds = [run.seed for run in own]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-        expect(not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}")
+        expect(
+            not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}"
+        )
         held_out = [run.held_out_gap for run in own if run.held_out_gap is not None]
         summaries.append(
             GapSummary(
@@ -162,7 +183,8 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
 
 
 def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
-    """Signed gap over steps: a thin line per run, per kind the mean and the 95 % interval of the mean.
+    """Signed gap over steps: a thin line per run, per kind the mean and the 95 % interval of the
+    mean.
 
     Raises:
         PlotsUnavailableError: matplotlib is missing.
@@ -179,8 +201,16 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
         for curve in curves:
             axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.7)
         bands = [Interval.of(list(column)) for column in curves.T]
-        axes.plot(steps, [band.mean for band in bands], color=colour, label=f"{kind}: {len(own)} seeds")
-        axes.fill_between(steps, [band.low for band in bands], [band.high for band in bands], color=colour, alpha=0.2)
+        axes.plot(
+            steps, [band.mean for band in bands], color=colour, label=f"{kind}: {len(own)} seeds"
+        )
+        axes.fill_between(
+            steps,
+            [band.low for band in bands],
+            [band.high for band in bands],
+            color=colour,
+            alpha=0.2,
+        )
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xlabel("step")
     axes.set_ylabel("smoothed loss over full precision's, minus 1, %")

@@ -1,4 +1,6 @@
-"""`detect_nonfinite()`: the first node call whose result is not finite raises, with the stage, expert, row and token that began it."""
+"""`detect_nonfinite()`: the first node call whose result is not finite raises, with the stage,
+expert, row and token that began it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import torch
 
 from ..engine.interface import Saved
 from ..enums import FlushMode
-from ..node.mlp_call import MlpCall
 from ..errors import SonicMoEError
 from ..interop import device_name
+from ..node.mlp_call import MlpCall
 from .bisect import GOLDEN, Report, bisect
 from .bisect_report import text_of
 from .call_hooks import CallObserver, forget, observe
@@ -27,7 +29,9 @@ Tensor = torch.Tensor
 
 
 class NonFiniteError(SonicMoEError, ArithmeticError):
-    """A node computed NaN or infinity. `report` says where it began; `dump` is the file to bisect again, None if none was asked for."""
+    """A node computed NaN or infinity. `report` says where it began; `dump` is the file to bisect
+    again, None if none was asked for.
+    """
 
     def __init__(self, message: str, report: Report, dump: Path | None) -> None:
         """Message with the whole report."""
@@ -37,10 +41,12 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
 
 @contextmanager
 def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
-    """Inside the block every call of a `SonicMoEMlpNode` is checked: out after forward; dx, dprobs and weight gradients after backward.
+    """Inside the block every call of a `SonicMoEMlpNode` is checked: out after forward; dx, dprobs
+    and weight gradients after backward.
 
-    `MoE`, the functional API and transformers models do not run through the node: a block that saw no call ends with a warning, and
-    `torch.autograd.detect_anomaly` is there for them. Waits for the device after every call, and costs nothing outside the block.
+    `MoE`, the functional API and transformers models do not run through the node: a block that saw
+    no call ends with a warning, and `torch.autograd.detect_anomaly` is there for them. Waits for
+    the device after every call, and costs nothing outside the block.
 
     Args:
         dump_dir: where the step that failed is written, for `sonicmoe bisect`.
@@ -78,17 +84,24 @@ class _Watcher(CallObserver):
         self._pending: tuple[Any, ...] = ()
         self.failure: NonFiniteError | None = None
 
-    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None) -> None:
+    def after_forward(
+        self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None
+    ) -> None:
         self.calls += 1
         if not all_finite(out):
-            self._fail(call, "out", step_of_forward(f"call {self.calls}", call, x, probs), device_name(x))
+            self._fail(
+                call, "out", step_of_forward(f"call {self.calls}", call, x, probs), device_name(x)
+            )
 
     def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
         self.calls = max(self.calls, 1)  # of a forward before the block
-        # Stage-wise memory releases these fields in the middle of backward; a copy of the holder keeps them.
+        # Stage-wise memory releases these fields in the middle of backward; a copy of the holder
+        # keeps them.
         self._pending = (dout, Saved(saved.settings, saved.routing, saved.x, saved.z))
 
-    def after_backward(self, call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]) -> None:
+    def after_backward(
+        self, call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]
+    ) -> None:
         (dout, saved), self._pending = self._pending, ()
         for name, tensor in named_gradients(call, result):
             if not all_finite(tensor):
@@ -115,8 +128,11 @@ class _Watcher(CallObserver):
         raise self.failure
 
 
-def named_gradients(call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Everything a backward computed: dx, dprobs, and the weight gradients wherever the flush mode has left them.
+def named_gradients(
+    call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Everything a backward computed: dx, dprobs, and the weight gradients wherever the flush mode
+    has left them.
 
     Weight gradients that the node puts off (`wgrad_queue`) are not there yet, and not checked.
     """
@@ -127,8 +143,12 @@ def named_gradients(call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | N
     sums = call.experts.accumulators(dx.device)
     yield from (("dw1", sums.dw1), ("dw2", sums.dw2))
     if call.flush is FlushMode.BACKWARD:
-        mains = (getattr(parameter, "main_grad", None) for parameter in call.experts.source.parameters())
-        yield from (("flushed gradient", tensor) for tensor in (*returned, *mains) if tensor is not None)
+        mains = (
+            getattr(parameter, "main_grad", None) for parameter in call.experts.source.parameters()
+        )
+        yield from (
+            ("flushed gradient", tensor) for tensor in (*returned, *mains) if tensor is not None
+        )
 
 
 def all_finite(tensor: Tensor) -> bool:

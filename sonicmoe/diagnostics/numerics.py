@@ -1,4 +1,5 @@
-"""How far an FP8 recipe moves the five tensors of a call from an fp64 golden, and whether that meets the bars.
+"""How far an FP8 recipe moves the five tensors of a call from an fp64 golden, and whether that
+meets the bars.
 
 docs/numerics.md defines every number printed here and states what they decided.
 """
@@ -39,10 +40,13 @@ WEIGHT_OPERANDS = {"w1": "w1", "w2": "w2", "w1_dgrad": "w1", "w2_dgrad": "w2"}
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or one expert's share of it, against the golden. Errors are fractions; NaN where a value is not finite.
+    """A tensor, or one expert's share of it, against the golden. Errors are fractions; NaN where a
+    value is not finite.
 
-    rmse: `||computed - golden|| / ||golden||`, with its standard error over tokens, slots or weight rows.
-    ratio: rmse over that of the baseline recipe on the same inputs, with the standard error of the paired ratio.
+    rmse: `||computed - golden|| / ||golden||`, with its standard error over tokens, slots or weight
+    rows.
+    ratio: rmse over that of the baseline recipe on the same inputs, with the standard error of the
+    paired ratio.
     """
 
     cosine: float
@@ -56,8 +60,9 @@ class Part:
 class Score:
     """One tensor: all of it, and the share of every expert that has tokens.
 
-    row_p99: 99 % of the rows have at most this relative error, each row against its own norm (out, dx: tokens; dw: weight rows);
-    it sees small rows that a norm over all rows hides. For ds, whose rows are single numbers, NaN.
+    row_p99: 99 % of the rows have at most this relative error, each row against its own norm (out,
+    dx: tokens; dw: weight rows); it sees small rows that a norm over all rows hides. For ds, whose
+    rows are single numbers, NaN.
     """
 
     tensor: str
@@ -78,7 +83,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Result:
-    """One recipe and saved-z code on one case, with the bars it misses and those too close to call; see `judge`."""
+    """One recipe and saved-z code on one case, with the bars it misses and those too close to call;
+    see `judge`.
+    """
 
     data: str
     recipe: Fp8Recipe
@@ -90,7 +97,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Octaves:
-    """Quantiles of `log2(block amax / row amax)` of one operand under one block shape; see docs/numerics.md."""
+    """Quantiles of `log2(block amax / row amax)` of one operand under one block shape; see
+    docs/numerics.md.
+    """
 
     data: str
     operand: str
@@ -98,28 +107,41 @@ class Octaves:
     quantiles: tuple[float, ...]
 
 
-def evaluate(case: Case, recipes: Sequence[Fp8Recipe], z_codes: Sequence[ZCode]) -> Iterator[Result]:
-    """Results of every recipe and code on one case, each judged against the bars and the DeepSeek-V3 recipe with e4m3 z."""
+def evaluate(
+    case: Case, recipes: Sequence[Fp8Recipe], z_codes: Sequence[ZCode]
+) -> Iterator[Result]:
+    """Results of every recipe and code on one case, each judged against the bars and the
+    DeepSeek-V3 recipe with e4m3 z.
+    """
     wanted = golden(case).tensors
     baseline = run_recipe(case, *BASELINE)
     for recipe in recipes:
         for z in z_codes:
             computed = baseline if (recipe, z) == BASELINE else run_recipe(case, recipe, z)
-            found = {name: score(name, case, computed[name], baseline[name], wanted[name]) for name in TENSORS}
+            found = {
+                name: score(name, case, computed[name], baseline[name], wanted[name])
+                for name in TENSORS
+            }
             yield Result(case.name, recipe, z, found, *judge(case.name, found))
 
 
 def run_recipe(case: Case, recipe: Fp8Recipe | None, z: ZCode) -> dict[str, Array]:
-    """The five tensors as the reference engine computes them, fp64 copies; `recipe=None` leaves operands in bf16."""
+    """The five tensors as the reference engine computes them, fp64 copies; `recipe=None` leaves
+    operands in bf16.
+    """
     settings = EngineSettings(recipe=recipe, save_z=z)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
 
     def on_device(array: Array) -> Tensor:
         return torch.tensor(array, device=device)
 
-    x, w1, w2, dout = (on_device(a).to(torch.bfloat16) for a in (case.x, case.w1, case.w2, case.dout))
+    x, w1, w2, dout = (
+        on_device(a).to(torch.bfloat16) for a in (case.x, case.w1, case.w2, case.dout)
+    )
     experts, width, hidden = case.w1.shape
-    routing = build_routing(on_device(case.indices), on_device(case.probs), experts, alignment=settings.row_alignment)
+    routing = build_routing(
+        on_device(case.indices), on_device(case.probs), experts, alignment=settings.row_alignment
+    )
     engine = ReferenceEngine()
     weights = engine.prepare_weights(w1, w2, None, None, settings)
     out, saved = engine.forward(x, routing, weights, settings)
@@ -141,19 +163,32 @@ def to_fp64(tensor: Tensor) -> Array:
 
 
 def score(name: str, case: Case, computed: Array, baseline: Array, wanted: Array) -> Score:
-    """Score of one tensor. An expert's share of out and dx is the tokens it serves, of ds its slots, of dw its slice."""
+    """Score of one tensor. An expert's share of out and dx is the tokens it serves, of ds its
+    slots, of dw its slice.
+    """
     energies = Energies.of(name, computed, baseline, wanted)
     parts = []
     for expert in range(case.num_experts):
         served = case.indices == expert
         if served.any():
-            parts.append(energies.part(expert if name.startswith("dw") else served if name == "ds" else served.any(1)))
-    return Score(name, energies.part(...), tuple(parts), float("nan") if name == "ds" else energies.row_quantile(0.99))
+            parts.append(
+                energies.part(
+                    expert if name.startswith("dw") else served if name == "ds" else served.any(1)
+                )
+            )
+    return Score(
+        name,
+        energies.part(...),
+        tuple(parts),
+        float("nan") if name == "ds" else energies.row_quantile(0.99),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Energies:
-    """Squared norms and products of one tensor per sampling unit: a token's row, a slot, a row of a weight gradient."""
+    """Squared norms and products of one tensor per sampling unit: a token's row, a slot, a row of a
+    weight gradient.
+    """
 
     error: Array
     baseline_error: Array
@@ -188,7 +223,9 @@ class Energies:
         return Part(cosine, *root_ratio(error, wanted), *root_ratio(error, baseline_error))
 
     def row_quantile(self, q: float) -> float:
-        """Quantile of every row's own relative error, NaN if one is not finite; rows whose golden is zero do not count."""
+        """Quantile of every row's own relative error, NaN if one is not finite; rows whose golden
+        is zero do not count.
+        """
         live = self.wanted > 0
         squares = self.error[live] / self.wanted[live]
         if not np.isfinite(squares).all():
@@ -197,7 +234,9 @@ class Energies:
 
 
 def root_ratio(numerator: Array, denominator: Array) -> tuple[float, float]:
-    """`sqrt(sum(n) / sum(d))` and its standard error; 0 over 0 counts as equal to its bound, (0, 0)."""
+    """`sqrt(sum(n) / sum(d))` and its standard error; 0 over 0 counts as equal to its bound, (0,
+    0).
+    """
     above, below = float(numerator.sum()), float(denominator.sum())
     if below == 0 or not np.isfinite(above + below):
         return (0.0, 0.0) if above == 0 else (float("nan"), float("nan"))
@@ -207,26 +246,43 @@ def root_ratio(numerator: Array, denominator: Array) -> tuple[float, float]:
 
 
 def judge(data: str, found: Mapping[str, Score]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`(failures, unresolved)`: every bar missed overall or by an expert, in words. NaN is a failure.
+    """`(failures, unresolved)`: every bar missed overall or by an expert, in words. NaN is a
+    failure.
 
-    Absolute bars hold on Gaussian data, the comparison with the baseline on all data. A figure beyond its bar by at most
-    `RESOLUTION` of its own standard errors is unresolved: more tokens would tell.
+    Absolute bars hold on Gaussian data, the comparison with the baseline on all data. A figure
+    beyond its bar by at most `RESOLUTION` of its own standard errors is unresolved: more tokens
+    would tell.
     """
     failures: list[str] = []
     unresolved: list[str] = []
     for name, one in found.items():
-        checks = [(BASELINE_SLACK, [(p.ratio, p.ratio_error) for p in one.parts], f"of {DEEPSEEK_V3.name}")]
+        checks = [
+            (
+                BASELINE_SLACK,
+                [(p.ratio, p.ratio_error) for p in one.parts],
+                f"of {DEEPSEEK_V3.name}",
+            )
+        ]
         if data == BARRED_DATA:
             checks.append((RMSE_BARS[name], [(p.rmse, p.rmse_error) for p in one.parts], ""))
-            # cosine = 1 - rmse^2 / 2 to first order, so its standard error is rmse times that of rmse
-            checks.append((1 - COSINE_BAR, [(1 - p.cosine, p.rmse * p.rmse_error) for p in one.parts], "cosine"))
+            # cosine = 1 - rmse^2 / 2 to first order, so its standard error is rmse times that of
+            # rmse
+            checks.append(
+                (
+                    1 - COSINE_BAR,
+                    [(1 - p.cosine, p.rmse * p.rmse_error) for p in one.parts],
+                    "cosine",
+                )
+            )
         for bar, figures, what in checks:
             worst, certain = (
                 max_or_nan(f for f, _ in figures),
                 max_or_nan(f - RESOLUTION * error for f, error in figures),
             )
             if not worst <= bar:
-                (unresolved if certain <= bar else failures).append(f"{name} {in_words(worst, what)}")
+                (unresolved if certain <= bar else failures).append(
+                    f"{name} {in_words(worst, what)}"
+                )
     return tuple(failures), tuple(unresolved)
 
 
@@ -243,7 +299,9 @@ def max_or_nan(values: Iterable[float]) -> float:
 
 
 def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
-    """Quantiles for every distinct (operand, block) of `recipes` that is coarser than the baseline's block of that operand."""
+    """Quantiles for every distinct (operand, block) of `recipes` that is coarser than the
+    baseline's block of that operand.
+    """
     rows = golden(case).rows
     seen = set()
     for recipe in recipes:
@@ -258,11 +316,15 @@ def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
             else:
                 matrices = [expert[ROW_OPERANDS[operand]] for expert in rows]
             lost = np.concatenate([octaves_lost(matrix, block, strip) for matrix in matrices])
-            yield Octaves(case.name, operand, block, tuple(float(q) for q in np.quantile(lost, QUANTILES)))
+            yield Octaves(
+                case.name, operand, block, tuple(float(q) for q in np.quantile(lost, QUANTILES))
+            )
 
 
 def octaves_lost(matrix: Array, block: BlockShape, strip: BlockShape) -> Array:
-    """`log2(amax of the block around it / amax of the strip)` of every strip of `matrix [R, C]` that is not all zero."""
+    """`log2(amax of the block around it / amax of the strip)` of every strip of `matrix [R, C]`
+    that is not all zero.
+    """
     fine, coarse = block_amax(matrix, strip), block_amax(matrix, block)
     row_of = np.arange(fine.shape[0]) * strip.rows // block.rows
     col_of = np.arange(fine.shape[1]) * strip.cols // block.cols

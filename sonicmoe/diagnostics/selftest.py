@@ -1,6 +1,8 @@
-"""The half of the doctor that needs a loaded framework: the device it sees, and one engine against a plain fp64 computation.
+"""The half of the doctor that needs a loaded framework: the device it sees, and one engine against
+a plain fp64 computation.
 
-Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]` (gate, up interleaved), `w2 [E, H, I]`.
+Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]`
+(gate, up interleaved), `w2 [E, H, I]`.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ Tensor = torch.Tensor
 
 T, K, E, H, I = 64, 3, 4, 256, 128
 
-# Least cosine, most relative RMSE. The worst of all recipes and z codes is 9.0 % (dprobs, e4m3 z); BF16 rounding leaves 0.4 %.
+# Least cosine, most relative RMSE. The worst of all recipes and z codes is 9.0 % (dprobs, e4m3 z);
+# BF16 rounding leaves 0.4 %.
 LIMITS = {"fp8": (0.995, 0.10), "bf16": (0.9999, 0.01)}
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors go by default: `name` is "cpu" or "cuda:0"; `gpu` and `capability` ("9.0") describe it, None on a CPU."""
+    """Where tensors go by default: `name` is "cpu" or "cuda:0"; `gpu` and `capability` ("9.0")
+    describe it, None on a CPU.
+    """
 
     name: str
     gpu: str | None
@@ -37,7 +42,9 @@ class Device:
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """One tensor against the golden. `cosine` and `relative_rmse` (a fraction) are over all elements; NaN never passes."""
+    """One tensor against the golden. `cosine` and `relative_rmse` (a fraction) are over all
+    elements; NaN never passes.
+    """
 
     precision: str
     engine: str
@@ -59,7 +66,8 @@ def engine_for(config: ResolvedConfig, precision: str, device: str) -> EngineCho
     """The engine `config` chooses on `device` for the self-test in this precision.
 
     Raises:
-        EngineUnavailableError, ConfigError: the configuration asks for what this machine or engine cannot do.
+        EngineUnavailableError, ConfigError: the configuration asks for what this machine or engine
+            cannot do.
     """
     return choose_engine(device, config.engine, Workload(_settings(config, precision), H, I))
 
@@ -73,13 +81,17 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
         device: "cpu" or "cuda:0".
 
     Raises:
-        EngineUnavailableError, ConfigError: the configuration asks for what this machine or build cannot do.
+        EngineUnavailableError, ConfigError: the configuration asks for what this machine or build
+            cannot do.
     """
     settings, engine = _settings(config, precision), engine_for(config, precision, device).engine
     indices, probs, values = problem()
     x, w1, w2, dout = (torch.tensor(value, device=device).to(torch.bfloat16) for value in values)
     routing = build_routing(
-        torch.tensor(indices, device=device), torch.tensor(probs, device=device), E, alignment=settings.row_alignment
+        torch.tensor(indices, device=device),
+        torch.tensor(probs, device=device),
+        E,
+        alignment=settings.row_alignment,
     )
     weights = engine.prepare_weights(w1, w2, None, None, settings)
     out, saved = engine.forward(x, routing, weights, settings)
@@ -89,7 +101,10 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
 
     computed = {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
     wanted = golden(to_numpy(x), to_numpy(w1), to_numpy(w2), indices, probs, to_numpy(dout))
-    return [compare(precision, engine.name, name, to_numpy(computed[name]), wanted[name]) for name in wanted]
+    return [
+        compare(precision, engine.name, name, to_numpy(computed[name]), wanted[name])
+        for name in wanted
+    ]
 
 
 def _settings(config: ResolvedConfig, precision: str) -> EngineSettings:
@@ -98,7 +113,9 @@ def _settings(config: ResolvedConfig, precision: str) -> EngineSettings:
 
 
 def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
-    """Seeded Gaussian `(indices, probs, (x, w1, w2, dout))`: distinct ids, both spellings of "not here", the last expert idle."""
+    """Seeded Gaussian `(indices, probs, (x, w1, w2, dout))`: distinct ids, both spellings of "not
+    here", the last expert idle.
+    """
     rng = np.random.default_rng(0)
     indices = np.stack([rng.permutation(E - 1)[:K] for _ in range(T)])
     indices[::5, 1] = -1
@@ -107,12 +124,15 @@ def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
     shapes = {"x": (T, H), "w1": (E, 2 * I, H), "w2": (E, H, I), "dout": (T, H)}
     spread = {"w1": 1 / math.sqrt(H), "w2": 1 / math.sqrt(I)}
     x, w1, w2, dout = (
-        (rng.standard_normal(shape) * spread.get(name, 1.0)).astype(np.float32) for name, shape in shapes.items()
+        (rng.standard_normal(shape) * spread.get(name, 1.0)).astype(np.float32)
+        for name, shape in shapes.items()
     )
     return indices.astype(np.int64), probs, (x, w1, w2, dout)
 
 
-def golden(x: Array, w1: Array, w2: Array, indices: Array, probs: Array, dout: Array) -> dict[str, Array]:
+def golden(
+    x: Array, w1: Array, w2: Array, indices: Array, probs: Array, dout: Array
+) -> dict[str, Array]:
     """Forward and backward in fp64, one (token, slot) pair at a time, straight from the definition."""
     result = {
         "out": np.zeros_like(x), "dx": np.zeros_like(x), "dprobs": np.zeros(probs.shape),
@@ -145,7 +165,9 @@ def compare(precision: str, engine: str, name: str, computed: Array, wanted: Arr
     cosine = float((computed * wanted).sum() / (float(np.linalg.norm(computed)) * norm or math.nan))
     error = float(np.linalg.norm(computed - wanted)) / norm
     least_cosine, most_error = LIMITS[precision]
-    return TensorCheck(precision, engine, name, cosine, error, cosine >= least_cosine and error <= most_error)
+    return TensorCheck(
+        precision, engine, name, cosine, error, cosine >= least_cosine and error <= most_error
+    )
 
 
 def to_numpy(tensor: Tensor) -> Array:

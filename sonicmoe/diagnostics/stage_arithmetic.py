@@ -1,7 +1,9 @@
-"""What a stage should hold given what the stages before it do hold: each recomputed in fp64 from the engine's own inputs to it.
+"""What a stage should hold given what the stages before it do hold: each recomputed in fp64 from
+the engine's own inputs to it.
 
-A fault then shows where it arises and nowhere else, and what is left is rounding: the recipe's quantisation is applied exactly
-where engines apply it. An input that the engine does not show is itself recomputed.
+A fault then shows where it arises and nowhere else, and what is left is rounding: the recipe's
+quantisation is applied exactly where engines apply it. An input that the engine does not show is
+itself recomputed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 
 from ..enums import ActivationType, ZCode, is_glu
 from ..quant.format import Code
-from ..quant.recipes import BlockShape
+from ..quant.recipes import BlockShape, ScaleFormat
 from ..quant.reference import dequantize, quantize
 from .capture import to_numpy
 from .golden_stages import RowLayout, activate, gathered, grouped, outer, summed, user_layout
@@ -21,13 +23,17 @@ from .step_dump import Array, StepDump
 
 
 class StageArithmetic:
-    """`expected(name)` for every stage of `bisect.STAGES` but routing, computed when asked for and kept."""
+    """`expected(name)` for every stage of `bisect.STAGES` but routing, computed when asked for and
+    kept.
+    """
 
     def __init__(self, step: StepDump, layout: RowLayout, shown: dict[str, Array]) -> None:
         """`shown`: stage values of the run, in the shapes of the golden."""
         self._step, self._layout, self._shown = step, layout, shown
         self._kept: dict[str, Array] = {}
-        self._owners = [np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)]
+        self._owners = [
+            np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
+        ]
         self._token = layout.fields["row_token"]
         self._probability = layout.fields["row_prob"].astype(np.float64)[:, None]
         self._activation = ActivationType(step.settings.activation)
@@ -45,7 +51,9 @@ class StageArithmetic:
         return self.expected(name) if shown is None else shown.astype(np.float64)
 
     def _stored(self, values: Array, operand: str, code: Code = Code.E4M3) -> Array:
-        """As an engine stores a GEMM operand (or z): quantised as the recipe says, else rounded to the dtype of the tokens."""
+        """As an engine stores a GEMM operand (or z): quantised as the recipe says, else rounded to
+        the dtype of the tokens.
+        """
         recipe = self._step.settings.fp8_recipe
         kept_plain = operand.startswith("wgrad_") and not self._step.settings.fp8_wgrad
         if recipe is None or kept_plain:
@@ -53,7 +61,9 @@ class StageArithmetic:
         return quantised(values, getattr(recipe, operand), code, recipe.scale_format)
 
     def _rounded(self, values: Array, dtype: str | None = None) -> Array:
-        return through_torch(values, lambda tensor: tensor.to(getattr(torch, dtype or self._step.settings.dtype)))
+        return through_torch(
+            values, lambda tensor: tensor.to(getattr(torch, dtype or self._step.settings.dtype))
+        )
 
     def _x(self) -> Array:
         return self._step.x.astype(np.float64)
@@ -88,7 +98,9 @@ class StageArithmetic:
 
     def _z(self) -> Array:
         return grouped(
-            gathered(self._best("x_fp8"), self._token), self._best("w1_fp8").transpose(0, 2, 1), self._owners
+            gathered(self._best("x_fp8"), self._token),
+            self._best("w1_fp8").transpose(0, 2, 1),
+            self._owners,
         )
 
     def _z_saved(self) -> Array:
@@ -105,7 +117,9 @@ class StageArithmetic:
         return self._stored(self._activated(self._best("z"))[0], "y1")
 
     def _y2(self) -> Array:
-        return self._rounded(grouped(self._best("y1"), self._best("w2_fp8").transpose(0, 2, 1), self._owners))
+        return self._rounded(
+            grouped(self._best("y1"), self._best("w2_fp8").transpose(0, 2, 1), self._owners)
+        )
 
     def _out(self) -> Array:
         return summed(self._probability * self._best("y2"), self._token, len(self._step.x))
@@ -114,7 +128,9 @@ class StageArithmetic:
         return self._stored(self._best("dout"), "dout")
 
     def _dy1(self) -> Array:
-        return grouped(gathered(self._best("dout_fp8"), self._token), self._dgrad_weight("w2"), self._owners)
+        return grouped(
+            gathered(self._best("dout_fp8"), self._token), self._dgrad_weight("w2"), self._owners
+        )
 
     def _dz(self) -> Array:
         return self._activated(self._best("z_saved"), self._probability * self._best("dy1"))[1]
@@ -159,9 +175,11 @@ class StageArithmetic:
         return user_layout(self._best("dw1"), self._best("dw2"), is_glu(self._activation))
 
 
-def quantised(values: Array, block: BlockShape, code: Code, scale_format: object) -> Array:
+def quantised(values: Array, block: BlockShape, code: Code, scale_format: ScaleFormat) -> Array:
     """fp64 values after block-scaled quantisation of their fp32 rounding."""
-    return through_torch(values, lambda tensor: dequantize(quantize(tensor, block, code, scale_format)))  # type: ignore[arg-type]
+    return through_torch(
+        values, lambda tensor: dequantize(quantize(tensor, block, code, scale_format))
+    )
 
 
 def through_torch(values: Array, operation: Callable[[torch.Tensor], torch.Tensor]) -> Array:

@@ -30,7 +30,9 @@ GOLDEN = "golden"
 
 @dataclass(eq=False)
 class StageRun:
-    """Stage tensors of one run by name, routing tensors apart, what was shown but could not be read, and what ended the run early."""
+    """Stage tensors of one run by name, routing tensors apart, what was shown but could not be
+    read, and what ended the run early.
+    """
 
     engine: str
     stages: dict[str, StageValue] = field(default_factory=dict)
@@ -55,7 +57,9 @@ def engine_named(name: str, device: str) -> Engine:
 
 
 class Recorder:
-    """A listener that keeps a host copy of everything shown once; what an engine taps beats what its seam returns."""
+    """A listener that keeps a host copy of everything shown once; what an engine taps beats what
+    its seam returns.
+    """
 
     def __init__(self, engine: str) -> None:
         """Nothing seen yet."""
@@ -64,13 +68,17 @@ class Recorder:
     def __call__(self, name: str, value: Any) -> Any:
         """Keep `value`, return it unchanged."""
         if isinstance(value, RoutingMetadata):
-            self.run.routing = {field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS}
+            self.run.routing = {
+                field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS
+            }
         elif isinstance(value, Tensor):
             self.run.stages[name] = StageValue(to_numpy(value))
         elif isinstance(value, BlockScaledTensor):
             codes = to_numpy(value.codes.to(torch.float32))
             codes = codes if value.orientation is Orientation.ROWS else codes.swapaxes(-1, -2)
-            self.run.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.block, value.code.max)
+            self.run.stages[name] = StageValue(
+                to_numpy(dequantize(value)), codes, value.block, value.code.max
+            )
         else:
             self.run.unread[name] = type(value).__name__
         return value
@@ -82,7 +90,8 @@ class Recorder:
 
 
 def run_stages(step: StepDump, engine: Engine, device: str) -> StageRun:
-    """Routing, weights, forward, backward and flush of a step; takes what the engine taps, and at least what its seam returns.
+    """Routing, weights, forward, backward and flush of a step; takes what the engine taps, and at
+    least what its seam returns.
 
     An engine that raises ends its run: `error` says how, and the stages before it stay.
     """
@@ -106,7 +115,9 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
     served = step.indices[(step.indices >= 0) & (step.indices < step.num_experts)]
     counts = np.bincount(served, minlength=step.num_experts).tolist()
-    routing = build_metadata(indices, probs, step.num_experts, counts, alignment=settings.row_alignment)
+    routing = build_metadata(
+        indices, probs, step.num_experts, counts, alignment=settings.row_alignment
+    )
     routing = tap("routing", routing)
     weights = _shown_weights(engine.prepare_weights(w1, w2, None, None, settings), settings)
     out, saved = engine.forward(x, routing, weights, settings)
@@ -134,12 +145,16 @@ def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWe
         shown = tap(f"{name}_fp8", prepared)
         if shown is not prepared:
             shared = recipe is None or getattr(recipe, f"{name}_dgrad") == getattr(recipe, name)
-            weights = replace(weights, **{name: shown}, **({f"{name}_dgrad": shown} if shared else {}))
+            weights = replace(
+                weights, **{name: shown}, **({f"{name}_dgrad": shown} if shared else {})
+            )
     return weights
 
 
 def engine_settings(step: StepDump) -> EngineSettings:
-    """The step's settings as the engine takes them; memory is not saved here, so that every stage can be shown."""
+    """The step's settings as the engine takes them; memory is not saved here, so that every stage
+    can be shown.
+    """
     own = step.settings
     return EngineSettings(
         activation=ActivationType(own.activation),
@@ -163,12 +178,16 @@ class _GradientReceiver:
 
 
 def flushed(sums: GradAccumulators, activation: ActivationType) -> Tensor:
-    """Run the package's flush into fresh parameters: `[E, H, N1 + I]`, up_gate beside the transposed down."""
+    """Run the package's flush into fresh parameters: `[E, H, N1 + I]`, up_gate beside the
+    transposed down.
+    """
     experts, n1, hidden = (int(size) for size in sums.dw1.shape)
     width = int(sums.dw2.shape[2])
     receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
     weights = ExpertWeights(PerExpertParameters(receivers, experts, hidden, width, activation))
-    for target, source in zip(weights.accumulators(sums.dw1.device).tensors(), sums.tensors(), strict=True):
+    for target, source in zip(
+        weights.accumulators(sums.dw1.device).tensors(), sums.tensors(), strict=True
+    ):
         target.copy_(source)
     weights.note_backward()
     weights.flush()

@@ -1,4 +1,6 @@
-"""What can be said of one stage tensor: counts, extremes, how its codes are used, and how far it is from what it should be. numpy only."""
+"""What can be said of one stage tensor: counts, extremes, how its codes are used, and how far it is
+from what it should be. numpy only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ CHUNK_ROWS = 4096
 
 @dataclass(frozen=True, eq=False)
 class StageValue:
-    """One stage tensor on the host: values `[..., C]`, and for a block-scaled tensor its codes (as fp32), block and largest code."""
+    """One stage tensor on the host: values `[..., C]`, and for a block-scaled tensor its codes (as
+    fp32), block and largest code.
+    """
 
     values: Array
     codes: Array | None = None
@@ -28,11 +32,16 @@ class StageValue:
 class StageStats:
     """Counts and extremes of the elements that count (`mask` of `stage_stats`).
 
-    first_bad: index of the first element that is not finite. low, high: extremes of the finite ones, NaN when there are none.
-    saturation: share of codes at the largest magnitude. A block's own maximum lies there by construction, so FP32 scales give
-        at least one per block. underflow: share of elements that are not zero in the golden and zero in codes.
-    octaves: quantiles (`QUANTILES`) of log2(block amax / row amax) inside the block's columns; None for blocks of one row.
-    cosine, rmse: against the expected values, rmse relative to their norm; NaN where not comparable.
+    first_bad: index of the first element that is not finite. low, high: extremes of the finite
+    ones, NaN when there are none.
+    saturation: share of codes at the largest magnitude. A block's own maximum lies there by
+    construction, so FP32 scales give
+        at least one per block. underflow: share of elements that are not zero in the golden and
+            zero in codes.
+    octaves: quantiles (`QUANTILES`) of log2(block amax / row amax) inside the block's columns; None
+    for blocks of one row.
+    cosine, rmse: against the expected values, rmse relative to their norm; NaN where not
+    comparable.
     """
 
     total: int
@@ -50,7 +59,9 @@ class StageStats:
 
 
 def stage_stats(value: StageValue, wanted: Array | None, mask: Array | None = None) -> StageStats:
-    """Describe a stage. `mask [R]` leaves out rows that nobody reads; `wanted` has the shape of the values."""
+    """Describe a stage. `mask [R]` leaves out rows that nobody reads; `wanted` has the shape of the
+    values.
+    """
     rows = np.ones(len(value.values), dtype=bool) if mask is None else mask
     values = value.values[rows]
     bad = ~np.isfinite(values)
@@ -92,7 +103,9 @@ def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str,
     if value.codes is None or value.block is None:
         return {}
     codes = value.codes[rows]
-    used: dict[str, Any] = {"saturation": float((np.abs(codes) >= value.largest_code).mean()) if codes.size else 0.0}
+    used: dict[str, Any] = {
+        "saturation": float((np.abs(codes) >= value.largest_code).mean()) if codes.size else 0.0
+    }
     if wanted is not None:
         live = wanted[rows] != 0
         used["underflow"] = float((codes[live] == 0).mean()) if live.any() else 0.0
@@ -102,10 +115,14 @@ def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str,
 
 
 def octaves(values: Array, block: BlockShape) -> tuple[float, ...] | None:
-    """Quantiles of log2(block amax / row amax) over the row strips that are not all zero; None where nothing is finite and non-zero."""
+    """Quantiles of log2(block amax / row amax) over the row strips that are not all zero; None
+    where nothing is finite and non-zero.
+    """
     if values.size == 0:
         return None
-    together = np.concatenate([_octaves_of(matrix, block) for matrix in values.reshape(-1, *values.shape[-2:])])
+    together = np.concatenate(
+        [_octaves_of(matrix, block) for matrix in values.reshape(-1, *values.shape[-2:])]
+    )
     return tuple(float(q) for q in np.quantile(together, QUANTILES)) if together.size else None
 
 
@@ -119,7 +136,9 @@ def _octaves_of(matrix: Array, block: BlockShape) -> Array:
 
 
 def row_deviations(values: Array, wanted: Array, floor: float) -> Array:
-    """Per row (all leading axes) `||a - g|| / max(||g||, floor * rms of all row norms)`; NaN where a value is not finite."""
+    """Per row (all leading axes) `||a - g|| / max(||g||, floor * rms of all row norms)`; NaN where
+    a value is not finite.
+    """
     a, g = (array.reshape(-1, array.shape[-1]) for array in (values, wanted))
     errors, norms = np.empty(len(a)), np.empty(len(a))
     with np.errstate(all="ignore"):
@@ -130,4 +149,6 @@ def row_deviations(values: Array, wanted: Array, floor: float) -> Array:
             norms[part] = np.linalg.norm(expected, axis=1)
         typical = float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
         scale = np.maximum(norms, floor * typical)
-        return np.where(scale > 0, errors / np.where(scale > 0, scale, 1), np.where(errors > 0, np.inf, errors))
+        return np.where(
+            scale > 0, errors / np.where(scale > 0, scale, 1), np.where(errors > 0, np.inf, errors)
+        )

@@ -1,4 +1,5 @@
-"""Names on the stages of a call, for profilers and for `bisect`. A leaf: imports nothing of the package, and no framework.
+"""Names on the stages of a call, for profilers and for `bisect`. A leaf: imports nothing of the
+package, and no framework.
 
 An engine writes
 
@@ -26,7 +27,9 @@ _listener: Listener | None = None
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
-    """A range called `sonicmoe.<name>` around the launches of one stage; a shared null context while ranges are off."""
+    """A range called `sonicmoe.<name>` around the launches of one stage; a shared null context
+    while ranges are off.
+    """
     return _SILENT if _ranges is None else _ranges(RANGE_PREFIX + name)
 
 
@@ -41,13 +44,17 @@ def is_observed() -> bool:
 
 
 def tap(name: str, value: Value) -> Value:
-    """Show a stage tensor (plain or block-scaled) to the listener and go on with what it returns; without one, `value` itself."""
+    """Show a stage tensor (plain or block-scaled) to the listener and go on with what it returns;
+    without one, `value` itself.
+    """
     return value if _listener is None else _listener(name, value)
 
 
 @contextmanager
 def ranges_on(factory: RangeFactory) -> Iterator[None]:
-    """Inside the block `stage` opens `factory(name)`; process-wide, because backward may run on another thread."""
+    """Inside the block `stage` opens `factory(name)`; process-wide, because backward may run on
+    another thread.
+    """
     global _ranges
     before, _ranges = _ranges, factory
     try:
@@ -58,10 +65,14 @@ def ranges_on(factory: RangeFactory) -> Iterator[None]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside the block `tap(name, value)` returns `listener(name, value)`; process-wide. Listeners chain, the outermost first."""
+    """Inside the block `tap(name, value)` returns `listener(name, value)`; process-wide. Listeners
+    chain, the outermost first.
+    """
     global _listener
     before = _listener
-    _listener = listener if before is None else lambda name, value: listener(name, before(name, value))
+    _listener = (
+        listener if before is None else lambda name, value: listener(name, before(name, value))
+    )
     try:
         yield
     finally:

@@ -31,9 +31,10 @@ Tensor = torch.Tensor
 def dump_next_step(node: SonicMoEMlpNode, path: str | Path) -> None:
     """Write the inputs of the node's next step to `path`, for `sonicmoe bisect`.
 
-    The next forward writes them at once; the next backward (under recompute another forward runs before it) writes them again
-    with `dout`, and ends it; so does a forward that keeps no graph. Copies weights and tokens to the host: for diagnosis, not for
-    every step. What fails during the step is logged, and the step goes on.
+    The next forward writes them at once; the next backward (under recompute another forward runs
+    before it) writes them again with `dout`, and ends it; so does a forward that keeps no graph.
+    Copies weights and tokens to the host: for diagnosis, not for every step. What fails during the
+    step is logged, and the step goes on.
 
     Raises:
         DumpError: `path` cannot be written.
@@ -44,7 +45,9 @@ def dump_next_step(node: SonicMoEMlpNode, path: str | Path) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Make the folder and write something there: permissions do not tell of a read-only file system."""
+    """Make the folder and write something there: permissions do not tell of a read-only file
+    system.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -59,19 +62,36 @@ def step_of_forward(name: str, call: MlpCall, x: Tensor, probs: Tensor) -> StepD
     """Inputs of one forward."""
     w1, w2 = call.experts.source.native()
     return StepDump(
-        name, settings_of(call, x), to_numpy(x), to_numpy(call.indices), to_numpy(probs), to_numpy(w1), to_numpy(w2)
+        name,
+        settings_of(call, x),
+        to_numpy(x),
+        to_numpy(call.indices),
+        to_numpy(probs),
+        to_numpy(w1),
+        to_numpy(w2),
     )
 
 
 def step_of_backward(name: str, call: MlpCall, dout: Tensor, saved: Saved) -> StepDump:
-    """Inputs of one forward and its backward; probabilities at invalid slots, which nobody reads, are zero."""
+    """Inputs of one forward and its backward; probabilities at invalid slots, which nobody reads,
+    are zero.
+    """
     assert saved.x is not None
     slot_row, row_prob = to_numpy(saved.routing.slot_row), to_numpy(saved.routing.row_prob)
     probs = np.zeros(slot_row.shape, dtype=np.float32)
     probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
     w1, w2 = call.experts.source.native()
     x, indices = to_numpy(saved.x), to_numpy(call.indices)
-    return StepDump(name, settings_of(call, saved.x), x, indices, probs, to_numpy(w1), to_numpy(w2), to_numpy(dout))
+    return StepDump(
+        name,
+        settings_of(call, saved.x),
+        x,
+        indices,
+        probs,
+        to_numpy(w1),
+        to_numpy(w2),
+        to_numpy(dout),
+    )
 
 
 def settings_of(call: MlpCall, x: Tensor) -> StepSettings:
@@ -95,7 +115,9 @@ class _Writer(CallObserver):
         self._experts, self._path = experts, path
         self._has_forward = False
 
-    def after_forward(self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None) -> None:
+    def after_forward(
+        self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None
+    ) -> None:
         if call.experts is not self._experts:
             return
         if not self._has_forward:
@@ -110,20 +132,30 @@ class _Writer(CallObserver):
             self._write(lambda: step_of_backward(self._path.stem, call, dout, saved))
 
     def _write(self, make: Callable[[], StepDump]) -> None:
-        """Diagnosis must not end a training: whatever fails here is logged, and nothing more is tried."""
+        """Diagnosis must not end a training: whatever fails here is logged, and nothing more is
+        tried.
+        """
         try:
             save_dump(self._path, make())
         except Exception as error:
             forget(self)
-            logger.warning("no dump of this step in %s: %s: %s", self._path, type(error).__name__, error)
+            logger.warning(
+                "no dump of this step in %s: %s: %s", self._path, type(error).__name__, error
+            )
 
 
 def _in_autograd_function() -> bool:
-    """Whether an autograd function's forward is on the stack: recompute, which keeps no graph there and runs all again in backward."""
+    """Whether an autograd function's forward is on the stack: recompute, which keeps no graph there
+    and runs all again in backward.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
+        first = (
+            frame.f_locals.get(code.co_varnames[0])
+            if code.co_name == "forward" and code.co_argcount
+            else None
+        )
         if hasattr(first, "save_for_backward"):  # the context
             return True
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """One step of a node as a file: inputs and settings, for `sonicmoe bisect`. Imports no framework.
 
-Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I; native weights `w1 [E, N1, H]` (gate, up
-interleaved), `w2 [E, H, I]`.
+Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I; native weights
+`w1 [E, N1, H]` (gate, up interleaved), `w2 [E, H, I]`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class DumpError(SonicMoEError, ValueError):
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How the step ran: names only, so that it survives a file. `recipe` is None for unquantised operands."""
+    """How the step ran: names only, so that it survives a file. `recipe` is None for unquantised
+    operands.
+    """
 
     activation: str = ActivationType.SWIGLU.value
     recipe: str | None = "iso128"
@@ -63,7 +65,8 @@ class StepSettings:
 
 @dataclass(frozen=True, eq=False)
 class StepDump:
-    """Inputs of one forward and, with `dout`, one backward: x, dout `[T, H]`, w1, w2 fp32; probs fp32, indices int64 `[T, K]`.
+    """Inputs of one forward and, with `dout`, one backward: x, dout `[T, H]`, w1, w2 fp32; probs
+    fp32, indices int64 `[T, K]`.
 
     Raises:
         ShapeError: the arrays do not belong together.
@@ -81,10 +84,19 @@ class StepDump:
     def __post_init__(self) -> None:
         """Check shapes against each other."""
         expect(self.w2.ndim == 3, ShapeError, f"w2 has shape {self.w2.shape}; needed: [E, H, I]")
-        expect(self.indices.ndim == 2, ShapeError, f"indices has shape {self.indices.shape}; needed: [T, K]")
+        expect(
+            self.indices.ndim == 2,
+            ShapeError,
+            f"indices has shape {self.indices.shape}; needed: [T, K]",
+        )
         (tokens, topk), (experts, hidden, width) = self.indices.shape, self.w2.shape
         n1 = width * (2 if is_glu(ActivationType(self.settings.activation)) else 1)
-        wanted = {"x": (tokens, hidden), "probs": (tokens, topk), "w1": (experts, n1, hidden), "dout": (tokens, hidden)}
+        wanted = {
+            "x": (tokens, hidden),
+            "probs": (tokens, topk),
+            "w1": (experts, n1, hidden),
+            "dout": (tokens, hidden),
+        }
         for name, shape in wanted.items():
             found = getattr(self, name)
             expect(
@@ -100,21 +112,35 @@ class StepDump:
 
     def but(self, **changes: Any) -> StepDump:
         """A copy with other fields; keyword names of `StepSettings` go there."""
-        of_settings = {key: changes.pop(key) for key in list(changes) if key in StepSettings.__dataclass_fields__}
+        of_settings = {
+            key: changes.pop(key)
+            for key in list(changes)
+            if key in StepSettings.__dataclass_fields__
+        }
         return replace(self, settings=replace(self.settings, **of_settings), **changes)
 
 
 def save_dump(path: str | Path, step: StepDump) -> None:
-    """Write an .npz that `load_dump` reads; SwiGLU steps with `dout` also serve `sonicmoe numerics --captured`."""
-    arrays = {name: getattr(step, name) for name in (*ARRAYS, "dout") if getattr(step, name) is not None}
+    """Write an .npz that `load_dump` reads; SwiGLU steps with `dout` also serve `sonicmoe numerics
+    --captured`.
+    """
+    arrays = {
+        name: getattr(step, name) for name in (*ARRAYS, "dout") if getattr(step, name) is not None
+    }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:  # np.savez would add a suffix to a name without one
-        np.savez(file, name=np.array(step.name), settings=np.array(json.dumps(vars(step.settings))), **arrays)
+        np.savez(
+            file,
+            name=np.array(step.name),
+            settings=np.array(json.dumps(vars(step.settings))),
+            **arrays,
+        )
 
 
 def load_dump(path: str | Path) -> StepDump:
-    """Read what `save_dump` wrote; a captured call without settings is taken to have run in the default FP8 recipe.
+    """Read what `save_dump` wrote; a captured call without settings is taken to have run in the
+    default FP8 recipe.
 
     Raises:
         DumpError: the file is missing, no .npz, or lacks an array; the message names it.
@@ -122,7 +148,11 @@ def load_dump(path: str | Path) -> StepDump:
     """
     try:
         with np.load(path) as archive:
-            settings = StepSettings(**json.loads(str(archive["settings"]))) if "settings" in archive else StepSettings()
+            settings = (
+                StepSettings(**json.loads(str(archive["settings"])))
+                if "settings" in archive
+                else StepSettings()
+            )
             arrays = {name: archive[name] for name in ARRAYS}
             dout = archive.get("dout", None)
             return StepDump(str(archive["name"]), settings, **arrays, dout=dout)

@@ -1,1 +1,3 @@
-"""Engines behind one seam: `interface` (forward, backward, Saved), `select` (which one runs and why), `reference`."""
+"""Engines behind one seam: `interface` (forward, backward, Saved), `select` (which one runs and
+why), `reference`.
+"""

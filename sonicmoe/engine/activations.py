@@ -1,9 +1,10 @@
 """The activations and their derivatives in fp32, on the native interleaved pre-activation `z`.
 
-Gated: `z [rows, 2I]` holds (gate_i, up_i) pairs, `y1 = act(gate) * up`. Ungated: `z [rows, I]`, `y1 = act(z)`.
-GELU is the tanh approximation's exact parent, `x * Phi(x)` (Hendrycks and Gimpel, arXiv:1606.08415); GLU variants follow
-Shazeer (arXiv:2002.05202). GPT-OSS's (arXiv:2508.10925) clamps both halves and adds 1 to up; gradients are zero beyond a
-clamp's bound and pass at the bound itself, as `torch.clamp`'s. NaN in, NaN out.
+Gated: `z [rows, 2I]` holds (gate_i, up_i) pairs, `y1 = act(gate) * up`. Ungated: `z [rows, I]`, `y1
+= act(z)`. GELU is the tanh approximation's exact parent, `x * Phi(x)` (Hendrycks and Gimpel,
+arXiv:1606.08415); GLU variants follow Shazeer (arXiv:2002.05202). GPT-OSS's (arXiv:2508.10925)
+clamps both halves and adds 1 to up; gradients are zero beyond a clamp's bound and pass at the bound
+itself, as `torch.clamp`'s. NaN in, NaN out.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def value_and_slope(x: Tensor, activation: ActivationType) -> tuple[Tensor, Tens
     if activation is ActivationType.GELU:
         phi = 0.5 * (1.0 + torch.erf(x * _INV_SQRT2))
         return x * phi, phi + x * torch.exp(-0.5 * x * x) * _INV_SQRT_2PI
-    positive = x.clamp(min=0.0) + x * 0.0  # the second term keeps NaN alive where a framework's clamp drops it
+    positive = (
+        x.clamp(min=0.0) + x * 0.0
+    )  # the second term keeps NaN alive where a framework's clamp drops it
     step = (x > 0.0).to(x.dtype)
     if activation is ActivationType.RELU:
         return positive, step + x * 0.0
@@ -102,7 +105,9 @@ def _clamped_value_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(x: Tensor, *, both: bool) -> Tensor:
-    """`min(x, limit)`, and `max` of that and `-limit` when `both`; a choice, since a framework's clamp may drop NaN."""
+    """`min(x, limit)`, and `max` of that and `-limit` when `both`; a choice, since a framework's
+    clamp may drop NaN.
+    """
     limit = torch.full_like(x, SWIGLU_OAI_LIMIT)
     below = torch.where(x > limit, limit, x)
     return torch.where(below < -limit, -limit, below) if both else below

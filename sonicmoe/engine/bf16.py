@@ -1,11 +1,13 @@
-"""The BF16 engine for Hopper: every product a grouped GEMM of `kernels.quack_gemm`, gather, activation and its gradient fused.
+"""The BF16 engine for Hopper: every product a grouped GEMM of `kernels.quack_gemm`, gather,
+activation and its gradient fused.
 
     forward       z, y1 = up(x)            y2 = down(y1)         out = weighted sum per token
     backward_dx   dz, y1s, dprobs = dgated(dout, z)              dx = sum per token of dgrad(dz)
     backward_dw   dw2 += dout^T y1s        dw1 += dz^T x
 
-Rounds where the reference engine rounds: z, y1, y2, dz, y1s and dx rows to the dtype of the tokens; everything between is fp32.
-Waits for nothing, allocates by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
+Rounds where the reference engine rounds: z, y1, y2, dz, y1s and dx rows to the dtype of the tokens;
+everything between is fp32. Waits for nothing, allocates by `routing.num_rows`, adds in a fixed
+order: equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import torch
 from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
-from ..interop import IS_PADDLE, aligned, current_stream, device_name, dtype_name, is_cuda, plain_ops
+from ..interop import (
+    IS_PADDLE,
+    aligned,
+    current_stream,
+    device_name,
+    dtype_name,
+    is_cuda,
+    plain_ops,
+)
 from ..jit.key import package_versions
 from ..kernels.quack_gemm import (
     DTYPES,
@@ -54,7 +64,9 @@ HOPPER = (9, 0)
 
 
 class Bf16Engine(Engine):
-    """See the module docstring. Takes bfloat16 and float16 tokens and weights of one dtype, H and I multiples of 8, no recipe."""
+    """See the module docstring. Takes bfloat16 and float16 tokens and weights of one dtype, H and I
+    multiples of 8, no recipe.
+    """
 
     name = "bf16"
 
@@ -83,13 +95,21 @@ class Bf16Engine(Engine):
         )
         problem = _shape_of(w1, w2, settings.activation, b1 is not None).problem()
         expect(problem is None, ShapeError, str(problem))
-        expect(is_cuda(w1), DeviceError, f"w1 is on {device_name(w1)}; the bf16 engine needs a Hopper GPU")
+        expect(
+            is_cuda(w1),
+            DeviceError,
+            f"w1 is on {device_name(w1)}; the bf16 engine needs a Hopper GPU",
+        )
         with plain_ops():
             w1, w2 = aligned(w1), aligned(w2)
             return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
 
     def prepare_source(
-        self, source: WeightSource, settings: EngineSettings, previous: EngineWeights | None, changed: bool
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None,
+        changed: bool,
     ) -> EngineWeights:
         """Native copies; fp32 master weights are rounded to bfloat16, as autocast would."""
         if previous is not None and not changed:
@@ -136,7 +156,9 @@ class Bf16Engine(Engine):
                 out = tap("out", aggregate(tap("y2", y2), routing, weighted=True))
             return out, Saved(settings, routing, x, z) if save else None
 
-    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
+    def backward_dx(
+        self, dout: Tensor, saved: Saved, weights: EngineWeights
+    ) -> tuple[Tensor, Tensor, PendingWgrad]:
         """dgated with dprobs' row sums, dgrad, an unweighted gather-and-sum."""
         dout = check_dout(dout, saved)
         settings, routing, x = saved.settings, saved.routing, saved.x
@@ -144,11 +166,16 @@ class Bf16Engine(Engine):
         with plain_ops():
             dout = aligned(dout.to(x.dtype))
             w1 = _plain(weights.w1_dgrad)
-            dz, y1s = _rows(routing, int(w1.shape[1]), x), _rows(routing, weights.intermediate_size, x)
+            dz, y1s = (
+                _rows(routing, int(w1.shape[1]), x),
+                _rows(routing, weights.intermediate_size, x),
+            )
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if routing.num_rows == 0:
                 dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
-                dprobs = torch.zeros((routing.num_tokens, routing.topk), dtype=torch.float32, device=x.device)
+                dprobs = torch.zeros(
+                    (routing.num_tokens, routing.topk), dtype=torch.float32, device=x.device
+                )
             else:
                 with _launches(x, weights, settings, routing) as (gemms, rows):
                     row_dprob = _dgated(gemms, rows, dout, saved, weights, dz, y1s)
@@ -169,7 +196,9 @@ class Bf16Engine(Engine):
         settings, routing = pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
-            raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
+            raise RuntimeError(
+                "the operands of these weight gradients were released by an earlier backward_dw"
+            )
         if routing.num_rows > 0:
             gemms = _gemms_of_operands(x, dz, y1s, accumulators, settings.activation)
             with plain_ops(), _launch_scope(x):
@@ -186,13 +215,16 @@ class Bf16Engine(Engine):
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
-def bf16_unavailable(device: str, dtype: Any = "bfloat16", shape: MlpShape | None = None) -> str | None:
+def bf16_unavailable(
+    device: str, dtype: Any = "bfloat16", shape: MlpShape | None = None
+) -> str | None:
     """Why the BF16 engine cannot run, in words fit for a log line, or None where it can.
 
     Args:
         device: of the tensors: "cpu", "cuda:0".
         dtype: of tokens and weights, a dtype or its name.
-        shape: of the MLP, where known: it may be unsupported, or warm in the cache, which makes compilers unnecessary.
+        shape: of the MLP, where known: it may be unsupported, or warm in the cache, which makes
+            compilers unnecessary.
     """
     if not device.startswith("cuda"):
         return f"no GPU: tensors are on {device}"
@@ -213,9 +245,10 @@ def bf16_unavailable(device: str, dtype: Any = "bfloat16", shape: MlpShape | Non
 class ExpertRows:
     """The rows of each expert as the kernels want them, made on the device.
 
-    The GEMMs run over padded rows: they know an expert as the rows between two neighbouring offsets, which cannot skip padding,
-    and a tile has 128 rows anyway. A padding row gathers what its expert's last true row gathers, with probability 0: it is
-    finite wherever the expert's own rows are, its dz and y1s are zeros, and no index is out of bounds.
+    The GEMMs run over padded rows: they know an expert as the rows between two neighbouring
+    offsets, which cannot skip padding, and a tile has 128 rows anyway. A padding row gathers what
+    its expert's last true row gathers, with probability 0: it is finite wherever the expert's own
+    rows are, its dz and y1s are zeros, and no index is out of bounds.
 
     cu_rows int32 `[E+1]`; gather_index int32 `[R]`, a token in every row.
     """
@@ -232,12 +265,19 @@ class ExpertRows:
         gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
         stream = current_stream(routing.row_token)
         expert_rows_module().index_rows(
-            routing.row_token, routing.expert_counts, routing.padded_offsets, gather_index, cu_rows, stream
+            routing.row_token,
+            routing.expert_counts,
+            routing.padded_offsets,
+            gather_index,
+            cu_rows,
+            stream,
         )
         return cls(cu_rows, gather_index, stream)
 
     def sum_partials(self, partials: Tensor, dout: Tensor, b2: Tensor | None) -> Tensor:
-        """fp32 `[R]`: partials `[R, tiles]` summed, plus `<dout, b2>` of each row where there is a bias; one launch."""
+        """fp32 `[R]`: partials `[R, tiles]` summed, plus `<dout, b2>` of each row where there is a
+        bias; one launch.
+        """
         out = torch.empty((int(partials.shape[0]),), dtype=torch.float32, device=partials.device)
         bias = partials if b2 is None else b2  # without a bias that argument is not read
         expert_rows_module().row_sums(
@@ -246,7 +286,9 @@ class ExpertRows:
         return out
 
     def add_columns(self, values: Tensor, accumulator: Tensor, *, weight: Tensor | None) -> None:
-        """`accumulator[e]` += column sums of the expert's rows: of tokens gathered and weighted, or of row values; one launch."""
+        """`accumulator[e]` += column sums of the expert's rows: of tokens gathered and weighted, or
+        of row values; one launch.
+        """
         gathered = weight is not None
         unread = self.gather_index if weight is None else weight
         expert_rows_module().column_sums(
@@ -255,21 +297,33 @@ class ExpertRows:
 
 
 def _dgated(
-    gemms: GroupedGemms, rows: ExpertRows, dout: Tensor, saved: Saved, weights: EngineWeights, dz: Tensor, y1s: Tensor
+    gemms: GroupedGemms,
+    rows: ExpertRows,
+    dout: Tensor,
+    saved: Saved,
+    weights: EngineWeights,
+    dz: Tensor,
+    y1s: Tensor,
 ) -> Tensor:
     """Fill dz and y1s; returns fp32 `row_dprob [R]`."""
     routing = saved.routing
     z = _restore_z(gemms, rows, saved, weights)
-    partials = torch.empty((routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device)
+    partials = torch.empty(
+        (routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device
+    )
     w2 = _plain(weights.w2_dgrad)
     with stage("dgated"):
-        gemms.dgated(dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index)
+        gemms.dgated(
+            dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index
+        )
     if saved.settings.frees_stagewise:
         saved.z = None
     return rows.sum_partials(partials, dout, weights.b2)
 
 
-def _restore_z(gemms: GroupedGemms, rows: ExpertRows, saved: Saved, weights: EngineWeights) -> Tensor:
+def _restore_z(
+    gemms: GroupedGemms, rows: ExpertRows, saved: Saved, weights: EngineWeights
+) -> Tensor:
     """z as forward wrote it, or computed again to the same bits."""
     if saved.z is not None:
         return _plain(saved.z)
@@ -285,7 +339,9 @@ def _launches(
     x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
 ) -> Iterator[tuple[GroupedGemms, ExpertRows]]:
     """The GEMMs of these weights and the rows of this routing, on the caller's device and stream."""
-    shape = _shape_of(_plain(weights.w1), _plain(weights.w2), settings.activation, weights.b1 is not None)
+    shape = _shape_of(
+        _plain(weights.w1), _plain(weights.w2), settings.activation, weights.b1 is not None
+    )
     with _launch_scope(x):
         yield grouped_gemms(shape, _multiprocessors(device_name(x))), ExpertRows.of(routing)
 

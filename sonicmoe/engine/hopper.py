@@ -1,12 +1,14 @@
-"""The FP8 engine for Hopper: the `iso128` recipe on our own grouped GEMMs (`kernels/sm90`), gather, activation and quantisation fused.
+"""The FP8 engine for Hopper: the `iso128` recipe on our own grouped GEMMs (`kernels/sm90`), gather,
+activation and quantisation fused.
 
     forward       x_fp8          y1, z = up(x_fp8)           y2 = down(y1)     out = weighted sum per token
     backward_dx   dout_fp8       dz, y1s, dprobs = dgated(dout_fp8, z)         dx = sum per token of dgrad(dz)
     backward_dw   x^T, dout^T    dw2 += dout^T y1s           dw1 += dz^T x
 
-Tokens are quantised once and gathered inside the GEMMs: no `[R, H]` copy of them exists. Quantisation points, blocks and codes are
-those of the reference engine; results differ by the order of additions (and dz, y1s by a rounding to bf16 on their way to FP8).
-Waits for nothing, allocates by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
+Tokens are quantised once and gathered inside the GEMMs: no `[R, H]` copy of them exists.
+Quantisation points, blocks and codes are those of the reference engine; results differ by the order
+of additions (and dz, y1s by a rounding to bf16 on their way to FP8). Waits for nothing, allocates
+by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ from .interface import (
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = {activation: number for number, activation in enumerate(FP8_ACTIVATIONS)}  # as the kernels number them
+ACTIVATIONS = {
+    activation: number for number, activation in enumerate(FP8_ACTIVATIONS)
+}  # as the kernels number them
 
 
 class HopperEngine(Engine):
-    """See the module docstring. bfloat16 tokens and weights, no biases; `hopper_unavailable` says what else it needs."""
+    """See the module docstring. bfloat16 tokens and weights, no biases; `hopper_unavailable` says
+    what else it needs.
+    """
 
     name = "hopper"
     follows_weights = True
@@ -58,16 +64,24 @@ class HopperEngine(Engine):
         check_weights(w1, w2, b1, b2, settings.activation)
         expect(b1 is None, ConfigError, "the hopper engine has no biases; needed: b1 and b2 None")
         up, down = (StackedMatrices(weight.detach().contiguous()) for weight in (w1, w2))
-        return self.prepare_source(WeightSource(up, down, transposed=False, split_half=False), settings, None, True)
+        return self.prepare_source(
+            WeightSource(up, down, transposed=False, split_half=False), settings, None, True
+        )
 
     def prepare_source(
-        self, source: WeightSource, settings: EngineSettings, previous: EngineWeights | None, changed: bool
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None,
+        changed: bool,
     ) -> EngineWeights:
-        """Quantise the weights where they lie; `previous` is brought up to date in place, on the device, if they differ.
+        """Quantise the weights where they lie; `previous` is brought up to date in place, on the
+        device, if they differ.
 
         Raises:
             ConfigError: the settings are not this engine's.
-            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read in place.
+            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
+            in place.
         """
         problem = settings_problem(settings)
         if problem is not None:
@@ -75,14 +89,22 @@ class HopperEngine(Engine):
         inner, activation = source.intermediate_size, settings.activation
         width = pre_activation_width(inner, activation)
         if source.n1 != width:
-            raise ShapeError(f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}")
+            raise ShapeError(
+                f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}"
+            )
         reusable = previous is not None and isinstance(previous.store, QuantizedWeights)
-        store = previous.store if reusable and previous is not None else QuantizedWeights(settings.iso_weight)
+        store = (
+            previous.store
+            if reusable and previous is not None
+            else QuantizedWeights(settings.iso_weight)
+        )
         with stage("prepare_weights"), plain_ops():
             store.update(source, force=changed)
             if reusable and previous is not None and previous.w1 is store.w1:
                 return previous
-            dgrad = (store.w1, store.w2) if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
+            dgrad = (
+                (store.w1, store.w2) if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
+            )
             return EngineWeights(store.w1, store.w2, *dgrad, store=store)
 
     def forward(
@@ -103,7 +125,9 @@ class HopperEngine(Engine):
             _forward(x, routing, weights, settings, z, out)
             return tap("out", out), Saved(settings, routing, x, z) if save else None
 
-    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
+    def backward_dx(
+        self, dout: Tensor, saved: Saved, weights: EngineWeights
+    ) -> tuple[Tensor, Tensor, PendingWgrad]:
         """Quantise dout, dgated with dprobs' sums, dgrad, an unweighted gather-and-sum."""
         dout = check_dout(dout, saved)
         settings, routing = saved.settings, saved.routing
@@ -114,7 +138,9 @@ class HopperEngine(Engine):
             z = _restore_z(x, saved, weights)
             if settings.frees_stagewise:
                 saved.z = None
-            dz, dprobs, wgrad_dz, wgrad_y1s = _dgated(dout, z, routing, _dgrad_order(weights, "w2"), settings)
+            dz, dprobs, wgrad_dz, wgrad_y1s = _dgated(
+                dout, z, routing, _dgrad_order(weights, "w2"), settings
+            )
             del z
             dx = tap("dx", _dgrad(dz, x, routing, _dgrad_order(weights, "w1")))
             pending = PendingWgrad(settings, routing, x, dout, wgrad_dz, wgrad_y1s)
@@ -127,7 +153,9 @@ class HopperEngine(Engine):
         settings = pending.settings
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
-            raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
+            raise RuntimeError(
+                "the operands of these weight gradients were released by an earlier backward_dw"
+            )
         if not settings.fp8_wgrad:
             Bf16Engine().backward_dw(pending, accumulators)
             return
@@ -179,7 +207,11 @@ def hopper_unavailable(
     problem = problem or settings_problem(settings) or missing_tool()
     if problem is None and not settings.fp8_wgrad:
         reason = bf16_unavailable(device)
-        problem = f"fp8_wgrad is off and the BF16 weight gradients cannot run: {reason}" if reason else None
+        problem = (
+            f"fp8_wgrad is off and the BF16 weight gradients cannot run: {reason}"
+            if reason
+            else None
+        )
     return problem
 
 
@@ -190,7 +222,9 @@ def _scaled(operand: Any) -> BlockScaledTensor:
 
 
 def _dgrad_order(weights: EngineWeights, name: str) -> BlockScaledTensor:
-    """The weight with its contraction over forward's rows contiguous; under `iso_weight` transposed into a shared scratch."""
+    """The weight with its contraction over forward's rows contiguous; under `iso_weight` transposed
+    into a shared scratch.
+    """
     held = _scaled(getattr(weights, f"{name}_dgrad"))
     return to_scratch(held, name) if held.orientation is Orientation.ROWS else held
 
@@ -212,7 +246,10 @@ def _forward(
     """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
     passes, w1, w2 = passes_on(device_name(x)), _scaled(weights.w1), _scaled(weights.w2)
     (tokens, hidden), inner = (int(size) for size in x.shape), weights.intermediate_size
-    memory = scratch(passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None), device_of(x))
+    memory = scratch(
+        passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None),
+        device_of(x),
+    )
     stored = (None, None) if z is None else (z.bytes, z.scale_inv)
     launch(
         passes.forward, x, routing.row_token, routing.padded_offsets, routing.slot_row, routing.row_prob, w1.bytes, w1.scale_inv,
@@ -230,18 +267,31 @@ def _restore_z(x: Tensor, saved: Saved, weights: EngineWeights) -> BlockScaledTe
 
 
 def _dgated(
-    dout: Tensor, z: BlockScaledTensor, routing: RoutingMetadata, w2: BlockScaledTensor, settings: EngineSettings
+    dout: Tensor,
+    z: BlockScaledTensor,
+    routing: RoutingMetadata,
+    w2: BlockScaledTensor,
+    settings: EngineSettings,
 ) -> tuple[Tensor, Tensor, Any, Any]:
-    """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s, token-major or plain bf16)`."""
+    """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s, token-major or plain
+    bf16)`.
+    """
     passes, device = passes_on(device_name(dout)), device_of(dout)
-    (tokens, hidden), r, inner = (int(size) for size in dout.shape), routing.num_rows, int(w2.codes.shape[1])
+    (tokens, hidden), r, inner = (
+        (int(size) for size in dout.shape),
+        routing.num_rows,
+        int(w2.codes.shape[1]),
+    )
     memory = scratch(passes.sizes.dgated_bytes(r, inner), device)
     dout_fp8 = scratch(passes.sizes.tokens_bytes(tokens, hidden), device)
     dprobs = empty((tokens, routing.topk), torch.float32, device)
     operands: list[Any]
     if settings.fp8_wgrad:
         columns = Orientation.COLUMNS
-        operands = [BlockScaledTensor.empty((n, r), BY_BLOCKS, device, orientation=columns) for n in (2 * inner, inner)]
+        operands = [
+            BlockScaledTensor.empty((n, r), BY_BLOCKS, device, orientation=columns)
+            for n in (2 * inner, inner)
+        ]
         outputs = [tensor for q in operands for tensor in (q.bytes, q.scale_inv)]
     else:
         operands = [empty((r, n), torch.bfloat16, device) for n in (2 * inner, inner)]
@@ -284,11 +334,18 @@ def _wgrad(
 
 
 def _wgrad_of(
-    tokens: Tensor, rows: BlockScaledTensor, pending: PendingWgrad, accumulator: Tensor, *, is_dw2: bool
+    tokens: Tensor,
+    rows: BlockScaledTensor,
+    pending: PendingWgrad,
+    accumulator: Tensor,
+    *,
+    is_dw2: bool,
 ) -> None:
     """dw2 from dout and y1s, or dw1 from x and dz, added to the accumulator."""
     passes, routing = passes_on(device_name(tokens)), pending.routing
-    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(tokens.shape[1]), 1), device_of(tokens))
+    memory = scratch(
+        passes.sizes.wgrad_bytes(routing.num_rows, int(tokens.shape[1]), 1), device_of(tokens)
+    )
     launch(
         passes.wgrad_of, tokens, routing.row_token, routing.padded_offsets, rows.bytes, rows.scale_inv, accumulator, is_dw2, memory,
         pending.shares_gpu, scratches=(memory,),

@@ -1,4 +1,6 @@
-"""The Hopper engine's launches: each pass is one call of native code, which names its stages to whoever listens."""
+"""The Hopper engine's launches: each pass is one call of native code, which names its stages to
+whoever listens.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from ..interop import current_stream, data_ptr, device_name, device_of, empty, n
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
-from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, passes_source
+from ..kernels.sm90 import (
+    fp8_dgated_source,
+    fp8_grouped_gemm_source,
+    fp8_wgrad_source,
+    passes_source,
+)
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import BlockShape, iso, rows
 from ..routing.backends import arch_of
 
 Tensor = torch.Tensor
 BY_ROWS, BY_BLOCKS = rows(128), iso(128)
-# What the passes show in codes: the block of their scales, the code, and whether they are transposed. The rest is plain bf16.
+# What the passes show in codes: the block of their scales, the code, and whether they are
+# transposed. The rest is plain bf16.
 _QUANTISED: dict[str, tuple[BlockShape, Code, Orientation]] = {
     "x_fp8": (BY_ROWS, Code.E4M3, Orientation.ROWS),
     "z": (BY_ROWS, Code.INT8, Orientation.ROWS),
@@ -37,7 +45,9 @@ _BYTES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4}
 
 @dataclass(frozen=True)
 class Passes:
-    """Native functions, documented in `kernels/sm90/passes.cu`: `sizes` has those that say how large a scratch must be."""
+    """Native functions, documented in `kernels/sm90/passes.cu`: `sizes` has those that say how
+    large a scratch must be.
+    """
 
     sizes: Any
     forward: Any
@@ -53,7 +63,9 @@ def passes_on(device: str) -> Passes:
     arch = arch_of(device)
     routing, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
     quantize, operands = quantize_source(arch).load(), wgrad_operands_source(arch).load()
-    gemms, dgated, wgrad = (s(arch).load() for s in (fp8_grouped_gemm_source, fp8_dgated_source, fp8_wgrad_source))
+    gemms, dgated, wgrad = (
+        s(arch).load() for s in (fp8_grouped_gemm_source, fp8_dgated_source, fp8_wgrad_source)
+    )
     native = passes_source(arch).load()
     return make_passes(
         native,
@@ -74,7 +86,9 @@ def make_passes(native: Any, **kernels: Any) -> Passes:
     k = kernels
     return Passes(
         sizes=native,
-        forward=native.make_forward(k["quantize_rows"], k["gather_gated_gemm"], k["grouped_gemm"], k["aggregate_rows"]),
+        forward=native.make_forward(
+            k["quantize_rows"], k["gather_gated_gemm"], k["grouped_gemm"], k["aggregate_rows"]
+        ),
         dgated=native.make_dgated(k["quantize_rows"], k["gather_dgated_gemm"], k["sum_or_zero"]),
         dgrad=native.make_dgrad(k["grouped_gemm"], k["aggregate_rows"]),
         wgrad=native.make_wgrad(k["gather_transpose_quantize_pair"], k["grouped_wgrad"]),
@@ -88,7 +102,9 @@ def scratch(size: int, device: Any) -> Tensor:
 
 
 def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor | None]) -> None:
-    """Call a pass on the current stream; `scratches`: the arguments in which what it shows lies, the scratch first."""
+    """Call a pass on the current stream; `scratches`: the arguments in which what it shows lies,
+    the scratch first.
+    """
     stream = current_stream(scratches[0])
     if not is_observed():
         native_pass(*arguments, None, stream)
@@ -105,7 +121,9 @@ def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor | None]
 
 
 class _Observer:
-    """What a pass calls: opens the ranges of its stages and shows what it has written, which a listener may replace."""
+    """What a pass calls: opens the ranges of its stages and shows what it has written, which a
+    listener may replace.
+    """
 
     def __init__(self, scratches: Sequence[Tensor | None]) -> None:
         self._scratches = [memory for memory in scratches if memory is not None]
@@ -139,7 +157,10 @@ class _Observer:
                 values.copy_(shown)
             return
         block, code, orientation = _QUANTISED[name]
-        codes, scale_inv = self._view(torch.uint8, *where[:3]), self._view(torch.float32, *where[3:])
+        codes, scale_inv = (
+            self._view(torch.uint8, *where[:3]),
+            self._view(torch.float32, *where[3:]),
+        )
         quantised = BlockScaledTensor(codes.view(code.dtype), scale_inv, block, code, orientation)
         replaced = tap(name, quantised)
         if replaced is not quantised:
@@ -154,8 +175,14 @@ class _Observer:
         for memory in self._scratches:
             offset = address - data_ptr(memory)
             if 0 <= offset <= numel(memory) * _BYTES[memory.dtype] - count * width:
-                first = offset // width  # of the retyped bytes: Paddle retypes a slice at a wrong address
-                return memory.reshape([numel(memory)]).view(dtype)[first : first + count].reshape([n_rows, n_columns])
+                first = (
+                    offset // width
+                )  # of the retyped bytes: Paddle retypes a slice at a wrong address
+                return (
+                    memory.reshape([numel(memory)])
+                    .view(dtype)[first : first + count]
+                    .reshape([n_rows, n_columns])
+                )
         raise AssertionError(
             f"a pass showed {n_rows} x {n_columns} values outside its scratch on {device_name(memory)}"
         )

@@ -1,12 +1,15 @@
-"""The seam between faces and engines: pure functions over plain data, no autograd, no framework module, no state.
+"""The seam between faces and engines: pure functions over plain data, no autograd, no framework
+module, no state.
 
     forward(x, routing, weights, settings, save)      -> out, Saved
     backward_dx(dout, saved, weights)                  -> dx, dprobs, PendingWgrad
     backward_dw(pending, accumulators)                 -> None (adds into the fp32 native accumulators)
 
-`dx` and `dw` are separate calls so that a schedule may put a combine, or a whole pipeline bubble, between them.
+`dx` and `dw` are separate calls so that a schedule may put a combine, or a whole pipeline bubble,
+between them.
 
-Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I, R padded rows in expert order.
+Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I, R padded rows
+in expert order.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class EngineSettings:
         """Settings of a resolved configuration.
 
         Raises:
-            ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad than in forward.
+            ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad
+                than in forward.
         """
         recipe = RECIPES[config.recipe] if config.fp8 else None
         if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
@@ -77,11 +81,14 @@ class EngineSettings:
 
 @dataclass(frozen=True, eq=False)
 class EngineWeights:
-    """Weights as one engine reads them, made by `Engine.prepare_weights`, valid until the user's weights change.
+    """Weights as one engine reads them, made by `Engine.prepare_weights`, valid until the user's
+    weights change.
 
-    w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The `_dgrad` pair is the same
-    logical matrices as backward reads them (the same objects when the recipe shares buffers).
-    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None. store: what the engine keeps to bring them up to date, its own affair.
+    w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The
+    `_dgrad` pair is the same logical matrices as backward reads them (the same objects when the
+    recipe shares buffers).
+    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None. store: what the engine keeps to bring them up to
+    date, its own affair.
     """
 
     w1: Tensor | BlockScaledTensor
@@ -110,9 +117,11 @@ class EngineWeights:
 
 @dataclass(frozen=True, eq=False)
 class GradAccumulators:
-    """Native fp32 weight-gradient accumulators; engines add, never overwrite. An expert without tokens is left untouched.
+    """Native fp32 weight-gradient accumulators; engines add, never overwrite. An expert without
+    tokens is left untouched.
 
-    dw1 `[E, N1, H]`, dw2 `[E, H, I]`, db1 `[E, N1]`, db2 `[E, H]` (the biases' are None when the weights have none).
+    dw1 `[E, N1, H]`, dw2 `[E, H, I]`, db1 `[E, N1]`, db2 `[E, H]` (the biases' are None when the
+    weights have none).
     """
 
     dw1: Tensor
@@ -143,7 +152,8 @@ class GradAccumulators:
 
 @dataclass(eq=False)
 class Saved:
-    """What backward needs of one forward. Fields are released (set to None) stage by stage when the settings ask for it.
+    """What backward needs of one forward. Fields are released (set to None) stage by stage when the
+    settings ask for it.
 
     x `[T, H]` as given; z `[R, N1]`: 8-bit codes, a plain tensor, or None when it is recomputed.
     """
@@ -154,7 +164,9 @@ class Saved:
     z: BlockScaledTensor | Tensor | None
 
     def take_z(self) -> BlockScaledTensor | Tensor | None:
-        """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a backward."""
+        """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a
+        backward.
+        """
         z, self.z = self.z, None
         return z
 
@@ -181,7 +193,9 @@ class ZSpec:
 
 @dataclass(frozen=True, eq=False)
 class SavedSpec:
-    """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees every byte."""
+    """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees
+    every byte.
+    """
 
     settings: EngineSettings
     sizes: dict[str, Any]
@@ -200,7 +214,9 @@ class SavedSpec:
         """Inverse of `Saved.pack`."""
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
         x, routing_tensors, rest = tensors[0], tensors[1 : 1 + n_routing], tensors[1 + n_routing :]
-        fields: dict[str, Any] = dict(zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True))
+        fields: dict[str, Any] = dict(
+            zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)
+        )
         routing = RoutingMetadata(**self.sizes, **fields)
         _check_same_routing(routing, self.routing_checksum)
         z: BlockScaledTensor | Tensor | None = None
@@ -212,7 +228,9 @@ class SavedSpec:
 
 
 def routing_checksum(routing: RoutingMetadata) -> int | None:
-    """A checksum of which row serves which slot; None on a GPU, where reading it would wait, but for routing that was validated."""
+    """A checksum of which row serves which slot; None on a GPU, where reading it would wait, but
+    for routing that was validated.
+    """
     if is_cuda(routing.slot_row) and routing.host_counts is None:
         return None
     size = routing.num_tokens * routing.topk
@@ -221,7 +239,9 @@ def routing_checksum(routing: RoutingMetadata) -> int | None:
 
 
 def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
-    """Activation recompute rebuilds the tensors but not the host counts and the checksum: where they disagree, routing changed."""
+    """Activation recompute rebuilds the tensors but not the host counts and the checksum: where
+    they disagree, routing changed.
+    """
     if checksum is None or routing.host_counts is None:
         return
     rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
@@ -237,8 +257,9 @@ def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
 class PendingWgrad:
     """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
 
-    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]` (probability times y1), plain or
-    quantised for wgrad. x, dout `[T, H]` are gathered inside. shares_gpu: other kernels will run beside these, on another stream.
+    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]`
+    (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
+    shares_gpu: other kernels will run beside these, on another stream.
     """
 
     settings: EngineSettings
@@ -251,9 +272,11 @@ class PendingWgrad:
 
 
 class Engine(ABC):
-    """One implementation of the gated expert MLP, forward and backward. Stateless: every call may be repeated with equal results.
+    """One implementation of the gated expert MLP, forward and backward. Stateless: every call may
+    be repeated with equal results.
 
-    follows_weights: `prepare_source` is cheap to call before every forward, notices changed weights by itself and never waits.
+    follows_weights: `prepare_source` is cheap to call before every forward, notices changed weights
+    by itself and never waits.
     """
 
     name: str
@@ -263,10 +286,16 @@ class Engine(ABC):
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
-        """Native `w1 [E, N1, H]`, `w2 [E, H, I]` (and biases) -> what `forward` and `backward_dx` read; once per optimizer step."""
+        """Native `w1 [E, N1, H]`, `w2 [E, H, I]` (and biases) -> what `forward` and `backward_dx`
+        read; once per optimizer step.
+        """
 
     def prepare_source(
-        self, source: WeightSource, settings: EngineSettings, previous: EngineWeights | None, changed: bool
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None,
+        changed: bool,
     ) -> EngineWeights:
         """`prepare_weights` from the user's own matrices, without biases.
 
@@ -274,7 +303,8 @@ class Engine(ABC):
             source: where the weights lie.
             settings: as in `prepare_weights`.
             previous: what this method made of the same source and settings before, or None.
-            changed: whether the weights may differ from then; an engine that `follows_weights` looks for itself when they may not.
+            changed: whether the weights may differ from then; an engine that `follows_weights`
+                looks for itself when they may not.
         """
         if previous is not None and not changed:
             return previous
@@ -291,18 +321,28 @@ class Engine(ABC):
         *,
         save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
-        """`out[t] = sum_k p[t,k] * (act(x_t W1_e) W2_e + b2_e)`, `[T, H]` in the dtype of `x`; `save=False` keeps nothing (inference)."""
+        """`out[t] = sum_k p[t,k] * (act(x_t W1_e) W2_e + b2_e)`, `[T, H]` in the dtype of `x`;
+        `save=False` keeps nothing (inference).
+        """
 
     @abstractmethod
-    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """`(dx [T, H] in x's dtype, dprobs fp32 [T, K], operands of the weight gradients)`; dprobs is exactly 0 in invalid slots."""
+    def backward_dx(
+        self, dout: Tensor, saved: Saved, weights: EngineWeights
+    ) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """`(dx [T, H] in x's dtype, dprobs fp32 [T, K], operands of the weight gradients)`; dprobs
+        is exactly 0 in invalid slots.
+        """
 
     @abstractmethod
     def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
         """Add dw1, dw2 (and bias gradients) into the accumulators and release `pending`."""
 
     def backward(
-        self, dout: Tensor, saved: Saved, weights: EngineWeights, accumulators: GradAccumulators | None
+        self,
+        dout: Tensor,
+        saved: Saved,
+        weights: EngineWeights,
+        accumulators: GradAccumulators | None,
     ) -> tuple[Tensor, Tensor]:
         """`backward_dx`, then `backward_dw` unless `accumulators` is None (frozen weights)."""
         dx, dprobs, pending = self.backward_dx(dout, saved, weights)
@@ -311,11 +351,14 @@ class Engine(ABC):
         return dx, dprobs
 
 
-def check_weights(w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType) -> None:
+def check_weights(
+    w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType
+) -> None:
     """Check native weights and biases against each other.
 
     Raises:
-        ShapeError: naming the tensor, its shape and the shape needed; or one bias without the other.
+        ShapeError: naming the tensor, its shape and the shape needed; or one bias without the
+            other.
     """
     expect(len(w1.shape) == 3, ShapeError, f"w1 has shape {tuple(w1.shape)}; needed: [E, N1, H]")
     expect(len(w2.shape) == 3, ShapeError, f"w2 has shape {tuple(w2.shape)}; needed: [E, H, I]")
@@ -327,10 +370,18 @@ def check_weights(w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, 
         f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}",
     )
     width = pre_activation_width(wanted[2], activation)
-    expect(n1 == width, ShapeError, f"w1 has {n1} rows per expert; {activation.value} with I={wanted[2]} needs {width}")
+    expect(
+        n1 == width,
+        ShapeError,
+        f"w1 has {n1} rows per expert; {activation.value} with I={wanted[2]} needs {width}",
+    )
     expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
     if b1 is not None and b2 is not None:
-        expect(tuple(b1.shape) == (experts, n1), ShapeError, f"b1 has shape {tuple(b1.shape)}; needed: {(experts, n1)}")
+        expect(
+            tuple(b1.shape) == (experts, n1),
+            ShapeError,
+            f"b1 has shape {tuple(b1.shape)}; needed: {(experts, n1)}",
+        )
         expect(
             tuple(b2.shape) == (experts, hidden),
             ShapeError,
@@ -338,21 +389,29 @@ def check_weights(w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, 
         )
 
 
-def check_forward(x: Any, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings) -> None:
+def check_forward(
+    x: Any, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+) -> None:
     """Check tokens and routing at the engine's border.
 
     Raises:
         DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here).
         ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
     """
-    require_framework_tensor(x, "x")  # messages are composed for errors only: this is asked at every forward
+    require_framework_tensor(
+        x, "x"
+    )  # messages are composed for errors only: this is asked at every forward
     if x.dtype not in TOKEN_DTYPES:
         raise DTypeError(f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
     wanted = (routing.num_tokens, weights.hidden_size)
     if tuple(x.shape) != wanted:
-        raise ShapeError(f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}")
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}"
+        )
     if routing.num_experts != weights.num_experts:
-        raise RoutingError(f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}")
+        raise RoutingError(
+            f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}"
+        )
     if routing.alignment % settings.row_alignment:
         raise RoutingError(
             f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
@@ -378,7 +437,9 @@ def check_dout(dout: Any, saved: Saved) -> Tensor:
     if dout.dtype not in TOKEN_DTYPES:
         raise DTypeError(f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32")
     if saved.x is None:
-        raise RuntimeError("activations of this forward were released by an earlier backward (stage-wise memory)")
+        raise RuntimeError(
+            "activations of this forward were released by an earlier backward (stage-wise memory)"
+        )
     if tuple(dout.shape) != tuple(saved.x.shape):
         raise ShapeError(f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}")
     return dout.detach().contiguous()

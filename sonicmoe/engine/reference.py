@@ -1,9 +1,12 @@
-"""The reference engine: plain tensor operations on any device, fp32 compute, exact emulation of the FP8 recipe.
+"""The reference engine: plain tensor operations on any device, fp32 compute, exact emulation of the
+FP8 recipe.
 
-It is the executable specification of every GPU engine (same quantisation points, same scales, same codes; results differ by the
-order of fp32 additions only), the golden of their tests, and the engine that runs where no GPU kernel does.
+It is the executable specification of every GPU engine (same quantisation points, same scales, same
+codes; results differ by the order of fp32 additions only), the golden of their tests, and the
+engine that runs where no GPU kernel does.
 
-Where a GPU engine stores a row tensor in the dtype of the tokens (y2, dx rows; y1, z, dz without FP8) this one rounds to it too.
+Where a GPU engine stores a row tensor in the dtype of the tokens (y2, dx rows; y1, z, dz without
+FP8) this one rounds to it too.
 """
 
 from __future__ import annotations
@@ -36,12 +39,15 @@ from .interface import (
 
 Tensor = torch.Tensor
 Operand = Tensor | BlockScaledTensor
-# Quantised operands show themselves (`tap`) under the recipe's field, but for those whose values are a stage of their own.
+# Quantised operands show themselves (`tap`) under the recipe's field, but for those whose values
+# are a stage of their own.
 _STAGE_OF_OPERAND = {"x": "x_fp8", "dout": "dout_fp8", "dz": "dz_fp8"}
 
 
 class ReferenceEngine(Engine):
-    """See the module docstring. Bit-exact run to run on one machine; waits for the device, so not for production on GPUs."""
+    """See the module docstring. Bit-exact run to run on one machine; waits for the device, so not
+    for production on GPUs.
+    """
 
     name = "reference"
 
@@ -53,10 +59,23 @@ class ReferenceEngine(Engine):
         with plain_ops():
             recipe = settings.recipe
             if recipe is None:
-                return EngineWeights(w1.detach(), w2.detach(), w1.detach(), w2.detach(), _fp32(b1), _fp32(b2))
-            w1_forward, w2_forward = _quantize(w1, recipe.w1, recipe), _quantize(w2, recipe.w2, recipe)
-            w1_dgrad = w1_forward if recipe.w1_dgrad == recipe.w1 else _quantize(w1, recipe.w1_dgrad, recipe)
-            w2_dgrad = w2_forward if recipe.w2_dgrad == recipe.w2 else _quantize(w2, recipe.w2_dgrad, recipe)
+                return EngineWeights(
+                    w1.detach(), w2.detach(), w1.detach(), w2.detach(), _fp32(b1), _fp32(b2)
+                )
+            w1_forward, w2_forward = (
+                _quantize(w1, recipe.w1, recipe),
+                _quantize(w2, recipe.w2, recipe),
+            )
+            w1_dgrad = (
+                w1_forward
+                if recipe.w1_dgrad == recipe.w1
+                else _quantize(w1, recipe.w1_dgrad, recipe)
+            )
+            w2_dgrad = (
+                w2_forward
+                if recipe.w2_dgrad == recipe.w2
+                else _quantize(w2, recipe.w2_dgrad, recipe)
+            )
             return EngineWeights(w1_forward, w2_forward, w1_dgrad, w2_dgrad, _fp32(b1), _fp32(b2))
 
     def forward(
@@ -68,21 +87,30 @@ class ReferenceEngine(Engine):
         *,
         save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
-        """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per token."""
+        """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per
+        token.
+        """
         check_forward(x, routing, weights, settings)
         with plain_ops(), ieee_matmul():
             x = x.detach()
             z = tap("z", _up_projection(x, routing, weights, settings))
             y1 = _operand(activate(z, settings.activation), "y1", settings, x.dtype)
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
-            out = tap("out", aggregate(tap("y2", _round(y2, x.dtype)), routing, weighted=True, dtype=x.dtype))
+            out = tap(
+                "out",
+                aggregate(tap("y2", _round(y2, x.dtype)), routing, weighted=True, dtype=x.dtype),
+            )
             if not save:
                 return out, None
             kept = None if settings.recompute_z else tap("z_saved", _save_z(z, settings, x.dtype))
             return out, Saved(settings, routing, x, kept)
 
-    def backward_dx(self, dout: Tensor, saved: Saved, weights: EngineWeights) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """dgated (dout x W2, activation backward, dprobs), then dgrad (dz x W1), then an unweighted gather-and-sum per token."""
+    def backward_dx(
+        self, dout: Tensor, saved: Saved, weights: EngineWeights
+    ) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """dgated (dout x W2, activation backward, dprobs), then dgrad (dz x W1), then an unweighted
+        gather-and-sum per token.
+        """
         dout = check_dout(dout, saved)
         with plain_ops(), ieee_matmul():
             settings, routing, x = saved.settings, saved.routing, saved.x
@@ -95,7 +123,12 @@ class ReferenceEngine(Engine):
             dz = tap("dz", dz)
             y1s = tap("y1s", y1 * routing.row_prob.unsqueeze(-1))
             del z, y1
-            dx_rows = _grouped(_operand(dz, "dz", settings, x.dtype), weights.w1_dgrad, routing, transpose_weight=False)
+            dx_rows = _grouped(
+                _operand(dz, "dz", settings, x.dtype),
+                weights.w1_dgrad,
+                routing,
+                transpose_weight=False,
+            )
             dx_rows = tap("dx_rows", _round(dx_rows, x.dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=x.dtype))
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
@@ -108,25 +141,35 @@ class ReferenceEngine(Engine):
         settings, routing = pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
-            raise RuntimeError("the operands of these weight gradients were released by an earlier backward_dw")
+            raise RuntimeError(
+                "the operands of these weight gradients were released by an earlier backward_dw"
+            )
         with plain_ops(), ieee_matmul():
             dout_rows = _gather_rows(dout, routing)
             if accumulators.db1 is not None and accumulators.db2 is not None:
-                _accumulate_bias(accumulators.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing)
+                _accumulate_bias(
+                    accumulators.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing
+                )
                 _accumulate_bias(accumulators.db1, dz, routing)
             left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
-            _accumulate(accumulators.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing)
+            _accumulate(
+                accumulators.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing
+            )
             _show_total("dw2", accumulators.dw2)
             del dout_rows, left, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
             right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
-            _accumulate(accumulators.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing)
+            _accumulate(
+                accumulators.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing
+            )
             _show_total("dw1", accumulators.dw1)
             pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
-        """fp32 z as backward reads it: decoded from what forward stored, or recomputed and passed through the same code."""
+        """fp32 z as backward reads it: decoded from what forward stored, or recomputed and passed
+        through the same code.
+        """
         assert saved.x is not None
         kept = saved.z
         if kept is None:
@@ -135,16 +178,26 @@ class ReferenceEngine(Engine):
         return _values(kept)
 
 
-def _up_projection(x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings) -> Tensor:
+def _up_projection(
+    x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+) -> Tensor:
     """fp32 `z [R, N1]`; padding rows are zero."""
     x_values = _operand(x, "x", settings, x.dtype)  # quantised once per token, gathered after
-    return _grouped(_gather_rows(x_values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1)
+    return _grouped(
+        _gather_rows(x_values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1
+    )
 
 
 def _dgated(
-    dout: Tensor, z: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+    dout: Tensor,
+    z: Tensor,
+    routing: RoutingMetadata,
+    weights: EngineWeights,
+    settings: EngineSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before weighting by the probability."""
+    """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before
+    weighting by the probability.
+    """
     dout_rows = _gather_rows(_operand(dout, "dout", settings, dout.dtype), routing)
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
     y1, dz = activate_backward(z, dy1 * routing.row_prob.unsqueeze(-1), settings.activation)
@@ -161,16 +214,26 @@ def _dgated(
 
 
 def _operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
-    """fp32 values of a GEMM's A operand after the recipe's quantisation (`name` is a field of the recipe), or rounded to `dtype`."""
+    """fp32 values of a GEMM's A operand after the recipe's quantisation (`name` is a field of the
+    recipe), or rounded to `dtype`.
+    """
     stage = _STAGE_OF_OPERAND.get(name, name)
     if settings.recipe is None:
         return tap(stage, _round(values, dtype))
-    return dequantize(tap(stage, _quantize(values, getattr(settings.recipe, name), settings.recipe)))
+    return dequantize(
+        tap(stage, _quantize(values, getattr(settings.recipe, name), settings.recipe))
+    )
 
 
-def _wgrad_operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
-    """Like `_operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe (`fp8_wgrad=False`)."""
-    return _operand(values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype)
+def _wgrad_operand(
+    values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype
+) -> Tensor:
+    """Like `_operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe
+    (`fp8_wgrad=False`).
+    """
+    return _operand(
+        values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype
+    )
 
 
 def _save_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:
@@ -188,7 +251,9 @@ def _quantize(values: Tensor, block: BlockShape, recipe: Fp8Recipe) -> BlockScal
 
 
 def _values(operand: Operand) -> Tensor:
-    return dequantize(operand) if isinstance(operand, BlockScaledTensor) else operand.to(torch.float32)
+    return (
+        dequantize(operand) if isinstance(operand, BlockScaledTensor) else operand.to(torch.float32)
+    )
 
 
 def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,7 +273,9 @@ def _experts(routing: RoutingMetadata) -> Iterator[tuple[int, int, int, int]]:
 
 def _gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
     """`[T, C]` -> fp32 `[R, C]` in expert order; padding rows are zero."""
-    rows = torch.zeros((routing.num_rows, int(tokens.shape[1])), dtype=torch.float32, device=tokens.device)
+    rows = torch.zeros(
+        (routing.num_rows, int(tokens.shape[1])), dtype=torch.float32, device=tokens.device
+    )
     tokens = tokens.to(torch.float32)  # before the gather: Paddle's CPU build gathers no fp16
     for _, first, count, _ in _experts(routing):
         index = routing.row_token[first : first + count].to(torch.int64)
@@ -217,17 +284,25 @@ def _gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
 
 
 def _grouped(
-    rows: Tensor, weight: Operand, routing: RoutingMetadata, *, transpose_weight: bool, bias: Tensor | None = None
+    rows: Tensor,
+    weight: Operand,
+    routing: RoutingMetadata,
+    *,
+    transpose_weight: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Per expert `rows @ W` or `rows @ W^T` (+ bias), fp32 `[R, N]`; padding rows are zero.
 
-    weight: native `[E, N, K]`; forward contracts over its columns (`transpose_weight`), dgrad over its rows.
+    weight: native `[E, N, K]`; forward contracts over its columns (`transpose_weight`), dgrad over
+    its rows.
     """
     width = int(weight.shape[1] if transpose_weight else weight.shape[2])
     result = torch.zeros((routing.num_rows, width), dtype=torch.float32, device=rows.device)
     for expert, first, count, _ in _experts(routing):
         matrix = _values(weight[expert])
-        product = rows[first : first + count] @ (matrix.transpose(0, 1) if transpose_weight else matrix)
+        product = rows[first : first + count] @ (
+            matrix.transpose(0, 1) if transpose_weight else matrix
+        )
         result[first : first + count] = product if bias is None else product + bias[expert]
     return result
 
@@ -240,7 +315,9 @@ def _accumulate(accumulator: Tensor, left: Tensor, right: Tensor, routing: Routi
 
 
 def _show_total(name: str, accumulator: Tensor) -> None:
-    """`tap` of a tensor that is added to in place: what a listener returns instead goes back into it."""
+    """`tap` of a tensor that is added to in place: what a listener returns instead goes back into
+    it.
+    """
     shown = tap(name, accumulator)
     if shown is not accumulator:
         accumulator.copy_(shown)

@@ -27,7 +27,9 @@ ENGINES: dict[EngineName, Callable[[], Engine]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be computed, as far as it decides which engine can: sizes and dtype are of the experts and their tokens."""
+    """What is to be computed, as far as it decides which engine can: sizes and dtype are of the
+    experts and their tokens.
+    """
 
     settings: EngineSettings
     hidden_size: int
@@ -40,7 +42,8 @@ class Workload:
 class EngineChoice:
     """The engine to run and the reason, in words fit for a log line.
 
-    falls_back: a faster one was wanted and cannot run. settings: what to run it with, where not with the workload's own.
+    falls_back: a faster one was wanted and cannot run. settings: what to run it with, where not
+    with the workload's own.
     """
 
     engine: Engine
@@ -52,17 +55,21 @@ class EngineChoice:
 def choose_engine(
     device: str, requested: EngineName = EngineName.AUTO, workload: Workload | None = None
 ) -> EngineChoice:
-    """Decide for tensors on `device` ("cpu", "cuda:0"); without a workload, for settings that every engine can compute.
+    """Decide for tensors on `device` ("cpu", "cuda:0"); without a workload, for settings that every
+    engine can compute.
 
     Raises:
-        EngineUnavailableError: `requested` names an engine that this device or workload cannot use; the message says why.
+        EngineUnavailableError: `requested` names an engine that this device or workload cannot use;
+            the message says why.
     """
     if requested is EngineName.AUTO:
         return _automatic(device, workload)
     reason = _unavailable(requested, device, workload)
     if reason is not None:
         able = [name.value for name in ENGINES if _unavailable(name, device, workload) is None]
-        raise EngineUnavailableError(f"engine {requested.value!r} cannot run: {reason}; able: {able}, or 'auto'")
+        raise EngineUnavailableError(
+            f"engine {requested.value!r} cannot run: {reason}; able: {able}, or 'auto'"
+        )
     return EngineChoice(ENGINES[requested](), "asked for by the configuration")
 
 
@@ -70,12 +77,18 @@ def _automatic(device: str, workload: Workload | None) -> EngineChoice:
     plain = f"plain tensor operations in fp32, {_emulation(workload)}"
     if device == "cpu":
         return EngineChoice(ReferenceEngine(), f"no GPU: {plain}")
-    wanted = EngineName.BF16 if workload is None or workload.settings.recipe is None else EngineName.HOPPER
+    wanted = (
+        EngineName.BF16
+        if workload is None or workload.settings.recipe is None
+        else EngineName.HOPPER
+    )
     reason = _unavailable(wanted, device, workload)
     if reason is not None:
         return _fallback(device, workload, f"not {wanted.value}: {reason}", plain)
     what = (
-        "FP8 GEMMs with fused activation" if wanted is EngineName.HOPPER else "grouped GEMMs in the dtype of the tokens"
+        "FP8 GEMMs with fused activation"
+        if wanted is EngineName.HOPPER
+        else "grouped GEMMs in the dtype of the tokens"
     )
     return EngineChoice(ENGINES[wanted](), f"a Hopper GPU: {what}")
 
@@ -88,7 +101,9 @@ def _emulation(workload: Workload | None) -> str:
 
 
 def _fallback(device: str, workload: Workload | None, problem: str, plain: str) -> EngineChoice:
-    """For FP8 that the GPU engine cannot compute, BF16 that it can: emulating it would be hundreds of times slower."""
+    """For FP8 that the GPU engine cannot compute, BF16 that it can: emulating it would be hundreds
+    of times slower.
+    """
     if workload is not None and workload.settings.recipe is not None:
         settings = replace(workload.settings, recipe=None)
         if _unavailable(EngineName.BF16, device, replace(workload, settings=settings)) is None:
@@ -103,7 +118,11 @@ def _unavailable(name: EngineName, device: str, workload: Workload | None) -> st
         return None
     if workload is None:  # the device and packages; nothing else is known
         fp8 = EngineSettings(recipe=RECIPES[FP8_RECIPE])
-        return hopper_unavailable(device, fp8) if name is EngineName.HOPPER else bf16_unavailable(device)
+        return (
+            hopper_unavailable(device, fp8)
+            if name is EngineName.HOPPER
+            else bf16_unavailable(device)
+        )
     settings, sizes = workload.settings, (workload.hidden_size, workload.intermediate_size)
     if name is EngineName.HOPPER:
         return hopper_unavailable(device, settings, workload.dtype, sizes, workload.bias)

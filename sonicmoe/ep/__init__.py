@@ -5,8 +5,9 @@
     out = node(tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs)
     y = dispatcher.combine(out, tokens.handle)                # [T, H], the sum over ranks
 
-Every dispatcher keeps one contract (`interface.Dispatched`) and is differentiable with DeepEP's algebra: the backward of
-dispatch is a combine of dx that carries dprobs, the backward of combine is a cached dispatch of dout.
+Every dispatcher keeps one contract (`interface.Dispatched`) and is differentiable with DeepEP's
+algebra: the backward of dispatch is a combine of dx that carries dprobs, the backward of combine is
+a cached dispatch of dout.
 """
 
 from .. import interop  # noqa: F401  first: where no framework is reachable, it says what to do

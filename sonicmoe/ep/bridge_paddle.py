@@ -1,4 +1,6 @@
-"""Dispatch and combine as `paddle.autograd.PyLayer`s; `sonicmoe.node.bridge_paddle` lists the rules they obey."""
+"""Dispatch and combine as `paddle.autograd.PyLayer`s; `sonicmoe.node.bridge_paddle` lists the rules
+they obey.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class _Dispatch(PyLayer):  # type: ignore[misc]
     def backward(ctx: Any, dx: Any, dprobs: Any) -> tuple[Any, Any]:
         """A combine of dx that carries dprobs."""
         gradients = ctx.route.dispatch_backward(dx, dprobs)
-        x_gradient, weight_gradient = (g if wanted else None for g, wanted in zip(gradients, ctx.wanted, strict=True))
+        x_gradient, weight_gradient = (
+            g if wanted else None for g, wanted in zip(gradients, ctx.wanted, strict=True)
+        )
         return x_gradient, weight_gradient
 
 

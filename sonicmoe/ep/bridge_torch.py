@@ -13,10 +13,14 @@ Tensor = torch.Tensor
 
 
 class _Dispatch(torch.autograd.Function):
-    """Inputs: call, x, topk_weights. Gradients that did not arrive count as zeros: the collective runs on every rank or on none."""
+    """Inputs: call, x, topk_weights. Gradients that did not arrive count as zeros: the collective
+    runs on every rank or on none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: DispatchCall, x: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, call: DispatchCall, x: Tensor, topk_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """`(x [R, H], probs [R, K])`."""
         outputs = call.run(x, topk_weights)
         ctx.route = call.route

@@ -1,6 +1,7 @@
 """Dispatch over plain collectives: any framework's `all_to_all`, any backend, any dtype.
 
-Payloads travel as bytes, so that a backend need not know bf16. Two host waits per dispatch: collectives take their sizes from the host.
+Payloads travel as bytes, so that a backend need not know bf16. Two host waits per dispatch:
+collectives take their sizes from the host.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ class RowExchange(ABC):
     rank: int
 
     @abstractmethod
-    def exchange(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        """uint8 `[sum(send_counts), B]` in rank order -> `[sum(recv_counts), B]` in rank order; either side may be empty."""
+    def exchange(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
+        """uint8 `[sum(send_counts), B]` in rank order -> `[sum(recv_counts), B]` in rank order;
+        either side may be empty.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which token goes where: `tokens` int64 `[S]` in rank order, rows per destination and per source, and T."""
+    """Which token goes where: `tokens` int64 `[S]` in rank order, rows per destination and per
+    source, and T.
+    """
 
     tokens: Tensor
     send_counts: list[int]
@@ -41,7 +48,9 @@ class Plan:
 
 
 class CollectiveTransport(Transport):
-    """`Transport` over a `RowExchange`. Sums of a combine run in fp32 in rank order: equal inputs give equal bits."""
+    """`Transport` over a `RowExchange`. Sums of a combine run in fp32 in rank order: equal inputs
+    give equal bits.
+    """
 
     def __init__(self, num_experts: int, exchange: RowExchange) -> None:
         """See `Transport`."""
@@ -55,8 +64,12 @@ class CollectiveTransport(Transport):
         width = 1 + self.num_local_experts
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
         table = torch.cat([sent, arrived]).reshape([2, self.world_size, width]).tolist()
-        plan = Plan(tokens, [row[0] for row in table[0]], [row[0] for row in table[1]], int(x.shape[0]))
-        counts = [sum(row[1 + expert] for row in table[1]) for expert in range(self.num_local_experts)]
+        plan = Plan(
+            tokens, [row[0] for row in table[0]], [row[0] for row in table[1]], int(x.shape[0])
+        )
+        counts = [
+            sum(row[1 + expert] for row in table[1]) for expert in range(self.num_local_experts)
+        ]
         recv_idx, recv_weights = self._move_slots(topk_idx, topk_weights, ranks, plan)
         return Received(self.dispatch_cached(x, plan), recv_idx, recv_weights, counts, plan)
 
@@ -64,12 +77,18 @@ class CollectiveTransport(Transport):
         """See `Transport.dispatch_cached`."""
         return self._move(_take_rows(x, handle.tokens), handle.send_counts, handle.recv_counts)
 
-    def combine(self, x: Tensor, handle: Plan, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, x: Tensor, handle: Plan, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Transport.combine`."""
-        return self._sum_back(x, handle), None if weights is None else self._sum_back(weights, handle)
+        return self._sum_back(x, handle), None if weights is None else self._sum_back(
+            weights, handle
+        )
 
     def _destinations(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`(tokens [S], destination rank [S], counts [W, 1 + L])`: rank by rank, tokens ascending; counts of rows, then of slots."""
+        """`(tokens [S], destination rank [S], counts [W, 1 + L])`: rank by rank, tokens ascending;
+        counts of rows, then of slots.
+        """
         local, world = self.num_local_experts, self.world_size
         slots = count_experts(topk_idx, self.num_experts).reshape([world, local])
         if int(topk_idx.shape[0]) == 0:
@@ -81,7 +100,9 @@ class CollectiveTransport(Transport):
         rows = goes.to(torch.int64).sum(1).reshape([world, 1])
         return pairs[:, 1].contiguous(), pairs[:, 0].contiguous(), torch.cat([rows, slots], 1)
 
-    def _move_slots(self, topk_idx: Tensor, topk_weights: Tensor, ranks: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _move_slots(
+        self, topk_idx: Tensor, topk_weights: Tensor, ranks: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
         """Local ids int64 and weights fp32 `[R, K]`, both in one message."""
         topk = int(topk_idx.shape[1])
         idx, weights = _take_rows(topk_idx, plan.tokens), _take_rows(topk_weights, plan.tokens)
@@ -92,17 +113,25 @@ class CollectiveTransport(Transport):
             weights = torch.where(here, weights, torch.zeros_like(weights))
         packed = torch.cat([idx.to(torch.int32), _reinterpret(weights, torch.int32)], 1)
         moved = self._move(packed, plan.send_counts, plan.recv_counts)
-        return moved[:, :topk].to(torch.int64), _reinterpret(moved[:, topk:].contiguous(), torch.float32)
+        return moved[:, :topk].to(torch.int64), _reinterpret(
+            moved[:, topk:].contiguous(), torch.float32
+        )
 
     def _move(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        arrived = self._exchange.exchange(_reinterpret(rows.contiguous(), torch.uint8), send_counts, recv_counts)
+        arrived = self._exchange.exchange(
+            _reinterpret(rows.contiguous(), torch.uint8), send_counts, recv_counts
+        )
         return _reinterpret(arrived, rows.dtype)
 
     def _sum_back(self, rows: Tensor, plan: Plan) -> Tensor:
         returned = self._move(rows, plan.recv_counts, plan.send_counts)
-        total = torch.zeros([plan.num_tokens, int(rows.shape[1])], dtype=torch.float32, device=rows.device)
+        total = torch.zeros(
+            [plan.num_tokens, int(rows.shape[1])], dtype=torch.float32, device=rows.device
+        )
         start = 0
-        for count in plan.send_counts:  # within one rank a token occurs once: no order of additions is left open
+        for count in (
+            plan.send_counts
+        ):  # within one rank a token occurs once: no order of additions is left open
             if count:
                 span = slice(start, start + count)
                 total.index_add_(0, plan.tokens[span], returned[span].to(torch.float32))
@@ -115,10 +144,16 @@ def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _reinterpret(values: Tensor, dtype: Any) -> Tensor:
-    """The same bytes as `dtype` along the last axis; `[0, .]` tensors, which Paddle cannot view, are made anew."""
+    """The same bytes as `dtype` along the last axis; `[0, .]` tensors, which Paddle cannot view,
+    are made anew.
+    """
     if values.dtype == dtype:
         return values
     if int(values.shape[0]) == 0:
-        width = int(values.shape[1]) * values.element_size() // torch.zeros([1], dtype=dtype).element_size()
+        width = (
+            int(values.shape[1])
+            * values.element_size()
+            // torch.zeros([1], dtype=dtype).element_size()
+        )
         return torch.zeros([0, width], dtype=dtype, device=values.device)
     return values.view(dtype)

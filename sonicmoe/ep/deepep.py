@@ -1,7 +1,9 @@
-"""DeepEP as a transport: its legacy `Buffer` and its `ElasticBuffer`. The library is found by what it offers, and never required.
+"""DeepEP as a transport: its legacy `Buffer` and its `ElasticBuffer`. The library is found by what
+it offers, and never required.
 
-Differences that end here: the element type of ids, empty count lists of worst-case dispatch, worst-case rows that are not written
-(of an ElasticBuffer without host synchronisation not even their ids), weights that ElasticBuffer delivers at other ranks' slots.
+Differences that end here: the element type of ids, empty count lists of worst-case dispatch,
+worst-case rows that are not written (of an ElasticBuffer without host synchronisation not even
+their ids), weights that ElasticBuffer delivers at other ranks' slots.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from ..interop import IS_PADDLE, dtype_name
 from .interface import Received, Transport
 
 Tensor = torch.Tensor
-MODULES = ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep") if IS_PADDLE else ("deep_ep",)
+MODULES = (
+    ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep")
+    if IS_PADDLE
+    else ("deep_ep",)
+)
 LEGACY, ELASTIC = "legacy", "elastic"
 CLASSES = {LEGACY: "Buffer", ELASTIC: "ElasticBuffer"}
 METHODS = {LEGACY: ("get_dispatch_layout", "dispatch", "combine"), ELASTIC: ("dispatch", "combine")}
@@ -31,7 +37,9 @@ class DeepEPLibrary(NamedTuple):
 
 
 def buffer_kinds(module: Any) -> tuple[str, ...]:
-    """Buffers that `module` offers. The legacy one comes first: it needs neither a size agreed in advance nor a recent NCCL."""
+    """Buffers that `module` offers. The legacy one comes first: it needs neither a size agreed in
+    advance nor a recent NCCL.
+    """
 
     def offered(kind: str) -> bool:
         buffer = getattr(module, CLASSES[kind], None)
@@ -51,7 +59,9 @@ def find_library() -> tuple[DeepEPLibrary | None, str]:
             OSError,
             RuntimeError,
         ) as error:  # an extension built for another framework fails in many ways
-            reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            reasons.append(
+                f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            )
             continue
         kinds = buffer_kinds(module)
         if kinds:
@@ -92,9 +102,11 @@ class _DeepEPTransport(Transport):
         )
 
     def _sized_buffer(self, hidden: int, topk: int = 0) -> Any:
-        """The buffer, made anew where rows are wider or tokens have more slots than before; never for less of either.
+        """The buffer, made anew where rows are wider or tokens have more slots than before; never
+        for less of either.
 
-        Every rank sees the same sizes, so all do it together. Handles hold layouts and no addresses: older ones stay good.
+        Every rank sees the same sizes, so all do it together. Handles hold layouts and no
+        addresses: older ones stay good.
         """
         if hidden > self._hidden or topk > self._topk:
             hidden, topk = max(hidden, self._hidden), max(topk, self._topk)
@@ -110,8 +122,9 @@ class LegacyTransport(_DeepEPTransport):
     """`deep_ep.Buffer`.
 
     Args:
-        worst_tokens: rows of every delivery, 0 for exact ones. With a bound the host waits for nothing and knows no counts;
-            rows beyond the real ones have every id -1. It must cover what all ranks together may send here.
+        worst_tokens: rows of every delivery, 0 for exact ones. With a bound the host waits for
+            nothing and knows no counts; rows beyond the real ones have every id -1. It must cover
+            what all ranks together may send here.
     """
 
     name = "DeepEP (Buffer)"
@@ -126,7 +139,9 @@ class LegacyTransport(_DeepEPTransport):
         self._check(x)
         buffer = self._sized_buffer(int(x.shape[1]))
         ids = topk_idx.to(self._id_dtype)
-        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, self.num_experts)
+        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+            ids, self.num_experts
+        )
         arguments = {} if self._worst_tokens == 0 else {"num_worst_tokens": self._worst_tokens}
         recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
             x,
@@ -145,10 +160,14 @@ class LegacyTransport(_DeepEPTransport):
         self._check(x)
         return self._sized_buffer(int(x.shape[1])).dispatch(x, handle=handle)[0]
 
-    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, x: Tensor, handle: Any, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Transport.combine`."""
         self._check(x)
-        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(x, handle, topk_weights=weights)
+        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
+            x, handle, topk_weights=weights
+        )
         return combined, combined_weights
 
     def _make_buffer(self, hidden: int, topk: int) -> Any:
@@ -164,7 +183,8 @@ class ElasticTransport(_DeepEPTransport):
 
     Args:
         max_tokens: most tokens any rank dispatches at once; the same on every rank.
-        wait_for_counts: let the host learn exact sizes; without, deliveries have worst-case size and only the device knows it.
+        wait_for_counts: let the host learn exact sizes; without, deliveries have worst-case size
+            and only the device knows it.
 
     Raises:
         ConfigError: `max_tokens` is not positive.
@@ -173,7 +193,13 @@ class ElasticTransport(_DeepEPTransport):
     name = "DeepEP (ElasticBuffer)"
 
     def __init__(
-        self, num_experts: int, group: Any, module: Any, *, max_tokens: int, wait_for_counts: bool = True
+        self,
+        num_experts: int,
+        group: Any,
+        module: Any,
+        *,
+        max_tokens: int,
+        wait_for_counts: bool = True,
     ) -> None:
         """See the class."""
         expect(
@@ -204,7 +230,9 @@ class ElasticTransport(_DeepEPTransport):
         recv_idx = recv_idx.to(torch.int64)
         if not self._wait_for_counts:
             recv_idx = _without_tail(recv_idx, handle.psum_num_recv_tokens_per_scaleup_rank)
-        counts = host_counts(handle.num_recv_tokens_per_expert_list) if self._wait_for_counts else None
+        counts = (
+            host_counts(handle.num_recv_tokens_per_expert_list) if self._wait_for_counts else None
+        )
         return Received(recv_x, recv_idx, recv_weights, counts, handle)
 
     def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
@@ -214,10 +242,14 @@ class ElasticTransport(_DeepEPTransport):
         buffer = self._sized_buffer(int(x.shape[1]))
         return buffer.dispatch(x, num_experts=self.num_experts, handle=handle)[0]
 
-    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, x: Tensor, handle: Any, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Transport.combine`."""
         self._check(x)
-        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(x, handle, topk_weights=weights)
+        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
+            x, handle, topk_weights=weights
+        )
         return combined, combined_weights
 
     def _make_buffer(self, hidden: int, topk: int) -> Any:
@@ -231,7 +263,9 @@ class ElasticTransport(_DeepEPTransport):
 
 
 def host_counts(counts: Any) -> list[int] | None:
-    """A count list as Python integers; None for the empty one of a dispatch that does not wait for the device."""
+    """A count list as Python integers; None for the empty one of a dispatch that does not wait for
+    the device.
+    """
     return [int(count) for count in counts] if counts is not None and len(counts) else None
 
 
@@ -243,7 +277,11 @@ def group_shape(group: Any) -> tuple[int, int]:
 
 
 def _without_tail(indices: Tensor, received_per_rank: Tensor) -> Tensor:
-    """Ids -1 in the rows beyond the real ones, whose number (the last of the running sums) only the device knows."""
-    rows = torch.arange(int(indices.shape[0]), dtype=torch.int64, device=indices.device).reshape([-1, 1])
+    """Ids -1 in the rows beyond the real ones, whose number (the last of the running sums) only the
+    device knows.
+    """
+    rows = torch.arange(int(indices.shape[0]), dtype=torch.int64, device=indices.device).reshape(
+        [-1, 1]
+    )
     real = received_per_rank[-1].to(torch.int64)
     return torch.where(rows < real, indices, torch.full_like(indices, -1))

@@ -21,7 +21,9 @@ Tensor = torch.Tensor
 
 
 class Dispatcher(ABC):
-    """Tokens to their experts and back. Both calls, and their backwards, are collectives: every rank makes them, in one order."""
+    """Tokens to their experts and back. Both calls, and their backwards, are collectives: every
+    rank makes them, in one order.
+    """
 
     num_experts: int
     num_local_experts: int
@@ -33,10 +35,12 @@ class Dispatcher(ABC):
 
         Args:
             x: `[T, H]`; T may differ between ranks and be 0.
-            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row; -1 drops the slot.
+            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row; -1 drops
+                the slot.
             topk_weights: fp32 `[T, K]`.
 
-        Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is dropped.
+        Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
+        dropped.
 
         Raises:
             DTypeError, ShapeError, DeviceError: naming the argument, what came and what is needed.
@@ -44,7 +48,8 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def combine(self, out: Tensor, handle: Any) -> Tensor:
-        """Sum the rows `[R, H]` of one dispatch over ranks, unweighted, back into source order: `[T, H]` in out's dtype.
+        """Sum the rows `[R, H]` of one dispatch over ranks, unweighted, back into source order:
+        `[T, H]` in out's dtype.
 
         Raises:
             ShapeError: `out` has another number of rows than the dispatch delivered.
@@ -55,7 +60,8 @@ class Dispatcher(ABC):
 class Route:
     """One dispatch's way there and back.
 
-    topk_idx int64 `[T, K]` as sent, indices int64 `[R, K]` as received: the masks of dropped and foreign slots.
+    topk_idx int64 `[T, K]` as sent, indices int64 `[R, K]` as received: the masks of dropped and
+    foreign slots.
     """
 
     transport: Transport
@@ -66,7 +72,9 @@ class Route:
     def dispatch_backward(self, dx: Tensor, dprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the received rows -> gradients of `x [T, H]` and `topk_weights [T, K]`."""
         weights = zero_where_not_here(dprobs.to(torch.float32), self.indices)
-        combined, dweights = self.transport.combine(dx.contiguous(), self.handle, weights.contiguous())
+        combined, dweights = self.transport.combine(
+            dx.contiguous(), self.handle, weights.contiguous()
+        )
         assert dweights is not None
         return combined, zero_where_not_here(dweights, self.topk_idx)
 
@@ -110,7 +118,10 @@ class TransportDispatcher(Dispatcher):
     def __init__(self, transport: Transport) -> None:
         """Stateless but for the transport."""
         self.transport = transport
-        self.num_experts, self.num_local_experts = transport.num_experts, transport.num_local_experts
+        self.num_experts, self.num_local_experts = (
+            transport.num_experts,
+            transport.num_local_experts,
+        )
         self.name = transport.name
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
@@ -122,7 +133,9 @@ class TransportDispatcher(Dispatcher):
         else:
             recv_x, probs = call.run(x, topk_weights)
         assert call.received is not None
-        return Dispatched(recv_x, call.received.tokens_per_expert, call.received.topk_idx, probs, call.route)
+        return Dispatched(
+            recv_x, call.received.tokens_per_expert, call.received.topk_idx, probs, call.route
+        )
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         """See `Dispatcher.combine`."""

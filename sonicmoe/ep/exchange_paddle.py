@@ -1,4 +1,6 @@
-"""`RowExchange` over `paddle.distributed`: one `alltoall_single`, or gathering where the backend has none (gloo, on CPUs)."""
+"""`RowExchange` over `paddle.distributed`: one `alltoall_single`, or gathering where the backend
+has none (gloo, on CPUs).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class PaddleExchange(RowExchange):
         self._gathers = backend == "gloo"
         self.name = f"paddle.distributed ({backend})"
 
-    def exchange(self, rows: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> paddle.Tensor:
+    def exchange(
+        self, rows: Any, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> paddle.Tensor:
         """See `RowExchange.exchange`."""
         if self._gathers:
             return self._exchange_gathered(rows, send_counts)
@@ -42,8 +46,10 @@ class PaddleExchange(RowExchange):
         return arrived
 
     def _exchange_gathered(self, rows: Any, send_counts: Sequence[int]) -> paddle.Tensor:
-        """Every rank's rows to every rank, of which each keeps its own. Point-to-point messages would send less, but Paddle's gloo numbers
-        them by each rank's own count of calls: beyond two ranks, partners wait for different numbers."""
+        """Every rank's rows to every rank, of which each keeps its own. Point-to-point messages
+        would send less, but Paddle's gloo numbers them by each rank's own count of calls: beyond
+        two ranks, partners wait for different numbers.
+        """
         counts = np.stack(self._gather(np.asarray(send_counts, dtype=np.int64)))
         size, width = int(counts.sum(1).max()), int(rows.shape[1])
         if size == 0:
@@ -51,7 +57,10 @@ class PaddleExchange(RowExchange):
         padded = np.zeros([size, width], dtype=np.uint8)
         padded[: int(rows.shape[0])] = rows.numpy() if int(rows.shape[0]) else 0
         starts = np.cumsum(counts, axis=1) - counts
-        spans = [slice(start, start + n) for start, n in zip(starts[:, self.rank], counts[:, self.rank], strict=True)]
+        spans = [
+            slice(start, start + n)
+            for start, n in zip(starts[:, self.rank], counts[:, self.rank], strict=True)
+        ]
         pieces = [piece[span] for piece, span in zip(self._gather(padded), spans, strict=True)]
         return paddle.to_tensor(np.concatenate(pieces))
 

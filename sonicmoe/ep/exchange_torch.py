@@ -12,7 +12,9 @@ from ..errors import ConfigError, expect
 from .collective import RowExchange
 
 Tensor = torch.Tensor
-UNDEFINED = "undefined"  # `get_backend` of a group that was made without naming one, and of its sub-groups
+UNDEFINED = (
+    "undefined"  # `get_backend` of a group that was made without naming one, and of its sub-groups
+)
 
 
 class TorchExchange(RowExchange):
@@ -25,20 +27,30 @@ class TorchExchange(RowExchange):
     def __init__(self, group: Any = None) -> None:
         """Read rank and size."""
         expect(
-            dist.is_initialized(), ConfigError, "torch.distributed has no process group; call init_process_group first"
+            dist.is_initialized(),
+            ConfigError,
+            "torch.distributed has no process group; call init_process_group first",
         )
         self._group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         backend = str(dist.get_backend(group))
         self.name = f"torch.distributed ({backend if backend != UNDEFINED else dist.get_backend_config(group)})"
 
-    def exchange(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+    def exchange(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
         """See `RowExchange.exchange`."""
-        arrived = torch.empty([sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype, device=rows.device)
-        dist.all_to_all_single(arrived, rows, list(recv_counts), list(send_counts), group=self._group)
+        arrived = torch.empty(
+            [sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype, device=rows.device
+        )
+        dist.all_to_all_single(
+            arrived, rows, list(recv_counts), list(send_counts), group=self._group
+        )
         return arrived
 
 
 def is_gpu_group(group: Any) -> bool:
-    """Whether the group's ranks exchange GPU tensors by NCCL, also where nobody named the backend ("cuda:nccl" of a configuration)."""
+    """Whether the group's ranks exchange GPU tensors by NCCL, also where nobody named the backend
+    ("cuda:nccl" of a configuration).
+    """
     return "nccl" in dist.get_backend_config(group).lower()

@@ -1,4 +1,6 @@
-"""PaddleFleet's own fused dispatch and combine behind the dispatcher's contract, where Fleet is installed with DeepEP."""
+"""PaddleFleet's own fused dispatch and combine behind the dispatcher's contract, where Fleet is
+installed with DeepEP.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MODULE = "paddlefleet.transformer.moe.fused_a2a"
 
 
 class FleetFunctions(NamedTuple):
-    """`fused_dispatch(x, token_indices, token_probs, num_experts, group, ...)` and `fused_combine(x, group, handle, ...)`."""
+    """`fused_dispatch(x, token_indices, token_probs, num_experts, group, ...)` and
+    `fused_combine(x, group, handle, ...)`.
+    """
 
     dispatch: Any
     combine: Any
@@ -32,12 +36,19 @@ class FleetHandle(NamedTuple):
 
 
 def find_fleet() -> tuple[FleetFunctions | None, str]:
-    """`(functions, "")`, or `(None, why there are none)`. Fleet sets both to None where it has no DeepEP."""
+    """`(functions, "")`, or `(None, why there are none)`. Fleet sets both to None where it has no
+    DeepEP.
+    """
     try:
         module = importlib.import_module(MODULE)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return None, f"{MODULE}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    functions = FleetFunctions(getattr(module, "fused_dispatch", None), getattr(module, "fused_combine", None))
+        return (
+            None,
+            f"{MODULE}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+        )
+    functions = FleetFunctions(
+        getattr(module, "fused_dispatch", None), getattr(module, "fused_combine", None)
+    )
     if None in functions:
         return None, f"{MODULE} has no fused_dispatch: DeepEP is missing"
     return functions, ""
@@ -57,9 +68,15 @@ class FleetDispatcher(Dispatcher):
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`."""
         check_dispatch(x, topk_idx, topk_weights)
-        expect(x.dtype == torch.bfloat16, DTypeError, f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16")
+        expect(
+            x.dtype == torch.bfloat16,
+            DTypeError,
+            f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16",
+        )
         ids = topk_idx.detach().to(torch.int64)
-        recv_x, recv_probs, states, *_ = self._functions.dispatch(x, ids, topk_weights, self.num_experts, self._group)
+        recv_x, recv_probs, states, *_ = self._functions.dispatch(
+            x, ids, topk_weights, self.num_experts, self._group
+        )
         indices = states["dispatched_indices"].to(torch.int64)
         probs = zero_where_not_here(recv_probs, indices)
         handle = FleetHandle(states["handle"], int(recv_x.shape[0]))

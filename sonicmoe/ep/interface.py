@@ -1,7 +1,7 @@
 """What a dispatcher delivers, and what a transport must do: data and raw collectives, no autograd.
 
-Legend: T tokens of this rank, K slots, H hidden, W ranks of the group, E experts of the whole group, L = E / W local experts,
-R rows received.
+Legend: T tokens of this rank, K slots, H hidden, W ranks of the group, E experts of the whole
+group, L = E / W local experts, R rows received.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Dispatched(NamedTuple):
     """The tokens of one dispatch, in the order of the node's arguments.
 
-    x: `[R, H]`, one row per (token, rank): a token that picked several experts of this rank comes once. Rows are in source-rank
+    x: `[R, H]`, one row per (token, rank): a token that picked several experts of this rank comes
+    once. Rows are in source-rank
         order, then source-token order. R may be 0.
-    tokens_per_expert: true counts of the L local experts, or None where the host does not know them.
-    indices: int64 `[R, K]`: local ids in `[0, L)`, -1 where the slot belongs to another rank or was dropped; slots keep their position.
+    tokens_per_expert: true counts of the L local experts, or None where the host does not know
+    them.
+    indices: int64 `[R, K]`: local ids in `[0, L)`, -1 where the slot belongs to another rank or was
+    dropped; slots keep their position.
     probs: fp32 `[R, K]`, exactly 0 where `indices` is -1.
     handle: what `combine` needs.
 
@@ -51,7 +54,8 @@ class Received:
 
 
 class Transport(ABC):
-    """Moves rows between the ranks of one group. Every method is a collective: all ranks call it, in one order, also with no rows.
+    """Moves rows between the ranks of one group. Every method is a collective: all ranks call it,
+    in one order, also with no rows.
 
     Args:
         num_experts: E; expert `e` lives on rank `e // (E / W)`.
@@ -84,15 +88,21 @@ class Transport(ABC):
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64 `[T, K]`, -1 is dropped."""
+        """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
+        `[T, K]`, -1 is dropped.
+        """
 
     @abstractmethod
     def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
         """Send `[T, H]` rows along the routes of an earlier dispatch -> `[R, H]`."""
 
     @abstractmethod
-    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Send `[R, H]` back and sum per token, unweighted -> `[T, H]` in x's dtype; fp32 weights `[R, K]` likewise -> `[T, K]`."""
+    def combine(
+        self, x: Tensor, handle: Any, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send `[R, H]` back and sum per token, unweighted -> `[T, H]` in x's dtype; fp32 weights
+        `[R, K]` likewise -> `[T, K]`.
+        """
 
 
 def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
@@ -104,7 +114,11 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     """
     for name, value in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         require_framework_tensor(value, name)
-    expect(x.dtype in TOKEN_DTYPES, DTypeError, f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
+    expect(
+        x.dtype in TOKEN_DTYPES,
+        DTypeError,
+        f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
+    )
     expect(
         topk_idx.dtype in (torch.int32, torch.int64),
         DTypeError,
@@ -116,7 +130,11 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
         f"topk_weights is {dtype_name(topk_weights.dtype)}; needed: float32",
     )
     expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
-    expect(len(topk_idx.shape) == 2, ShapeError, f"topk_idx has shape {tuple(topk_idx.shape)}; needed: [T, K]")
+    expect(
+        len(topk_idx.shape) == 2,
+        ShapeError,
+        f"topk_idx has shape {tuple(topk_idx.shape)}; needed: [T, K]",
+    )
     for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         wanted = (int(x.shape[0]), int(topk_idx.shape[1]))
         expect(
@@ -128,5 +146,7 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor) -> Tensor:
-    """`values` `[., K]` with exact zeros where `indices` is negative, whatever bytes (NaN too) were there."""
+    """`values` `[., K]` with exact zeros where `indices` is negative, whatever bytes (NaN too) were
+    there.
+    """
     return torch.where(indices >= 0, values, torch.zeros_like(values))

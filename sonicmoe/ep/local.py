@@ -15,7 +15,9 @@ Tensor = torch.Tensor
 
 
 class LocalDispatcher(Dispatcher):
-    """The dispatcher of a group of one. A token whose slots are all dropped keeps its row, with every index -1."""
+    """The dispatcher of a group of one. A token whose slots are all dropped keeps its row, with
+    every index -1.
+    """
 
     name = "local"
 
@@ -50,6 +52,6 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
         return torch.zeros([num_experts], dtype=torch.int64, device=indices.device)
     flat = indices.reshape([-1])
     inside = (flat >= 0) & (flat < num_experts)
-    return torch.bincount(torch.where(inside, flat, torch.full_like(flat, num_experts)), minlength=num_experts + 1)[
-        :num_experts
-    ]
+    return torch.bincount(
+        torch.where(inside, flat, torch.full_like(flat, num_experts)), minlength=num_experts + 1
+    )[:num_experts]

@@ -34,15 +34,20 @@ logger = logging.getLogger("sonicmoe")
 KINDS = ("auto", "local", "collective", "deepep", "fleet")
 
 
-def make_dispatcher(num_experts: int, group: Any = None, *, kind: str = "auto", max_tokens: int = 0) -> Dispatcher:
+def make_dispatcher(
+    num_experts: int, group: Any = None, *, kind: str = "auto", max_tokens: int = 0
+) -> Dispatcher:
     """A dispatcher for `num_experts` experts over a group; one serves all MoE layers of a model.
 
     Args:
         num_experts: of the whole group.
-        group: process group (torch) or communication group (Paddle); None is one rank without a group.
-        kind: "auto": local without a group or in a group of one, collectives over a CPU group, else Fleet's or DeepEP's own kernels
-            where installed, else collectives. Or one of "local", "collective", "deepep", "fleet".
-        max_tokens: most tokens a rank dispatches at once, the same on all ranks; only an ElasticBuffer asks for it.
+        group: process group (torch) or communication group (Paddle); None is one rank without a
+            group.
+        kind: "auto": local without a group or in a group of one, collectives over a CPU group, else
+            Fleet's or DeepEP's own kernels where installed, else collectives. Or one of "local",
+            "collective", "deepep", "fleet".
+        max_tokens: most tokens a rank dispatches at once, the same on all ranks; only an
+            ElasticBuffer asks for it.
 
     Raises:
         ConfigError: an unknown kind, or one that does not fit the group.
@@ -50,7 +55,11 @@ def make_dispatcher(num_experts: int, group: Any = None, *, kind: str = "auto", 
     """
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
     if group is None:
-        expect(kind in ("auto", "local"), ConfigError, f"kind {kind!r} needs a group of ranks; group is None")
+        expect(
+            kind in ("auto", "local"),
+            ConfigError,
+            f"kind {kind!r} needs a group of ranks; group is None",
+        )
         return LocalDispatcher(num_experts)
     expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
     if kind == "auto":
@@ -77,14 +86,18 @@ def _auto(num_experts: int, group: Any, max_tokens: int) -> tuple[Dispatcher, st
     if IS_PADDLE:
         fleet, no_fleet = find_fleet()
         if fleet is not None:
-            return FleetDispatcher(num_experts, group, fleet), "PaddleFleet is installed with DeepEP"
+            return FleetDispatcher(
+                num_experts, group, fleet
+            ), "PaddleFleet is installed with DeepEP"
         no_fleet = f"no PaddleFleet: {no_fleet}; "
     library, no_library = find_library()
     if library is None:
         return _collective(num_experts, group), f"{no_fleet}no DeepEP: {no_library}"
     if library.kinds[0] != LEGACY and max_tokens <= 0:
         return _collective(num_experts, group), f"{no_fleet}DeepEP's ElasticBuffer needs max_tokens"
-    return TransportDispatcher(_deepep(library, num_experts, group, max_tokens)), f"{no_fleet}DeepEP is installed"
+    return TransportDispatcher(
+        _deepep(library, num_experts, group, max_tokens)
+    ), f"{no_fleet}DeepEP is installed"
 
 
 def _collective(num_experts: int, group: Any) -> Dispatcher:

@@ -1,7 +1,9 @@
-"""DeepEP's top-k indices and probabilities -> `RoutingMetadata` on the GPU, in one launch and without a host sync.
+"""DeepEP's top-k indices and probabilities -> `RoutingMetadata` on the GPU, in one launch and
+without a host sync.
 
-The fused CUDA kernel is built once per machine and cached; where it cannot be, Triton kernels with identical results take
-over, and where neither runs, plain tensor operations do. One log line on the logger "sonicmoe" says which, and why.
+The fused CUDA kernel is built once per machine and cached; where it cannot be, Triton kernels with
+identical results take over, and where neither runs, plain tensor operations do. One log line on the
+logger "sonicmoe" says which, and why.
 """
 
 from __future__ import annotations
@@ -29,24 +31,35 @@ def topk_metadata(
     alignment: int = ROW_ALIGNMENT,
     validate: bool | None = None,
 ) -> RoutingMetadata:
-    """The metadata of one dispatched batch; arguments and errors as `deepep_topk_to_sonic_metadata`.
+    """The metadata of one dispatched batch; arguments and errors as
+    `deepep_topk_to_sonic_metadata`.
 
-    Without `tokens_per_expert` nothing is waited for either: the row tensors then have their worst-case size.
+    Without `tokens_per_expert` nothing is waited for either: the row tensors then have their
+    worst-case size.
     """
     if validate is None:
         validate = current_config().validate_dispatch
     return build_routing_gpu(
-        dispatched_indices, dispatched_probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate
+        dispatched_indices,
+        dispatched_probs,
+        num_experts,
+        tokens_per_expert,
+        alignment=alignment,
+        validate=validate,
     )
 
 
 def gather_probs(probs: Tensor, routing: RoutingMetadata) -> Tensor:
-    """fp32 `[T, K]` -> `[R]`: probabilities in row order, 0 in padding rows (`topk_metadata` already gives `row_prob`)."""
+    """fp32 `[T, K]` -> `[R]`: probabilities in row order, 0 in padding rows (`topk_metadata`
+    already gives `row_prob`).
+    """
     return gather_to_rows(probs, routing)
 
 
 def scatter_dprobs(row_dprobs: Tensor, routing: RoutingMetadata) -> Tensor:
-    """fp32 `[R]` -> `[T, K]`: the gradient of the probabilities, exactly 0 in invalid slots whatever padding rows hold."""
+    """fp32 `[R]` -> `[T, K]`: the gradient of the probabilities, exactly 0 in invalid slots
+    whatever padding rows hold.
+    """
     return scatter_to_slots(row_dprobs, routing)
 
 

@@ -1,6 +1,8 @@
-"""The PyTorch face, functional half: upstream SonicMoE's signatures over the engine seam. Weights are `w1 [N1, H, E]`, `w2 [H, I, E]`.
+"""The PyTorch face, functional half: upstream SonicMoE's signatures over the engine seam. Weights
+are `w1 [N1, H, E]`, `w2 [H, I, E]`.
 
-Sentinels: an expert id of -1, or >= E, drops its slot at no cost: no output, exactly zero gradient (docs/design.md, "Routing contract").
+Sentinels: an expert id of -1, or >= E, drops its slot at no cost: no output, exactly zero gradient
+(docs/design.md, "Routing contract").
 """
 
 from __future__ import annotations
@@ -20,12 +22,19 @@ from .weights import WeightLayout, Weights
 
 Tensor = torch.Tensor
 
-__all__ = ["count_cumsum", "enable_quack_gemm", "moe_TC_softmax_topk_layer", "moe_general_routing_inputs"]
+__all__ = [
+    "count_cumsum",
+    "enable_quack_gemm",
+    "moe_TC_softmax_topk_layer",
+    "moe_general_routing_inputs",
+]
 
 
 @contextmanager
 def enable_quack_gemm(enable: bool = True) -> Iterator[None]:
-    """Accepted for source compatibility: the engine is chosen by `SonicMoEConfig.engine`, not by this switch."""
+    """Accepted for source compatibility: the engine is chosen by `SonicMoEConfig.engine`, not by
+    this switch.
+    """
     with dataclasses.replace(active_config(), use_quack_gemm=enable).activate():
         yield
 
@@ -42,10 +51,15 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
         int32 `[E]` counts, or `(counts, inclusive prefix sum)`.
     """
     expect(len(x.shape) == 1, ShapeError, f"x has shape {tuple(x.shape)}; needed: one axis")
-    expect(x.dtype in (torch.int32, torch.int64), DTypeError, f"x is {dtype_name(x.dtype)}; needed: int32 or int64")
+    expect(
+        x.dtype in (torch.int32, torch.int64),
+        DTypeError,
+        f"x is {dtype_name(x.dtype)}; needed: int32 or int64",
+    )
     ids = x.to(torch.int64)
     group = torch.where((ids >= 0) & (ids < E), ids, torch.full_like(ids, E))
-    # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold it.
+    # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
+    # it.
     counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
     counts = counts.scatter_add(0, group, torch.ones_like(group, dtype=torch.int32))[:E]
     return (counts, torch.cumsum(counts, 0, dtype=torch.int32)) if do_cumsum else counts
@@ -66,12 +80,14 @@ def moe_TC_softmax_topk_layer(
     *,
     use_fp8: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole token-choice MoE layer: router logits, top-k, softmax over the chosen, experts, weighted sum.
+    """A whole token-choice MoE layer: router logits, top-k, softmax over the chosen, experts,
+    weighted sum.
 
     Args:
         x: `[T, H]`.
         router_w: `[E, H]`.
-        w1, w2: `[N1, H, E]`, `[H, I, E]` (permuted views of `[E, N1, H]`, `[E, H, I]`); N1 = 2I for gated activations.
+        w1, w2: `[N1, H, E]`, `[H, I, E]` (permuted views of `[E, N1, H]`, `[E, H, I]`); N1 = 2I for
+            gated activations.
         b1, b2: `[E, N1]`, `[E, H]`, both or neither.
         K: experts per token.
         stream_id: accepted for source compatibility; work goes to the caller's current stream.
@@ -113,9 +129,13 @@ def softmax_topk_layer(
     inference: bool = False,
     use_fp8: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as in `expert_mlp`."""
+    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as in
+    `expert_mlp`.
+    """
     experts = int(router_w.shape[0])
-    expect(1 <= K <= experts, ShapeError, f"K is {K}; needed: 1 to {experts}, the number of experts")
+    expect(
+        1 <= K <= experts, ShapeError, f"K is {K}; needed: 1 to {experts}, the number of experts"
+    )
     check_router_dtype(x, router_w)
     logits = torch.nn.functional.linear(x, router_w)
     chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
@@ -153,7 +173,8 @@ def moe_general_routing_inputs(
     use_fp8: bool | None = None,
     max_experts_per_token: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Experts on any routing: N (token, expert, score) triples, a token may appear any number of times.
+    """Experts on any routing: N (token, expert, score) triples, a token may appear any number of
+    times.
 
     Args:
         x: `[T, H]`.
@@ -161,19 +182,23 @@ def moe_general_routing_inputs(
         token_indices: int `[N]`, ascending.
         expert_indices: int `[N]`; -1 and >= E drop the triple.
         E: number of experts; must match the weights when given.
-        w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout, use_fp8: as in
+        w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout,
+        use_fp8: as in
             `moe_TC_softmax_topk_layer`.
-        max_experts_per_token: the most often that any token appears. Given, the call waits for no GPU, can be captured in a CUDA graph
-            and compiled into a full graph; without it, the number is read off the device.
+        max_experts_per_token: the most often that any token appears. Given, the call waits for no
+            GPU, can be captured in a CUDA graph and compiled into a full graph; without it, the
+            number is read off the device.
 
     Returns:
         `(out [T, H], expert_frequency int32 [E])`.
 
     Raises:
-        ShapeError: x is no matrix, the triples differ in length, or E or the tokens do not fit the weights.
+        ShapeError: x is no matrix, the triples differ in length, or E or the tokens do not fit the
+            weights.
         DTypeError: scores are no floating type, or indices are neither int32 nor int64.
-        RoutingError: `token_indices` is not ascending, names no row of x, or names one more than `max_experts_per_token` times. On a GPU
-            with `max_experts_per_token` (unless `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
+        RoutingError: `token_indices` is not ascending, names no row of x, or names one more than
+            `max_experts_per_token` times. On a GPU with `max_experts_per_token` (unless
+            `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
         ConfigError: `activation_type` or `use_fp8` has an unknown value.
     """
     _check_tokens(x)
@@ -204,10 +229,13 @@ def moe_general_routing_inputs(
 def _triples_to_topk(
     scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int, topk: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in the scores."""
+    """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in
+    the scores.
+    """
     _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
-    # A row outside x counts in an extra bin, so that one look at two numbers sizes the table and finds strays.
+    # A row outside x counts in an extra bin, so that one look at two numbers sizes the table and
+    # finds strays.
     inside = (tokens >= 0) & (tokens < num_tokens)
     bins = torch.where(inside, tokens, torch.full_like(tokens, num_tokens))
     counted = count_cumsum(bins, num_tokens + 1, do_cumsum=False)
@@ -224,13 +252,23 @@ def _triples_to_topk(
     return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk)
 
 
-def _check_token_indices(tokens: Tensor, per_token: Tensor, strays: Tensor, topk: int | None) -> int:
-    """The width of the table: `topk` where the caller knows it, and then nothing waits for a GPU; else read off the device."""
-    expect(topk is None or topk >= 1, ShapeError, f"max_experts_per_token is {topk}; needed: at least 1")
+def _check_token_indices(
+    tokens: Tensor, per_token: Tensor, strays: Tensor, topk: int | None
+) -> int:
+    """The width of the table: `topk` where the caller knows it, and then nothing waits for a GPU;
+    else read off the device.
+    """
+    expect(
+        topk is None or topk >= 1,
+        ShapeError,
+        f"max_experts_per_token is {topk}; needed: at least 1",
+    )
     num_tokens = int(per_token.shape[0])
     most = per_token.max() if num_tokens else torch.zeros_like(strays)
     unsorted = (tokens[1:] < tokens[:-1]).any()
-    may_wait = not torch.compiler.is_compiling() and (current_config().validate_dispatch or not is_cuda(tokens))
+    may_wait = not torch.compiler.is_compiling() and (
+        current_config().validate_dispatch or not is_cuda(tokens)
+    )
     if topk is not None and not may_wait:
         torch._assert_async(
             ~unsorted & (strays == 0) & (most <= topk),
@@ -241,7 +279,11 @@ def _check_token_indices(tokens: Tensor, per_token: Tensor, strays: Tensor, topk
         [most.to(torch.int64), strays.to(torch.int64), unsorted.to(torch.int64)]
     ).tolist()
     expect(not shuffled, RoutingError, "token_indices is not ascending; sort the triples by token")
-    expect(outside == 0, RoutingError, f"token_indices holds {outside} ids outside [0, {num_tokens}), the rows of x")
+    expect(
+        outside == 0,
+        RoutingError,
+        f"token_indices holds {outside} ids outside [0, {num_tokens}), the rows of x",
+    )
     expect(
         topk is None or found <= topk,
         RoutingError,
@@ -254,10 +296,16 @@ def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
     shape = tuple(scores.shape)
     expect(len(shape) == 1, ShapeError, f"router_scores has shape {shape}; needed: one axis")
     expect(
-        scores.is_floating_point(), DTypeError, f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type"
+        scores.is_floating_point(),
+        DTypeError,
+        f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type",
     )
     for name, ids in (("token_indices", tokens), ("expert_indices", experts)):
-        expect(tuple(ids.shape) == shape, ShapeError, f"{name} has shape {tuple(ids.shape)}; router_scores {shape}")
+        expect(
+            tuple(ids.shape) == shape,
+            ShapeError,
+            f"{name} has shape {tuple(ids.shape)}; router_scores {shape}",
+        )
         expect(
             ids.dtype in (torch.int32, torch.int64),
             DTypeError,
@@ -279,12 +327,16 @@ def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
 
 
 def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
-    """Three axes, and as many experts on the last as `source` says; what else must fit, the engine checks."""
+    """Three axes, and as many experts on the last as `source` says; what else must fit, the engine
+    checks.
+    """
     for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
         shape = tuple(weight.shape)
         expect(len(shape) == 3, ShapeError, f"{name} has shape {shape}; needed: {axes}")
         expect(
-            shape[2] == experts, ShapeError, f"{name} {axes} has shape {shape}; needed: {experts} experts ({source})"
+            shape[2] == experts,
+            ShapeError,
+            f"{name} {axes} has shape {shape}; needed: {experts} experts ({source})",
         )
 
 
@@ -293,7 +345,9 @@ def _layout(activation: ActivationType, concat_layout: bool) -> WeightLayout:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Tokens in the autocast dtype where autocast lowers precision; autocast to fp32 leaves them as they are, like upstream."""
+    """Tokens in the autocast dtype where autocast lowers precision; autocast to fp32 leaves them as
+    they are, like upstream.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x

@@ -36,11 +36,13 @@ def expert_mlp(
         x: `[T, H]`.
         indices: int `[T, K]`; -1 and ids >= E drop their slot.
         probs: fp32 `[T, K]`.
-        w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`, `[E, H, I]`).
+        w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`,
+            `[E, H, I]`).
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
 
-    Inside `torch.compile` the call is one custom operator, under the configuration in force when the graph is compiled.
+    Inside `torch.compile` the call is one custom operator, under the configuration in force when
+    the graph is compiled.
     """
     weights = (w1, w2, b1, b2)
     differentiable = (x, probs, *weights)
@@ -56,12 +58,16 @@ def expert_mlp(
         out: Tensor = _ExpertMlp.apply(plan, indices, *differentiable)
         return out
     with plan.config.activate():
-        return forward(plan, x.contiguous(), _route(plan, indices, probs, w1), weights, save=False)[0]
+        return forward(plan, x.contiguous(), _route(plan, indices, probs, w1), weights, save=False)[
+            0
+        ]
 
 
 def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
     experts = int(w1.shape[0])
-    return build_metadata(indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate)
+    return build_metadata(
+        indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate
+    )
 
 
 def _check_not_overwritten(prepared: EngineWeights, versions: Any) -> None:
@@ -89,11 +95,14 @@ class _ExpertMlp(torch.autograd.Function):
         assert w1 is not None and w2 is not None
         with plan.config.activate():
             routing = _route(plan, indices, probs, w1)
-            out, saved, prepared = forward(plan, x.contiguous(), routing, (w1, w2, b1, b2), save=True)
+            out, saved, prepared = forward(
+                plan, x.contiguous(), routing, (w1, w2, b1, b2), save=True
+            )
         assert saved is not None
         tensors, ctx.spec = saved.pack()
-        # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd refuse a backward after they were
-        # changed in place, and they are prepared again for backward, so that no rearranged copy lives from one pass to the other.
+        # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd
+        # refuse a backward after they were changed in place, and they are prepared again for
+        # backward, so that no rearranged copy lives from one pass to the other.
         quantised = plan.settings.recipe is not None
         ctx.prepared = prepared if quantised else None
         ctx.versions = versions_of(prepared)
@@ -115,9 +124,16 @@ class _ExpertMlp(torch.autograd.Function):
             if prepared is None:
                 weights = (w1, w2, b1, b2)
                 engine = plan.choose(saved.x, weights)
-                prepared = prepared_weights(engine, weights, plan.settings, plan.layout, saved.x.dtype)
+                prepared = prepared_weights(
+                    engine, weights, plan.settings, plan.layout, saved.x.dtype
+                )
             else:
                 _check_not_overwritten(prepared, ctx.versions)
-            dx, dprobs, gradients = backward(plan, dout, saved, prepared, ctx.dtypes, wgrad=any(weights_wanted))
-        kept = (gradient if wanted else None for gradient, wanted in zip(gradients, weights_wanted, strict=True))
+            dx, dprobs, gradients = backward(
+                plan, dout, saved, prepared, ctx.dtypes, wgrad=any(weights_wanted)
+            )
+        kept = (
+            gradient if wanted else None
+            for gradient, wanted in zip(gradients, weights_wanted, strict=True)
+        )
         return (None, None, dx if x_wanted else None, dprobs if probs_wanted else None, *kept)

@@ -1,4 +1,6 @@
-"""What one call of the routed expert MLP computes, once its settings are decided: shared by eager autograd and by compiled graphs."""
+"""What one call of the routed expert MLP computes, once its settings are decided: shared by eager
+autograd and by compiled graphs.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ class Plan:
     validate: bool
 
     def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
-        """The plan with settings that the engine for these tokens can compute: `auto` falls back from FP8 to BF16, out loud."""
+        """The plan with settings that the engine for these tokens can compute: `auto` falls back
+        from FP8 to BF16, out loud.
+        """
         choice, device = self._decide(x, weights), device_name(x)
         announce(choice, device)
-        return self if choice.settings is None else dataclasses.replace(self, settings=choice.settings)
+        return (
+            self if choice.settings is None else dataclasses.replace(self, settings=choice.settings)
+        )
 
     def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
         """The engine for these tokens and experts, which may be prepared already."""
@@ -67,7 +73,10 @@ def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | 
     resolved = config.resolve()
     if use_fp8 is not None:
         mode = (resolved.fp8_mode or "perf") if use_fp8 else None
-        config, resolved = dataclasses.replace(config, fp8_mode=mode or "off"), resolved.replace(fp8_mode=mode)
+        config, resolved = (
+            dataclasses.replace(config, fp8_mode=mode or "off"),
+            resolved.replace(fp8_mode=mode),
+        )
     settings = EngineSettings.from_config(resolved, activation)
     return Plan(config, settings, layout, use_fp8, resolved.engine, resolved.validate_dispatch)
 
@@ -101,7 +110,9 @@ def backward(
     *,
     wgrad: bool,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once to `dtypes`."""
+    """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
+    to `dtypes`.
+    """
     accumulators = _zeros_like_weights(prepared, dout) if wgrad else None
     assert saved.x is not None
     engine = plan.choose(saved.x, prepared)
@@ -113,4 +124,6 @@ def backward(
 
 def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> GradAccumulators:
     experts, n1, hidden = (int(size) for size in weights.w1.shape)
-    return GradAccumulators.zeros(experts, n1, hidden, weights.intermediate_size, weights.b1 is not None, like.device)
+    return GradAccumulators.zeros(
+        experts, n1, hidden, weights.intermediate_size, weights.b1 is not None, like.device
+    )

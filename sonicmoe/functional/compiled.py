@@ -1,7 +1,8 @@
-"""The routed expert MLP as two `torch.library` operators, so that `torch.compile(fullgraph=True)` keeps it in its graph.
+"""The routed expert MLP as two `torch.library` operators, so that `torch.compile(fullgraph=True)`
+keeps it in its graph.
 
-A graph holds tensors and numbers only: settings are named by number. Every shape is a function of the
-inputs' shapes: the rows of the saved `z` are the worst case of any routing, as on a GPU.
+A graph holds tensors and numbers only: settings are named by number. Every shape is a function of
+the inputs' shapes: the rows of the saved `z` are the worst case of any routing, as on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _plans: dict[int, Plan] = {}
 
 
 def number_of(plan: Plan) -> int:
-    """The number that stands for `plan` in a graph: a digest, since compiled graphs outlive the process in the compiler's caches."""
+    """The number that stands for `plan` in a graph: a digest, since compiled graphs outlive the
+    process in the compiler's caches.
+    """
     number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
     _plans[number] = plan
     return number
@@ -58,9 +61,12 @@ def compiled_expert_mlp(
     """`expert_mlp` inside a graph.
 
     Raises:
-        ConfigError: at run time, when a `SonicMoEConfig` is active that is not the one the graph was compiled under.
+        ConfigError: at run time, when a `SonicMoEConfig` is active that is not the one the graph
+            was compiled under.
     """
-    from .graph_constants import plan_number  # it loads the compiler, a second or more: only for those who compile
+    from .graph_constants import (
+        plan_number,
+    )  # it loads the compiler, a second or more: only for those who compile
 
     number = plan_number(activation.value, layout.transposed, layout.split_half, use_fp8)
     out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
@@ -79,7 +85,9 @@ def _expert_mlp(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out [T, H], z or its codes, scales of the codes)`; the last two are empty where backward needs none."""
+    """`(out [T, H], z or its codes, scales of the codes)`; the last two are empty where backward
+    needs none.
+    """
     plan = _plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
@@ -140,11 +148,17 @@ def _expert_mlp_backward(
     with plan.config.activate():
         plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
-        prepared = prepared_weights(plan.choose(x, weights), weights, plan.settings, plan.layout, x.dtype)
-        saved = Saved(plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales))
+        prepared = prepared_weights(
+            plan.choose(x, weights), weights, plan.settings, plan.layout, x.dtype
+        )
+        saved = Saved(
+            plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales)
+        )
         dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
         dx, dprobs, gradients = backward(plan, dout, saved, prepared, dtypes, wgrad=wgrad)
-    dw1, dw2, db1, db2 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    dw1, dw2, db1, db2 = (
+        x.new_empty(0) if gradient is None else gradient for gradient in gradients
+    )
     return dx, dprobs, dw1, dw2, db1, db2
 
 
@@ -184,9 +198,15 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
         return (None,) * 9
     wgrad = any(wanted[3:])
     *tensors, z, scales = ctx.saved_tensors
-    dx, dprobs, *weight_gradients = _expert_mlp_backward(dout, *tensors, z, scales, ctx.plan_number, wgrad)
+    dx, dprobs, *weight_gradients = _expert_mlp_backward(
+        dout, *tensors, z, scales, ctx.plan_number, wgrad
+    )
     gradients = (dx, None, dprobs, *weight_gradients)
-    return (*(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)), None, None)
+    return (
+        *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)),
+        None,
+        None,
+    )
 
 
 _expert_mlp.register_autograd(_differentiate, setup_context=_setup_context)
@@ -194,7 +214,9 @@ _expert_mlp.register_autograd(_differentiate, setup_context=_setup_context)
 _NO_Z: tuple[TensorSpec, TensorSpec] = (((0,), torch.float32), ((0,), torch.float32))
 
 
-def _z_specs(settings: EngineSettings, rows: Any, n1: Any, dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
+def _z_specs(
+    settings: EngineSettings, rows: Any, n1: Any, dtype: torch.dtype
+) -> tuple[TensorSpec, TensorSpec]:
     """Shapes and dtypes of a saved `z` (docs/design.md, "The engine seam") and of its scales."""
     if settings.recompute_z:
         return _NO_Z
@@ -217,7 +239,9 @@ def _z_tensors(saved: Saved | None, like: Tensor) -> tuple[Tensor, Tensor]:
     return (like.new_empty(0, dtype=torch.float32) if z is None else z), nothing
 
 
-def _restore_z(settings: EngineSettings, z: Tensor, scales: Tensor) -> BlockScaledTensor | Tensor | None:
+def _restore_z(
+    settings: EngineSettings, z: Tensor, scales: Tensor
+) -> BlockScaledTensor | Tensor | None:
     if settings.recompute_z:
         return None
     if settings.recipe is None or settings.save_z is ZCode.BF16:
@@ -235,8 +259,12 @@ def _route(plan: Plan, indices: Tensor, probs: Tensor, experts: int) -> RoutingM
 
 
 def _check_config(plan: Plan) -> None:
-    """A graph keeps the settings it was compiled under; another activated configuration must not be ignored in silence."""
-    if active_config() == SonicMoEConfig():  # nothing activated, or activation recompute on a thread of autograd's own
+    """A graph keeps the settings it was compiled under; another activated configuration must not be
+    ignored in silence.
+    """
+    if (
+        active_config() == SonicMoEConfig()
+    ):  # nothing activated, or activation recompute on a thread of autograd's own
         return
     wanted = make_plan(plan.settings.activation, plan.layout, plan.use_fp8)
     expect(

@@ -13,4 +13,6 @@ from .weights import WeightLayout
 @torch.compiler.assume_constant_result
 def plan_number(activation: str, transposed: bool, split_half: bool, use_fp8: bool | None) -> int:
     """The number of the plan in force now."""
-    return number_of(make_plan(ActivationType(activation), WeightLayout(transposed, split_half), use_fp8))
+    return number_of(
+        make_plan(ActivationType(activation), WeightLayout(transposed, split_half), use_fp8)
+    )

@@ -3,9 +3,11 @@
     from sonicmoe.integrations.transformers import register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, experts_implementation="sonicmoe_fp8")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16,
+    experts_implementation="sonicmoe_fp8")
 
-`sonicmoe` follows the configuration (`SonicMoEConfig`, environment), which is unquantised by default; `sonicmoe_fp8` is FP8 always.
+`sonicmoe` follows the configuration (`SonicMoEConfig`, environment), which is unquantised by
+default; `sonicmoe_fp8` is FP8 always.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.activations import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, activate_backward, merge_gate_up
+from ..engine.activations import (
+    SWIGLU_OAI_ALPHA,
+    SWIGLU_OAI_LIMIT,
+    activate_backward,
+    merge_gate_up,
+)
 from ..enums import ActivationType
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
@@ -33,7 +40,10 @@ ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 logger = logging.getLogger("sonicmoe")
 
 MINIMUM_TRANSFORMERS = (5, 7)
-IMPLEMENTATIONS: dict[str, bool | None] = {"sonicmoe": None, "sonicmoe_fp8": True}  # name: FP8, None as configured
+IMPLEMENTATIONS: dict[str, bool | None] = {
+    "sonicmoe": None,
+    "sonicmoe_fp8": True,
+}  # name: FP8, None as configured
 
 _GATED = {"silu": ActivationType.SWIGLU, "gelu": ActivationType.GEGLU, "relu": ActivationType.REGLU}
 _PLAIN = {
@@ -50,7 +60,8 @@ _OAI_CONSTANTS = {  # by the names that experts with this gate give them
     "swiglu_limit": SWIGLU_OAI_LIMIT,
 }
 _NEEDED = "models take registered experts implementations from transformers 5.7 on"
-# transformers instantiates these for `hidden_act`; tanh approximations of GELU are other classes, or say so in an attribute.
+# transformers instantiates these for `hidden_act`; tanh approximations of GELU are other classes,
+# or say so in an attribute.
 _ACTIVATION_CLASSES = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -62,9 +73,11 @@ _ACTIVATION_CLASSES = {
 
 
 def register() -> None:
-    """Make `experts_implementation="sonicmoe"` and `"sonicmoe_fp8"` known to transformers; may be called again.
+    """Make `experts_implementation="sonicmoe"` and `"sonicmoe_fp8"` known to transformers; may be
+    called again.
 
-    `"sonicmoe"` replaces the implementation of that name which transformers downloads from its kernel hub.
+    `"sonicmoe"` replaces the implementation of that name which transformers downloads from its
+    kernel hub.
 
     Raises:
         FrameworkError: transformers is missing, or older than 5.7.
@@ -81,7 +94,8 @@ def check_model(model: nn.Module) -> None:
     Logs a warning where it could, but another implementation is in force.
 
     Raises:
-        LayoutError: names every such class of experts and the reason; or the model has no experts that transformers can dispatch.
+        LayoutError: names every such class of experts and the reason; or the model has no experts
+            that transformers can dispatch.
     """
     experts = [module for module in model.modules() if _is_experts(module)]
     found = {type(module): module for module in experts}
@@ -96,7 +110,9 @@ def check_model(model: nn.Module) -> None:
 
 
 def unsupported_reason(experts: nn.Module) -> str | None:
-    """Why the engine cannot compute this experts module, in words that name its class; None where it can."""
+    """Why the engine cannot compute this experts module, in words that name its class; None where
+    it can.
+    """
     return _unsupported_reason(experts, _moe_module()._default_apply_gate)
 
 
@@ -105,12 +121,18 @@ def _implementation(experts: nn.Module) -> str | None:
 
 
 def _not_in_force(name: str) -> str | None:
-    """Why a model with this experts implementation does not run on the engine, and what to do; None where it does."""
+    """Why a model with this experts implementation does not run on the engine, and what to do; None
+    where it does.
+    """
     if name not in IMPLEMENTATIONS:
         wanted = " or ".join(map(repr, IMPLEMENTATIONS))
         return f"its experts implementation is {name!r}; call register() and model.set_experts_implementation({wanted})"
     ours = getattr(_moe_module().ALL_EXPERTS_FUNCTIONS.get(name), "__module__", None) == __name__
-    return None if ours else f"its experts implementation {name!r} is not this package's; call {__name__}.register()"
+    return (
+        None
+        if ours
+        else f"its experts implementation {name!r} is not this package's; call {__name__}.register()"
+    )
 
 
 def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
@@ -168,17 +190,37 @@ def _has_oai_gate(kind: Any, split_half: bool) -> bool:
 
 @functools.cache
 def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
-    """Values and gradients on both sides of every bound, and on it, in fp32; of its module the gate may read the constants alone."""
+    """Values and gradients on both sides of every bound, and on it, in fp32; of its module the gate
+    may read the constants alone.
+    """
     bound = SWIGLU_OAI_LIMIT
-    ticks = [-40.0, -bound - 0.5, -bound, -3.0, -1.0, -0.1, 0.0, 0.3, 2.0, bound - 0.01, bound, bound + 0.01, 40.0]
+    ticks = [
+        -40.0,
+        -bound - 0.5,
+        -bound,
+        -3.0,
+        -1.0,
+        -0.1,
+        0.0,
+        0.3,
+        2.0,
+        bound - 0.01,
+        bound,
+        bound + 0.01,
+        40.0,
+    ]
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         points = torch.tensor(ticks, dtype=torch.float32, device="cpu")
         gates, ups = torch.meshgrid(points, points, indexing="ij")
-        dy1 = torch.linspace(-1.0, 2.0, gates.numel(), device="cpu", dtype=torch.float32).view_as(gates)
+        dy1 = torch.linspace(-1.0, 2.0, gates.numel(), device="cpu", dtype=torch.float32).view_as(
+            gates
+        )
         y1, dz = activate_backward(merge_gate_up(gates, ups), dy1, _OAI)
         if split_half:
             dz = torch.cat([dz[:, 0::2], dz[:, 1::2]], 1)
-        z = (torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)).requires_grad_()
+        z = (
+            torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)
+        ).requires_grad_()
         try:
             found = gate(SimpleNamespace(**_OAI_CONSTANTS), z)
             (gradient,) = torch.autograd.grad(found, z, dy1)
@@ -196,14 +238,19 @@ def _is_split_half(experts: nn.Module) -> bool:
 def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward:
     """The function that transformers calls in place of an experts module's forward.
 
-    It imports nothing: transformers' packages are lazy modules, whose import torch.compile up to 2.11 cannot trace.
+    It imports nothing: transformers' packages are lazy modules, whose import torch.compile up to
+    2.11 cannot trace.
     """
 
-    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """`[T, H]`, ids `[T, K]` (-1 and >= E: another rank's), weights `[T, K]` -> `[T, H]`."""
         reason = _unsupported_reason(self, standard_gate)
         if reason is not None:
-            raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {reason}")
+            raise LayoutError(
+                f"the sonicmoe experts implementation cannot run this model: {reason}"
+            )
         activation = _activation(self, standard_gate)
         assert activation is not None
         names = _weight_names(self)
@@ -211,7 +258,9 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         up_bias, down_bias = biases or (None, None)
         tokens = _local(hidden_states)
         out = expert_mlp(
-            autocast(tokens),  # norms give fp32 under autocast; the built-in implementations compute lower all the same
+            autocast(
+                tokens
+            ),  # norms give fp32 under autocast; the built-in implementations compute lower all the same
             _local(top_k_index),
             _local(top_k_weights).to(torch.float32),
             up,
@@ -219,7 +268,9 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             up_bias,
             down_bias,
             activation,
-            layout=WeightLayout(transposed=getattr(self, "is_transposed", False), split_half=_is_split_half(self)),
+            layout=WeightLayout(
+                transposed=getattr(self, "is_transposed", False), split_half=_is_split_half(self)
+            ),
             use_fp8=use_fp8,
         )
         return out.to(tokens.dtype)
@@ -244,7 +295,9 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, as a view: nothing is kept of it, since in-place operations on DTensors do not move its version."""
+    """This rank's part of a DTensor, as a view: nothing is kept of it, since in-place operations on
+    DTensors do not move its version.
+    """
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()[:]
 
@@ -261,5 +314,10 @@ def _check_version() -> None:
     import transformers
 
     found = transformers.__version__
-    # 5.0 to 5.6 have the registry, but their models refuse every name that is not in a list of their own.
-    expect(parse_version(found) >= MINIMUM_TRANSFORMERS, FrameworkError, f"transformers {found} is too old: {_NEEDED}")
+    # 5.0 to 5.6 have the registry, but their models refuse every name that is not in a list of
+    # their own.
+    expect(
+        parse_version(found) >= MINIMUM_TRANSFORMERS,
+        FrameworkError,
+        f"transformers {found} is too old: {_NEEDED}",
+    )

@@ -1,4 +1,6 @@
-"""Compile cache, CUDA extension build, no-compile guard and warm-up plan. Imports no framework and no compiler."""
+"""Compile cache, CUDA extension build, no-compile guard and warm-up plan. Imports no framework and
+no compiler.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,16 @@
 
 Promises:
 * `try_load` never raises: whatever is wrong with the cache is a miss.
-* `build` is idempotent, and of many processes that start at once one builds each key; the others use its artefact.
-* A published artefact is complete: it appears by one rename, and size and checksum of each file are verified on load.
-* A killed builder blocks nobody; a hanging one blocks for `lock_timeout_s` at most, and the error names it.
-* A damaged artefact is moved to quarantine and rebuilt. A different architecture or version is a miss.
-* A cache directory that cannot be written is explained once, still read, and complemented by a node-local directory.
+* `build` is idempotent, and of many processes that start at once one builds each key; the others
+  use its artefact.
+* A published artefact is complete: it appears by one rename, and size and checksum of each file are
+  verified on load.
+* A killed builder blocks nobody; a hanging one blocks for `lock_timeout_s` at most, and the error
+  names it.
+* A damaged artefact is moved to quarantine and rebuilt. A different architecture or version is a
+  miss.
+* A cache directory that cannot be written is explained once, still read, and complemented by a
+  node-local directory.
 """
 
 from __future__ import annotations
@@ -65,7 +70,10 @@ class CompileCache:
 
         self.root, self.local_root = Path(root), Path(local_root)
         self.lock_timeout_s = lock_timeout_s
-        self._shared, self._local = store(self.root, private=False), store(self.local_root, private=True)
+        self._shared, self._local = (
+            store(self.root, private=False),
+            store(self.local_root, private=True),
+        )
         self._rebuilt = store(self.local_root / f"rebuilt-{host}", private=True)
         self._loaded: dict[tuple[Any, ...], Any] = {}
         self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
@@ -77,13 +85,17 @@ class CompileCache:
         return self._shared.lookup(key).artefact or self._local.lookup(key).artefact
 
     def share(self, key: CompileKey) -> Artefact | None:
-        """The artefact of `key`, copied into the cache directory where only this node had it; None where there is none.
+        """The artefact of `key`, copied into the cache directory where only this node had it; None
+        where there is none.
 
-        Warm-up calls it: a machine that compiled for itself alone must not pass for a cluster that is warm.
+        Warm-up calls it: a machine that compiled for itself alone must not pass for a cluster that
+        is warm.
         """
         found = self._shared.lookup(key).artefact
         local = None if found else self._local.lookup(key).artefact
-        if local is None or key.toolchain is None:  # without the toolchain an artefact has no place of its own
+        if (
+            local is None or key.toolchain is None
+        ):  # without the toolchain an artefact has no place of its own
             return found or local
         try:
             return self._shared.build(key, lambda folder: _copy_files(local, folder))
@@ -92,7 +104,8 @@ class CompileCache:
             return local
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
-        """The artefact of `key`; `builder(folder)` is called to fill an empty private folder only if there is none.
+        """The artefact of `key`; `builder(folder)` is called to fill an empty private folder only
+        if there is none.
 
         Raises:
             CompileForbiddenError: a compile is needed and forbidden.
@@ -113,9 +126,11 @@ class CompileCache:
         return self._build_local(key, builder, shared_problem)
 
     def get(self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]) -> Loaded:
-        """`load(artefact)`, remembered for the life of this process; builds the artefact if there is none.
+        """`load(artefact)`, remembered for the life of this process; builds the artefact if there
+        is none.
 
-        An intact artefact that does not load here (another C library, a missing shared object) is built again for
+        An intact artefact that does not load here (another C library, a missing shared object) is
+        built again for
         this host alone: others may be using it.
 
         Raises:
@@ -131,7 +146,9 @@ class CompileCache:
         return self._loaded[memo]  # type: ignore[no-any-return]
 
     def require_compiler(self, key: CompileKey, why: str) -> None:
-        """Raise CompileForbiddenError or ToolchainError unless this process may and can compile `key`."""
+        """Raise CompileForbiddenError or ToolchainError unless this process may and can compile
+        `key`.
+        """
         check_compile_allowed(key, why)
         if key.toolchain is None:
             raise ToolchainError(
@@ -139,7 +156,9 @@ class CompileCache:
                 "is, with the same SONIC_MOE_CACHE_DIR, or install it (for CUDA sources: set CUDA_HOME)."
             )
 
-    def _load(self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]) -> Loaded:
+    def _load(
+        self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]
+    ) -> Loaded:
         artefact = self.build(key, builder)
         try:
             return load(artefact)
@@ -154,7 +173,9 @@ class CompileCache:
         rebuilt = self._rebuilt.lookup(key).artefact
         if rebuilt is None:
             try:
-                self.require_compiler(key, f"the artefact {artefact.path} does not load on this host: {first}")
+                self.require_compiler(
+                    key, f"the artefact {artefact.path} does not load on this host: {first}"
+                )
             except ToolchainError as refused:
                 raise refused from first  # loading may succeed another time: see `decided.may_pass`
             rebuilt = self._build_in(self._rebuilt, key, builder)
@@ -165,7 +186,9 @@ class CompileCache:
                 f"{key}: the cached artefact does not load here ({first}), nor does one built on this host ({error})"
             ) from error
 
-    def _build_local(self, key: CompileKey, builder: Builder, shared_problem: StoreProblemError) -> Artefact:
+    def _build_local(
+        self, key: CompileKey, builder: Builder, shared_problem: StoreProblemError
+    ) -> Artefact:
         try:
             return self._local.build(key, builder)
         except StoreProblemError as problem:
@@ -178,7 +201,9 @@ class CompileCache:
         try:
             return store.build(key, builder)
         except StoreProblemError as problem:
-            raise CacheUnwritableError(f"{key} cannot be stored. Directory {problem}. {HOW_TO_HELP}") from problem
+            raise CacheUnwritableError(
+                f"{key} cannot be stored. Directory {problem}. {HOW_TO_HELP}"
+            ) from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
         if problem.reason not in self._explained:
@@ -202,6 +227,8 @@ def _shared_instance(root: Path, local_root: Path, lock_timeout_s: float) -> Com
 
 
 def default_cache(config: ResolvedConfig | None = None) -> CompileCache:
-    """The process's cache for the configuration in force (`SONIC_MOE_CACHE_DIR`); loaded kernels stay loaded."""
+    """The process's cache for the configuration in force (`SONIC_MOE_CACHE_DIR`); loaded kernels
+    stay loaded.
+    """
     settings = config or current_config()
     return _shared_instance(settings.cache_dir, settings.local_cache_dir, settings.lock_timeout_s)

@@ -15,13 +15,16 @@ _TIMEOUT_S = 1800
 _LOG_TAIL = 6000
 
 
-def run_build_script(name: str, script: Path, request: dict[str, Any], environment: dict[str, str]) -> str:
+def run_build_script(
+    name: str, script: Path, request: dict[str, Any], environment: dict[str, str]
+) -> str:
     """Run `script` on `request`, whose "build_directory" it works in; returns what it printed.
 
     The script sees this process's module search path, and `environment` on top of this process's.
 
     Raises:
-        CompileError: it failed or took longer than half an hour; ends with the last lines it printed.
+        CompileError: it failed or took longer than half an hour; ends with the last lines it
+            printed.
     """
     path = Path(request["build_directory"]) / "request.json"
     path.write_text(json.dumps(request), encoding="utf-8")
@@ -35,5 +38,7 @@ def run_build_script(name: str, script: Path, request: dict[str, Any], environme
     except subprocess.TimeoutExpired:
         raise CompileError(f"{name}: the build did not end within {_TIMEOUT_S} s") from None
     if done.returncode != 0:
-        raise CompileError(f"{name} did not compile (exit status {done.returncode}):\n{done.stdout[-_LOG_TAIL:]}")
+        raise CompileError(
+            f"{name} did not compile (exit status {done.returncode}):\n{done.stdout[-_LOG_TAIL:]}"
+        )
     return done.stdout

@@ -1,6 +1,7 @@
 """CUDA sources: compiled by nvcc through apache-tvm-ffi, cached, and loaded as tvm-ffi modules.
 
-Cross-compiles: neither a GPU nor a framework is needed to build, and the result loads without a GPU.
+Cross-compiles: neither a GPU nor a framework is needed to build, and the result loads without a
+GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ _BUILD_SCRIPT = Path(__file__).with_name("tvm_ffi_build.py")
 
 @dataclass(frozen=True)
 class CudaSource:
-    """One shared object made of CUDA sources that export functions with `TVM_FFI_DLL_EXPORT_TYPED_FUNC`.
+    """One shared object made of CUDA sources that export functions with
+    `TVM_FFI_DLL_EXPORT_TYPED_FUNC`.
 
     Attributes:
         name: kernel name of the key, and stem of the shared object.
-        files: the `.cu` files; headers they include in quotes count into the fingerprint by themselves.
-        defines: preprocessor macros of static model dimensions: ("E", 8) becomes `-DE=8`. Never a token count.
+        files: the `.cu` files; headers they include in quotes count into the fingerprint by
+            themselves.
+        defines: preprocessor macros of static model dimensions: ("E", 8) becomes `-DE=8`. Never a
+            token count.
         arch: "sm_90a" compiles for exactly that (`-gencode=arch=compute_90a,code=sm_90a`).
         flags: further nvcc flags; `-O2` (host), `-lineinfo` and the resource report are always on.
         include_dirs: searched for quoted headers.
@@ -46,10 +50,19 @@ class CudaSource:
 
     @classmethod
     def make(
-        cls, name: str, *files: Path | str, defines: Mapping[str, int | str] | None = None, **rest: Any
+        cls,
+        name: str,
+        *files: Path | str,
+        defines: Mapping[str, int | str] | None = None,
+        **rest: Any,
     ) -> CudaSource:
         """The same with plain paths and a mapping of macros."""
-        return cls(name, tuple(Path(file) for file in files), tuple(sorted((defines or {}).items())), **rest)
+        return cls(
+            name,
+            tuple(Path(file) for file in files),
+            tuple(sorted((defines or {}).items())),
+            **rest,
+        )
 
     def key(self) -> CompileKey:
         """The compile key; its toolchain is None where there is no nvcc.
@@ -63,16 +76,24 @@ class CudaSource:
             self.name,
             arch=self.arch,
             statics={**dict(self.defines), "flags": self.flags},
-            fingerprint={"sources": source_fingerprint(self.files, self.include_dirs), "abi": host_abi(), **runtime},
+            fingerprint={
+                "sources": source_fingerprint(self.files, self.include_dirs),
+                "abi": host_abi(),
+                **runtime,
+            },
             toolchain={"nvcc": toolkit.version} if toolkit else None,
         )
 
     def compile(self, cache: CompileCache | None = None) -> Artefact:
-        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError of nvcc."""
+        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError
+        of nvcc.
+        """
         return (cache or default_cache()).build(self.key(), self.build_into)
 
     def load(self, cache: CompileCache | None = None) -> Any:
-        """The loaded `tvm_ffi.Module`, built if needed and remembered by the cache; errors as `CompileCache.get`."""
+        """The loaded `tvm_ffi.Module`, built if needed and remembered by the cache; errors as
+        `CompileCache.get`.
+        """
         return (cache or default_cache()).get(self.key(), self.build_into, self.load_artefact)
 
     def load_artefact(self, artefact: Artefact) -> Any:
@@ -103,7 +124,8 @@ class CudaSource:
             "name": self.name,
             "cuda_files": [str(file.resolve()) for file in self.files],
             "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *defines, *self.flags],
-            # The toolkit's own runtime is the last resort: a framework has usually loaded one of that name already.
+            # The toolkit's own runtime is the last resort: a framework has usually loaded one of
+            # that name already.
             "extra_ldflags": [f"-Wl,-rpath,{cuda_home / 'lib64'}"],
             "extra_include_paths": [str(path) for path in self.include_dirs],
             "build_directory": str(scratch),

@@ -1,8 +1,9 @@
-"""Compile one CuTe DSL kernel ahead of time, in a process of its own: `python -P cute_build.py REQUEST.json`.
+"""Compile one CuTe DSL kernel ahead of time, in a process of its own: `python -P cute_build.py
+REQUEST.json`.
 
-A script and not part of the package's import graph: CuTe DSL takes the architecture from the environment when it is
-imported, compiles on one thread, and is far too heavy for a process that only wants to launch cached kernels.
-Prints a ptxas report and the linker's output.
+A script and not part of the package's import graph: CuTe DSL takes the architecture from the
+environment when it is imported, compiles on one thread, and is far too heavy for a process that
+only wants to launch cached kernels. Prints a ptxas report and the linker's output.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def report_resources(compiled: Any, folder: Path, request: dict[str, Any]) -> No
 
 
 def link(exported: Path, folder: Path, request: dict[str, Any]) -> int:
-    """Link the object with the static runtimes, so that loading it needs tvm_ffi and the driver only."""
+    """Link the object with the static runtimes, so that loading it needs tvm_ffi and the driver
+    only.
+    """
     import cutlass.runtime
     import tvm_ffi.cpp
 

@@ -1,6 +1,7 @@
 """CuTe DSL kernels: compiled ahead of time to a shared object, cached, and loaded without CuTe DSL.
 
-Cross-compiles without a GPU. Loading needs apache-tvm-ffi and the driver, neither CuTe DSL nor a CUDA toolkit.
+Cross-compiles without a GPU. Loading needs apache-tvm-ffi and the driver, neither CuTe DSL nor a
+CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class CuteKernel:
     Attributes:
         name: kernel name of the key, name of the exported function and stem of the shared object.
         entry: "package.module:function"; called with `statics` in a build process, it returns what
-            `cute.compile(..., options="--enable-tvm-ffi")` returns. Compile for fake tensors with symbolic token counts.
+            `cute.compile(..., options="--enable-tvm-ffi")` returns. Compile for fake tensors with
+            symbolic token counts.
         statics: static model dimensions, dtype names, tile. Never a token count.
         sources: Python files, or directories of them, that the generated code depends on.
         arch: for example "sm_90a".
@@ -46,9 +48,17 @@ class CuteKernel:
     packages: tuple[str, ...] = ("nvidia-cutlass-dsl", "quack-kernels")
 
     @classmethod
-    def make(cls, name: str, entry: str, statics: Mapping[str, Any], *sources: Path | str, **rest: Any) -> CuteKernel:
+    def make(
+        cls, name: str, entry: str, statics: Mapping[str, Any], *sources: Path | str, **rest: Any
+    ) -> CuteKernel:
         """The same with a mapping of statics and plain paths."""
-        return cls(name, entry, tuple(sorted(statics.items())), tuple(Path(path) for path in sources), **rest)
+        return cls(
+            name,
+            entry,
+            tuple(sorted(statics.items())),
+            tuple(Path(path) for path in sources),
+            **rest,
+        )
 
     def key(self) -> CompileKey:
         """The compile key; its toolchain is None where CuTe DSL or the CUDA toolkit is missing.
@@ -56,7 +66,11 @@ class CuteKernel:
         Raises:
             KeyFieldError: a static is named like a token count.
         """
-        files = [file for path in self.sources for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        files = [
+            file
+            for path in self.sources
+            for file in (path.rglob("*.py") if path.is_dir() else [path])
+        ]
         return CompileKey.make(
             self.name,
             arch=self.arch,
@@ -70,11 +84,15 @@ class CuteKernel:
         )
 
     def compile(self, cache: CompileCache | None = None) -> Artefact:
-        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError of the compiler."""
+        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError
+        of the compiler.
+        """
         return (cache or default_cache()).build(self.key(), self.build_into)
 
     def load(self, cache: CompileCache | None = None) -> Any:
-        """The loaded `tvm_ffi.Function`, built if needed and remembered; errors as `CompileCache.get`."""
+        """The loaded `tvm_ffi.Function`, built if needed and remembered; errors as
+        `CompileCache.get`.
+        """
         return (cache or default_cache()).get(self.key(), self.build_into, self.load_artefact)
 
     def load_artefact(self, artefact: Artefact) -> Any:
@@ -84,14 +102,18 @@ class CuteKernel:
         return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so"))).get_function(self.name)
 
     def build_into(self, folder: Path) -> None:
-        """Compile, export and link in a build process; leaves `<name>.so` and the build log in `folder`.
+        """Compile, export and link in a build process; leaves `<name>.so` and the build log in
+        `folder`.
 
         Raises:
-            CompileError: the compiler or the linker refused, or one is missing; ends with their output.
+            CompileError: the compiler or the linker refused, or one is missing; ends with their
+                output.
         """
         toolkit = find_toolkit()
         if toolkit is None:
-            raise CompileError(f"{self.name}: linking a CuTe kernel needs a CUDA toolkit; set CUDA_HOME")
+            raise CompileError(
+                f"{self.name}: linking a CuTe kernel needs a CUDA toolkit; set CUDA_HOME"
+            )
         scratch = folder / SCRATCH
         scratch.mkdir()
         request = {

@@ -1,4 +1,6 @@
-"""Which kernels serve a device, decided once, unless what stood in the way may pass: then decided again."""
+"""Which kernels serve a device, decided once, unless what stood in the way may pass: then decided
+again.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,21 @@ logger = logging.getLogger("sonicmoe")
 
 Choice = TypeVar("Choice")
 
-NO_FALLBACK = (CompileForbiddenError, CompileLockTimeout)  # promised to reach the caller (docs/env.md)
+NO_FALLBACK = (
+    CompileForbiddenError,
+    CompileLockTimeout,
+)  # promised to reach the caller (docs/env.md)
 FALLBACK = (SonicMoEError, ImportError, RuntimeError, OSError, AttributeError)
 _LASTING = (CompileError, CacheUnwritableError, KeyFieldError, ImportError, AttributeError)
 _LONGEST_PAUSE_S = 64.0
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same attempt may succeed later in this process: after a full GPU, not after a missing compiler.
+    """Whether the same attempt may succeed later in this process: after a full GPU, not after a
+    missing compiler.
 
-    What takes a compile to find out lasts; that there is no compiler to replace what did not load (its cause) does not.
+    What takes a compile to find out lasts; that there is no compiler to replace what did not load
+    (its cause) does not.
     """
     refused_after_load = isinstance(error, ToolchainError) and error.__cause__ is not None
     return refused_after_load or not isinstance(error, _LASTING)
@@ -45,7 +52,8 @@ class _Tentative(NamedTuple, Generic[Choice]):
 class Decided(Generic[Choice]):
     """Decorates `choose(device) -> (choice, errors on the way to it)`; called, gives the choice.
 
-    A choice without errors that may pass is final. Any other serves until the next call, and after a second failure for a pause that
+    A choice without errors that may pass is final. Any other serves until the next call, and after
+    a second failure for a pause that
     doubles up to about a minute: attempts that keep failing must not slow every forward.
     """
 

@@ -1,4 +1,6 @@
-"""Exceptions of the compile cache. Each message says which kernel and key, what happened, and what to do."""
+"""Exceptions of the compile cache. Each message says which kernel and key, what happened, and what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ class ToolchainError(CompileError):
 
 
 class CompileForbiddenError(CompileError):
-    """A compile was needed where `no_compile()` or SONIC_MOE_FORBID_COMPILE=1 promised that none would be."""
+    """A compile was needed where `no_compile()` or SONIC_MOE_FORBID_COMPILE=1 promised that none
+    would be.
+    """
 
 
 class CompileLockTimeout(CompileError, TimeoutError):
-    """Another process has been building the same kernel for longer than the bounded wait; the message names it."""
+    """Another process has been building the same kernel for longer than the bounded wait; the
+    message names it.
+    """
 
 
 class SpillError(CompileError):
@@ -26,7 +32,9 @@ class SpillError(CompileError):
 
 
 class KeyFieldError(SonicMoEError, ValueError):
-    """A compile key was given a field that changes from step to step, or a value without a stable spelling."""
+    """A compile key was given a field that changes from step to step, or a value without a stable
+    spelling.
+    """
 
 
 class CacheUnwritableError(SonicMoEError, RuntimeError):

@@ -1,4 +1,6 @@
-"""The file system operations of the artefact store, in one class so that tests can make them fail or lag."""
+"""The file system operations of the artefact store, in one class so that tests can make them fail
+or lag.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class StoreFiles:
     def names(self, folder: Path) -> list[str]:
         """Sorted names in a directory; [] if it does not exist.
 
-        A listing, and not a stat of one name: an NFS client answers stat from its cache of names known to be absent.
+        A listing, and not a stat of one name: an NFS client answers stat from its cache of names
+        known to be absent.
         """
         try:
             return sorted(os.listdir(folder))
@@ -119,11 +122,13 @@ def sha256_of(path: Path) -> str:
 def check_private(folder: Path) -> None:
     """Raise PermissionError unless only trusted users can write to an existing directory.
 
-    Artefacts are code: a directory in a shared temporary directory must be ours or root's, and not world-writable.
+    Artefacts are code: a directory in a shared temporary directory must be ours or root's, and not
+    world-writable.
     """
     status = os.lstat(folder)
     trusted = status.st_uid in {os.getuid(), 0} and not status.st_mode & stat.S_IWOTH
     if not stat.S_ISDIR(status.st_mode) or not trusted:
         raise PermissionError(
-            errno.EPERM, f"{folder} is not a directory that only this user can write; refusing to load code from it"
+            errno.EPERM,
+            f"{folder} is not a directory that only this user can write; refusing to load code from it",
         )

@@ -20,7 +20,8 @@ _DEPTH = 0
 
 @contextmanager
 def no_compile() -> Iterator[None]:
-    """Inside the block, any compile by any thread of this process raises CompileForbiddenError; loading does not.
+    """Inside the block, any compile by any thread of this process raises CompileForbiddenError;
+    loading does not.
 
     Nests. SONIC_MOE_FORBID_COMPILE=1 does the same for a whole process and its children.
     """
@@ -42,7 +43,9 @@ def forbidden_by() -> str | None:
 
 
 def check_compile_allowed(key: CompileKey, why: str) -> None:
-    """Raise CompileForbiddenError naming the kernel, its key and `why` no artefact could be used, if forbidden."""
+    """Raise CompileForbiddenError naming the kernel, its key and `why` no artefact could be used,
+    if forbidden.
+    """
     source = forbidden_by()
     if source:
         raise CompileForbiddenError(

@@ -1,6 +1,8 @@
-"""Compile keys: what an artefact depends on, with a digest that is the same in every process and on every machine.
+"""Compile keys: what an artefact depends on, with a digest that is the same in every process and on
+every machine.
 
-A key holds static model dimensions, never a token count: a new batch size or routing distribution compiles nothing.
+A key holds static model dimensions, never a token count: a new batch size or routing distribution
+compiles nothing.
 This is a leaf module: standard library only.
 """
 
@@ -25,7 +27,9 @@ LAYOUT = 1  # of artefact directories; part of every digest, so that another lay
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ARCH = re.compile(r"[a-z]+_?[0-9]+[a-z]?")
 _STEP_NAMES = frozenset({"t", "tk", "m", "total_m", "counts", "offsets", "grid", "ntok"})
-_STEP_WORDS = frozenset({"token", "tokens", "batch", "seq", "seqlen", "sequence", "rows", "counts", "slots"})
+_STEP_WORDS = frozenset(
+    {"token", "tokens", "batch", "seq", "seqlen", "sequence", "rows", "counts", "slots"}
+)
 _TILE_WORDS = frozenset({"cta", "block", "tile", "thread", "warp"})
 
 Pairs = tuple[tuple[str, Any], ...]
@@ -38,10 +42,12 @@ class CompileKey:
     Attributes:
         kernel: a lower-case identifier; the directory of all its artefacts.
         arch: the architecture compiled for ("sm_90a"), not the one of this machine.
-        statics: dimensions, dtype, tile, flags: everything the generated code depends on. Sorted pairs.
-        fingerprint: what is known wherever an artefact can be loaded: digest of the source bytes, ABI. Sorted pairs.
-        toolchain: compiler and package versions; None on a machine without the compiler, which can then load an
-            artefact of any toolchain but build none.
+        statics: dimensions, dtype, tile, flags: everything the generated code depends on. Sorted
+            pairs.
+        fingerprint: what is known wherever an artefact can be loaded: digest of the source bytes,
+            ABI. Sorted pairs.
+        toolchain: compiler and package versions; None on a machine without the compiler, which can
+            then load an artefact of any toolchain but build none.
     """
 
     kernel: str
@@ -70,27 +76,37 @@ class CompileKey:
             toolchain: name -> version, or None where the compiler is absent.
 
         Raises:
-            KeyFieldError: a bad name, a token-count-like field, or a value that is not one of the above.
+            KeyFieldError: a bad name, a token-count-like field, or a value that is not one of the
+                above.
         """
         if not _NAME.fullmatch(kernel):
-            raise KeyFieldError(f"kernel={kernel!r}; needed: a lower-case identifier of at most 64 characters")
+            raise KeyFieldError(
+                f"kernel={kernel!r}; needed: a lower-case identifier of at most 64 characters"
+            )
         if not _ARCH.fullmatch(arch):
             raise KeyFieldError(f"arch={arch!r} of kernel {kernel}; needed: a name like 'sm_90a'")
         for name in statics:
             refuse_step_field(kernel, name)
         normalised = {name: _plain(value, f"{kernel}.{name}") for name, value in statics.items()}
         return cls(
-            kernel, arch, _pairs(normalised), _pairs(fingerprint), None if toolchain is None else _pairs(toolchain)
+            kernel,
+            arch,
+            _pairs(normalised),
+            _pairs(fingerprint),
+            None if toolchain is None else _pairs(toolchain),
         )
 
     @functools.cached_property
     def family(self) -> str:
-        """20 hex digits over everything but the toolchain: the artefacts that can stand in for each other."""
+        """20 hex digits over everything but the toolchain: the artefacts that can stand in for each
+        other.
+        """
         return _digest({**self._identity(), "toolchain": None})[:20]
 
     @functools.cached_property
     def digest(self) -> str:
-        """`<family>-<12 hex digits of the toolchain>`: the directory name. Only for a key with a toolchain.
+        """`<family>-<12 hex digits of the toolchain>`: the directory name. Only for a key with a
+        toolchain.
 
         Raises:
             KeyFieldError: the toolchain is not known here.
@@ -101,10 +117,15 @@ class CompileKey:
 
     def record(self) -> dict[str, Any]:
         """What the manifest stores: JSON types only; compare with `accepts`."""
-        return {**self._identity(), "toolchain": None if self.toolchain is None else dict(self.toolchain)}
+        return {
+            **self._identity(),
+            "toolchain": None if self.toolchain is None else dict(self.toolchain),
+        }
 
     def accepts(self, record: Any) -> bool:
-        """Whether a manifest's record is this key's; a key without a toolchain accepts any toolchain."""
+        """Whether a manifest's record is this key's; a key without a toolchain accepts any
+        toolchain.
+        """
         wanted = json.loads(json.dumps(self.record()))
         if not isinstance(record, dict):
             return False
@@ -128,7 +149,8 @@ class CompileKey:
 
 
 def refuse_step_field(kernel: str, name: str) -> None:
-    """Raise KeyFieldError for a field name that means a token count or anything else that changes between steps.
+    """Raise KeyFieldError for a field name that means a token count or anything else that changes
+    between steps.
 
     `rows_per_cta`, `tokens_per_block` and the like are tile constants and pass.
     """
@@ -146,13 +168,17 @@ def refuse_step_field(kernel: str, name: str) -> None:
 def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ()) -> str:
     """SHA-256 over the bytes of `files` and, recursively, of every header they include in quotes.
 
-    Independent of where the files lie; a quoted header found neither beside its includer nor in `include_dirs`
-    belongs to the toolchain and does not count.
+    Independent of where the files lie; a quoted header found neither beside its includer nor in
+    `include_dirs` belongs to the toolchain and does not count.
 
     Raises:
         FileNotFoundError: one of `files` does not exist.
     """
-    pending, seen, search = [Path(file) for file in files], {}, [Path(path) for path in include_dirs]
+    pending, seen, search = (
+        [Path(file) for file in files],
+        {},
+        [Path(path) for path in include_dirs],
+    )
     while pending:
         file = pending.pop().resolve()
         if file in seen:
@@ -161,7 +187,9 @@ def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ())
         for quoted in re.findall(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', content, re.MULTILINE):
             found = (folder / quoted.decode() for folder in [file.parent, *search])
             pending.extend([path for path in found if path.is_file()][:1])
-    entries = sorted((file.name, hashlib.sha256(content).hexdigest()) for file, content in seen.items())
+    entries = sorted(
+        (file.name, hashlib.sha256(content).hexdigest()) for file, content in seen.items()
+    )
     return _digest(entries)[:32]
 
 
@@ -173,7 +201,8 @@ def package_versions(*packages: str) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def host_abi() -> str:
-    """What a host shared object depends on besides its sources, for example "x86_64-glibc"; the C library's version
+    """What a host shared object depends on besides its sources, for example "x86_64-glibc"; the C
+    library's version
     is left out on purpose: a newer one loads older objects, and a failed load is rebuilt.
     """
     return f"{platform.machine()}-{platform.libc_ver()[0] or platform.system().lower()}"

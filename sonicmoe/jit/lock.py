@@ -1,4 +1,6 @@
-"""One builder at a time per key: a lock the kernel releases when its holder dies, and a note of who holds it."""
+"""One builder at a time per key: a lock the kernel releases when its holder dies, and a note of who
+holds it.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,26 @@ BUILDING, PUBLISHED, FAILED = "building", "published", "failed"
 _POLL_S = 0.1
 _SLICE_S = 2.0
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
-# A lock file without a kernel lock survives SIGKILL; where the kernel has none, atomic publication alone must do.
+# A lock file without a kernel lock survives SIGKILL; where the kernel has none, atomic publication
+# alone must do.
 _NATIVE_ONLY: dict[str, Any] = (
-    {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters else {}
+    {"fallback_to_soft": False}
+    if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
+    else {}
 )
 
 
 class KeyLock:
     """The lock of one key, on a path outside the directory that is built.
 
-    `<name>.lock` is never deleted or replaced, or two processes would lock two inodes. `<name>.json` beside it says
-    who holds it, since when and what became of the last build; only messages and the re-check after a publication
-    elsewhere read it, so its clock does not matter.
+    `<name>.lock` is never deleted or replaced, or two processes would lock two inodes.
+    `<name>.json` beside it says who holds it, since when and what became of the last build; only
+    messages and the re-check after a publication elsewhere read it, so its clock does not matter.
     """
 
-    def __init__(self, folder: Path, key: CompileKey, timeout_s: float, files: StoreFiles, host: str) -> None:
+    def __init__(
+        self, folder: Path, key: CompileKey, timeout_s: float, files: StoreFiles, host: str
+    ) -> None:
         """A lock in `folder` (created on acquire) that waits `timeout_s` seconds at most."""
         self._key, self._timeout_s, self._files = key, timeout_s, files
         self._path = folder / f"{key.kernel}-{key.digest}.lock"
@@ -52,7 +59,8 @@ class KeyLock:
         self.previous: dict[str, Any] = {}
 
     def acquire(self, published: Callable[[], Found | None]) -> Found | None:
-        """Wait for the lock. Returns None once it is held, or early what `published()` returned: then it is not held.
+        """Wait for the lock. Returns None once it is held, or early what `published()` returned:
+        then it is not held.
 
         Raises:
             CompileLockTimeout: the bounded wait is over; names the holder.
@@ -85,7 +93,9 @@ class KeyLock:
             return None
 
     def note(self, state: str) -> None:
-        """Record the holder and its state, for messages; where it cannot be written, the build itself will say so."""
+        """Record the holder and its state, for messages; where it cannot be written, the build
+        itself will say so.
+        """
         holder = {
             "pid": os.getpid(),
             "host": self._host,
@@ -102,7 +112,9 @@ class KeyLock:
             self._lock = None
 
     def published_elsewhere(self) -> bool:
-        """Whether the last holder ran on another host and reported a publication that may not be visible here yet."""
+        """Whether the last holder ran on another host and reported a publication that may not be
+        visible here yet.
+        """
         return self.previous.get("state") == PUBLISHED and self.previous.get("host") != self._host
 
     def _without_native_lock(self, error: Exception) -> None:

@@ -1,4 +1,6 @@
-"""The manifest of an artefact directory: which key it is for, and the size and checksum of every file."""
+"""The manifest of an artefact directory: which key it is for, and the size and checksum of every
+file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Artefact:
     def file(self, name: str) -> Path:
         """The path of one file of the artefact; KeyError if the manifest does not list it."""
         if name not in self.manifest["files"]:
-            raise KeyError(f"{name} is not in the artefact of {self.key}: it has {sorted(self.manifest['files'])}")
+            raise KeyError(
+                f"{name} is not in the artefact of {self.key}: it has {sorted(self.manifest['files'])}"
+            )
         return self.path / name
 
 
@@ -34,14 +38,25 @@ def describe(key: CompileKey, folder: Path, seconds: float) -> dict[str, Any]:
     """The manifest of the files below `folder`; `seconds` is what the build took."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths
+        path.relative_to(folder).as_posix(): {
+            "size": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
+        for path in paths
     }
-    built = {"host": socket.gethostname(), "pid": os.getpid(), "seconds": round(seconds, 3), "at": utc_now()}
+    built = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "seconds": round(seconds, 3),
+        "at": utc_now(),
+    }
     return {"key": key.record(), "files": files, "built": built}
 
 
 def verify(key: CompileKey, folder: Path, files: StoreFiles) -> Artefact | str:
-    """The artefact in `folder`, or the reason why it is not one. Clocks and modification times do not matter."""
+    """The artefact in `folder`, or the reason why it is not one. Clocks and modification times do
+    not matter.
+    """
     manifest = files.read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return f"{MANIFEST} is missing or unreadable"

@@ -1,4 +1,6 @@
-"""What ptxas says about a kernel: registers, shared memory, spills, what it could not keep. Standard library only."""
+"""What ptxas says about a kernel: registers, shared memory, spills, what it could not keep.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class KernelResources:
 
 
 def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
-    """The kernels of a `ptxas -v` report (for example the build log of a CUDA artefact), in its order.
+    """The kernels of a `ptxas -v` report (for example the build log of a CUDA artefact), in its
+    order.
 
     Properties of device functions that are not inlined are not attributed to a kernel.
     """
@@ -51,11 +54,15 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
             function = match[1]
         elif entry and function == entry and (match := _STACK.search(line)):
             stack, stores, loads = (int(text) for text in match.groups())
-            found[entry] = replace(found[entry], stack_bytes=stack, spill_store_bytes=stores, spill_load_bytes=loads)
+            found[entry] = replace(
+                found[entry], stack_bytes=stack, spill_store_bytes=stores, spill_load_bytes=loads
+            )
         elif entry and (match := _USED.search(line)):
             shared = _SHARED.search(line)
             found[entry] = replace(
-                found[entry], registers=int(match[1]), static_shared_bytes=int(shared[1]) if shared else 0
+                found[entry],
+                registers=int(match[1]),
+                static_shared_bytes=int(shared[1]) if shared else 0,
             )
     for name in _SERIALISED.findall(report):
         found[name] = replace(found.get(name, KernelResources(name, "")), wgmma_serialised=True)
@@ -63,15 +70,19 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
 
 
 def performance_losses(report: str) -> tuple[str, ...]:
-    """Distinct "Potential Performance Loss" lines of a ptxas report, with their codes; most name no kernel.
+    """Distinct "Potential Performance Loss" lines of a ptxas report, with their codes; most name no
+    kernel.
 
-    C7510 and C7514 serialise WGMMA; C7508 and its neighbours ignore `setmaxnreg`, which leaves consumers the registers of producers.
+    C7510 and C7514 serialise WGMMA; C7508 and its neighbours ignore `setmaxnreg`, which leaves
+    consumers the registers of producers.
     """
     return tuple(dict.fromkeys(_LOSS.findall(report)))
 
 
 def require_no_spills(resources: Iterable[KernelResources], allowed_bytes: int = 0) -> None:
-    """Raise SpillError naming each kernel that spills more than `allowed_bytes` or whose WGMMA ptxas serialised."""
+    """Raise SpillError naming each kernel that spills more than `allowed_bytes` or whose WGMMA
+    ptxas serialised.
+    """
     problems = []
     for item in resources:
         spilled = item.spill_store_bytes + item.spill_load_bytes

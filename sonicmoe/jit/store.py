@@ -34,7 +34,9 @@ _FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
 
 
 class StoreProblemError(Exception):
-    """The directory, and not the compiler, failed. Internal: `CompileCache` turns it into a fallback or a message."""
+    """The directory, and not the compiler, failed. Internal: `CompileCache` turns it into a
+    fallback or a message.
+    """
 
     def __init__(self, root: Path, reason: str) -> None:
         """A problem of `root`; `reason` is one clause for people."""
@@ -69,7 +71,8 @@ class ArtefactStore:
         Args:
             root: the directory.
             lock_timeout_s: longest wait for another builder of the same key, seconds.
-            visibility_timeout_s: longest wait for a publication reported by another host to become visible, seconds.
+            visibility_timeout_s: longest wait for a publication reported by another host to become
+                visible, seconds.
             files: file operations; for fault injection.
             host: this host's name; for fault injection.
             private: refuse to load from a directory that other users can write.
@@ -92,7 +95,8 @@ class ArtefactStore:
             return Lookup(None, f"{self.root} cannot be read: {error}")
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
-        """The published artefact of `key`, built by `builder(private directory)` if there is none. Idempotent.
+        """The published artefact of `key`, built by `builder(private directory)` if there is none.
+        Idempotent.
 
         Raises:
             CompileLockTimeout: another process builds it for too long.
@@ -108,7 +112,9 @@ class ArtefactStore:
 
     @contextmanager
     def claim(self, key: CompileKey) -> Iterator[Claim]:
-        """Hold the key's lock with a private directory to build in, unless an artefact is (or becomes) published."""
+        """Hold the key's lock with a private directory to build in, unless an artefact is (or
+        becomes) published.
+        """
         lock = self.lock(key)
         with self._as_store_problem():
             found = lock.acquire(lambda: self.lookup(key).artefact)
@@ -175,21 +181,32 @@ class ArtefactStore:
             self.quarantine(key, found.reason)
         if lock.native:
             self._sweep(key, lock)
-        staging = self.root / "staging" / f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
+        staging = (
+            self.root / "staging" / f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
+        )
         self.files.make_dir(staging)
         return Claim(self, key, lock, staging)
 
     def _sweep(self, key: CompileKey, lock: KeyLock) -> None:
-        """Remove the private directories of killed builders of this key: whoever holds the lock is the only one."""
+        """Remove the private directories of killed builders of this key: whoever holds the lock is
+        the only one.
+        """
         folder = self.root / "staging"
         for name in self.files.names(folder):
             if name.startswith(f"{key.kernel}-{key.digest}."):
                 pid, host = lock.previous.get("pid", "?"), lock.previous.get("host", "?")
-                logger.warning("an earlier build of %s (pid %s on %s) ended before it was complete", key, pid, host)
+                logger.warning(
+                    "an earlier build of %s (pid %s on %s) ended before it was complete",
+                    key,
+                    pid,
+                    host,
+                )
                 self.files.remove_tree(folder / name)
 
     def _supervise(self, claim: Claim) -> Iterator[Claim]:
-        """Yield the claim, tell the directory's faults from the builder's, and leave nothing behind."""
+        """Yield the claim, tell the directory's faults from the builder's, and leave nothing
+        behind.
+        """
         try:
             yield claim
         except Exception as error:
@@ -229,7 +246,9 @@ class ArtefactStore:
 
 @dataclass
 class Claim:
-    """The right to build one key: either an artefact that is there already, or a private directory to fill."""
+    """The right to build one key: either an artefact that is there already, or a private directory
+    to fill.
+    """
 
     store: ArtefactStore
     key: CompileKey
@@ -238,23 +257,32 @@ class Claim:
     artefact: Artefact | None = None
 
     def publish(self, seconds: float) -> Artefact:
-        """Write the manifest and publish `staging`; if another process was faster, its artefact is used.
+        """Write the manifest and publish `staging`; if another process was faster, its artefact is
+        used.
 
         Raises:
-            StoreProblemError: the directory cannot take it, or does not show it within the bounded wait.
+            StoreProblemError: the directory cannot take it, or does not show it within the bounded
+                wait.
         """
         try:
             self._write(seconds)
             found = self.store.await_visible(self.key)
         except OSError as error:
-            # Without working locks, or with a repeated network request, the rename fails or its source is gone because
+            # Without working locks, or with a repeated network request, the rename fails or its
+            # source is gone because
             # the target is there already: what counts is whether an intact artefact is visible.
-            found = self.store.await_visible(self.key) if error.errno in _RACE_ERRNOS else self.store.lookup(self.key)
+            found = (
+                self.store.await_visible(self.key)
+                if error.errno in _RACE_ERRNOS
+                else self.store.lookup(self.key)
+            )
             if found.artefact is None:
                 raise StoreProblemError(self.store.root, describe_problem(error)) from error
             self.store.files.remove_tree(self.staging)
         if found.artefact is None:
-            raise StoreProblemError(self.store.root, "it does not show the artefact that was published")
+            raise StoreProblemError(
+                self.store.root, "it does not show the artefact that was published"
+            )
         self.artefact = found.artefact
         with suppress(OSError):  # the note only shortens other hosts' waits
             self.lock.note(PUBLISHED)
@@ -263,7 +291,9 @@ class Claim:
     def _write(self, seconds: float) -> None:
         files, target = self.store.files, self.store.path_of(self.key)
         files.remove_tree(self.staging / SCRATCH)
-        files.write_text(self.staging / MANIFEST, json.dumps(describe(self.key, self.staging, seconds), indent=1))
+        files.write_text(
+            self.staging / MANIFEST, json.dumps(describe(self.key, self.staging, seconds), indent=1)
+        )
         files.sync_tree(self.staging)
         files.make_dir(target.parent)
         files.publish(self.staging, target)

@@ -23,8 +23,12 @@ class CudaToolkit:
 
 
 def find_toolkit() -> CudaToolkit | None:
-    """The toolkit of CUDA_HOME, else of CUDA_PATH, else of the `nvcc` on PATH, else in the customary place, or None."""
-    return _find_toolkit(os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), os.environ.get("PATH", ""))
+    """The toolkit of CUDA_HOME, else of CUDA_PATH, else of the `nvcc` on PATH, else in the
+    customary place, or None.
+    """
+    return _find_toolkit(
+        os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), os.environ.get("PATH", "")
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -42,8 +46,12 @@ def _find_toolkit(cuda_home: str | None, cuda_path: str | None, path: str) -> Cu
 
 
 def _home_of(nvcc: Path) -> Path | None:
-    """Where an nvcc belongs; it is asked, because the one on PATH may be a wrapper script far from its toolkit."""
-    match = re.search(r"^#\$ TOP=(.+)$", _run(nvcc, "--dryrun", "-x", "cu", os.devnull), re.MULTILINE)
+    """Where an nvcc belongs; it is asked, because the one on PATH may be a wrapper script far from
+    its toolkit.
+    """
+    match = re.search(
+        r"^#\$ TOP=(.+)$", _run(nvcc, "--dryrun", "-x", "cu", os.devnull), re.MULTILINE
+    )
     return Path(match[1].strip()).resolve() if match else None
 
 

@@ -1,7 +1,9 @@
-"""Triton kernels in the package's own cache: one build per key among many processes, and subject to `no_compile()`.
+"""Triton kernels in the package's own cache: one build per key among many processes, and subject to
+`no_compile()`.
 
-`@stored_jit` replaces `@triton.jit` on kernels (device functions keep `triton.jit`). Other Triton users in the process
-keep Triton's cache. Needs Triton, and at run time whatever framework Triton finds.
+`@stored_jit` replaces `@triton.jit` on kernels (device functions keep `triton.jit`). Other Triton
+users in the process keep Triton's cache. Needs Triton, and at run time whatever framework Triton
+finds.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class StoredJITFunction(JITFunction[Any]):
         """What a launch with such arguments will look for, to be compiled for `arch` without a GPU.
 
         Args:
-            *args: as for a launch; `triton.runtime.jit.MockTensor(dtype)` stands for a pointer aligned to 16 bytes.
+            *args: as for a launch; `triton.runtime.jit.MockTensor(dtype)` stands for a pointer
+            aligned to 16 bytes.
             arch: for example "sm_90a".
             **kwargs: keyword arguments, constants and options (`num_warps=`) of the launch.
 
@@ -62,17 +65,25 @@ class StoredJITFunction(JITFunction[Any]):
         kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
         binder = create_function_from_signature(self.signature, self.params, backend)
         bound, specialization, options = binder(*args, **kwargs)
-        options, signature, constants, attributes = self._pack_args(backend, kwargs, bound, specialization, options)
-        return TritonCompile(ASTSource(self, signature, constants, attributes), target, options.__dict__)
+        options, signature, constants, attributes = self._pack_args(
+            backend, kwargs, bound, specialization, options
+        )
+        return TritonCompile(
+            ASTSource(self, signature, constants, attributes), target, options.__dict__
+        )
 
 
 def stored_jit(
-    fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str | int] = (), **options: Any
+    fn: Callable[..., Any] | None = None,
+    *,
+    do_not_specialize: Sequence[str | int] = (),
+    **options: Any,
 ) -> Any:
     """`triton.jit` for a kernel whose artefacts belong to the package's cache.
 
-    Name every integer argument that counts tokens in `do_not_specialize`: Triton would compile again when its value
-    becomes 1 or a multiple of 16. Under TRITON_INTERPRET=1 this is `triton.jit`.
+    Name every integer argument that counts tokens in `do_not_specialize`: Triton would compile
+    again when its value becomes 1 or a multiple of 16. Under TRITON_INTERPRET=1 this is
+    `triton.jit`.
 
     Raises:
         KeyFieldError: a `tl.constexpr` parameter is named like a token count.
@@ -97,14 +108,18 @@ class TritonCompile:
         """Arguments as of `triton.compile`; raises KeyFieldError as `StoredJITFunction.ahead`."""
         _refuse_specialised_counts(source)
         self._source, self._target, self._options = source, target, dict(options or {})
-        self._environment = get_cache_invalidating_env_vars() if environment is None else environment
+        self._environment = (
+            get_cache_invalidating_env_vars() if environment is None else environment
+        )
         backend = make_backend(target)
         parsed = backend.parse_options({**self._options, **source.parse_options()})
         triton_key = get_cache_key(source, backend, parsed, env_vars=self._environment)
         self._hash = hashlib.sha256(triton_key.encode()).hexdigest()
 
     def key(self) -> CompileKey:
-        """The compile key. Triton's own hash covers sources, constants, signature, options and environment."""
+        """The compile key. Triton's own hash covers sources, constants, signature, options and
+        environment.
+        """
         return CompileKey.make(
             re.sub(r"\W", "_", f"triton_{self._source.name}".lower())[:64],
             arch=f"sm_{self._target.arch}",
@@ -120,7 +135,12 @@ class TritonCompile:
     def build_into(self, folder: Path) -> None:
         """Run Triton's compiler and leave all its outputs in `folder`."""
         with _cache_in(folder):
-            triton.compile(self._source, target=self._target, options=self._options, _env_vars=self._environment)
+            triton.compile(
+                self._source,
+                target=self._target,
+                options=self._options,
+                _env_vars=self._environment,
+            )
 
     def open(self, artefact: Artefact) -> CompiledKernel:
         """Triton's handle of a verified artefact."""
@@ -128,8 +148,12 @@ class TritonCompile:
         return CompiledKernel(self._source, files, self._hash)
 
 
-def compile_stored(source: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> CompiledKernel:
-    """`triton.compile` through the cache of the configuration in force. Errors as `CompileCache.build`."""
+def compile_stored(
+    source: Any, target: Any = None, options: Any = None, _env_vars: Any = None
+) -> CompiledKernel:
+    """`triton.compile` through the cache of the configuration in force. Errors as
+    `CompileCache.build`.
+    """
     target = target or triton.runtime.driver.active.get_current_target()
     request = TritonCompile(source, target, options, _env_vars)
     return request.open(request.compile())
@@ -144,7 +168,9 @@ def _refuse_specialised_counts(source: Any) -> None:
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
-    """Let Triton write what this thread compiles into `folder`; other threads keep Triton's own cache."""
+    """Let Triton write what this thread compiles into `folder`; other threads keep Triton's own
+    cache.
+    """
     owner = threading.get_ident()
 
     class FolderManager(CacheManager):

@@ -18,7 +18,8 @@ class TritonVariant:
 
     Attributes:
         name: for progress and messages.
-        entry: "package.module:function"; called with `statics` and `arch`, returns `kernel.ahead(...)`.
+        entry: "package.module:function"; called with `statics` and `arch`, returns
+            `kernel.ahead(...)`.
         statics: keyword arguments of the entry. Never a token count.
         arch: for example "sm_90a".
     """
@@ -29,7 +30,9 @@ class TritonVariant:
     arch: str = "sm_90a"
 
     @classmethod
-    def make(cls, name: str, entry: str, statics: Mapping[str, Any], arch: str = "sm_90a") -> TritonVariant:
+    def make(
+        cls, name: str, entry: str, statics: Mapping[str, Any], arch: str = "sm_90a"
+    ) -> TritonVariant:
         """The same with a mapping of statics."""
         return cls(name, entry, tuple(sorted(statics.items())), arch)
 
@@ -45,4 +48,6 @@ class TritonVariant:
 
     def _request(self) -> Any:
         module, _, function = self.entry.partition(":")
-        return getattr(importlib.import_module(module), function)(**dict(self.statics), arch=self.arch)
+        return getattr(importlib.import_module(module), function)(
+            **dict(self.statics), arch=self.arch
+        )

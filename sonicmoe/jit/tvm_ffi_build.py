@@ -1,8 +1,9 @@
 """Run one `tvm_ffi.cpp.build` in a process of its own: `python -P tvm_ffi_build.py REQUEST.json`.
 
-A script and not part of the package's import graph: tvm_ffi takes the architecture and CUDA_HOME from the process
-environment, remembers the first answer for good, and imports PyTorch where it finds it. None of that belongs in a
-training process. Prints the compiler's output; the last line of a success is the path of the shared object.
+A script and not part of the package's import graph: tvm_ffi takes the architecture and CUDA_HOME
+from the process environment, remembers the first answer for good, and imports PyTorch where it
+finds it. None of that belongs in a training process. Prints the compiler's output; the last line of
+a success is the path of the shared object.
 """
 
 from __future__ import annotations

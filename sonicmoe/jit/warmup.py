@@ -27,7 +27,9 @@ _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton
 
 @dataclass(frozen=True)
 class KernelOutcome:
-    """What became of one job: `state` is built, cached, failed or missing; `seconds` is compile time."""
+    """What became of one job: `state` is built, cached, failed or missing; `seconds` is compile
+    time.
+    """
 
     kernel: str
     key: str
@@ -42,7 +44,8 @@ class WarmUpReport:
 
     Attributes:
         spec: the model.
-        precision: what the kernels cover: see `WarmUpPlan`; `SELECTED` for jobs that a caller picked.
+        precision: what the kernels cover: see `WarmUpPlan`; `SELECTED` for jobs that a caller
+            picked.
         left_out: a line for each part that was asked for and has no kernels.
         record: the file that says what was warmed.
     """
@@ -77,13 +80,15 @@ def warm_up(
     progress: Progress | None = None,
     compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None,
 ) -> WarmUpReport:
-    """Compile what `spec` needs and record it; does not raise for a kernel that fails: see the report.
+    """Compile what `spec` needs and record it; does not raise for a kernel that fails: see the
+    report.
 
     Args:
         spec: the model.
         cache: where to.
         jobs: worker processes at most; default: the CPUs this process may use.
-        progress: called once per kernel, from one thread at a time; if it raises, no further, and its exception comes at the end.
+        progress: called once per kernel, from one thread at a time; if it raises, no further, and
+            its exception comes at the end.
         compile_jobs: instead of the plan of `spec` in every precision.
 
     Raises:
@@ -108,12 +113,16 @@ def warm_up(
     outcomes = [*collected.outcomes, *_without_outcome(planned, collected.outcomes)]
     kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     seconds = time.monotonic() - started
-    report = WarmUpReport(spec, planned.precision, planned.left_out, cache.root, kernels, seconds, None)
+    report = WarmUpReport(
+        spec, planned.precision, planned.left_out, cache.root, kernels, seconds, None
+    )
     return replace(report, record=_record(report, cache)) if kernels and report.complete else report
 
 
 def check(
-    spec: ModelSpec, cache: CompileCache, compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None
+    spec: ModelSpec,
+    cache: CompileCache,
+    compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None,
 ) -> WarmUpReport:
     """Which kernels of `spec` are in the cache, intact; compiles and writes nothing."""
     started = time.monotonic()
@@ -124,18 +133,26 @@ def check(
         state = MISSING if cache.try_load(key) is None else CACHED
         outcomes.append(KernelOutcome(job.name, str(key), state, 0.0))
     seconds, record = time.monotonic() - started, find_record(spec, cache, planned.precision)
-    return WarmUpReport(spec, planned.precision, planned.left_out, cache.root, tuple(outcomes), seconds, record)
+    return WarmUpReport(
+        spec, planned.precision, planned.left_out, cache.root, tuple(outcomes), seconds, record
+    )
 
 
 def find_record(spec: ModelSpec, cache: CompileCache, precision: str = BOTH) -> Path | None:
-    """The record of a complete warm-up of `spec` for `precision`, or for all of them, if there is one."""
+    """The record of a complete warm-up of `spec` for `precision`, or for all of them, if there is
+    one.
+    """
     wanted = (precision,) if precision == SELECTED else (precision, BOTH)
-    candidates = (_record_path(root, spec, name) for name in wanted for root in (cache.root, cache.local_root))
+    candidates = (
+        _record_path(root, spec, name) for name in wanted for root in (cache.root, cache.local_root)
+    )
     return next((path for path in candidates if path.is_file()), None)
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:
-    """Every readable warm-up record of a cache directory: model, precision, versions, kernels, time."""
+    """Every readable warm-up record of a cache directory: model, precision, versions, kernels,
+    time.
+    """
     records = []
     for path in sorted((root / "warmed").glob("*.json")):
         try:
@@ -148,11 +165,17 @@ def read_records(root: Path) -> list[dict[str, Any]]:
 def _planned(spec: ModelSpec, compile_jobs: WarmUpPlan | Sequence[CompileJob] | None) -> WarmUpPlan:
     if compile_jobs is None:
         return warm_up_plan(spec)
-    return compile_jobs if isinstance(compile_jobs, WarmUpPlan) else WarmUpPlan(tuple(compile_jobs), SELECTED)
+    return (
+        compile_jobs
+        if isinstance(compile_jobs, WarmUpPlan)
+        else WarmUpPlan(tuple(compile_jobs), SELECTED)
+    )
 
 
 class _Outcomes:
-    """Outcomes of several threads. `trouble` is what `progress` raised: it must not end the thread that compiles."""
+    """Outcomes of several threads. `trouble` is what `progress` raised: it must not end the thread
+    that compiles.
+    """
 
     def __init__(self, progress: Progress | None) -> None:
         self.outcomes: list[KernelOutcome] = []
@@ -170,10 +193,13 @@ class _Outcomes:
                     self.trouble = error
 
 
-def _run_workers(pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jobs: int, collected: _Outcomes) -> None:
+def _run_workers(
+    pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jobs: int, collected: _Outcomes
+) -> None:
     settings = CacheSettings(cache.root, cache.local_root, cache.lock_timeout_s)
     threads = [
-        threading.Thread(target=_work, args=(pending, settings, collected)) for _ in range(min(jobs, pending.qsize()))
+        threading.Thread(target=_work, args=(pending, settings, collected))
+        for _ in range(min(jobs, pending.qsize()))
     ]
     started: list[threading.Thread] = []
     for thread in threads:
@@ -192,10 +218,15 @@ def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> 
     """Jobs that no thread has reported on: whatever ended it, they must not pass for warm."""
     known = {(outcome.kernel, outcome.key) for outcome in outcomes}
     jobs = [job for job in planned.jobs if (job.name, str(job.key())) not in known]
-    return [KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: no worker took it up") for job in jobs]
+    return [
+        KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: no worker took it up")
+        for job in jobs
+    ]
 
 
-def _work(pending: queue.SimpleQueue[CompileJob], settings: CacheSettings, collected: _Outcomes) -> None:
+def _work(
+    pending: queue.SimpleQueue[CompileJob], settings: CacheSettings, collected: _Outcomes
+) -> None:
     worker = Worker(settings)
     try:
         while True:
@@ -212,8 +243,12 @@ def _compile_one(worker: Worker, job: CompileJob) -> KernelOutcome:
         return KernelOutcome(job.name, str(job.key()), BUILT, worker.compile(job))
     except CompileError as error:
         return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, str(error))
-    except Exception as error:  # or the thread would end without a word, and the jobs it had not reached with it
-        return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: {type(error).__name__}: {error}")
+    except (
+        Exception
+    ) as error:  # or the thread would end without a word, and the jobs it had not reached with it
+        return KernelOutcome(
+            job.name, str(job.key()), FAILED, 0.0, f"{job.name}: {type(error).__name__}: {error}"
+        )
 
 
 def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:
@@ -221,7 +256,9 @@ def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:
 
 
 def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
-    """Write the record beside the artefacts, or on this node where the cache directory is read-only or full."""
+    """Write the record beside the artefacts, or on this node where the cache directory is read-only
+    or full.
+    """
     content = {
         "model": asdict(report.spec),
         "precision": report.precision,

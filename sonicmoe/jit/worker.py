@@ -1,6 +1,8 @@
-"""A compile worker process: `python -m sonicmoe.jit.worker`, driven over its standard streams by `warmup`.
+"""A compile worker process: `python -m sonicmoe.jit.worker`, driven over its standard streams by
+`warmup`.
 
-Not `multiprocessing`: its spawned children import the main module again, which is a training script here.
+Not `multiprocessing`: its spawned children import the main module again, which is a training script
+here.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Worker:
         """Have the job's artefact published; returns seconds.
 
         Raises:
-            CompileError: it failed, or the process died or did not start; the next job then gets a fresh process.
+            CompileError: it failed, or the process died or did not start; the next job then gets a
+                fresh process.
         """
         try:
             process = self._process = self._process or self._start()
@@ -54,8 +57,12 @@ class Worker:
             outcome = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             self._process = None
-            raise CompileError(f"the worker compiling {job.name} ended with status {process.wait()}") from None
-        except Exception:  # a job or an answer that cannot be pickled leaves half a message in the pipe
+            raise CompileError(
+                f"the worker compiling {job.name} ended with status {process.wait()}"
+            ) from None
+        except (
+            Exception
+        ):  # a job or an answer that cannot be pickled leaves half a message in the pipe
             self._process = None
             process.kill()
             process.communicate()  # closes the pipes
@@ -67,7 +74,11 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._process.stdin is not None and self._process.stdout is not None:
+        if (
+            self._process is not None
+            and self._process.stdin is not None
+            and self._process.stdout is not None
+        ):
             self._process.stdin.close()
             self._process.wait()
             self._process.stdout.close()
@@ -77,12 +88,18 @@ class Worker:
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", __name__]
         told = unknown_flags()  # by this process; not once more by every worker
-        environment = {name: value for name, value in os.environ.items() if name not in told} | {"PYTHONPATH": search}
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        environment = {name: value for name, value in os.environ.items() if name not in told} | {
+            "PYTHONPATH": search
+        }
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
 
 def serve() -> None:
-    """Answer (settings, job) requests with seconds or an error message until the parent closes the stream."""
+    """Answer (settings, job) requests with seconds or an error message until the parent closes the
+    stream.
+    """
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a compiler prints must not end up between the answers
@@ -98,7 +115,9 @@ def serve() -> None:
 def _answer(settings: CacheSettings, job: Any) -> float | str:
     started = time.monotonic()
     try:
-        job.compile(CompileCache(settings.root, settings.local_root, lock_timeout_s=settings.lock_timeout_s))
+        job.compile(
+            CompileCache(settings.root, settings.local_root, lock_timeout_s=settings.lock_timeout_s)
+        )
     except Exception as error:
         return f"{job.name}: {type(error).__name__}: {error}"
     return time.monotonic() - started

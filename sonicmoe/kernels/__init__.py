@@ -1,4 +1,6 @@
-"""GPU kernels: CUDA C++ sources (`cuda/`) and their Triton counterparts. No policy, no framework, no caching."""
+"""GPU kernels: CUDA C++ sources (`cuda/`) and their Triton counterparts. No policy, no framework,
+no caching.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ DEFAULT_ARCH = "sm_90a"
 
 
 def routing_metadata_source(arch: str = DEFAULT_ARCH) -> CudaSource:
-    """Exports `build_metadata`, `gather_or_zero`, `sum_or_zero`, `scratch_per_expert`, `max_experts`. One artefact serves every model."""
+    """Exports `build_metadata`, `gather_or_zero`, `sum_or_zero`, `scratch_per_expert`,
+    `max_experts`. One artefact serves every model.
+    """
     return CudaSource.make("routing_metadata", _CUDA / "routing_metadata.cu", arch=arch)
 
 

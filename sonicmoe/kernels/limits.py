@@ -1,4 +1,6 @@
-"""For which models each precision has kernels, said without a framework: warm-up leaves out the rest and says why."""
+"""For which models each precision has kernels, said without a framework: warm-up leaves out the
+rest and says why.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def fp8_problem(spec: ModelSpec, config: ResolvedConfig) -> str | None:
     if spec.dtype == "float16":  # fp32 master weights go with bfloat16 tokens
         return "tokens are float16, and it takes bfloat16"
     sizes = fp8_sizes_problem(spec.H, spec.I)
-    return sizes or fp8_settings_problem(config.recipe, ActivationType(spec.activation), config.save_z)
+    return sizes or fp8_settings_problem(
+        config.recipe, ActivationType(spec.activation), config.save_z
+    )
 
 
 @limits(FP8_PLAIN_WGRAD)
@@ -65,7 +69,10 @@ def _gemm_problem(spec: ModelSpec) -> str | None:
         return _other_arch(spec)
     # fp32 master weights are rounded to the dtype of the tokens.
     dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
-    return MlpShape(spec.H, spec.I, ActivationType(spec.activation), dtype).problem() or missing_package()
+    return (
+        MlpShape(spec.H, spec.I, ActivationType(spec.activation), dtype).problem()
+        or missing_package()
+    )
 
 
 def _asked_for(config: ResolvedConfig) -> str:

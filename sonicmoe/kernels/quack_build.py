@@ -1,7 +1,9 @@
-"""Compile the grouped GEMMs of quack-kernels for fake tensors of symbolic size: imported by build processes only.
+"""Compile the grouped GEMMs of quack-kernels for fake tensors of symbolic size: imported by build
+processes only.
 
-Each builder returns a compiled function with a flat argument list, so that a launch converts a handful of tensors and loading
-it needs neither quack nor CuTe DSL. R rows in expert order; `cu_rows` int32 `[E+1]` cuts them into experts.
+Each builder returns a compiled function with a flat argument list, so that a launch converts a
+handful of tensors and loading it needs neither quack nor CuTe DSL. R rows in expert order;
+`cu_rows` int32 `[E+1]` cuts them into experts.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,12 +28,25 @@ _SM90 = 9
 
 
 def compile_up(
-    *, activation: str, gated: bool, bias: bool, store_z: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+    *,
+    activation: str,
+    gated: bool,
+    bias: bool,
+    store_z: bool,
+    dtype: str,
+    tile,
+    cluster,
+    pingpong: bool,
+    swizzle: int,
 ) -> Any:
-    """`f(x [T, H], w1 [E, N1, H], z [R, N1] | None, y1 [R, I], bias [E, N1] | None, cu_rows, gather_index [R], max_clusters)`."""
+    """`f(x [T, H], w1 [E, N1, H], z [R, N1] | None, y1 [R, I], bias [E, N1] | None, cu_rows,
+    gather_index [R], max_clusters)`.
+    """
     mod = up_epilogue(activation, gated=gated, bias=bias, store_z=store_z)
     kinds = (("bias", "row"),) if bias else ()
-    gemm, arguments = _gemm_of(mod, kinds, dtype, tile, cluster, pingpong, gather=True, paired=gated)
+    gemm, arguments = _gemm_of(
+        mod, kinds, dtype, tile, cluster, pingpong, gather=True, paired=gated
+    )
 
     @cute.jit
     def launch(x: cute.Tensor, w1: cute.Tensor, z, y1: cute.Tensor, bias_en, cu_rows: cute.Tensor,
@@ -54,14 +69,29 @@ def compile_up(
 
 
 def compile_down(
-    *, bias: bool, transpose: bool, gather: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+    *,
+    bias: bool,
+    transpose: bool,
+    gather: bool,
+    dtype: str,
+    tile,
+    cluster,
+    pingpong: bool,
+    swizzle: int,
 ) -> Any:
     """`f(a [R, K], w, d [R, N], bias [E, N] | None, cu_rows, gather_index | None, max_clusters)`.
 
-    w: `[E, N, K]`, or `[E, K, N]` when `transpose`. a: `[T, K]`, read through `gather_index [R]` when `gather`.
+    w: `[E, N, K]`, or `[E, K, N]` when `transpose`. a: `[T, K]`, read through `gather_index [R]`
+    when `gather`.
     """
     gemm = GemmDefaultSm90(
-        Float32, _DTYPES[dtype], tile, (*cluster, 1), pingpong=pingpong, gather_A=gather, use_pdl=False
+        Float32,
+        _DTYPES[dtype],
+        tile,
+        (*cluster, 1),
+        pingpong=pingpong,
+        gather_A=gather,
+        use_pdl=False,
     )
     gemm.b_transposed = transpose
 
@@ -84,14 +114,19 @@ def compile_down(
     )
 
 
-def compile_dgated(*, activation: str, gated: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int) -> Any:
-    """`f(dout [T, H], w2 [E, H, I], dz [R, N1], z [R, N1], y1s [R, I], prob [R], dprob [R, tiles], cu_rows, gather_index, max_clusters)`.
+def compile_dgated(
+    *, activation: str, gated: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+) -> Any:
+    """`f(dout [T, H], w2 [E, H, I], dz [R, N1], z [R, N1], y1s [R, I], prob [R], dprob [R, tiles],
+    cu_rows, gather_index, max_clusters)`.
 
     dprob holds one partial sum for each of the `ceil(I / tile_n)` column tiles.
     """
     mod = dgated_epilogue(activation, gated=gated)
     kinds = (("c", "c"), ("prob", "col"))
-    gemm, arguments = _gemm_of(mod, kinds, dtype, tile, cluster, pingpong, gather=True, packed=gated)
+    gemm, arguments = _gemm_of(
+        mod, kinds, dtype, tile, cluster, pingpong, gather=True, packed=gated
+    )
     gemm.b_transposed = True
 
     @cute.jit
@@ -116,14 +151,24 @@ def compile_dgated(*, activation: str, gated: bool, dtype: str, tile, cluster, p
     )
 
 
-def compile_wgrad(*, transpose: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int) -> Any:
-    """`f(tokens [T, M], rows [R, N], dw fp32, cu_rows, gather_index [R], max_clusters)`: `dw[e] += tokens[gather_index]^T rows`.
+def compile_wgrad(
+    *, transpose: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+) -> Any:
+    """`f(tokens [T, M], rows [R, N], dw fp32, cu_rows, gather_index [R], max_clusters)`: `dw[e] +=
+    tokens[gather_index]^T rows`.
 
-    dw: `[E, M, N]`, or `[E, N, M]` (the transposed product) when `transpose`. Every element is added to by one thread block,
-    so equal calls give equal bits; an expert without rows has +0 added.
+    dw: `[E, M, N]`, or `[E, N, M]` (the transposed product) when `transpose`. Every element is
+    added to by one thread block, so equal calls give equal bits; an expert without rows has +0
+    added.
     """
     gemm = GemmDefaultSm90(
-        Float32, _DTYPES[dtype], tile, (*cluster, 1), pingpong=pingpong, gather_A=True, use_pdl=False
+        Float32,
+        _DTYPES[dtype],
+        tile,
+        (*cluster, 1),
+        pingpong=pingpong,
+        gather_A=True,
+        use_pdl=False,
     )
 
     @cute.jit
@@ -145,11 +190,21 @@ def compile_wgrad(*, transpose: bool, dtype: str, tile, cluster, pingpong: bool,
     )
 
 
-def _gemm_of(mod: EpiMod, kinds, dtype, tile, cluster, pingpong, *, gather, paired=False, packed=False):
+def _gemm_of(
+    mod: EpiMod, kinds, dtype, tile, cluster, pingpong, *, gather, paired=False, packed=False
+):
     """The GEMM object that runs `mod`, and its argument tuple type."""
     # The public door to this class, EpiMod.gemm, wants real tensors and a device.
     cls = mod._mint(kinds, _SM90, paired, packed, (), RoundingMode.RN, (), False)
-    gemm = cls(Float32, _DTYPES[dtype], tile, (*cluster, 1), pingpong=pingpong, gather_A=gather, use_pdl=False)
+    gemm = cls(
+        Float32,
+        _DTYPES[dtype],
+        tile,
+        (*cluster, 1),
+        pingpong=pingpong,
+        gather_A=gather,
+        use_pdl=False,
+    )
     if packed:
         gemm.cd_packed, gemm.implicit_dtype = "n", _DTYPES[dtype]
     return gemm, cls.EpilogueArguments
@@ -170,8 +225,12 @@ def _sizes(count: int) -> tuple[Any, ...]:
 
 def _matrix(dtype, *shape):
     """Row-major with free outer strides that keep rows on 16 bytes, as TMA needs."""
-    return make_fake_tensor(dtype, shape, leading_dim=len(shape) - 1, divisibility=128 // dtype.width)
+    return make_fake_tensor(
+        dtype, shape, leading_dim=len(shape) - 1, divisibility=128 // dtype.width
+    )
 
 
 def _vector(dtype, size=None):
-    return make_fake_tensor(dtype, (_sizes(1)[0] if size is None else size,), leading_dim=0, divisibility=4)
+    return make_fake_tensor(
+        dtype, (_sizes(1)[0] if size is None else size,), leading_dim=0, divisibility=4
+    )

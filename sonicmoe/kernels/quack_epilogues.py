@@ -1,7 +1,9 @@
-"""Epilogue functions of the grouped GEMMs, in the form quack-kernels traces: imported by build processes only.
+"""Epilogue functions of the grouped GEMMs, in the form quack-kernels traces: imported by build
+processes only.
 
-Values are fp32 scalars, one accumulator element (or gate and up pair) a call. The formulas are those of `engine.activations`:
-GELU is the exact one through erf, slopes at a kink are 0, and NaN stays NaN where a bare maximum would drop it.
+Values are fp32 scalars, one accumulator element (or gate and up pair) a call. The formulas are
+those of `engine.activations`: GELU is the exact one through erf, slopes at a kink are 0, and NaN
+stays NaN where a bare maximum would drop it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,7 +32,10 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
 Backward = Callable[..., Any]
 
-_OAI = (1.702, 7.0)  # alpha and limit as in `engine.activations`: this file is part of the compile key, that one is not
+_OAI = (
+    1.702,
+    7.0,
+)  # alpha and limit as in `engine.activations`: this file is part of the compile key, that one is not
 
 
 def _silu_slope(x):
@@ -72,7 +77,9 @@ _UNGATED = {
 _BASE_OF_GATED = {"geglu": "gelu", "reglu": "relu"}
 
 
-def _gated(value: Callable[..., Any], value_and_slope: Callable[..., Any]) -> tuple[Callable[..., Any], Backward]:
+def _gated(
+    value: Callable[..., Any], value_and_slope: Callable[..., Any]
+) -> tuple[Callable[..., Any], Backward]:
     """`(y1(gate, up), (dgate, dup, y1)(gate, up, dy1))` of an activation on the gate."""
 
     def forward(gate, up):
@@ -91,7 +98,11 @@ def _swiglu_oai(gate, up):
 
 def _dswiglu_oai(gate, up, dy1):
     dgate, dup, y1 = dswiglu_oai(gate, up, dy1, *_OAI)
-    return dgate + y1 * 0.0, dup, y1  # the masks of the clamps turn a NaN into 0; y1 is bounded by them
+    return (
+        dgate + y1 * 0.0,
+        dup,
+        y1,
+    )  # the masks of the clamps turn a NaN into 0; y1 is bounded by them
 
 
 _FROM_QUACK = {"swiglu": (swiglu, dswiglu), "swiglu_oai": (_swiglu_oai, _dswiglu_oai)}
@@ -99,13 +110,17 @@ _FROM_QUACK = {"swiglu": (swiglu, dswiglu), "swiglu_oai": (_swiglu_oai, _dswiglu
 
 @functools.cache
 def gate_functions(activation: str) -> tuple[Callable[..., Any], Backward]:
-    """Forward and backward of a gated activation. SwiGLU's come from quack, which spends fewer instructions on them."""
+    """Forward and backward of a gated activation. SwiGLU's come from quack, which spends fewer
+    instructions on them.
+    """
     return _FROM_QUACK.get(activation) or _gated(*_UNGATED[_BASE_OF_GATED[activation]])
 
 
 @functools.cache
 def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> EpiMod:
-    """`z = acc (+ bias)` as D when `store_z`, `y1 = act(z)` from the unrounded z as the output "y1"."""
+    """`z = acc (+ bias)` as D when `store_z`, `y1 = act(z)` from the unrounded z as the output
+    "y1".
+    """
     act = gate_functions(activation)[0] if gated else _UNGATED[activation][0]
 
     def finish(z):
@@ -125,7 +140,9 @@ def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> E
 
 @functools.cache
 def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
-    """From `acc = dy1` and c = z: D = dz of `prob * dy1`, "y1s" = prob * y1, "dprob" = partial row sums of dy1 * y1."""
+    """From `acc = dy1` and c = z: D = dz of `prob * dy1`, "y1s" = prob * y1, "dprob" = partial row
+    sums of dy1 * y1.
+    """
 
     def of_pair(acc, c, prob):
         dgate, dup, y1 = gate_functions(activation)[1](*unpack(c), acc * prob)

@@ -1,7 +1,9 @@
-"""The BF16 grouped GEMMs of an expert MLP, on the kernels of quack-kernels: which variant, compiled how, called with what.
+"""The BF16 grouped GEMMs of an expert MLP, on the kernels of quack-kernels: which variant, compiled
+how, called with what.
 
-Compiled ahead of time into this package's own cache, not through quack's: a warm machine needs neither quack nor CuTe DSL,
-`no_compile()` holds, and no variant depends on a token count. Tensors are handed on as they come: no framework is imported.
+Compiled ahead of time into this package's own cache, not through quack's: a warm machine needs
+neither quack nor CuTe DSL, `no_compile()` holds, and no variant depends on a token count. Tensors
+are handed on as they come: no framework is imported.
 
 Legend: R padded rows in expert order, cut by `cu_rows`; other letters as in `engine.interface`.
 """
@@ -36,7 +38,8 @@ Launch = Callable[..., None]
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One tiling: the thread block's tile, blocks of a cluster along M and N, two consumers on two tiles or on one.
+    """One tiling: the thread block's tile, blocks of a cluster along M and N, two consumers on two
+    tiles or on one.
 
     swizzle: tiles along N that consecutive clusters take before the next along M, for reuse in L2.
     """
@@ -49,7 +52,12 @@ class GemmConfig:
     @property
     def statics(self) -> dict[str, Any]:
         """What of it is compiled in."""
-        return {"tile": self.tile, "cluster": self.cluster, "pingpong": self.pingpong, "swizzle": self.swizzle}
+        return {
+            "tile": self.tile,
+            "cluster": self.cluster,
+            "pingpong": self.pingpong,
+            "swizzle": self.swizzle,
+        }
 
     def tiles(self, width: int) -> int:
         """Tiles across a result of `width` columns."""
@@ -61,13 +69,16 @@ class GemmConfig:
 
     @property
     def accumulators(self) -> int:
-        """Registers of a consumer thread that hold sums: one warpgroup computes a tile when `pingpong`, two otherwise."""
+        """Registers of a consumer thread that hold sums: one warpgroup computes a tile when
+        `pingpong`, two otherwise.
+        """
         return self.tile[0] * self.tile[1] // (128 if self.pingpong else 256)
 
 
-# Candidates per product, the fastest first, each with its time relative to the fastest: measured on one H200 with
-# `python tools/ci/bf16_bench.py --sweep`, at widths that these tiles divide. A gather takes no cluster along N. Not listed: tilings
-# that spill, and those whose rows are no multiple of the 128 that experts are padded to.
+# Candidates per product, the fastest first, each with its time relative to the fastest: measured on
+# one H200 with `python tools/ci/bf16_bench.py --sweep`, at widths that these tiles divide. A gather
+# takes no cluster along N. Not listed: tilings that spill, and those whose rows are no multiple of
+# the 128 that experts are padded to.
 Candidates = tuple[tuple[GemmConfig, float], ...]
 _WGRAD: Candidates = (
     (GemmConfig((256, 192)), 1.00),
@@ -86,7 +97,8 @@ CANDIDATES: dict[str, Candidates] = {
         (GemmConfig((128, 256), swizzle=16), 1.04),
         (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.05),
     ),
-    # It holds z, dz, y1s and both factors of dprobs beside the accumulator: wider tiles spill or lose a pipeline stage.
+    # It holds z, dz, y1s and both factors of dprobs beside the accumulator: wider tiles spill or
+    # lose a pipeline stage.
     "dgated": ((GemmConfig((128, 128), pingpong=True, swizzle=16), 1.00),),
     "dgrad": (
         (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
@@ -134,15 +146,21 @@ class MlpShape:
 
 
 def candidates(product: str, shape: MlpShape) -> Candidates:
-    """The tilings of a product that do not spill: beside a bias or an ungated activation, `up` has no room for 192 sums."""
+    """The tilings of a product that do not spill: beside a bias or an ungated activation, `up` has
+    no room for 192 sums.
+    """
     crowded = product == "up" and (shape.bias or not is_glu(shape.activation))
-    return tuple(found for found in CANDIDATES[product] if not crowded or found[0].accumulators <= 128)
+    return tuple(
+        found for found in CANDIDATES[product] if not crowded or found[0].accumulators <= 128
+    )
 
 
 def choose_config(product: str, shape: MlpShape) -> GemmConfig:
     """The tiling of a product: least columns times relative time."""
     width = shape.width(product)
-    best, _ = min(candidates(product, shape), key=lambda candidate: candidate[0].columns(width) * candidate[1])
+    best, _ = min(
+        candidates(product, shape), key=lambda candidate: candidate[0].columns(width) * candidate[1]
+    )
     return best
 
 
@@ -158,7 +176,9 @@ def up_kernel(shape: MlpShape, *, store_z: bool, config: GemmConfig | None = Non
 
 
 def up_again_kernel(shape: MlpShape) -> CuteKernel:
-    """z alone, for backward when forward did not keep it: the sums, and so the bits, of `up_kernel`."""
+    """z alone, for backward when forward did not keep it: the sums, and so the bits, of
+    `up_kernel`.
+    """
     special = {"bias": shape.bias, "transpose": False, "gather": True}
     return _kernel("up_again", "compile_down", shape, choose_config("up", shape), special)
 
@@ -170,7 +190,9 @@ def down_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel
 
 
 def dgated_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
-    """`dy1 = dout w2` (dout gathered), then dz, probability-weighted y1 and partial row sums of `dy1 * y1`."""
+    """`dy1 = dout w2` (dout gathered), then dz, probability-weighted y1 and partial row sums of
+    `dy1 * y1`.
+    """
     config = config or choose_config("dgated", shape)
     return _kernel("dgated", "compile_dgated", shape, config, _activation(shape))
 
@@ -189,7 +211,13 @@ def wgrad_down_kernel(shape: MlpShape, config: GemmConfig | None = None) -> Cute
 
 def wgrad_up_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
     """`dw1[e] += dz^T x` over the rows of e; x gathered."""
-    return _kernel("wgrad_up", "compile_wgrad", shape, config or choose_config("wgrad_up", shape), {"transpose": True})
+    return _kernel(
+        "wgrad_up",
+        "compile_wgrad",
+        shape,
+        config or choose_config("wgrad_up", shape),
+        {"transpose": True},
+    )
 
 
 def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKernel, ...]:
@@ -210,7 +238,9 @@ def _activation(shape: MlpShape) -> dict[str, Any]:
     return {"activation": shape.activation.value, "gated": is_glu(shape.activation)}
 
 
-def _kernel(name: str, builder: str, shape: MlpShape, config: GemmConfig, special: dict[str, Any]) -> CuteKernel:
+def _kernel(
+    name: str, builder: str, shape: MlpShape, config: GemmConfig, special: dict[str, Any]
+) -> CuteKernel:
     statics = {**special, "dtype": shape.dtype, **config.statics}
     sources = (_HERE / "quack_build.py", _HERE / "quack_epilogues.py")
     return CuteKernel.make(f"bf16_{name}", f"{_BUILDER}:{builder}", statics, *sources, arch=ARCH)
@@ -232,37 +262,52 @@ def is_warm(shape: MlpShape, cache: CompileCache | None = None) -> bool:
 
 @provides("bf16")
 def bf16_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CompileJob, ...]:
-    """The GEMMs of unquantised training on Hopper, with and without biases; of FP8 training those of its unquantised wgrad."""
+    """The GEMMs of unquantised training on Hopper, with and without biases; of FP8 training those
+    of its unquantised wgrad.
+    """
     engine = EngineName.HOPPER if config.fp8 else EngineName.BF16
     needed = not (config.fp8 and config.fp8_wgrad)
     if not needed or config.engine not in (EngineName.AUTO, engine) or spec.arch != ARCH:
         return ()
     activation = ActivationType(spec.activation)
-    dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype  # master weights are rounded to the tokens' dtype
+    dtype = (
+        "bfloat16" if spec.dtype == "float32" else spec.dtype
+    )  # master weights are rounded to the tokens' dtype
     shapes = [MlpShape(spec.H, spec.I, activation, dtype, bias) for bias in (False, True)]
     if shapes[0].problem() or missing_package():
         return ()
     if config.fp8:
         return expert_rows_source(), wgrad_down_kernel(shapes[0]), wgrad_up_kernel(shapes[0])
-    kernels = [kernel for shape in shapes for kernel in all_kernels(shape, recompute_z=config.recompute_z)]
+    kernels = [
+        kernel for shape in shapes for kernel in all_kernels(shape, recompute_z=config.recompute_z)
+    ]
     return (expert_rows_source(), *dict.fromkeys(kernels))
 
 
 class GroupedGemms:
-    """The loaded variants of one shape on one device; each is loaded, or compiled, at its first launch.
+    """The loaded variants of one shape on one device; each is loaded, or compiled, at its first
+    launch.
 
-    Every method launches on the current stream, waits for nothing, and raises CompileForbiddenError or ToolchainError when a
-    variant is neither cached nor to be compiled.
+    Every method launches on the current stream, waits for nothing, and raises CompileForbiddenError
+    or ToolchainError when a variant is neither cached nor to be compiled.
     """
 
     def __init__(self, shape: MlpShape, multiprocessors: int) -> None:
-        """For a device of that many multiprocessors, on which the persistent kernels run one thread block each."""
+        """For a device of that many multiprocessors, on which the persistent kernels run one thread
+        block each.
+        """
         self.shape = shape
         configs = {product: choose_config(product, shape) for product in CANDIDATES}
-        self._clusters = {name: multiprocessors // math.prod(config.cluster) for name, config in configs.items()}
-        self.dprob_tiles = configs["dgated"].tiles(shape.intermediate)  # columns of the partial sums of dprobs
+        self._clusters = {
+            name: multiprocessors // math.prod(config.cluster) for name, config in configs.items()
+        }
+        self.dprob_tiles = configs["dgated"].tiles(
+            shape.intermediate
+        )  # columns of the partial sums of dprobs
 
-    def up(self, x: Any, w1: Any, z: Any | None, y1: Any, b1: Any | None, cu_rows: Any, index: Any) -> None:
+    def up(
+        self, x: Any, w1: Any, z: Any | None, y1: Any, b1: Any | None, cu_rows: Any, index: Any
+    ) -> None:
         """x `[T, H]`, w1 `[E, N1, H]`, b1 fp32 `[E, N1]` -> z `[R, N1]` unless None, y1 `[R, I]`."""
         launch = self._up if z is not None else self._up_only
         launch(x, w1, z, y1, b1, cu_rows, index, self._clusters["up"])
@@ -276,9 +321,20 @@ class GroupedGemms:
         self._down(y1, w2, y2, b2, cu_rows, None, self._clusters["down"])
 
     def dgated(
-        self, dout: Any, w2: Any, dz: Any, z: Any, y1s: Any, prob: Any, partials: Any, cu_rows: Any, index: Any
+        self,
+        dout: Any,
+        w2: Any,
+        dz: Any,
+        z: Any,
+        y1s: Any,
+        prob: Any,
+        partials: Any,
+        cu_rows: Any,
+        index: Any,
     ) -> None:
-        """dout `[T, H]`, w2, z, prob fp32 `[R]` -> dz `[R, N1]`, y1s `[R, I]`, partials fp32 `[R, dprob_tiles]`."""
+        """dout `[T, H]`, w2, z, prob fp32 `[R]` -> dz `[R, N1]`, y1s `[R, I]`, partials fp32 `[R,
+        dprob_tiles]`.
+        """
         clusters = self._clusters["dgated"]
         self._dgated(dout, w2, dz, z, y1s, prob, partials, cu_rows, index, clusters)
 
@@ -346,8 +402,12 @@ def expert_rows_module() -> Any:
 
 
 def launching_on(device_index: int, stream: int) -> AbstractContextManager[Any]:
-    """The stream that GEMMs inside the block run on. For Paddle: from PyTorch's tensors apache-tvm-ffi takes it by itself."""
+    """The stream that GEMMs inside the block run on. For Paddle: from PyTorch's tensors
+    apache-tvm-ffi takes it by itself.
+    """
     import tvm_ffi
 
-    context: AbstractContextManager[Any] = tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", device_index), stream)
+    context: AbstractContextManager[Any] = tvm_ffi.use_raw_stream(
+        tvm_ffi.device("cuda", device_index), stream
+    )
     return context

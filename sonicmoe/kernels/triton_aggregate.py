@@ -1,4 +1,6 @@
-"""Triton counterpart of `cuda/aggregate.cu`: fp32 sums in slot order, product and sum rounded separately."""
+"""Triton counterpart of `cuda/aggregate.cu`: fp32 sums in slot order, product and sum rounded
+separately.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -16,7 +18,16 @@ _MAX_COLUMNS = 1024
 
 @stored_jit(do_not_specialize=["num_rows"])
 def _aggregate(
-    rows, slot_row, row_prob, out, num_rows, width, topk, column_blocks, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
+    rows,
+    slot_row,
+    row_prob,
+    out,
+    num_rows,
+    width,
+    topk,
+    column_blocks,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     token = program // column_blocks
@@ -33,8 +44,12 @@ def _aggregate(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def aggregate_rows(rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool) -> None:
-    """`out[t] = sum_k w * rows[slot_row[t, k]]`: rows `[R, H]`, slot_row int64 `[T, K]`, row_prob fp32 `[R]`, out `[T, H]`."""
+def aggregate_rows(
+    rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+) -> None:
+    """`out[t] = sum_k w * rows[slot_row[t, k]]`: rows `[R, H]`, slot_row int64 `[T, K]`, row_prob
+    fp32 `[R]`, out `[T, H]`.
+    """
     tokens, topk = (int(size) for size in slot_row.shape)
     width = int(rows.shape[1])
     if tokens == 0 or width == 0:

@@ -1,7 +1,8 @@
-"""Triton counterpart of `cuda/routing_metadata.cu`: identical tensors, three launches instead of one.
+"""Triton counterpart of `cuda/routing_metadata.cu`: identical tensors, three launches instead of
+one.
 
-Slots are cut into one contiguous chunk per program: count per expert, prefix over programs, then rank and write.
-Integer arithmetic only, so the results do not depend on how a program is scheduled.
+Slots are cut into one contiguous chunk per program: count per expert, prefix over programs, then
+rank and write. Integer arithmetic only, so the results do not depend on how a program is scheduled.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,7 +31,13 @@ def _expert_of(indices, slot, end, num_experts):
 
 @stored_jit(do_not_specialize=["num_slots", "slots_per_program"])
 def _count(
-    indices, program_counts, num_slots, slots_per_program, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr
+    indices,
+    program_counts,
+    num_slots,
+    slots_per_program,
+    num_experts,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERTS)
@@ -85,7 +92,9 @@ def _write(
         tl.store(padded_offsets + experts, padded_first, mask=known)
         tl.store(padded_offsets + num_experts, padded_total)
 
-    next_row = padded_first + tl.load(program_counts + program * num_experts + experts, mask=known, other=0)
+    next_row = padded_first + tl.load(
+        program_counts + program * num_experts + experts, mask=known, other=0
+    )
     begin = program * slots_per_program
     end = tl.minimum(begin + slots_per_program, num_slots)
     for first in range(begin, end, BLOCK):
@@ -95,7 +104,8 @@ def _write(
         rank = tl.cumsum(hit.to(tl.int32), 0) - 1
         row = tl.sum(tl.where(hit, next_row[None, :] + rank, 0), 1)
         next_row += tl.sum(hit.to(tl.int64), 0)
-        # A row beyond the buffers means the caller's counts were too small: drop the slot, never write out of bounds.
+        # A row beyond the buffers means the caller's counts were too small: drop the slot, never
+        # write out of bounds.
         placed = (expert >= 0) & (row < num_rows)
         tl.store(slot_row + slot, tl.where(placed, row, -1), mask=slot < end)
         tl.store(row_token + row, (slot // topk).to(tl.int32), mask=placed)
@@ -123,18 +133,32 @@ def _gather_or_zero(index, values, out, size, limit, BLOCK: tl.constexpr):
 def build_metadata(
     indices: Tensor, probs: Tensor, outputs: tuple[Tensor, ...], num_experts: int, alignment: int
 ) -> None:
-    """Fill `outputs` (in the order of `RoutingMetadata.TENSOR_FIELDS`) from contiguous `[T, K]` indices and fp32 probs.
+    """Fill `outputs` (in the order of `RoutingMetadata.TENSOR_FIELDS`) from contiguous `[T, K]`
+    indices and fp32 probs.
 
     Launches on the stream that Triton takes from the framework; waits for nothing.
     """
-    expert_counts, expert_offsets, padded_counts, padded_offsets, row_token, row_slot, slot_row, row_prob = outputs
+    (
+        expert_counts,
+        expert_offsets,
+        padded_counts,
+        padded_offsets,
+        row_token,
+        row_slot,
+        slot_row,
+        row_prob,
+    ) = outputs
     num_slots, topk = int(indices.shape[0]) * int(indices.shape[1]), max(int(indices.shape[1]), 1)
     experts = max(triton.next_power_of_2(num_experts), 2)
     block = min(256, max(16, _ONE_HOT_ELEMENTS // experts))
-    per_program = _MIN_SLOTS_PER_PROGRAM * max(1, triton.cdiv(num_slots, _MIN_SLOTS_PER_PROGRAM * _MAX_PROGRAMS))
+    per_program = _MIN_SLOTS_PER_PROGRAM * max(
+        1, triton.cdiv(num_slots, _MIN_SLOTS_PER_PROGRAM * _MAX_PROGRAMS)
+    )
     programs = max(1, triton.cdiv(num_slots, per_program))
     program_counts = torch.empty((programs, num_experts), dtype=torch.int32, device=indices.device)
-    _count[(programs,)](indices, program_counts, num_slots, per_program, num_experts, BLOCK=block, EXPERTS=experts)
+    _count[(programs,)](
+        indices, program_counts, num_slots, per_program, num_experts, BLOCK=block, EXPERTS=experts
+    )
     _scan_programs[(num_experts,)](program_counts, expert_counts, programs, num_experts, BLOCK=256)
     _write[(programs,)](
         indices, probs, program_counts, expert_counts, expert_offsets, padded_counts, padded_offsets,
@@ -145,9 +169,13 @@ def build_metadata(
 
 
 def gather_or_zero(index: Tensor, values: Tensor, out: Tensor) -> None:
-    """`out[i] = values[index[i]]`, or 0 where `index[i]` is none of `values`; index int64, values and out fp32, contiguous."""
+    """`out[i] = values[index[i]]`, or 0 where `index[i]` is none of `values`; index int64, values
+    and out fp32, contiguous.
+    """
     size = 1
     for extent in index.shape:
         size *= int(extent)
     if size:
-        _gather_or_zero[(triton.cdiv(size, _GATHER),)](index, values, out, size, int(values.shape[0]), BLOCK=_GATHER)
+        _gather_or_zero[(triton.cdiv(size, _GATHER),)](
+            index, values, out, size, int(values.shape[0]), BLOCK=_GATHER
+        )

@@ -1,9 +1,10 @@
 """The node's call as a `paddle.autograd.PyLayer`.
 
-Rules of PyLayer that shape this page: backward returns one gradient per *tensor* argument; None for a non-leaf input that wants a
-gradient crashes the process, a gradient for a `stop_gradient` input raises; None for a leaf parameter is fine and still fires its
-hooks, once per backward; a second backward through one PyLayer crashes the process (Paddle 3.3); `saved_tensor` is a method, and
-only what went through `save_for_backward` takes part in recompute.
+Rules of PyLayer that shape this page: backward returns one gradient per *tensor* argument; None for
+a non-leaf input that wants a gradient crashes the process, a gradient for a `stop_gradient` input
+raises; None for a leaf parameter is fine and still fires its hooks, once per backward; a second
+backward through one PyLayer crashes the process (Paddle 3.3); `saved_tensor` is a method, and only
+what went through `save_for_backward` takes part in recompute.
 """
 
 from __future__ import annotations
@@ -28,14 +29,21 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
         ctx.call = call
         ctx.wanted = (not x.stop_gradient, not probs.stop_gradient)
         tensors, ctx.spec = saved.pack()
-        # Non-reentrant recompute restores tensors by sharing buffers; an empty one has none and would come back unusable.
-        ctx.empty = {position: tensor for position, tensor in enumerate(tensors) if 0 in tensor.shape}
-        ctx.save_for_backward(*(tensor for position, tensor in enumerate(tensors) if position not in ctx.empty))
+        # Non-reentrant recompute restores tensors by sharing buffers; an empty one has none and
+        # would come back unusable.
+        ctx.empty = {
+            position: tensor for position, tensor in enumerate(tensors) if 0 in tensor.shape
+        }
+        ctx.save_for_backward(
+            *(tensor for position, tensor in enumerate(tensors) if position not in ctx.empty)
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> tuple[Any, ...]:
-        """dx, dprobs, and the parameter gradients autograd is to accumulate (None where the node does)."""
+        """dx, dprobs, and the parameter gradients autograd is to accumulate (None where the node
+        does).
+        """
         tensors = _with_empty(ctx.saved_tensor(), ctx.empty)
         if 0 not in tensors[0].shape and not tensors[0]._is_initialized():
             raise RuntimeError(
@@ -45,7 +53,9 @@ class _MlpPyLayer(PyLayer):  # type: ignore[misc]
         saved = ctx.spec.unpack(tensors)
         del tensors
         if ctx.call.settings.frees_stagewise:
-            ctx.container = ()  # these references would keep alive, to the end of backward, what the engine drops in the middle
+            # these references would keep alive, to the end of backward, what the engine drops in
+            # the middle
+            ctx.container = ()
         dx, dprobs, gradients = ctx.call.backward(dout, saved)
         if ctx.call.wgrad_queue is not None:
             ctx.call.wgrad_queue.launch_after(None)  # a PyLayer cannot name the node that takes dx

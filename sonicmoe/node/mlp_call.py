@@ -1,4 +1,6 @@
-"""One forward of the node and what its backward will need: everything the two autograd bridges share."""
+"""One forward of the node and what its backward will need: everything the two autograd bridges
+share.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 
 from ..config import SonicMoEConfig
 from ..diagnostics.stages import stage
-from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, PendingWgrad, Saved
+from ..engine.interface import (
+    Engine,
+    EngineSettings,
+    EngineWeights,
+    GradAccumulators,
+    PendingWgrad,
+    Saved,
+)
 from ..enums import FlushMode
 from ..experts import ExpertWeights
 from ..interop import plain_ops, requires_grad
@@ -23,14 +32,15 @@ Tensor = torch.Tensor
 
 @dataclass(eq=False)
 class MlpCall:
-    """Arguments of one call. Holds no activation: those live in the autograd context, so any number of calls may be outstanding.
+    """Arguments of one call. Holds no activation: those live in the autograd context, so any number
+    of calls may be outstanding.
 
     parameters are the module's as this forward found them: the inputs of the autograd node.
-    engine_weights is shared by all calls of an optimizer step and outlives the last backward through this reference;
-    weight_updates says which state of the weights it held then.
+    engine_weights is shared by all calls of an optimizer step and outlives the last backward
+    through this reference; weight_updates says which state of the weights it held then.
     reaches_weights is false of a backward that was asked for gradients of other inputs only.
-    config is in force in both passes, so that kernels of the node's own cache directory serve it; backward may run on another
-    thread, and after the caller's `activate()` block has ended.
+    config is in force in both passes, so that kernels of the node's own cache directory serve it;
+    backward may run on another thread, and after the caller's `activate()` block has ended.
     """
 
     config: SonicMoEConfig
@@ -69,7 +79,9 @@ class MlpCall:
             return self.engine.forward(x, routing, self.engine_weights, self.settings, save=save)
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and flushed where the mode says so."""
+        """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and
+        flushed where the mode says so.
+        """
         self.experts.check_current(self.engine_weights, self.weight_updates)
         trainable = self.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None

@@ -10,19 +10,33 @@ from typing import Any
 
 import torch
 
-from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config, warn_unknown_flags
+from ..config import (
+    ResolvedConfig,
+    SonicMoEConfig,
+    active_config,
+    current_config,
+    warn_unknown_flags,
+)
 from ..diagnostics.stages import stage
 from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
 from ..enums import ActivationType, EngineName, FlushMode, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
-from ..interop import IS_PADDLE, device_name, dtype_name, grad_enabled, is_cuda, require_framework_tensor, requires_grad
+from ..interop import (
+    IS_PADDLE,
+    device_name,
+    dtype_name,
+    grad_enabled,
+    is_cuda,
+    require_framework_tensor,
+    requires_grad,
+)
 from ..jit_warmup import warmup_jit
 from ..kernels import DEFAULT_ARCH
 from ..routing.backends import arch_of
-from ..routing.validation import check_indices_and_probs
 from ..routing.deepep import check_dispatched_tokens
+from ..routing.validation import check_indices_and_probs
 from .mlp_call import MlpCall
 from .step_guard import StepGuard
 from .wgrad_queue import WgradQueue
@@ -37,7 +51,8 @@ logger = logging.getLogger("sonicmoe")
 
 
 class SonicMoEMlpNode:
-    """`out[t] = sum_k p[t,k] * (act(x_t Wg_e) * (x_t Wu_e)) Wd_e` over the slots with a local expert `e = indices[t,k]`.
+    """`out[t] = sum_k p[t,k] * (act(x_t Wg_e) * (x_t Wu_e)) Wd_e` over the slots with a local
+    expert `e = indices[t,k]`.
 
     One node per MoE layer, reused for every micro-batch:
 
@@ -46,25 +61,31 @@ class SonicMoEMlpNode:
         ...                      # any number of forwards and backwards, in any order
         node.step()              # after the last backward, before gradients are reduced
 
-    Per-call state lives in the autograd graph; the node holds the fp32 gradient accumulators and the weight caches only.
+    Per-call state lives in the autograd graph; the node holds the fp32 gradient accumulators and
+    the weight caches only.
 
     Args:
-        experts: modules with `up_gate_proj.weight [H, 2I]` (split-half, gate first; `[H, I]` for ungated activations) and
-            `down_proj.weight [I, H]`, in local-id order; `None` entries (other ranks' experts) are skipped.
+        experts: modules with `up_gate_proj.weight [H, 2I]` (split-half, gate first; `[H, I]` for
+            ungated activations) and `down_proj.weight [I, H]`, in local-id order; `None` entries
+            (other ranks' experts) are skipped.
         n_experts: local experts E.
         hidden_size, intermediate_size: H, I.
         activation_type: a member of `ActivationType`, or its value.
-        config: settings of this node; None follows the activated configuration and the environment at every call.
-        flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every backward does (needed when
-            communication overlaps backward), and the framework's gradient hooks then see complete gradients, once per weight.
-        split_wgrad: a backward returns dx before the weight gradients are computed, so that the combine of dx need not wait: a side
-            stream computes them on a GPU; on a host they wait for `finish_wgrad()` or `step()`. Needs flush="step".
+        config: settings of this node; None follows the activated configuration and the environment
+            at every call.
+        flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every
+            backward does (needed when communication overlaps backward), and the framework's
+            gradient hooks then see complete gradients, once per weight.
+        split_wgrad: a backward returns dx before the weight gradients are computed, so that the
+            combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
+                for `finish_wgrad()` or `step()`. Needs flush="step".
 
-    A backward to other inputs alone (`torch.autograd.grad(loss, x)`) adds no weight gradients. Paddle does not tell a node so:
-    `paddle.grad` adds them.
+    A backward to other inputs alone (`torch.autograd.grad(loss, x)`) adds no weight gradients.
+    Paddle does not tell a node so: `paddle.grad` adds them.
 
     Raises:
-        LayoutError, ShapeError, DTypeError: an expert does not have the weights named above, or has a bias.
+        LayoutError, ShapeError, DTypeError: an expert does not have the weights named above, or has
+            a bias.
         ConfigError: an unknown activation or flush mode, or settings that contradict each other.
     """
 
@@ -83,7 +104,9 @@ class SonicMoEMlpNode:
         """See the class."""
         activation = member_of(ActivationType, activation_type, "activation_type")
         if not hasattr(experts, "__getitem__"):  # ModuleList and LayerList are no Sequence
-            raise LayoutError(f"experts is {type(experts).__name__}; needed: a list of expert modules")
+            raise LayoutError(
+                f"experts is {type(experts).__name__}; needed: a list of expert modules"
+            )
         source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation)
         _refuse_biases(experts)
         self._init(source, config, flush, split_wgrad)
@@ -99,13 +122,17 @@ class SonicMoEMlpNode:
         flush: FlushMode | str = "step",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
-        """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I, H]`.
+        """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and
+        `weight2 [E, I, H]`.
 
-        It keeps these two tensors: make it after whatever puts others in their place (`load_state_dict(assign=True)`, `to_empty()`).
+        It keeps these two tensors: make it after whatever puts others in their place
+        (`load_state_dict(assign=True)`, `to_empty()`).
         """
         node = cls.__new__(cls)
         node._init(
-            FusedParameters(weight1, weight2, member_of(ActivationType, activation_type, "activation_type")),
+            FusedParameters(
+                weight1, weight2, member_of(ActivationType, activation_type, "activation_type")
+            ),
             config,
             flush,
             split_wgrad,
@@ -113,7 +140,11 @@ class SonicMoEMlpNode:
         return node
 
     def _init(
-        self, source: ExpertParameters, config: SonicMoEConfig | None, flush: FlushMode | str, split_wgrad: bool
+        self,
+        source: ExpertParameters,
+        config: SonicMoEConfig | None,
+        flush: FlushMode | str,
+        split_wgrad: bool,
     ) -> None:
         if config is not None and not isinstance(config, SonicMoEConfig):
             raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
@@ -128,38 +159,55 @@ class SonicMoEMlpNode:
         self._step_guard = StepGuard()
         self._explicit_config = config
         self._experts = ExpertWeights(source)
-        (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = source.native_shapes()
+        (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = (
+            source.native_shapes()
+        )
         self.activation_type = source.activation
         self._settings: tuple[ResolvedConfig, EngineSettings] | None = None
         self._chosen: tuple[Any, EngineChoice] | None = None
-        resolved, settings = self._current()  # what cannot work is refused here, not in the first step
+        resolved, settings = (
+            self._current()
+        )  # what cannot work is refused here, not in the first step
         weight = source.parameters()[0]
         if resolved.engine is not EngineName.AUTO and is_cuda(weight):
             with self._scope():
                 self._choose(device_name(weight), resolved, settings, _token_dtype_for(weight))
 
     def __call__(
-        self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
+        self,
+        x: Tensor,
+        tokens_per_expert: Any = None,
+        dispatched_indices: Any = None,
+        dispatched_probs: Any = None,
     ) -> Tensor:
         """`forward`."""
         return self.forward(x, tokens_per_expert, dispatched_indices, dispatched_probs)
 
     def forward(
-        self, x: Tensor, tokens_per_expert: Any = None, dispatched_indices: Any = None, dispatched_probs: Any = None
+        self,
+        x: Tensor,
+        tokens_per_expert: Any = None,
+        dispatched_indices: Any = None,
+        dispatched_probs: Any = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
         Args:
-            x: bf16 `[T, H]` (fp16 and fp32 where the engine has them), one row per received token; T may be 0.
-            tokens_per_expert: E counts as DeepEP lists them, or a tensor, or None / [] to count from the indices.
-            dispatched_indices: int32 or int64 `[T, K]`, local expert id per slot; -1 and ids >= E mean "not here".
-            dispatched_probs: fp32 `[T, K]`; only values at valid slots count. Its gradient is exactly 0 elsewhere.
+            x: bf16 `[T, H]` (fp16 and fp32 where the engine has them), one row per received token;
+                T may be 0.
+            tokens_per_expert: E counts as DeepEP lists them, or a tensor, or None / [] to count
+                from the indices.
+            dispatched_indices: int32 or int64 `[T, K]`, local expert id per slot; -1 and ids >= E
+                mean "not here".
+            dispatched_probs: fp32 `[T, K]`; only values at valid slots count. Its gradient is
+                exactly 0 elsewhere.
 
         Returns:
             `[T, H]` in x's dtype and row order; a token without a local expert gets exact zeros.
 
         Raises:
-            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument, what came and what is needed.
+            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument,
+            what came and what is needed.
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
@@ -195,11 +243,13 @@ class SonicMoEMlpNode:
         return call.forward(x, dispatched_probs, save=False)[0]
 
     def step(self) -> None:
-        """Add the accumulated weight gradients into `main_grad` in place, zero the accumulators, mark weight caches stale.
+        """Add the accumulated weight gradients into `main_grad` in place, zero the accumulators,
+        mark weight caches stale.
 
-        Call it once per optimizer step: after the last backward and before gradients are reduced, clipped or applied.
-        A parameter whose `main_grad` is None gets a new fp32 tensor; one without the attribute gets `.grad`. Idempotent.
-        Where gradients were already reduced or applied without those waiting here, the log says so once.
+        Call it once per optimizer step: after the last backward and before gradients are reduced,
+        clipped or applied. A parameter whose `main_grad` is None gets a new fp32 tensor; one
+        without the attribute gets `.grad`. Idempotent. Where gradients were already reduced or
+        applied without those waiting here, the log says so once.
 
         Raises:
             RuntimeError: a backward failed while it added weight gradients; see `discard_grads`.
@@ -209,7 +259,9 @@ class SonicMoEMlpNode:
         self._experts.invalidate()
 
     def flush_grads(self) -> None:
-        """The gradient half of `step()`: flush, keep the weight caches. May run between micro-batches."""
+        """The gradient half of `step()`: flush, keep the weight caches. May run between
+        micro-batches.
+        """
         self.finish_wgrad()
         if self._experts.unflushed:
             self._step_guard.check(self._experts.source.parameters())
@@ -217,16 +269,22 @@ class SonicMoEMlpNode:
             self._experts.flush()
 
     def finish_wgrad(self) -> None:
-        """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or on a GPU in stream order."""
+        """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
+        on a GPU in stream order.
+        """
         if self._wgrad_queue is not None:
             self._wgrad_queue.finish()
 
     def invalidate_caches(self) -> None:
-        """Forget everything derived from the weights; call it after loading or swapping weights outside an optimizer step."""
+        """Forget everything derived from the weights; call it after loading or swapping weights
+        outside an optimizer step.
+        """
         self._experts.invalidate()
 
     def discard_grads(self) -> None:
-        """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a backward that failed half-way."""
+        """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
+        backward that failed half-way.
+        """
         if self._wgrad_queue is not None:
             self._wgrad_queue.discard()
         self._experts.discard()
@@ -247,10 +305,13 @@ class SonicMoEMlpNode:
         weight = self._experts.source.parameters()[0]
         with self._scope():
             choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
-            self._experts.prepared(choice.engine, choice.settings or settings, self._experts.source.parameters())
+            self._experts.prepared(
+                choice.engine, choice.settings or settings, self._experts.source.parameters()
+            )
 
     def warmup(self) -> tuple[str, ...]:
-        """Compile every kernel this node needs, once per cluster; returns their names (none on the CPU). Allocates no gradients.
+        """Compile every kernel this node needs, once per cluster; returns their names (none on the
+        CPU). Allocates no gradients.
 
         Raises:
             CompileError: a kernel does not compile, or compiling is forbidden.
@@ -270,9 +331,11 @@ class SonicMoEMlpNode:
         return tuple(outcome.kernel for outcome in report.kernels)
 
     def dump(self, path: str | Path) -> None:
-        """Write the inputs of the next step (forward, then backward) to `path`, for `sonicmoe bisect`.
+        """Write the inputs of the next step (forward, then backward) to `path`, for `sonicmoe
+        bisect`.
 
-        The file is there after the forward and complete after the backward. Copies weights and tokens to the host.
+        The file is there after the forward and complete after the backward. Copies weights and
+        tokens to the host.
         """
         from ..diagnostics.step_capture import dump_next_step  # diagnosis stands above the node
 
@@ -290,12 +353,18 @@ class SonicMoEMlpNode:
         return self._settings
 
     def _scope(self) -> AbstractContextManager[SonicMoEConfig]:
-        """The node's configuration in force: its cache directories and its ban on compiling hold for every kernel it loads."""
+        """The node's configuration in force: its cache directories and its ban on compiling hold
+        for every kernel it loads.
+        """
         return (self._explicit_config or active_config()).activate()
 
-    def _choose(self, device: str, config: ResolvedConfig, settings: EngineSettings, token_dtype: str) -> EngineChoice:
+    def _choose(
+        self, device: str, config: ResolvedConfig, settings: EngineSettings, token_dtype: str
+    ) -> EngineChoice:
         key = (device, config.engine, settings, token_dtype)
-        if self._chosen is None or self._chosen[0] != key:  # asking for packages and devices takes longer than a launch
+        if (
+            self._chosen is None or self._chosen[0] != key
+        ):  # asking for packages and devices takes longer than a launch
             workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
             self._chosen = (key, choose_engine(device, config.engine, workload))
             announce(self._chosen[1], device)
@@ -323,4 +392,8 @@ def _refuse_biases(experts: Sequence[Any]) -> None:
 
 def _token_dtype_for(weight: Tensor) -> str:
     """What tokens to expect before any came: those of fp32 master weights are bfloat16 on a GPU."""
-    return "bfloat16" if is_cuda(weight) and weight.dtype == torch.float32 else dtype_name(weight.dtype)
+    return (
+        "bfloat16"
+        if is_cuda(weight) and weight.dtype == torch.float32
+        else dtype_name(weight.dtype)
+    )

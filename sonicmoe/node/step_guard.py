@@ -1,10 +1,14 @@
-"""Notices a `node.step()` that comes too late: after gradients were reduced, scaled or applied without those waiting in the node.
+"""Notices a `node.step()` that comes too late: after gradients were reduced, scaled or applied
+without those waiting in the node.
 
-Where the framework touched `main_grad`, or an optimizer the weights, between the last backward and `step()`, the waiting gradients
-missed it, and ranks drift apart without an error. Replaced and modified `main_grad`s show at every step, at no cost; so does a step of
-a `torch.optim.Optimizer` that holds the weights, even where it skips them because they have no gradient yet. What leaves no such trace
-(a reduction inside a fused buffer, a fused optimizer of Paddle) shows in the values, which are compared over the first steps on a
-host: a misplaced call is misplaced from the first step on. On a GPU that would wait for the device in every one of them.
+Where the framework touched `main_grad`, or an optimizer the weights, between the last backward and
+`step()`, the waiting gradients missed it, and ranks drift apart without an error. Replaced and
+modified `main_grad`s show at every step, at no cost; so does a step of a `torch.optim.Optimizer`
+that holds the weights, even where it skips them because they have no gradient yet. What leaves no
+such trace (a reduction inside a fused buffer, a fused optimizer of Paddle) shows in the values,
+which are compared over the first steps on a
+host: a misplaced call is misplaced from the first step on. On a GPU that would wait for the device
+in every one of them.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ _waiting: WeakSet[StepGuard] = WeakSet()
 def _optimizer_stepped(optimizer: Any, *_: Any) -> None:
     guards = list(_waiting)
     if guards:
-        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        updated = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         for guard in guards:
             guard.note_optimizer_step(updated)
 
@@ -48,7 +54,9 @@ if not IS_PADDLE:  # its proxy has no such hook
 
 
 class StepGuard:
-    """Remembers how gradients (`main_grad`, else `.grad`) and weights looked after the last backward. Warns once per node."""
+    """Remembers how gradients (`main_grad`, else `.grad`) and weights looked after the last
+    backward. Warns once per node.
+    """
 
     STEPS_BY_VALUE = 2
 
@@ -65,7 +73,11 @@ class StepGuard:
         self._parameters = list(parameters)
         self._gradients = _identities(parameters)
         _waiting.add(self)
-        self._values = _values(parameters) if self._steps < self.STEPS_BY_VALUE and _on_host(parameters) else None
+        self._values = (
+            _values(parameters)
+            if self._steps < self.STEPS_BY_VALUE and _on_host(parameters)
+            else None
+        )
 
     def note_optimizer_step(self, updated: Set[int]) -> None:
         """An optimizer of the parameters with these ids has stepped while gradients wait."""
@@ -75,14 +87,20 @@ class StepGuard:
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """The waiting gradients are about to be flushed; says what happened too early."""
-        same = len(self._parameters) == len(parameters) and all(map(is_, self._parameters, parameters))
+        same = len(self._parameters) == len(parameters) and all(
+            map(is_, self._parameters, parameters)
+        )
         before, values = self._gradients, self._values
         self.discard()
-        if before is None or self._warned or not same:  # parameters came or went, which is no trace of a reduction
+        if (
+            before is None or self._warned or not same
+        ):  # parameters came or went, which is no trace of a reduction
             return
         reduced, applied = _identities(parameters) != before, False
         if values is not None and not reduced:
-            reduced, applied = (_differ(*pair) for pair in zip(values, _values(parameters), strict=True))
+            reduced, applied = (
+                _differ(*pair) for pair in zip(values, _values(parameters), strict=True)
+            )
         if reduced:
             self._warn("gradients of expert weights were reduced, scaled or replaced")
         elif applied:
@@ -121,7 +139,9 @@ def _identities(parameters: Sequence[Tensor]) -> tuple[list[int], ...]:
     # A `.grad` may be a new object at every look.
     which = [0 if gradient is _NO_MAIN_GRAD else id(gradient) for gradient in held]
     pairs = zip(parameters, held, strict=True)
-    there = [gradient for p, g in pairs if (gradient := p.grad if g is _NO_MAIN_GRAD else g) is not None]
+    there = [
+        gradient for p, g in pairs if (gradient := p.grad if g is _NO_MAIN_GRAD else g) is not None
+    ]
     return which, list(map(data_ptr, there)), list(map(writes_of, there))
 
 

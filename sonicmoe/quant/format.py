@@ -1,4 +1,6 @@
-"""`BlockScaledTensor`: 8-bit codes and their scales as one type that no operator takes for a plain tensor."""
+"""`BlockScaledTensor`: 8-bit codes and their scales as one type that no operator takes for a plain
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ INT8_MAX = 127.0
 
 
 class Code(Enum):
-    """Element format: `E4M3` (OCP FP8, finite range +-448, NaN = 0x7F/0xFF) or symmetric `INT8` (+-127)."""
+    """Element format: `E4M3` (OCP FP8, finite range +-448, NaN = 0x7F/0xFF) or symmetric `INT8`
+    (+-127).
+    """
 
     E4M3 = "e4m3"
     INT8 = "int8"
@@ -38,7 +42,9 @@ class Code(Enum):
 
 
 class Orientation(Enum):
-    """How the codes of a logical `[R, C]` matrix lie in memory: `ROWS` as `[R, C]`, `COLUMNS` as its transpose `[C, R]`."""
+    """How the codes of a logical `[R, C]` matrix lie in memory: `ROWS` as `[R, C]`, `COLUMNS` as
+    its transpose `[C, R]`.
+    """
 
     ROWS = "rows"
     COLUMNS = "columns"
@@ -46,17 +52,22 @@ class Orientation(Enum):
 
 @dataclass(frozen=True, eq=False)
 class BlockScaledTensor:
-    """A logical `[..., R, C]` matrix as 8-bit codes with one fp32 scale per block: `value = code * scale_inv`.
+    """A logical `[..., R, C]` matrix as 8-bit codes with one fp32 scale per block: `value = code *
+    scale_inv`.
 
     Attributes:
-        codes: `[..., R, C]` (`Orientation.ROWS`) or `[..., C, R]` (`Orientation.COLUMNS`), contiguous, e4m3 or int8.
-        scale_inv: fp32 dequantisation multipliers, `[..., ceil(R/block.rows), ceil(C/block.cols)]`, transposed with the codes.
+        codes: `[..., R, C]` (`Orientation.ROWS`) or `[..., C, R]` (`Orientation.COLUMNS`),
+            contiguous, e4m3 or int8.
+        scale_inv: fp32 dequantisation multipliers, `[..., ceil(R/block.rows), ceil(C/block.cols)]`,
+            transposed with the codes.
         block: block shape on the logical matrix.
         code: element format.
         orientation: memory order of codes and scales.
 
-    NaN: an E4M3 code NaN dequantises to NaN. INT8 has no NaN code; a non-finite element makes its block's scale NaN.
-    The type is no tensor: arithmetic on it raises TypeError, so FP8 bytes can never be read as bf16.
+    NaN: an E4M3 code NaN dequantises to NaN. INT8 has no NaN code; a non-finite element makes its
+    block's scale NaN.
+    The type is no tensor: arithmetic on it raises TypeError, so FP8 bytes can never be read as
+    bf16.
 
     Raises:
         DTypeError, ShapeError: codes, scales and block do not belong together.
@@ -69,7 +80,9 @@ class BlockScaledTensor:
     orientation: Orientation = Orientation.ROWS
 
     def __post_init__(self) -> None:
-        """Check dtypes and the scale grid; a dozen of these are made in every step, so messages are composed for errors only."""
+        """Check dtypes and the scale grid; a dozen of these are made in every step, so messages are
+        composed for errors only.
+        """
         if self.codes.dtype != self.code.dtype:
             name, needed = dtype_name(self.codes.dtype), dtype_name(self.code.dtype)
             raise DTypeError(f"codes are {name}, the {self.code.value} code needs {needed}")
@@ -102,7 +115,9 @@ class BlockScaledTensor:
         code: Code = Code.E4M3,
         orientation: Orientation = Orientation.ROWS,
     ) -> BlockScaledTensor:
-        """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix, `device` what `device_of` gives."""
+        """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix,
+        `device` what `device_of` gives.
+        """
         held = empty(stored_shape, torch.uint8, device)
         stored_block = block if orientation is Orientation.ROWS else block.transposed
         scale_inv = empty(scale_shape(stored_shape, stored_block), torch.float32, device)
@@ -133,11 +148,15 @@ class BlockScaledTensor:
             ShapeError,
             "only a batch of matrices can be indexed; slicing rows could cut a block",
         )
-        return BlockScaledTensor(self.codes[index], self.scale_inv[index], self.block, self.code, self.orientation)
+        return BlockScaledTensor(
+            self.codes[index], self.scale_inv[index], self.block, self.code, self.orientation
+        )
 
 
 def scale_shape(shape: tuple[int, ...], block: BlockShape) -> tuple[int, ...]:
-    """Shape of the scales of a stored `[..., R, C]` matrix: partial blocks at the right and bottom edge count."""
+    """Shape of the scales of a stored `[..., R, C]` matrix: partial blocks at the right and bottom
+    edge count.
+    """
     if len(shape) < 2:
         raise ShapeError(f"a block-scaled tensor has at least two axes, got shape {shape}")
     *lead, n_rows, n_cols = shape

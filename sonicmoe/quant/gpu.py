@@ -1,4 +1,5 @@
-"""FP8 quantisation on the GPU: tokens by rows, expert weights once per optimizer step. No host sync.
+"""FP8 quantisation on the GPU: tokens by rows, expert weights once per optimizer step. No host
+sync.
 
 Codes and scales equal those of `reference` bit for bit, and host tensors are served by it.
 """
@@ -35,7 +36,11 @@ Tensor = torch.Tensor
 
 ALIGNMENT = 16  # bytes of an address, and elements of an axis that is quantised
 ROW_BLOCK, WEIGHT_BLOCK = rows(128), iso(128)
-_ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbered as the kernels number them
+_ELEMENTS = {
+    torch.bfloat16: 0,
+    torch.float16: 1,
+    torch.float32: 2,
+}  # numbered as the kernels number them
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +50,8 @@ def _kernels(device: str) -> Any:
 
 
 def quantize_rows(x: Tensor) -> BlockScaledTensor:
-    """`[T, C]` bf16, fp16 or fp32 -> E4M3 with one fp32 scale per row and 128 columns, `[T, ceil(C/128)]`; one launch.
+    """`[T, C]` bf16, fp16 or fp32 -> E4M3 with one fp32 scale per row and 128 columns, `[T,
+    ceil(C/128)]`; one launch.
 
     NaN and infinity: as `reference.quantize`.
 
@@ -53,7 +59,11 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
         DTypeError, ShapeError: `x` is of another dtype, no matrix, or C is no multiple of 16.
     """
     require_framework_tensor(x, "x")
-    expect(x.dtype in _ELEMENTS, DTypeError, f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
+    expect(
+        x.dtype in _ELEMENTS,
+        DTypeError,
+        f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
+    )
     shape = tuple(int(size) for size in x.shape)
     expect(
         len(shape) == 2 and shape[1] % ALIGNMENT == 0,
@@ -68,20 +78,26 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
 
 
 class QuantizedWeights:
-    """FP8 codes of one layer's expert weights in the orders that forward and dgrad read, kept current on the device.
+    """FP8 codes of one layer's expert weights in the orders that forward and dgrad read, kept
+    current on the device.
 
-    `update` compares a sample of the weights with checksums and quantises them again only where it differs; both happen on the
-    device, so that nothing waits and a CUDA graph of `update` follows later weight updates by itself. The sample is 256 bytes of
-    one row in every 128, of every matrix: some of it changes in any optimizer step. A change by hand of a few values may miss
-    it; `update(force=True)`, or `invalidate` before, always quantises. A weight that moved is always quantised.
+    `update` compares a sample of the weights with checksums and quantises them again only where it
+    differs; both happen on the device, so that nothing waits and a CUDA graph of `update` follows
+    later weight updates by itself. The sample is 256 bytes of
+    one row in every 128, of every matrix: some of it changes in any optimizer step. A change by
+    hand of a few values may miss it; `update(force=True)`, or `invalidate` before, always
+    quantises. A weight that moved is always quantised.
 
-    Before a capture, call `update` once: a graph does not learn new addresses, and codes that are not current would be made at
-    every replay. Buffers are overwritten in place, in stream order, also where several streams call `update`: no forward may be
-    outstanding whose backward still needs the old codes.
+    Before a capture, call `update` once: a graph does not learn new addresses, and codes that are
+    not current would be made at every replay. Buffers are overwritten in place, in stream order,
+    also where several streams call `update`: no forward may be outstanding whose backward still
+    needs the old codes.
     """
 
     def __init__(self, iso_weight: bool = False) -> None:
-        """`iso_weight`: keep forward's order only; dgrad's is made in a scratch that all layers share, when it is read."""
+        """`iso_weight`: keep forward's order only; dgrad's is made in a scratch that all layers
+        share, when it is read.
+        """
         self._iso_weight = iso_weight
         self._layout: tuple[Any, ...] | None = None
         self._pointers: tuple[int, ...] = ()
@@ -99,7 +115,8 @@ class QuantizedWeights:
         """Bring the codes up to date with the user's weights; host tensors are always quantised.
 
         Raises:
-            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that the kernels cannot read in place.
+            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that the kernels
+            cannot read in place.
         """
         if not is_cuda(source.up[0]):
             self._update_on_host(source)
@@ -120,7 +137,9 @@ class QuantizedWeights:
         element, flags = _ELEMENTS[source.up[0].dtype], (source.transposed, source.split_half)
         sizes = (source.n1, source.hidden_size, source.intermediate_size)
         kernels.check_weights(table, *sizes, source.transposed, element, checksums, state, stream)
-        kernels.quantize_weights(table, *outputs, *flags, element, state, force or not self._current, stream)
+        kernels.quantize_weights(
+            table, *outputs, *flags, element, state, force or not self._current, stream
+        )
         self._order.leave()
         self._current = True
 
@@ -136,7 +155,9 @@ class QuantizedWeights:
 
     @property
     def w1_dgrad(self) -> BlockScaledTensor:
-        """The same matrices as `w1`, stored `[E, H, N1]`. Under `iso_weight` every read launches a transposition: see `to_scratch`."""
+        """The same matrices as `w1`, stored `[E, H, N1]`. Under `iso_weight` every read launches a
+        transposition: see `to_scratch`.
+        """
         return to_scratch(self.w1, "w1") if self._iso_weight else self._dgrad[0]
 
     @property
@@ -163,10 +184,14 @@ class QuantizedWeights:
         )
         table = empty((2 * experts,), torch.int64, device)
         element = _ELEMENTS[source.up[0].dtype]
-        count = _kernels(device_name(table)).num_checksums(table, n1, hidden, inner, source.transposed, element)
+        count = _kernels(device_name(table)).num_checksums(
+            table, n1, hidden, inner, source.transposed, element
+        )
         checksums = empty((int(count),), torch.int32, device)
         state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
-        written = [tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)]
+        written = [
+            tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)
+        ]
         outputs = written + [None] * (4 if self._iso_weight else 0)
         self._launch_buffers = (table, checksums, state, tuple(outputs))
         self._layout, self._pointers = layout, ()
@@ -181,11 +206,13 @@ _scratch: dict[tuple[Any, ...], BlockScaledTensor] = {}
 
 
 def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
-    """The same `[E, R, C]` matrices in the other memory order, in a buffer that every caller of equal arguments shares.
+    """The same `[E, R, C]` matrices in the other memory order, in a buffer that every caller of
+    equal arguments shares.
 
-    Valid until the next call with this `role` and shape on this stream: the backwards of a stream's layers run one after the
-    other, so one buffer serves them all. Each stream has its own. A CUDA graph keeps the buffer of the stream it was captured on:
-    graphs of one capture stream must not run at the same time.
+    Valid until the next call with this `role` and shape on this stream: the backwards of a stream's
+    layers run one after the other, so one buffer serves them all. Each stream has its own. A CUDA
+    graph keeps the buffer of the stream it was captured on: graphs of one capture stream must not
+    run at the same time.
     """
     if not is_cuda(q.codes):
         return transpose_storage(q)
@@ -195,20 +222,30 @@ def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
     if key not in _scratch:
         other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
         shape = (matrices, n_cols, n_rows)
-        _scratch[key] = BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device_of(q.codes), orientation=other)
+        _scratch[key] = BlockScaledTensor.empty(
+            shape, WEIGHT_BLOCK, device_of(q.codes), orientation=other
+        )
     target = _scratch[key]
     _kernels(key[0]).transpose_bytes(q.bytes, q.scale_inv, target.bytes, target.scale_inv, stream)
     return target
 
 
 def release_scratch() -> None:
-    """Drop every shared buffer of `to_scratch`; tensors it returned stay valid as long as they are held."""
+    """Drop every shared buffer of `to_scratch`; tensors it returned stay valid as long as they are
+    held.
+    """
     _scratch.clear()
 
 
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:
     sizes = (len(source.up), source.n1, source.hidden_size, source.intermediate_size)
-    return (*sizes, source.transposed, source.split_half, source.up[0].dtype, device_name(source.up[0]))
+    return (
+        *sizes,
+        source.transposed,
+        source.split_half,
+        source.up[0].dtype,
+        device_name(source.up[0]),
+    )
 
 
 def _check_source(source: WeightSource) -> None:
@@ -219,20 +256,35 @@ def _check_source(source: WeightSource) -> None:
         f"weights have N1={n1}, H={hidden}, I={inner}; needed: multiples of {ALIGNMENT}",
     )
     expect(
-        not source.split_half or n1 == 2 * inner, ShapeError, f"split halves need N1 = 2 I, got N1={n1} and I={inner}"
+        not source.split_half or n1 == 2 * inner,
+        ShapeError,
+        f"split halves need N1 = 2 I, got N1={n1} and I={inner}",
     )
     dtype, first = source.up[0].dtype, ("up[0]", source.up[0])
-    expect(dtype in _ELEMENTS, DTypeError, f"up[0] is {dtype_name(dtype)}; needed: bfloat16, float16 or float32")
-    for kind, matrices, shape in (("up", source.up, (n1, hidden)), ("down", source.down, (hidden, inner))):
+    expect(
+        dtype in _ELEMENTS,
+        DTypeError,
+        f"up[0] is {dtype_name(dtype)}; needed: bfloat16, float16 or float32",
+    )
+    for kind, matrices, shape in (
+        ("up", source.up, (n1, hidden)),
+        ("down", source.down, (hidden, inner)),
+    ):
         wanted = shape[::-1] if source.transposed else shape
         for index, matrix in enumerate(matrices):
             name = f"{kind}[{index}]"
             found = tuple(int(size) for size in matrix.shape)
             expect(found == wanted, ShapeError, f"{name} has shape {found}; needed: {wanted}")
             expect(
-                matrix.dtype == dtype, DTypeError, f"{name} is {dtype_name(matrix.dtype)}, up[0] is {dtype_name(dtype)}"
+                matrix.dtype == dtype,
+                DTypeError,
+                f"{name} is {dtype_name(matrix.dtype)}, up[0] is {dtype_name(dtype)}",
             )
-            expect(matrix.is_contiguous(), LayoutError, f"{name} is not contiguous; needed: a contiguous matrix")
+            expect(
+                matrix.is_contiguous(),
+                LayoutError,
+                f"{name} is not contiguous; needed: a contiguous matrix",
+            )
             expect(
                 data_ptr(matrix) % ALIGNMENT == 0,
                 LayoutError,

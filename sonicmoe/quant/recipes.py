@@ -1,9 +1,10 @@
 """Which operand is quantised with which block: the FP8 recipe. Pure data, no framework.
 
-Shapes are logical: activations `[tokens, features]`, weights in their native layout `w1 [N1, H]`, `w2 [H, I]`.
-A GEMM contracts over one axis of each operand; a row scale `rows(B)` runs along the contraction axis. A block of several
-rows and columns serves two GEMMs that contract over different axes: transposing codes and scales moves bytes only.
-docs/numerics.md has the measurements behind the default.
+Shapes are logical: activations `[tokens, features]`, weights in their native layout `w1 [N1, H]`,
+`w2 [H, I]`. A GEMM contracts over one axis of each operand; a row scale `rows(B)` runs along the
+contraction axis. A block of several rows and columns serves two GEMMs that contract over different
+axes: transposing codes and scales moves bytes only. docs/numerics.md has the measurements behind
+the default.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from enum import Enum
 
 
 class ScaleFormat(Enum):
-    """`FP32`: amax maps onto the code's largest value; `POW2`: the next power of two above that (UE8M0-compatible)."""
+    """`FP32`: amax maps onto the code's largest value; `POW2`: the next power of two above that
+    (UE8M0-compatible).
+    """
 
     FP32 = "fp32"
     POW2 = "pow2"
@@ -30,7 +33,9 @@ class BlockShape:
     def __post_init__(self) -> None:
         """Refuse empty blocks."""
         if self.rows < 1 or self.cols < 1:
-            raise ValueError(f"a block needs at least one row and one column, got {self.rows}x{self.cols}")
+            raise ValueError(
+                f"a block needs at least one row and one column, got {self.rows}x{self.cols}"
+            )
 
     @property
     def transposed(self) -> BlockShape:
@@ -91,7 +96,9 @@ class Fp8Recipe:
 
     @property
     def shares_weight_buffers(self) -> bool:
-        """Whether forward and dgrad can read one FP8 buffer per weight (`iso_weight`): equal blocks, so transposing rounds nothing."""
+        """Whether forward and dgrad can read one FP8 buffer per weight (`iso_weight`): equal
+        blocks, so transposing rounds nothing.
+        """
         return (self.w1, self.w2) == (self.w1_dgrad, self.w2_dgrad)
 
     @property
@@ -101,17 +108,31 @@ class Fp8Recipe:
 
     @property
     def row_alignment(self) -> int:
-        """Rows every expert is padded to, so that no block of rows spans two experts: at least the GEMM tile (128)."""
+        """Rows every expert is padded to, so that no block of rows spans two experts: at least the
+        GEMM tile (128).
+        """
         return max(128, *(block.rows for block in self.token_blocks()))
 
     def token_blocks(self) -> tuple[BlockShape, ...]:
         """Blocks of all expert-ordered operands."""
-        return (self.y1, self.dz, self.wgrad_x, self.wgrad_dz, self.wgrad_dout, self.wgrad_y1s, self.z)
+        return (
+            self.y1,
+            self.dz,
+            self.wgrad_x,
+            self.wgrad_dz,
+            self.wgrad_dout,
+            self.wgrad_y1s,
+            self.z,
+        )
 
     def with_scales(self, scale_format: ScaleFormat) -> Fp8Recipe:
-        """The same blocks with another scale format; the name gains a `-pow2` suffix where it applies."""
+        """The same blocks with another scale format; the name gains a `-pow2` suffix where it
+        applies.
+        """
         suffix = "-pow2" if scale_format is ScaleFormat.POW2 else ""
-        return dataclasses.replace(self, name=self.name.removesuffix("-pow2") + suffix, scale_format=scale_format)
+        return dataclasses.replace(
+            self, name=self.name.removesuffix("-pow2") + suffix, scale_format=scale_format
+        )
 
 
 def row_recipe(size: int) -> Fp8Recipe:
@@ -127,7 +148,9 @@ def row_recipe(size: int) -> Fp8Recipe:
 
 
 def deepseek_v3_recipe() -> Fp8Recipe:
-    """The recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): 1x128 for activations and gradients, 128x128 for weights."""
+    """The recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): 1x128 for activations and
+    gradients, 128x128 for weights.
+    """
     block = iso(128)
     return dataclasses.replace(
         row_recipe(128), name="deepseek-v3", w1=block, w2=block, w1_dgrad=block, w2_dgrad=block,
@@ -136,7 +159,9 @@ def deepseek_v3_recipe() -> Fp8Recipe:
 
 
 def iso_recipe(size: int) -> Fp8Recipe:
-    """BxB blocks wherever a tensor is used in both orientations; x, dout and y1, read in one only, keep row scales."""
+    """BxB blocks wherever a tensor is used in both orientations; x, dout and y1, read in one only,
+    keep row scales.
+    """
     block, along_k = iso(size), rows(size)
     return Fp8Recipe(
         name=f"iso{size}",

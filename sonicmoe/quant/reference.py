@@ -1,13 +1,15 @@
-"""The exact quantiser every GPU kernel is tested against, bit for bit. Plain tensor operations, fp32.
+"""The exact quantiser every GPU kernel is tested against, bit for bit. Plain tensor operations,
+fp32.
 
 For each block:  amax = max |x| over the non-NaN elements, at least AMAX_FLOOR
     FP32 scales: scale_inv = amax / M,  multiplier = M / amax            (two IEEE divisions; M = 448 or 127)
     POW2 scales: scale_inv = 2^ceil(log2(fl(amax / M))), multiplier = its exact inverse
     code = round-to-nearest-even(clamp(fl(x * multiplier), -M, M))
 
-Infinity makes amax, and with it scale_inv, infinite: every value of the block dequantises to NaN, so a non-finite input is
-never laundered into a finite one. AMAX_FLOOR keeps both divisions finite; an all-zero block gets codes 0 and a finite scale.
-The block scaling is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3), the format OCP FP8 (E4M3).
+Infinity makes amax, and with it scale_inv, infinite: every value of the block dequantises to NaN,
+so a non-finite input is never laundered into a finite one. AMAX_FLOOR keeps both divisions finite;
+an all-zero block gets codes 0 and a finite scale. The block scaling is that of DeepSeek-V3
+(arXiv:2412.19437, section 3.3), the format OCP FP8 (E4M3).
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ _MANTISSA_MASK = 0x007FFFFF
 
 
 def quantize(
-    x: Tensor, block: BlockShape, code: Code = Code.E4M3, scale_format: ScaleFormat = ScaleFormat.FP32
+    x: Tensor,
+    block: BlockShape,
+    code: Code = Code.E4M3,
+    scale_format: ScaleFormat = ScaleFormat.FP32,
 ) -> BlockScaledTensor:
     """Quantise a floating `[..., R, C]` tensor block by block; edge blocks may be partial.
 
-    NaN elements keep their place in E4M3 (code 0x7F) and do not disturb their block's scale; in INT8 they, and in both
-    codes an infinity, make the whole block NaN.
+    NaN elements keep their place in E4M3 (code 0x7F) and do not disturb their block's scale; in
+    INT8 they, and in both codes an infinity, make the whole block NaN.
     """
     expect(
         dtype_name(x.dtype) in {"float32", "bfloat16", "float16", "float64"},
@@ -47,14 +52,18 @@ def quantize(
     has_nan = torch.isnan(amax)
     if bool(has_nan.any()):
         amax = torch.where(torch.isnan(tiles), torch.zeros_like(tiles), tiles).abs().amax((-3, -1))
-    amax = torch.maximum(amax, torch.full_like(amax, AMAX_FLOOR))  # Paddle's clamp(min=) would make infinity finite
+    amax = torch.maximum(
+        amax, torch.full_like(amax, AMAX_FLOOR)
+    )  # Paddle's clamp(min=) would make infinity finite
     scale_inv, multiplier = block_scales(amax, code, scale_format)
     scaled = (tiles * multiplier.unsqueeze(-1).unsqueeze(-3)).clamp(-code.max, code.max)
     if code is Code.E4M3:
         return BlockScaledTensor(_from_tiles(encode_e4m3(scaled), shape), scale_inv, block, code)
     scale_inv = torch.where(has_nan, torch.full_like(scale_inv, float("nan")), scale_inv)
     finite = torch.where(torch.isnan(scaled), torch.zeros_like(scaled), scaled)
-    return BlockScaledTensor(_from_tiles(torch.round(finite).to(torch.int8), shape), scale_inv, block, code)
+    return BlockScaledTensor(
+        _from_tiles(torch.round(finite).to(torch.int8), shape), scale_inv, block, code
+    )
 
 
 def block_scales(amax: Tensor, code: Code, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -67,15 +76,19 @@ def block_scales(amax: Tensor, code: Code, scale_format: ScaleFormat) -> tuple[T
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 quotient rounded to nearest even as IEEE 754 asks. Paddle's fp32 division on CPU is off by one unit in some 0.3 % of cases.
+    """fp32 quotient rounded to nearest even as IEEE 754 asks. Paddle's fp32 division on CPU is off
+    by one unit in some 0.3 % of cases.
 
-    By way of fp64, whose rounding cannot be felt: no quotient of two fp32 numbers lies that close to the middle of two others.
+    By way of fp64, whose rounding cannot be felt: no quotient of two fp32 numbers lies that close
+    to the middle of two others.
     """
     return (a.to(torch.float64) / b.to(torch.float64)).to(torch.float32)
 
 
 def round_up_to_pow2(x: Tensor) -> Tensor:
-    """The smallest power of two >= x for positive normal fp32 x, by exponent arithmetic (exact); infinity stays."""
+    """The smallest power of two >= x for positive normal fp32 x, by exponent arithmetic (exact);
+    infinity stays.
+    """
     bits = x.view(torch.int32)
     return (((bits + _MANTISSA_MASK) >> 23) << 23).view(torch.float32)
 
@@ -90,7 +103,11 @@ def encode_e4m3(x: Tensor) -> Tensor:
     if not bool(is_nan.any()):
         return codes
     bits = codes.view(torch.uint8).to(torch.int32)  # Paddle's CPU `where` knows no uint8
-    return torch.where(is_nan, torch.full_like(bits, E4M3_NAN), bits).to(torch.uint8).view(torch.float8_e4m3fn)
+    return (
+        torch.where(is_nan, torch.full_like(bits, E4M3_NAN), bits)
+        .to(torch.uint8)
+        .view(torch.float8_e4m3fn)
+    )
 
 
 def dequantize(q: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,7 +126,9 @@ def transpose_storage(q: BlockScaledTensor) -> BlockScaledTensor:
     flipped = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
     view = torch.uint8 if q.code is Code.E4M3 else torch.int8
     codes = q.codes.view(view).transpose(-2, -1).contiguous().view(q.code.dtype)
-    return BlockScaledTensor(codes, q.scale_inv.transpose(-2, -1).contiguous(), q.block, q.code, flipped)
+    return BlockScaledTensor(
+        codes, q.scale_inv.transpose(-2, -1).contiguous(), q.block, q.code, flipped
+    )
 
 
 def _to_tiles(x: Tensor, block: BlockShape) -> Tensor:
@@ -118,9 +137,14 @@ def _to_tiles(x: Tensor, block: BlockShape) -> Tensor:
     *_, row_blocks, col_blocks = scale_shape(tuple(x.shape), block)
     pad_rows, pad_cols = row_blocks * block.rows - n_rows, col_blocks * block.cols - n_cols
     if pad_cols:
-        x = torch.cat([x, torch.zeros([*lead, n_rows, pad_cols], dtype=x.dtype, device=x.device)], -1)
+        x = torch.cat(
+            [x, torch.zeros([*lead, n_rows, pad_cols], dtype=x.dtype, device=x.device)], -1
+        )
     if pad_rows:
-        x = torch.cat([x, torch.zeros([*lead, pad_rows, n_cols + pad_cols], dtype=x.dtype, device=x.device)], -2)
+        x = torch.cat(
+            [x, torch.zeros([*lead, pad_rows, n_cols + pad_cols], dtype=x.dtype, device=x.device)],
+            -2,
+        )
     return x.reshape([*lead, row_blocks, block.rows, col_blocks, block.cols])
 
 

@@ -1,1 +1,3 @@
-"""Routing: indices and probabilities of dispatched tokens -> `RoutingMetadata`, under one contract (docs/design.md, "Routing contract")."""
+"""Routing: indices and probabilities of dispatched tokens -> `RoutingMetadata`, under one contract
+(docs/design.md, "Routing contract").
+"""

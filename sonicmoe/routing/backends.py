@@ -1,4 +1,6 @@
-"""Which kernels build routing metadata and aggregate rows: CUDA, else Triton, else plain tensor operations. One log line says why."""
+"""Which kernels build routing metadata and aggregate rows: CUDA, else Triton, else plain tensor
+operations. One log line says why.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,31 @@ MAX_EXPERTS = 512
 
 
 class RoutingKernels(Protocol):
-    """One implementation. All of them give identical tensors; every tensor argument is contiguous and on one device."""
+    """One implementation. All of them give identical tensors; every tensor argument is contiguous
+    and on one device.
+    """
 
     name: str
 
     def build_metadata(
-        self, indices: Tensor, probs: Tensor, outputs: tuple[Tensor, ...], num_experts: int, alignment: int
+        self,
+        indices: Tensor,
+        probs: Tensor,
+        outputs: tuple[Tensor, ...],
+        num_experts: int,
+        alignment: int,
     ) -> None:
         """Fill `outputs`, in the order of `RoutingMetadata.TENSOR_FIELDS`, every element of each."""
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """`out[i] = values[index[i]]`, 0 where `index[i]` is none of `values`; int64, fp32, fp32."""
 
-    def aggregate_rows(self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool) -> None:
-        """`out[t] = sum_k w * rows[slot_row[t, k]]` in slot order and fp32, w = 1 or the row's probability."""
+    def aggregate_rows(
+        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+    ) -> None:
+        """`out[t] = sum_k w * rows[slot_row[t, k]]` in slot order and fp32, w = 1 or the row's
+        probability.
+        """
 
 
 class CudaKernels:
@@ -43,7 +56,9 @@ class CudaKernels:
     name = "cuda"
 
     def __init__(self, arch: str, forced_ctas: int = 0) -> None:
-        """`forced_ctas` > 0 sets the size of the metadata kernel's grid, for measurements; 0 lets it decide."""
+        """`forced_ctas` > 0 sets the size of the metadata kernel's grid, for measurements; 0 lets
+        it decide.
+        """
         metadata, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
         self._build, self._gather = metadata.build_metadata, metadata.gather_or_zero
         self._aggregate = aggregate.aggregate_rows
@@ -51,18 +66,27 @@ class CudaKernels:
         self._forced_ctas = forced_ctas
 
     def build_metadata(
-        self, indices: Tensor, probs: Tensor, outputs: tuple[Tensor, ...], num_experts: int, alignment: int
+        self,
+        indices: Tensor,
+        probs: Tensor,
+        outputs: tuple[Tensor, ...],
+        num_experts: int,
+        alignment: int,
     ) -> None:
         """One launch. The scratch is the call's own, so calls on several streams cannot meet."""
         scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device_of(indices))
         stream = current_stream(indices)
-        self._build(indices, probs, *outputs, scratch, num_experts, alignment, self._forced_ctas, stream)
+        self._build(
+            indices, probs, *outputs, scratch, num_experts, alignment, self._forced_ctas, stream
+        )
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """One launch."""
         self._gather(index, values, out, current_stream(index))
 
-    def aggregate_rows(self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool) -> None:
+    def aggregate_rows(
+        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+    ) -> None:
         """One launch."""
         self._aggregate(rows, slot_row, row_prob, out, weighted, current_stream(rows))
 
@@ -89,11 +113,18 @@ class PlainKernels:
     name = "reference"
 
     def build_metadata(
-        self, indices: Tensor, probs: Tensor, outputs: tuple[Tensor, ...], num_experts: int, alignment: int
+        self,
+        indices: Tensor,
+        probs: Tensor,
+        outputs: tuple[Tensor, ...],
+        num_experts: int,
+        alignment: int,
     ) -> None:
         """The reference builder, with padding rows up to the size of the outputs."""
         built = build_routing(indices, probs, num_experts, alignment=alignment)
-        for name, out, value in zip(RoutingMetadata.TENSOR_FIELDS, outputs, built.tensors(), strict=True):
+        for name, out, value in zip(
+            RoutingMetadata.TENSOR_FIELDS, outputs, built.tensors(), strict=True
+        ):
             if not name.startswith("row_"):
                 out.copy_(value)
                 continue
@@ -112,7 +143,9 @@ class PlainKernels:
         picked = values.index_select(0, torch.where(found, flat, torch.zeros_like(flat)))
         out.copy_(torch.where(found, picked, torch.zeros_like(picked)).reshape(out.shape))
 
-    def aggregate_rows(self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool) -> None:
+    def aggregate_rows(
+        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+    ) -> None:
         """Slot by slot, so that sums have the kernels' order."""
         total = torch.zeros(tuple(out.shape), dtype=torch.float32, device=rows.device)
         if 0 not in (*rows.shape, *out.shape):
@@ -127,13 +160,14 @@ class PlainKernels:
 
 
 def kernels_for(tensor: Tensor) -> RoutingKernels:
-    """The kernels for tensors on the device of `tensor`; decided once per device and process, each choice and reason logged once.
+    """The kernels for tensors on the device of `tensor`; decided once per device and process, each
+    choice and reason logged once.
 
     Where better ones failed by something that may pass, they are tried again: see `Decided`.
 
     Raises:
-        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another process's takes too long; never
-            answered by a silent fallback.
+        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another
+            process's takes too long; never answered by a silent fallback.
     """
     return _choose(device_name(tensor)) if is_cuda(tensor) else plain_kernels("no GPU")
 
@@ -151,12 +185,16 @@ def _choose(device: str) -> tuple[RoutingKernels, list[Exception]]:
             reasons.append(f"{name} kernels are unavailable: {_first_line(error)}")
             errors.append(error)
             continue
-        level, why = logging.WARNING if reasons else logging.INFO, "; ".join(reasons) or "compiled for this GPU"
+        level, why = (
+            logging.WARNING if reasons else logging.INFO,
+            "; ".join(reasons) or "compiled for this GPU",
+        )
         _choose.say(level, f"routing kernels on {device}: {kernels.name} ({why})")
         return kernels, errors
     why = "; ".join(reasons)
     _choose.say(
-        logging.WARNING, f"routing kernels on {device}: plain tensor operations, which wait for the device ({why})"
+        logging.WARNING,
+        f"routing kernels on {device}: plain tensor operations, which wait for the device ({why})",
     )
     return PlainKernels(), errors
 
@@ -180,7 +218,8 @@ def _make_cuda(device: str) -> RoutingKernels:
 
 def _make_triton(device: str) -> RoutingKernels:
     kernels = TritonKernels()
-    # Triton needs a host compiler and the driver at its first launch: find out now, while another choice is left.
+    # Triton needs a host compiler and the driver at its first launch: find out now, while another
+    # choice is left.
     index = torch.zeros((1,), dtype=torch.int64, device=device)
     value = torch.zeros((1,), dtype=torch.float32, device=device)
     kernels.gather_or_zero(index, value, torch.zeros((1,), dtype=torch.float32, device=device))
@@ -188,7 +227,9 @@ def _make_triton(device: str) -> RoutingKernels:
 
 
 def _take_stream_from_paddle() -> None:
-    """Triton asks PyTorch for the stream where PyTorch is installed; under Paddle, Paddle's stream is the caller's."""
+    """Triton asks PyTorch for the stream where PyTorch is installed; under Paddle, Paddle's stream
+    is the caller's.
+    """
     import sys
 
     from triton.runtime import driver

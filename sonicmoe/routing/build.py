@@ -1,4 +1,6 @@
-"""Which builder serves a batch: kernels for tensors on a GPU, plain tensor operations for tensors on the host."""
+"""Which builder serves a batch: kernels for tensors on a GPU, plain tensor operations for tensors
+on the host.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ def build_metadata(
 ) -> RoutingMetadata:
     """The metadata of one forward; arguments and errors as `build_routing`.
 
-    On the host, counts are always checked against the indices; on a GPU only with `validate`, which waits for the device.
+    On the host, counts are always checked against the indices; on a GPU only with `validate`, which
+    waits for the device.
     """
     require_framework_tensor(indices, "dispatched_indices")
     build = build_routing_gpu if is_cuda(indices) else build_routing
-    return build(indices, probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate)
+    return build(
+        indices, probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate
+    )

@@ -28,28 +28,39 @@ def deepep_topk_to_sonic_metadata(
     """Build the routing metadata of one dispatched batch.
 
     Args:
-        dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids; -1 or >= `num_experts` is "not on this rank".
-        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read at "not here" slots (ElasticBuffer leaves them non-zero).
+        dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids; -1 or >=
+            `num_experts` is "not on this rank".
+        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read at "not here" slots
+            (ElasticBuffer leaves them non-zero).
         num_experts: local experts E.
-        tokens_per_expert: DeepEP's count list, true or aligned; None, or the empty list of worst-case dispatch: counted from the indices.
+        tokens_per_expert: DeepEP's count list, true or aligned; None, or the empty list of
+            worst-case dispatch: counted from the indices.
         alignment: rows every expert is padded to in the metadata.
         validate: check every precondition; None follows `SONIC_MOE_VALIDATE_DISPATCH`.
 
     Raises:
-        RoutingError: counts disagree with the indices (expert and counts named), or validation failed (row named).
-        ShapeError, DTypeError, DeviceError: the tensors do not fit together; already permuted (HybridEP) input is refused.
+        RoutingError: counts disagree with the indices (expert and counts named), or validation
+            failed (row named).
+        ShapeError, DTypeError, DeviceError: the tensors do not fit together; already permuted
+            (HybridEP) input is refused.
     """
     if validate is None:
         validate = current_config().validate_dispatch
     return build_metadata(
-        dispatched_indices, dispatched_probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate
+        dispatched_indices,
+        dispatched_probs,
+        num_experts,
+        tokens_per_expert,
+        alignment=alignment,
+        validate=validate,
     )
 
 
 def check_dispatched_tokens(
     x: Any, dispatched_indices: Any, dispatched_probs: Any, tokens_per_expert: Any = None
 ) -> None:
-    """Refuse what other dispatch modes deliver, naming the mode, before any tensor is read; `tokens_per_expert`: for the hint alone.
+    """Refuse what other dispatch modes deliver, naming the mode, before any tensor is read;
+    `tokens_per_expert`: for the hint alone.
 
     Raises:
         DTypeError: `x` is FP8, or a (data, scale) pair, of an FP8 dispatch.
@@ -69,6 +80,11 @@ def check_dispatched_tokens(
             "node(x, tokens_per_expert or None, dispatched_indices, dispatched_probs)"
         )
     missing = [
-        n for n, v in (("dispatched_indices", dispatched_indices), ("dispatched_probs", dispatched_probs)) if v is None
+        n
+        for n, v in (
+            ("dispatched_indices", dispatched_indices),
+            ("dispatched_probs", dispatched_probs),
+        )
+        if v is None
     ]
     expect(not missing, RoutingError, f"{' and '.join(missing)} missing{HYBRID_EP_HINT}")

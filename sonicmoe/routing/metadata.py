@@ -1,7 +1,9 @@
-"""`RoutingMetadata`: who computes what, in which row. Built once per forward, read by every stage of both passes.
+"""`RoutingMetadata`: who computes what, in which row. Built once per forward, read by every stage
+of both passes.
 
-Legend: T tokens, K slots per token, E local experts, S = T*K flat slots (slot = token * K + k), R rows of the padded,
-expert-sorted layout. An expert's rows are its tokens in ascending order (stable), padded to `alignment` rows.
+Legend: T tokens, K slots per token, E local experts, S = T*K flat slots (slot = token * K + k), R
+rows of the padded, expert-sorted layout. An expert's rows are its tokens in ascending order
+(stable), padded to `alignment` rows.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ ROW_ALIGNMENT = 128
 
 @dataclass(frozen=True, eq=False)
 class RoutingMetadata:
-    """Named, documented routing tensors; every one is fully written, none is ever read past what is described here.
+    """Named, documented routing tensors; every one is fully written, none is ever read past what is
+    described here.
 
     Attributes:
         num_tokens, topk, num_experts: T, K, E.
         alignment: rows every expert is padded to (a multiple of 128).
-        num_rows: R, the size of every `row_*` tensor. At least `padded_offsets[E]`; rows beyond it are padding too, so a
-            builder that does not know the counts on the host may size R for the worst case.
+        num_rows: R, the size of every `row_*` tensor. At least `padded_offsets[E]`; rows beyond it
+            are padding too, so a builder that does not know the counts on the host may size R for
+            the worst case.
         expert_counts:   int32 `[E]`, true number of rows per expert.
         expert_offsets:  int64 `[E+1]`, exclusive prefix sum of `expert_counts`; `[E]` is the number of valid slots (TK).
         padded_counts:   int32 `[E]`, counts rounded up to `alignment` (0 stays 0).
@@ -36,7 +40,8 @@ class RoutingMetadata:
         row_slot:  int64 `[R]`, flat slot (token * K + k) each row serves; -1 in padding rows.
         slot_row:  int64 `[T, K]`, row that computes each slot; -1 where the slot is not routed here.
         row_prob:  fp32 `[R]`, routing probability of each row; exactly 0 in padding rows.
-        host_counts: `expert_counts` as Python ints where the builder knows them without waiting for a device, else None.
+        host_counts: `expert_counts` as Python ints where the builder knows them without waiting for
+            a device, else None.
     """
 
     num_tokens: int
@@ -64,7 +69,9 @@ class RoutingMetadata:
         return tuple(getattr(self, name) for name in self.TENSOR_FIELDS)
 
     def counts_on_host(self) -> tuple[int, ...]:
-        """`expert_counts` as Python ints; waits for the device only when the builder did not know them."""
+        """`expert_counts` as Python ints; waits for the device only when the builder did not know
+        them.
+        """
         if self.host_counts is not None:
             return self.host_counts
         return tuple(int(count) for count in self.expert_counts.tolist())

@@ -1,4 +1,6 @@
-"""Reference builder of `RoutingMetadata`: plain tensor operations, any device, both frameworks. The GPU kernels match it bit for bit."""
+"""Reference builder of `RoutingMetadata`: plain tensor operations, any device, both frameworks. The
+GPU kernels match it bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ def build_routing(
     """Build the metadata of one forward from dispatched top-k indices and probabilities.
 
     Args:
-        indices: int32 or int64 `[T, K]`; an entry is valid iff `0 <= id < num_experts`. -1 and ids >= num_experts, in any
-            position, both mean "not here".
+        indices: int32 or int64 `[T, K]`; an entry is valid iff `0 <= id < num_experts`. -1 and ids
+            >= num_experts, in any position, both mean "not here".
         probs: fp32 `[T, K]`; read at valid slots only.
         num_experts: E, local experts.
-        tokens_per_expert: E counts (list or host tensor), true or rounded up to one power of two; None or an empty list: count.
+        tokens_per_expert: E counts (list or host tensor), true or rounded up to one power of two;
+            None or an empty list: count.
         alignment: rows every expert is padded to.
         validate: also check distinct ids, finite probabilities and ids >= -1.
 
@@ -53,7 +56,8 @@ def _build(
     device = indices.device
     ids = indices.reshape([num_tokens * topk]).to(torch.int64)
     valid = (ids >= 0) & (ids < num_experts)
-    # Invalid slots form one more group that sorts last; a stable sort of slots is a stable sort of tokens.
+    # Invalid slots form one more group that sorts last; a stable sort of slots is a stable sort of
+    # tokens.
     group = torch.where(valid, ids, torch.full_like(ids, num_experts))
     counts = torch.bincount(group, minlength=num_experts + 1)[:num_experts]
     host_counts = tuple(int(count) for count in counts.tolist())

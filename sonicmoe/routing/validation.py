@@ -1,4 +1,6 @@
-"""Border checks of routing inputs: shapes and dtypes always, counts on the host, contents under `SONIC_MOE_VALIDATE_DISPATCH=1`."""
+"""Border checks of routing inputs: shapes and dtypes always, counts on the host, contents under
+`SONIC_MOE_VALIDATE_DISPATCH=1`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     """Check types, ranks, dtypes, shapes and devices; reads no element.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and what is needed.
+        ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and what
+        is needed.
     """
     if _are_indices_and_probs(indices, probs) and num_experts > 0:
         return
@@ -44,7 +47,11 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
         DTypeError,
         f"dispatched_indices is {dtype_name(indices.dtype)}; needed: int32 or int64",
     )
-    expect(probs.dtype == torch.float32, DTypeError, f"dispatched_probs is {dtype_name(probs.dtype)}; needed: float32")
+    expect(
+        probs.dtype == torch.float32,
+        DTypeError,
+        f"dispatched_probs is {dtype_name(probs.dtype)}; needed: float32",
+    )
     expect(
         tuple(indices.shape) == tuple(probs.shape),
         ShapeError,
@@ -70,15 +77,20 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
     """Check every routing precondition; waits for the device.
 
     Raises:
-        RoutingError: an id is below -1, a token names an expert twice, or a valid slot's probability is not finite;
-            the message names the row and slot.
+        RoutingError: an id is below -1, a token names an expert twice, or a valid slot's
+            probability is not finite; the message names the row and slot.
     """
     ids = indices.to(torch.int64)
-    _raise_at(ids < -1, lambda t, k: f"dispatched_indices[{t}, {k}] is {int(ids[t, k])}; ids below -1 mean nothing")
+    _raise_at(
+        ids < -1,
+        lambda t, k: f"dispatched_indices[{t}, {k}] is {int(ids[t, k])}; ids below -1 mean nothing",
+    )
     valid = (ids >= 0) & (ids < num_experts)
     _raise_at(
         valid & ~torch.isfinite(probs),
-        lambda t, k: f"dispatched_probs[{t}, {k}] is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})",
+        lambda t, k: (
+            f"dispatched_probs[{t}, {k}] is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})"
+        ),
     )
     topk = int(ids.shape[1])
     for k in range(1, topk):
@@ -100,7 +112,8 @@ def _raise_at(bad: Tensor, message: Any) -> None:
 
 
 def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] | None:
-    """`tokens_per_expert` as Python ints, or None when the caller gave none (None or an empty list).
+    """`tokens_per_expert` as Python ints, or None when the caller gave none (None or an empty
+    list).
 
     A tensor is read only when it lives on the host, so a device is never waited for.
 
@@ -126,17 +139,25 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
         ShapeError,
         f"tokens_per_expert has {len(tokens_per_expert)} entries; needed: {num_experts}, one per local expert",
     )
-    if {*map(type, tokens_per_expert)} == {int} and min(tokens_per_expert) >= 0:  # what dispatchers list, every forward
+    if {*map(type, tokens_per_expert)} == {int} and min(
+        tokens_per_expert
+    ) >= 0:  # what dispatchers list, every forward
         return tuple(tokens_per_expert)
     counts = []
     for expert, count in enumerate(tokens_per_expert):
-        expect(_is_count(count), RoutingError, f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0")
+        expect(
+            _is_count(count),
+            RoutingError,
+            f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0",
+        )
         counts.append(int(count))
     return tuple(counts)
 
 
 def _is_count(value: Any) -> bool:
-    """Whether it is a non-negative integer of any numeric type: an integral float is one, True is none."""
+    """Whether it is a non-negative integer of any numeric type: an integral float is one, True is
+    none.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     number = float(value)
@@ -150,7 +171,8 @@ def _on_gpu(tensor: Any) -> bool:
 
 
 def check_counts(given: Sequence[int], counted: Sequence[int]) -> None:
-    """Accept counts that equal the indices' own, or those rounded up to one common alignment (DeepEP's `expert_alignment`).
+    """Accept counts that equal the indices' own, or those rounded up to one common alignment
+    (DeepEP's `expert_alignment`).
 
     Raises:
         RoutingError: naming the first expert whose count disagrees, and both counts.
@@ -168,4 +190,6 @@ def _is_aligned_version(given: Sequence[int], counted: Sequence[int]) -> bool:
     # No alignment above the next power of two of the largest count can have produced it.
     largest = max(given, default=0)
     candidates = (1 << shift for shift in range(1, max(largest, 1).bit_length() + 1))
-    return any(all(g == round_up(c, a) for g, c in zip(given, counted, strict=True)) for a in candidates)
+    return any(
+        all(g == round_up(c, a) for g, c in zip(given, counted, strict=True)) for a in candidates
+    )

@@ -1,4 +1,6 @@
-"""`sonicmoe bench` on a machine without a GPU, and what it runs: variants, rotation, phases, memory, pictures."""
+"""`sonicmoe bench` on a machine without a GPU, and what it runs: variants, rotation, phases,
+memory, pictures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from sonicmoe.bench import runner, timing, workload
 from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
 from sonicmoe.bench.timing import measure_memory, time_phases
-from sonicmoe.bench.workload import Batch, Call, Layer, Variant, available_variants, rotating_batches, settings_of
+from sonicmoe.bench.workload import (
+    Batch,
+    Call,
+    Layer,
+    Variant,
+    available_variants,
+    rotating_batches,
+    settings_of,
+)
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName
 from sonicmoe.errors import ConfigError, EngineUnavailableError
@@ -38,10 +48,14 @@ def test_variants_are_spelled_engine_and_mode():
         "reference:perf", "bf16:off", "hopper:perf",
     ]  # fmt: skip
     assert Variant.parse("bf16").fp8 is False
-    assert settings_of(PERF).recipe is not None and settings_of(Variant.parse("bf16")).recipe is None
+    assert (
+        settings_of(PERF).recipe is not None and settings_of(Variant.parse("bf16")).recipe is None
+    )
 
 
-@pytest.mark.parametrize(("text", "message"), [("auto", "engine is 'auto'"), ("hopper:fast", "mode is 'fast'")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("auto", "engine is 'auto'"), ("hopper:fast", "mode is 'fast'")]
+)
 def test_unknown_variants_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         Variant.parse(text)
@@ -61,7 +75,9 @@ def test_batches_route_to_distinct_experts_and_count_them():
     torch.manual_seed(1)
     batch = Batch.random(TINY, "cpu")
     assert all(len(set(row)) == TINY.topk for row in batch.indices.tolist())
-    assert batch.counts == torch.bincount(batch.indices.reshape(-1), minlength=TINY.experts).tolist()
+    assert (
+        batch.counts == torch.bincount(batch.indices.reshape(-1), minlength=TINY.experts).tolist()
+    )
     assert batch.nbytes == 48 * (2 * 32 * 2 + 2 * (8 + 4))
 
 
@@ -69,7 +85,9 @@ def test_rotation_exceeds_the_cache_twice(monkeypatch):
     monkeypatch.setattr(Batch, "random", classmethod(lambda cls, shape, device: BATCH))
     assert len(rotating_batches(SHAPES["reference"], "cpu")) == 1
     assert len(rotating_batches(SMALL, "cuda:0")) == workload.MAX_ROTATION
-    assert len(rotating_batches(SMALL, "cuda:0", most=10_000)) == 1 + -(-workload.ROTATION_BYTES // BATCH.nbytes)
+    assert len(rotating_batches(SMALL, "cuda:0", most=10_000)) == 1 + -(
+        -workload.ROTATION_BYTES // BATCH.nbytes
+    )
 
 
 BATCH = Batch.random(SMALL, "cpu")
@@ -87,7 +105,9 @@ def test_phases_run_in_order_and_leave_gradients():
     assert call.out is None
 
 
-@pytest.mark.parametrize(("mode", "per_element"), [("perf", 1 + 4 / 128), ("off", 2), ("mem", 1 + 4 / 128)])
+@pytest.mark.parametrize(
+    ("mode", "per_element"), [("perf", 1 + 4 / 128), ("off", 2), ("mem", 1 + 4 / 128)]
+)
 def test_saved_bytes_are_z_and_routing(mode, per_element):
     """z in 8 bits with a scale per 128 columns, or bf16; the routing tensors; nothing else."""
     shape = Shape(256, 128, 128, 2, 1)

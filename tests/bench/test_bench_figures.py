@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from sonicmoe.bench.figures import Result, Spread
-from sonicmoe.bench.floors import BACKWARD_STAGES, FORWARD_STAGES, PEAK_TFLOPS, STEP_STAGES, floors, gemm_flop
+from sonicmoe.bench.floors import (
+    BACKWARD_STAGES,
+    FORWARD_STAGES,
+    PEAK_TFLOPS,
+    STEP_STAGES,
+    floors,
+    gemm_flop,
+)
 from sonicmoe.bench.shapes import REFERENCE, SHAPES, Shape
 from sonicmoe.bench.steady import busy_per_step
 from sonicmoe.bench.trace import Kernel, covered_us, gpu_spans, kernels_of, short_name, total_us
@@ -23,7 +30,9 @@ def test_the_six_gemms_are_all_of_the_work(name):
     assert sum(gemm_flop(shape).values()) == pytest.approx(shape.flop)
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"tokens": 0}, "tokens is 0"), ({"topk": 9}, "topk is 9")])
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"tokens": 0}, "tokens is 0"), ({"topk": 9}, "topk is 9")]
+)
 def test_impossible_shapes_are_refused(changes, message):
     with pytest.raises(ShapeError, match=message):
         Shape(**{**vars(REFERENCE), **changes})
@@ -48,7 +57,14 @@ def test_a_tiny_problem_is_bound_by_the_weights_it_reads():
 
 def test_spread():
     spread = Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
-    assert (spread.median, spread.low, spread.high, spread.least, spread.most, spread.count) == (3, 2, 4, 1, 5, 5)
+    assert (spread.median, spread.low, spread.high, spread.least, spread.most, spread.count) == (
+        3,
+        2,
+        4,
+        1,
+        5,
+        5,
+    )
     assert spread.percent == pytest.approx(50 * 2 / 3)
     assert Spread.of([7.0]).percent == 0
 
@@ -117,7 +133,10 @@ def test_kernels_are_found_with_the_stage_and_phase_that_launched_them():
 def test_totals_are_per_call_and_sorted():
     kernels = kernels_of(TRACE)
     assert total_us(kernels, "phase", 1) == {"forward": 25, "backward": 15, "": 3}
-    assert list(total_us(kernels, "name", 5).items())[:2] == [("void gemm<float, 3>(int)", 5), ("wgrad", 3)]
+    assert list(total_us(kernels, "name", 5).items())[:2] == [
+        ("void gemm<float, 3>(int)", 5),
+        ("wgrad", 3),
+    ]
 
 
 def test_time_covered_counts_overlap_once_and_gaps_not_at_all():
@@ -130,8 +149,13 @@ def test_time_covered_counts_overlap_once_and_gaps_not_at_all():
 
 def test_busy_steps_are_cut_by_their_number_of_launches():
     one = [(0.0, 4.0), (4.0, 6.0)]
-    spans = [(start + shift, end + shift + shift / 100) for shift in (0, 100, 200) for start, end in one]
-    assert busy_per_step(spans, 2, 2) == [(6 + 1) / 2, (6 + 2) / 2]  # each step's second kernel begins inside its first
+    spans = [
+        (start + shift, end + shift + shift / 100) for shift in (0, 100, 200) for start, end in one
+    ]
+    assert busy_per_step(spans, 2, 2) == [
+        (6 + 1) / 2,
+        (6 + 2) / 2,
+    ]  # each step's second kernel begins inside its first
     assert busy_per_step(spans[:-1], 2, 1) == [pytest.approx(covered_us(spans[:-1]) / 3)]
     assert busy_per_step([], 2, 1) == []
 

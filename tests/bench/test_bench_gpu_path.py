@@ -1,4 +1,6 @@
-"""The GPU half of the clocks with the CUDA calls replaced: what is measured between what, and what becomes of a trace."""
+"""The GPU half of the clocks with the CUDA calls replaced: what is measured between what, and what
+becomes of a trace.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ VARIANTS = [Variant(EngineName.REFERENCE, "off"), Variant(EngineName.REFERENCE, 
 
 
 class FakeCuda:
-    """A GPU whose clock is a counter of the calls made: every event, synchronisation and phase takes one millisecond."""
+    """A GPU whose clock is a counter of the calls made: every event, synchronisation and phase
+    takes one millisecond.
+    """
 
     def __init__(self, monkeypatch):
         self.log, self.allocated, self.peak = [], 0, 0
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "synchronize", lambda *_: self.log.append("sync"))
         monkeypatch.setattr(cuda, "Event", lambda enable_timing: FakeEvent(self))
-        monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.allocated))
+        monkeypatch.setattr(
+            cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.allocated)
+        )
         monkeypatch.setattr(cuda, "memory_allocated", lambda: self.allocated)
         monkeypatch.setattr(cuda, "max_memory_allocated", lambda: self.peak)
 
@@ -61,15 +67,29 @@ def gpu(monkeypatch):
 
 
 def test_a_phase_is_timed_between_its_events_and_nothing_waits_inside(gpu):
-    phases = [(name, lambda name=name: gpu.log.append(name)) for name in ("forward", "backward", "step")]
+    phases = [
+        (name, lambda name=name: gpu.log.append(name)) for name in ("forward", "backward", "step")
+    ]
     times = time_phases(phases, "cuda:0")
-    assert gpu.log == ["sync", "event", "forward", "event", "backward", "event", "step", "event", "sync"]
+    assert gpu.log == [
+        "sync",
+        "event",
+        "forward",
+        "event",
+        "backward",
+        "event",
+        "step",
+        "event",
+        "sync",
+    ]
     assert [times[name].wall for name, _ in phases] == [2000.0, 2000.0, 2000.0]
     assert all(0 <= times[name].host < 1e5 for name, _ in phases)
 
 
 class FakeStack:
-    """Two layers; a step is one entry in the log and launches three kernels that overlap: 10, 12 and 14 us long, 5 us apart."""
+    """Two layers; a step is one entry in the log and launches three kernels that overlap: 10, 12
+    and 14 us long, 5 us apart.
+    """
 
     layers = 2
 
@@ -84,12 +104,19 @@ class FakeStack:
 
 
 def test_steady_steps_follow_each_other_and_nothing_waits_between(gpu):
-    assert time_steps(FakeStack(gpu), 2, "cuda:0") == [1000.0, 1000.0]  # two clock ticks a step of two layers
+    assert time_steps(FakeStack(gpu), 2, "cuda:0") == [
+        1000.0,
+        1000.0,
+    ]  # two clock ticks a step of two layers
     assert gpu.log == ["step", "event", "step", "event", "step", "event", "sync"]
 
 
 def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(profiler, gpu):
-    assert profile_steps(FakeStack(gpu), 3) == [12.0, 12.0, 12.0]  # from 0 to 24 us, over two layers
+    assert profile_steps(FakeStack(gpu), 3) == [
+        12.0,
+        12.0,
+        12.0,
+    ]  # from 0 to 24 us, over two layers
     assert gpu.log == ["sync", "step", "step", "step", "step", "sync"]
 
 
@@ -104,9 +131,15 @@ def test_steady_figures_reach_the_table(profiler, gpu, monkeypatch):
     monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: FakeStack(gpu))
     runner._time_steady(nodes, results, [], 2, 2, "cuda:0")
     for result in results:
-        assert result.steady.count == 4 and result.steady.median == 1000 and result.steady_busy.median == 12
+        assert (
+            result.steady.count == 4
+            and result.steady.median == 1000
+            and result.steady_busy.median == 12
+        )
         assert result.to_json()["steady_ratio"] == result.steady_ratio == pytest.approx(1000 / 12)
-        result.wall = result.host = {name: result.steady for name in ("forward", "backward", "pair", "step")}
+        result.wall = result.host = {
+            name: result.steady for name in ("forward", "backward", "pair", "step")
+        }
     shown = first_row(time_table(results))
     assert (shown["steady us"], shown["steady busy us"], shown["steady/busy"]) == (
         "1,000 ±0.0 %",
@@ -132,7 +165,9 @@ def test_layers_that_do_not_fit_leave_no_steady_figure_and_a_line(gpu, monkeypat
 
 
 def test_a_stack_computes_what_its_calls_compute():
-    """All weight gradients arrive, and the gradients of a batch that layers share stay out of the batch."""
+    """All weight gradients arrive, and the gradients of a batch that layers share stay out of the
+    batch.
+    """
     torch.manual_seed(5)
     batches = [Batch.random(TINY, "cpu") for _ in range(2)]
     stacked, single = Layer(TINY, "cpu"), Layer(TINY, "cpu")
@@ -156,7 +191,9 @@ def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch, 
     monkeypatch.setattr("sonicmoe.bench.runner.find_device", lambda: "cuda:0")
     monkeypatch.setattr("sonicmoe.bench.point_bench.rotating_batches", lambda *_: [])
     monkeypatch.setattr("sonicmoe.bench.point_bench.PointBench._node_for", lambda self, shape: None)
-    monkeypatch.setattr("sonicmoe.bench.point_bench.Stack", lambda node, batches, layers: FakeStack(gpu))
+    monkeypatch.setattr(
+        "sonicmoe.bench.point_bench.Stack", lambda node, batches, layers: FakeStack(gpu)
+    )
     path = tmp_path / "sweep.jsonl"
     assert sweep(path, [TINY], VARIANTS[1]) == (1, 0)
     point = json.loads(path.read_text())
@@ -191,7 +228,9 @@ def test_memory_leaves_out_the_output_and_what_was_there(gpu):
 
 
 class FakeProfiler:
-    """Exports the kernels it was given, and two per phase range it has seen, launched inside the stage ranges that were open."""
+    """Exports the kernels it was given, and two per phase range it has seen, launched inside the
+    stage ranges that were open.
+    """
 
     running = None
 
@@ -209,12 +248,41 @@ class FakeProfiler:
         events = []
         for number, (name, start, end) in enumerate(self.ranges):
             span = {"ph": "X", "tid": 1, "args": {"correlation": number + 1}}
-            events.append({**span, "cat": "user_annotation", "name": name, "ts": start, "dur": end - start})
+            events.append(
+                {**span, "cat": "user_annotation", "name": name, "ts": start, "dur": end - start}
+            )
             if not name.startswith("sonicmoe.phase."):
-                events.append({**span, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start, "dur": 0.1})
-                events.append({**span, "cat": "kernel", "name": f"{name}_kernel", "ts": start, "dur": 7.0, "tid": 9})
+                events.append(
+                    {
+                        **span,
+                        "cat": "cuda_runtime",
+                        "name": "cudaLaunchKernel",
+                        "ts": start,
+                        "dur": 0.1,
+                    }
+                )
+                events.append(
+                    {
+                        **span,
+                        "cat": "kernel",
+                        "name": f"{name}_kernel",
+                        "ts": start,
+                        "dur": 7.0,
+                        "tid": 9,
+                    }
+                )
         for start, duration in self.kernels:
-            events.append({"ph": "X", "cat": "kernel", "name": "k", "ts": start, "dur": duration, "tid": 9, "args": {}})
+            events.append(
+                {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": "k",
+                    "ts": start,
+                    "dur": duration,
+                    "tid": 9,
+                    "args": {},
+                }
+            )
         with open(path, "w") as file:
             json.dump({"traceEvents": events}, file)
 
@@ -257,7 +325,9 @@ def test_stages_open_ranges_only_while_profiling(profiler, gpu):
 
 
 def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
-    """The reference engine on the host, its kernels faked: busy, stages, floors and rates reach the tables."""
+    """The reference engine on the host, its kernels faked: busy, stages, floors and rates reach the
+    tables.
+    """
     monkeypatch.setattr(runner, "find_device", lambda: "cpu")
 
     def spied(calls, nvtx):
@@ -265,12 +335,16 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
             with stage("dw1") if name == "backward" else nullcontext():
                 phase()
 
-        return profile_phases([[(n, lambda n=n, p=p: run(n, p)) for n, p in phases] for phases in calls], nvtx)
+        return profile_phases(
+            [[(n, lambda n=n, p=p: run(n, p)) for n, p in phases] for phases in calls], nvtx
+        )
 
     monkeypatch.setattr(runner, "profile_phases", spied)
     original = runner._examine
     monkeypatch.setattr(
-        runner, "_examine", lambda node, result, batches, device, nvtx: original(node, result, batches, "cuda:0", nvtx)
+        runner,
+        "_examine",
+        lambda node, result, batches, device, nvtx: original(node, result, batches, "cuda:0", nvtx),
     )
     results = measure(TINY, VARIANTS, rounds=2, warmup=1)
     for result in results:
@@ -282,7 +356,10 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
     assert first_row(time_table(results))["busy us"] == "14"
     assert "steady us" not in first_row(time_table(results)), "nobody has it: no column"
     assert list(stage_table(results[1]).columns[0].cells) == ["routing", "dw1", "flush"]
-    assert list(kernel_table(results[0], 1).columns[2].cells) == ["sonicmoe.routing_kernel", "2 others"]
+    assert list(kernel_table(results[0], 1).columns[2].cells) == [
+        "sonicmoe.routing_kernel",
+        "2 others",
+    ]
     assert any("kernel time from the profiler" in line for line in notes(results))
 
 
@@ -291,7 +368,9 @@ def test_a_driver_that_forbids_profiling_leaves_wall_times(gpu, monkeypatch):
     monkeypatch.setattr(runner, "profile_phases", lambda calls, nvtx: [])
     original = runner._examine
     monkeypatch.setattr(
-        runner, "_examine", lambda node, result, batches, device, nvtx: original(node, result, batches, "cuda:0", nvtx)
+        runner,
+        "_examine",
+        lambda node, result, batches, device, nvtx: original(node, result, batches, "cuda:0", nvtx),
     )
     (result,) = measure(TINY, VARIANTS[:1], rounds=2, warmup=1)
     result.gpu = True

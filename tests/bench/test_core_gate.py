@@ -82,17 +82,29 @@ def broken(fast):
 
 def test_states_exit_code_and_summary(core, monkeypatch, tmp_path):
     phase = core.Phase
-    gates = {"good": {"x": {"gate": "equal", "value": 1}}, "bad": {"x": {"gate": "most", "value": 1}}}
-    some = (phase("good", lambda fast: {"x": 1}), phase("absent", absent), phase("late", broken, slow=True))
+    gates = {
+        "good": {"x": {"gate": "equal", "value": 1}},
+        "bad": {"x": {"gate": "most", "value": 1}},
+    }
+    some = (
+        phase("good", lambda fast: {"x": 1}),
+        phase("absent", absent),
+        phase("late", broken, slow=True),
+    )
     phases_of(core, monkeypatch, tmp_path, *some, baselines=gates)
     result = CliRunner().invoke(core.main, ["--fast", "--json", str(tmp_path / "summary.json")])
     assert result.exit_code == 0, result.output
     assert "NOT RUN on this machine: absent" in result.output and "needs a moon" in result.output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
-    assert [(p["phase"], p["state"]) for p in summary["phases"]] == [("good", "passed"), ("absent", "NOT RUN")]
+    assert [(p["phase"], p["state"]) for p in summary["phases"]] == [
+        ("good", "passed"),
+        ("absent", "NOT RUN"),
+    ]
 
-    phases_of(core, monkeypatch, tmp_path, *some, phase("bad", lambda fast: {"x": 2}), baselines=gates)
+    phases_of(
+        core, monkeypatch, tmp_path, *some, phase("bad", lambda fast: {"x": 2}), baselines=gates
+    )
     result = CliRunner().invoke(core.main, ["--json", str(tmp_path / "summary.json")])
     assert result.exit_code == 1
     assert "ValueError: boom" in result.output and "x is 2; needed: most 1" in result.output
@@ -102,7 +114,9 @@ def test_states_exit_code_and_summary(core, monkeypatch, tmp_path):
 def test_record_writes_what_has_no_gate_and_keeps_the_rest(core, monkeypatch, tmp_path):
     gates = (("rmse", {"gate": "most", "tolerance": 0.03}), ("", {"gate": "equal"}))
     one = core.Phase("p", lambda fast: {"a rmse": 0.1, "b": "s", "c": 9}, gates=gates)
-    phases_of(core, monkeypatch, tmp_path, one, baselines={"p": {"c": {"gate": "most", "value": 10}}})
+    phases_of(
+        core, monkeypatch, tmp_path, one, baselines={"p": {"c": {"gate": "most", "value": 10}}}
+    )
     assert CliRunner().invoke(core.main, ["--record"]).exit_code == 0
     assert json.loads(core.BASELINES.read_text())["p"] == {
         "c": {"gate": "most", "value": 10},
@@ -120,8 +134,13 @@ def test_the_fast_run_does_not_ask_for_what_it_leaves_out(core):
 
 
 def test_figures_of_gpu_phases_have_gates(core, monkeypatch):
-    """Both engines faked: an FP8 engine twice as fast passes, one as fast as BF16 does not, and every figure has its gate."""
-    phases, gates = sys.modules["core_phases"], json.loads((TOOLS / "baselines.json").read_text())["performance"]
+    """Both engines faked: an FP8 engine twice as fast passes, one as fast as BF16 does not, and
+    every figure has its gate.
+    """
+    phases, gates = (
+        sys.modules["core_phases"],
+        json.loads((TOOLS / "baselines.json").read_text())["performance"],
+    )
     variants = [phases.Variant.parse(name) for name in ("bf16", "hopper")]
     monkeypatch.setattr(phases, "find_device", lambda: "cuda:0")
     monkeypatch.setattr(phases, "available_variants", lambda device: variants)
@@ -156,7 +175,9 @@ def test_the_shell_script_says_which_interpreter_is_missing():
 
 
 def test_the_real_phases_pass_and_a_worse_engine_does_not(core, monkeypatch, tmp_path):
-    """The fastest real phases on the committed baselines; then with the coarsest recipe in place of the default."""
+    """The fastest real phases on the committed baselines; then with the coarsest recipe in place of
+    the default.
+    """
     core_phases = sys.modules["core_phases"]
     baselines = json.loads((TOOLS / "baselines.json").read_text())
     real = {phase.name: phase for phase in core_phases.PHASES}
@@ -165,5 +186,9 @@ def test_the_real_phases_pass_and_a_worse_engine_does_not(core, monkeypatch, tmp
         outcome = core.run_phase(real[name], True, core.gates_of(real[name], baselines, True))
         assert outcome.state == "passed", outcome.misses
     monkeypatch.setattr(core_phases, "DEFAULT_RECIPE", "deepseek-v3-pow2")
-    outcome = core.run_phase(real["precision"], True, core.gates_of(real["precision"], baselines, True))
-    assert outcome.state == "FAILED" and any("gaussian fp8 out rmse" in miss for miss in outcome.misses)
+    outcome = core.run_phase(
+        real["precision"], True, core.gates_of(real["precision"], baselines, True)
+    )
+    assert outcome.state == "FAILED" and any(
+        "gaussian fp8 out rmse" in miss for miss in outcome.misses
+    )

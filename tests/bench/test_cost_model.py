@@ -1,4 +1,6 @@
-"""The sweep is resumable, and the fit finds what made the data: error on unseen points, terms added only when they help."""
+"""The sweep is resumable, and the fit finds what made the data: error on unseen points, terms added
+only when they help.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,18 @@ def no_gpu(monkeypatch):
 
 
 def least_form(c, tk0=16384):
-    compute, miss = c.tk * c.hidden * c.intermediate, c.tk * np.maximum(c.hidden, 2 * c.intermediate)
+    compute, miss = (
+        c.tk * c.hidden * c.intermediate,
+        c.tk * np.maximum(c.hidden, 2 * c.intermediate),
+    )
     return 1.4e-8 * compute + 1e-6 * miss * np.log1p(c.tk / tk0) + 2.0 * c.experts
 
 
 def made_points(truth=least_form, noise=0.0, seed=0):
     shapes = grid("cuda:0")
-    times = truth(Columns.of(shapes)) * (1 + noise * np.random.default_rng(seed).standard_normal(len(shapes)))
+    times = truth(Columns.of(shapes)) * (
+        1 + noise * np.random.default_rng(seed).standard_normal(len(shapes))
+    )
     return [
         Point(**vars(s), engine="hopper:perf", fp8=True, device="H200", us=float(us))
         for s, us in zip(shapes, times, strict=True)
@@ -78,7 +85,9 @@ def test_noise_ends_where_it_began():
 def test_missing_terms_are_added_and_named():
     model = fit_model(made_points(lambda c: least_form(c) + 80 + 3e-6 * c.weights, noise=0.01))
     assert model.held_out_mape < 1.5 < model.base_mape
-    assert {"1", "E*H*I"} <= set(model.coefficients) or {"1", "idle rows*H*I"} <= set(model.coefficients)
+    assert {"1", "E*H*I"} <= set(model.coefficients) or {"1", "idle rows*H*I"} <= set(
+        model.coefficients
+    )
     assert "held-out" in "\n".join(model.lines())
 
 
@@ -91,7 +100,9 @@ def test_no_term_is_added_to_a_form_that_is_enough():
 def test_held_out_points_do_not_move_the_fit():
     points = made_points(noise=0.02)
     model = fit_model(points)
-    spoiled = [dataclasses.replace(p, us=p.us * 50) if p.shape in model.held_out else p for p in points]
+    spoiled = [
+        dataclasses.replace(p, us=p.us * 50) if p.shape in model.held_out else p for p in points
+    ]
     again = fit_model(spoiled)
     assert again.coefficients == model.coefficients
     assert again.held_out_mape > 90
@@ -118,16 +129,29 @@ def test_prediction_and_mfu_agree():
 
 
 def test_tables_say_where_a_form_errs():
-    """Points of one E take 20 % longer than the rest says: nothing in the form explains that, and the table shows it."""
-    points = [dataclasses.replace(p, us=p.us * (1.2 if p.experts == 32 else 1), percent=0.5) for p in made_points()]
+    """Points of one E take 20 % longer than the rest says: nothing in the form explains that, and
+    the table shows it.
+    """
+    points = [
+        dataclasses.replace(p, us=p.us * (1.2 if p.experts == 32 else 1), percent=0.5)
+        for p in made_points()
+    ]
     model = fit_model(points)
     table = residual_table(model, points)
-    rows = {cells[0]: cells[1:] for cells in zip(*(list(column.cells) for column in table.columns), strict=True)}
-    assert rows["E = 32"][0] == "40" and float(rows["E = 32"][1]) < -8 < 0 < float(rows["E = 16"][1])
-    assert rows["fitted"][-1] == "0.50" and int(rows["fitted"][0]) + int(rows["held out"][0]) == len(points)
+    rows = {
+        cells[0]: cells[1:]
+        for cells in zip(*(list(column.cells) for column in table.columns), strict=True)
+    }
+    assert rows["E = 32"][0] == "40" and float(rows["E = 32"][1]) < -8 < 0 < float(
+        rows["E = 16"][1]
+    )
+    assert rows["fitted"][-1] == "0.50" and int(rows["fitted"][0]) + int(
+        rows["held out"][0]
+    ) == len(points)
     shares = model.shares([p.shape for p in points])
     assert (
-        sum(shares.values()) == pytest.approx(1) and next(iter(term_table(model, points).columns[0].cells)) == "TK*H*I"
+        sum(shares.values()) == pytest.approx(1)
+        and next(iter(term_table(model, points).columns[0].cells)) == "TK*H*I"
     )
 
 
@@ -149,11 +173,15 @@ def test_grid_fits_the_memory_and_groups_experts():
     assert changes == len(set(widths)) - 1, "experts are built once"
     assert len(list(groups(made_points()))) == len(set(widths))
     early = shapes[: len(shapes) // 4]
-    assert {s.experts for s in early} == set(GPU_EXPERTS) and {s.hidden for s in early} == {h for h, _ in GPU_WIDTHS}
+    assert {s.experts for s in early} == set(GPU_EXPERTS) and {s.hidden for s in early} == {
+        h for h, _ in GPU_WIDTHS
+    }
 
 
 def test_rows_are_padded_as_kernels_pad_them():
-    every = Columns.of([Shape(1000, 64, 64, 8, 8), Shape(1024, 64, 64, 8, 8)])  # all experts get all tokens
+    every = Columns.of(
+        [Shape(1000, 64, 64, 8, 8), Shape(1024, 64, 64, 8, 8)]
+    )  # all experts get all tokens
     np.testing.assert_array_equal(every.padded_rows, 8 * 1024.0)
     shape, rng = Shape(777, 64, 64, 16, 3), np.random.default_rng(0)
     drawn = [rng.random((777, 16)).argsort(1)[:, :3] for _ in range(200)]
@@ -163,15 +191,19 @@ def test_rows_are_padded_as_kernels_pad_them():
 
 def test_the_roofline_is_the_floors_and_grows_in_waves():
     reference = Columns.of([REFERENCE])
-    bound = sum(floor.us for stage, floor in floors(REFERENCE, True).items() if stage not in STEP_STAGES)
+    bound = sum(
+        floor.us for stage, floor in floors(REFERENCE, True).items() if stage not in STEP_STAGES
+    )
     assert reference.roofline_us[0] == pytest.approx(bound, rel=0.03)
     small = Columns.of([Shape(t, 2048, 768, 8, 8) for t in (129, 256)])
     assert small.roofline_us[1] < 1.05 * small.roofline_us[0], "the same tiles in the same waves"
 
 
 def a_gpu(shape, rng):
-    """A law of another kind: 132 SMs in whole waves of tiles, drawn counts in blocks of 128 rows, each product bound by its operations
-    or by its traffic (6-norm), clocks that fall with load, launches."""
+    """A law of another kind: 132 SMs in whole waves of tiles, drawn counts in blocks of 128 rows,
+    each product bound by its operations or by its traffic (6-norm), clocks that fall with load,
+    launches.
+    """
     counts = rng.multinomial(shape.rows, [1 / shape.experts] * shape.experts)
     h, i, blocks, weights = (
         shape.hidden,
@@ -192,7 +224,9 @@ def a_gpu(shape, rng):
         total += product(blocks * np.ceil(width / 256), depth, moved, slower)
     for height, width, copies in ((h, i, 1), (2 * i, h, 2)):
         tiles = shape.experts * np.ceil(height / 128) * np.ceil(width / 256)
-        total += product(tiles, rows / shape.experts, rows * (height + width) + 8 * copies * weights, 1.15)
+        total += product(
+            tiles, rows / shape.experts, rows * (height + width) + 8 * copies * weights, 1.15
+        )
     total += (4 * shape.rows * h + 8 * shape.tokens * h + 3 * rows * h) / 4e12
     return 1e6 * total * (1 + 0.02 * np.log1p(shape.flop / 3e12))
 
@@ -248,7 +282,9 @@ def test_a_killed_sweep_continues(tmp_path):
     running = preloaded.Process("torch", ["-c", program, str(path)], environment(), ROOT)
     try:
         deadline = time.monotonic() + 120
-        while (not path.exists() or path.read_text().count("\n") < 3) and time.monotonic() < deadline:
+        while (
+            not path.exists() or path.read_text().count("\n") < 3
+        ) and time.monotonic() < deadline:
             assert running.poll() is None
             time.sleep(0.05)
     finally:
@@ -277,11 +313,26 @@ def test_commands(tmp_path, monkeypatch):
     path = tmp_path / "sweep.jsonl"
     result = CliRunner().invoke(main, ["bench", "--sweep", str(path), "--rounds", "1"])
     assert result.exit_code == 0, result.output
-    assert "4 points measured now, 0 left" in result.output and "4 points; a fit needs at least 12" in result.output
-    path.write_text("".join(json.dumps(dataclasses.asdict(p)) + "\n" for p in made_points(noise=0.02)))
-    fitted = CliRunner().invoke(main, ["bench", "--fit", str(path), "--plot", str(tmp_path / "plots")])
-    assert fitted.exit_code == 0 and "hopper:perf on H200" in fitted.output and "mfu_curves" in fitted.output
+    assert (
+        "4 points measured now, 0 left" in result.output
+        and "4 points; a fit needs at least 12" in result.output
+    )
+    path.write_text(
+        "".join(json.dumps(dataclasses.asdict(p)) + "\n" for p in made_points(noise=0.02))
+    )
+    fitted = CliRunner().invoke(
+        main, ["bench", "--fit", str(path), "--plot", str(tmp_path / "plots")]
+    )
+    assert (
+        fitted.exit_code == 0
+        and "hopper:perf on H200" in fitted.output
+        and "mfu_curves" in fitted.output
+    )
     table = CliRunner().invoke(main, ["bench", "--fit", str(path), "--markdown"]).output
-    assert "| TK*H*I | 1.395e-08 |" in table and "| held out |" in table and "| H, I = 4096, 4096 | 40 |" in table
+    assert (
+        "| TK*H*I | 1.395e-08 |" in table
+        and "| held out |" in table
+        and "| H, I = 4096, 4096 | 40 |" in table
+    )
     data = json.loads(CliRunner().invoke(main, ["bench", "--fit", str(path), "--json"]).stdout)
     assert 0 < data["hopper:perf on H200"]["held_out_mape"] < 3.8

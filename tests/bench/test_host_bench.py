@@ -1,4 +1,6 @@
-"""The instrument for host time runs where there is no GPU, and what it counts does not grow with the experts."""
+"""The instrument for host time runs where there is no GPU, and what it counts does not grow with
+the experts.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,18 @@ pytestmark = [
 
 def measure(artefacts, *options):
     """`(microseconds, allocations)` per layer for each number of experts."""
-    directories = {"SONIC_MOE_CACHE_DIR": str(artefacts.root), "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root)}
+    directories = {
+        "SONIC_MOE_CACHE_DIR": str(artefacts.root),
+        "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root),
+    }
     command = [str(ROOT / "tools" / "ci" / "host_bench.py"), "--steps", "2", *options]
-    process = preloaded.run("paddle" if "paddle" in options else "torch", command, os.environ | directories, ROOT, 300)
+    process = preloaded.run(
+        "paddle" if "paddle" in options else "torch", command, os.environ | directories, ROOT, 300
+    )
     assert process.returncode == 0, process.stderr
-    found = re.findall(r": (\d+) us per layer at best, median \d+; (\d+) allocations", process.stdout)
+    found = re.findall(
+        r": (\d+) us per layer at best, median \d+; (\d+) allocations", process.stdout
+    )
     return [(int(best), int(allocations)) for best, allocations in found]
 
 

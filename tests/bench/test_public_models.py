@@ -1,4 +1,6 @@
-"""The table of public models: complete, consistent with the benchmark's shapes, and served by both GPU engines."""
+"""The table of public models: complete, consistent with the benchmark's shapes, and served by both
+GPU engines.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ def test_served_in_fp8(name, on_a_hopper_gpu):
 @pytest.mark.parametrize("changes", [(8, 0), (0, 32)], ids=str)
 @MODELS
 def test_sizes_nearby_are_refused_by_number(name, changes, on_a_hopper_gpu):
-    hidden, inner = (size + change for size, change in zip(PUBLIC_MODELS[name][:2], changes, strict=True))
-    assert f"H is {hidden} and I is {inner}" in hopper_unavailable("cuda:0", FP8, sizes=(hidden, inner))
+    hidden, inner = (
+        size + change for size, change in zip(PUBLIC_MODELS[name][:2], changes, strict=True)
+    )
+    assert f"H is {hidden} and I is {inner}" in hopper_unavailable(
+        "cuda:0", FP8, sizes=(hidden, inner)
+    )
 
 
 @MODELS

@@ -43,9 +43,13 @@ TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
 def run_doctor(
     *arguments: str, without: tuple[str, ...] = (), preload: str | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """`sonicmoe doctor` in a process of its own, with some modules made unimportable, or a framework imported already."""
+    """`sonicmoe doctor` in a process of its own, with some modules made unimportable, or a
+    framework imported already.
+    """
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in without)
-    program = f"import sys; {blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
+    program = (
+        f"import sys; {blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
+    )
     return preloaded.run(preload, ["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
 
 
@@ -75,12 +79,17 @@ def test_healthy_machine_as_json() -> None:
         (precision, tensor) for precision in ("bf16", "fp8") for tensor in TENSORS
     ]
     # FP8 was really emulated: its error is E4M3's, far above BF16's.
-    errors = {(check["precision"], check["tensor"]): check["relative_rmse"] for check in found["self_test"]}
+    errors = {
+        (check["precision"], check["tensor"]): check["relative_rmse"]
+        for check in found["self_test"]
+    }
     assert all(errors["fp8", tensor] > 0.03 > errors["bf16", tensor] for tensor in TENSORS)
 
 
 def test_screen_shows_every_section(in_empty_cache: Path) -> None:
-    result = CliRunner().invoke(doctor, ["--framework", "torch"], env={"SONIC_MOE_FP8_MODE": "perf"})
+    result = CliRunner().invoke(
+        doctor, ["--framework", "torch"], env={"SONIC_MOE_FP8_MODE": "perf"}
+    )
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
     for heading in (
@@ -106,7 +115,9 @@ def plant(folder: Path, name: str, version: str) -> Path:
     package.mkdir(parents=True)
     for parent in list(package.parents)[: name.count(".")]:
         (parent / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / "__init__.py").write_text(f'__version__ = "{version}"\nraise RuntimeError("imported")\n')
+    (package / "__init__.py").write_text(
+        f'__version__ = "{version}"\nraise RuntimeError("imported")\n'
+    )
     return package
 
 
@@ -118,7 +129,9 @@ def copies_found() -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["paddlefleet_ops.sonicmoe", "sonicmoe"])
-def test_another_importable_copy_is_a_warning(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_importable_copy_is_a_warning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert copies_found() == []
     package = plant(tmp_path, name, "9.8")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -130,10 +143,14 @@ def test_another_loaded_copy_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
     monkeypatch.setitem(sys.modules, copy.__name__, copy)
     copy.__path__ = [str(tmp_path)]
-    module = ModuleType("transformers.integrations.sonicmoe")  # no package: what loads upstream's kernels there
+    module = ModuleType(
+        "transformers.integrations.sonicmoe"
+    )  # no package: what loads upstream's kernels there
     module.__file__ = str(tmp_path / "integrations" / "sonicmoe.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert copies_found() == [f"there is another sonicmoe: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
+    assert copies_found() == [
+        f"there is another sonicmoe: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"
+    ]
 
 
 @pytest.mark.parametrize(("name", "version"), [
@@ -157,7 +174,9 @@ def test_installed_under_another_version(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_screen_begins_with_the_package_and_its_place(in_empty_cache: Path) -> None:
     result = CliRunner().invoke(doctor, ["--framework", "torch"])
-    assert result.output.splitlines()[0] == f"sonicmoe {sonicmoe.__version__} from {ROOT / 'sonicmoe'}"
+    assert (
+        result.output.splitlines()[0] == f"sonicmoe {sonicmoe.__version__} from {ROOT / 'sonicmoe'}"
+    )
 
 
 @pytest.mark.usefixtures("in_empty_cache")
@@ -172,7 +191,9 @@ def test_wrong_engine_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ReferenceEngine, "backward_dx", wrong)
     report = examine("torch")
     assert not report.healthy
-    assert [(check.precision, check.tensor) for check in report.self_test if not check.passed] == [("bf16", "dx")]
+    assert [(check.precision, check.tensor) for check in report.self_test if not check.passed] == [
+        ("bf16", "dx")
+    ]
     assert ("error", "self-test: wrong dx (bf16) on engine reference") in messages(report)
 
 
@@ -188,7 +209,10 @@ def test_nan_fails_and_json_stays_valid(monkeypatch: pytest.MonkeyPatch) -> None
     result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
     found = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert [check["relative_rmse"] for check in found["self_test"] if check["tensor"] == "out"] == [None, None]
+    assert [check["relative_rmse"] for check in found["self_test"] if check["tensor"] == "out"] == [
+        None,
+        None,
+    ]
     assert not found["healthy"]
 
 
@@ -199,7 +223,9 @@ def test_crashing_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ReferenceEngine, "forward", crash)
     report = examine("torch")
-    assert ("error", "self-test crashed: RuntimeError: CUDA error: misaligned address") in messages(report)
+    assert ("error", "self-test crashed: RuntimeError: CUDA error: misaligned address") in messages(
+        report
+    )
 
 
 @pytest.mark.usefixtures("in_empty_cache")
@@ -222,17 +248,25 @@ def test_engine_this_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["plain", "fp8", "hopper", "bf16"],
 )
-def test_engine_in_force_on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch, flags, engine, tested) -> None:
-    """Each precision is tested on the engine that a run in it would get; one asked for by name, in its own precision."""
+def test_engine_in_force_on_a_hopper_gpu(
+    monkeypatch: pytest.MonkeyPatch, flags, engine, tested
+) -> None:
+    """Each precision is tested on the engine that a run in it would get; one asked for by name, in
+    its own precision.
+    """
     ran = []
     monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(hopper_engine, "missing_tool", lambda: None)
     monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
-    monkeypatch.setattr(selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0"))
+    monkeypatch.setattr(
+        selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0")
+    )
     monkeypatch.setattr(
         selftest,
         "run_self_test",
-        lambda config, name, device: ran.append((name, selftest.engine_for(config, name, device).engine.name)) or [],
+        lambda config, name, device: (
+            ran.append((name, selftest.engine_for(config, name, device).engine.name)) or []
+        ),
     )
     for name, value in flags.items():
         monkeypatch.setenv(name, value)
@@ -250,7 +284,9 @@ def test_contradictory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "isotropic" in report.problems[0].what
 
 
-@pytest.mark.parametrize("env", [flag.env for flag in FLAGS if flag.field not in {"cache_dir", "local_cache_dir"}])
+@pytest.mark.parametrize(
+    "env", [flag.env for flag in FLAGS if flag.field not in {"cache_dir", "local_cache_dir"}]
+)
 def test_value_that_is_not_understood(env: str) -> None:
     report = Report()
     config = examine_flags(report, {env: "no-such-value"})
@@ -269,7 +305,10 @@ def test_misspelt_flag_is_a_warning_with_the_right_name() -> None:
 
 def test_variable_that_points_nowhere(tmp_path: Path) -> None:
     report = Report()
-    there = {"TRITON_PTXAS_PATH": sys.executable, "TRITON_CACHE_DIR": str(tmp_path / "made on demand")}
+    there = {
+        "TRITON_PTXAS_PATH": sys.executable,
+        "TRITON_CACHE_DIR": str(tmp_path / "made on demand"),
+    }
     examine_variables(report, {**there, "CUDA_HOME": str(tmp_path / "none")})
     assert messages(report) == [("warning", f"CUDA_HOME={tmp_path / 'none'} does not exist")]
     assert report.honoured["TRITON_PTXAS_PATH"] == sys.executable
@@ -281,7 +320,10 @@ def test_cache_size_is_counted_and_nothing_is_created(tmp_path: Path) -> None:
     (kernels / "a.bin").write_bytes(b"x" * 1000)
     (kernels.parent / "b.bin").write_bytes(b"x" * 24)
     report = Report()
-    environ = {"SONIC_MOE_CACHE_DIR": str(kernels.parent), "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "new" / "local")}
+    environ = {
+        "SONIC_MOE_CACHE_DIR": str(kernels.parent),
+        "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "new" / "local"),
+    }
     examine_caches(report, examine_flags(report, environ))
     cache, local = report.caches
     assert (cache.exists, cache.writable, cache.size_bytes) == (True, True, 1024)
@@ -303,7 +345,10 @@ def test_what_was_warmed_is_shown(tmp_path: Path) -> None:
     when = "2 kernels at 2026-01-02T03:04:05Z (triton 3.6.0)"
     assert state.warmed == (f"E=8, H=64: precision not recorded, {when}", f"E=8, H=64: fp8, {when}")
     done = run_doctor(SONIC_MOE_CACHE_DIR=str(tmp_path), COLUMNS="200")
-    assert f"warmed         {state.warmed[0]}" in done.stdout and f"warmed         {state.warmed[1]}" in done.stdout
+    assert (
+        f"warmed         {state.warmed[0]}" in done.stdout
+        and f"warmed         {state.warmed[1]}" in done.stdout
+    )
 
 
 def test_cache_that_is_no_directory(tmp_path: Path) -> None:
@@ -311,7 +356,9 @@ def test_cache_that_is_no_directory(tmp_path: Path) -> None:
     report = Report()
     state = examine_cache(report, FLAGS_BY_ENV["SONIC_MOE_CACHE_DIR"], tmp_path / "file" / "cache")
     assert not state.writable
-    assert messages(report) == [("error", f"cache {state.path}: {tmp_path / 'file'} is not a directory")]
+    assert messages(report) == [
+        ("error", f"cache {state.path}: {tmp_path / 'file'} is not a directory")
+    ]
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +383,11 @@ def test_golden_gradients_are_the_derivatives_of_its_output() -> None:
     gradients = selftest.golden(**inputs, indices=indices, dout=dout)
 
     def loss(**changed: np.ndarray) -> float:
-        return float((selftest.golden(**{**inputs, **changed}, indices=indices, dout=dout)["out"] * dout).sum())
+        return float(
+            (
+                selftest.golden(**{**inputs, **changed}, indices=indices, dout=dout)["out"] * dout
+            ).sum()
+        )
 
     for name, gradient in (("x", "dx"), ("w1", "dw1"), ("w2", "dw2"), ("probs", "dprobs")):
         direction = rng.standard_normal(inputs[name].shape)
@@ -356,7 +407,9 @@ def test_without_any_framework() -> None:
     result = run_doctor("--json", without=("torch", "paddle"))
     found = json.loads(result.stdout)
     assert result.returncode == 1
-    assert [problem["what"] for problem in found["problems"]] == ["neither PyTorch nor Paddle is installed"]
+    assert [problem["what"] for problem in found["problems"]] == [
+        "neither PyTorch nor Paddle is installed"
+    ]
     assert found["problems"][0]["remedy"] == f"{install_hint('torch')}, or {install_hint('paddle')}"
     assert found["framework"] is None and found["device"] is None and found["self_test"] == []
 
@@ -377,7 +430,9 @@ def test_framework_that_is_not_installed() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
-def test_hint_never_puts_a_cpu_build_over_a_gpu_build(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hint_never_puts_a_cpu_build_over_a_gpu_build(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(install, "gpu_present", lambda: True)
     hint = install_hint(framework)
     assert "cuda]'" in hint and not re.search(r"pip install '[^']*paddle[^']*'", hint)
@@ -389,10 +444,16 @@ def test_hint_never_puts_a_cpu_build_over_a_gpu_build(framework: str, monkeypatc
 def test_a_gpu_is_recognised_by_any_part_of_its_driver(
     sign: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "NVIDIA_DRIVER", tmp_path if sign == "device" else tmp_path / "none")
-    monkeypatch.setattr(install.shutil, "which", lambda name: f"/bin/{name}" if sign == "tool" else None)
+    monkeypatch.setattr(
+        install, "NVIDIA_DRIVER", tmp_path if sign == "device" else tmp_path / "none"
+    )
+    monkeypatch.setattr(
+        install.shutil, "which", lambda name: f"/bin/{name}" if sign == "tool" else None
+    )
     library = "libcuda.so.1" if sign == "library" else None
-    monkeypatch.setattr(install.ctypes.util, "find_library", lambda name: library if name == "cuda" else None)
+    monkeypatch.setattr(
+        install.ctypes.util, "find_library", lambda name: library if name == "cuda" else None
+    )
     assert install.gpu_present() is (sign is not None)
 
 

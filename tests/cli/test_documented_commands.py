@@ -30,9 +30,18 @@ NAME_NO_COMMAND = {"docs/pytorch.md", "docs/transformers.md"}
 def code_of(text):
     """Every line of code: fenced in no language or in a shell's, indented, or between backticks."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    fenced = [line for language, block in blocks if language in {"", "sh", "bash"} for line in block.splitlines()]
+    fenced = [
+        line
+        for language, block in blocks
+        if language in {"", "sh", "bash"}
+        for line in block.splitlines()
+    ]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return fenced + re.findall(r"`([^`\n]+)`", prose) + re.findall(r"^    (\S.*)$", prose, flags=re.MULTILINE)
+    return (
+        fenced
+        + re.findall(r"`([^`\n]+)`", prose)
+        + re.findall(r"^    (\S.*)$", prose, flags=re.MULTILINE)
+    )
 
 
 def invocations(text):
@@ -56,13 +65,20 @@ def test_commands_and_options_exist(guide):
 
 
 def problems(invocation: str) -> Iterator[str]:
-    """Every reason why `sonicmoe <invocation>` would be refused; of what the user must fill in (`N`, `$seed`) any value will do."""
+    """Every reason why `sonicmoe <invocation>` would be refused; of what the user must fill in
+    (`N`, `$seed`) any value will do.
+    """
     name, *given = invocation.split()
     if name not in COMMANDS:
         yield f"{name} is no command"
         return
     command = main.get_command(click.Context(main), name)
-    options = {opt: p for p in command.params if isinstance(p, click.Option) for opt in (*p.opts, *p.secondary_opts)}
+    options = {
+        opt: p
+        for p in command.params
+        if isinstance(p, click.Option)
+        for opt in (*p.opts, *p.secondary_opts)
+    }
     takes_arguments = any(isinstance(parameter, click.Argument) for parameter in command.params)
     words = iter(given)
     for word in words:
@@ -106,7 +122,11 @@ def test_a_wrong_command_is_seen():
     text = f"`sonicmoe trian`\n{fences}"
     assert invocations(text) == ["bench --no  ", "trian"]
     assert scripts(text) == [("tools/ci/jit_bench.py", ["--fast"])]
-    assert scripts(TEXTS["docs/performance.md"]) and scripts(TEXTS["docs/jit.md"]) and scripts(TEXTS["README.md"])
+    assert (
+        scripts(TEXTS["docs/performance.md"])
+        and scripts(TEXTS["docs/jit.md"])
+        and scripts(TEXTS["README.md"])
+    )
 
 
 @pytest.mark.parametrize(("invocation", "wrong"), [
@@ -115,7 +135,11 @@ def test_a_wrong_command_is_seen():
 ])  # fmt: skip
 def test_a_command_that_would_be_refused_is_seen(invocation, wrong):
     assert wrong in next(problems(invocation))
-    assert not list(problems("bench --T 1024 --T 2048 --E $E --engine=hopper:mem --one-thread --plot PLOTS --help"))
+    assert not list(
+        problems(
+            "bench --T 1024 --T 2048 --E $E --engine=hopper:mem --one-thread --plot PLOTS --help"
+        )
+    )
     assert invocations("`taskset -c 4,5 sonicmoe bench --one-thread`") == ["bench --one-thread"]
 
 
@@ -139,16 +163,27 @@ def test_the_commands_of_the_step_table_measure_its_shapes():
 def test_the_warm_up_compiles_what_its_page_says():
     text = TEXTS["docs/jit.md"].replace("\n", " ")
     (sizes,) = set(re.findall(r"warmup --E (\d+) --H (\d+) --I (\d+)", text))
-    jobs = {precision: warm_up_plan(ModelSpec(*map(int, sizes)), precision).jobs for precision in PRECISIONS}
+    jobs = {
+        precision: warm_up_plan(ModelSpec(*map(int, sizes)), precision).jobs
+        for precision in PRECISIONS
+    }
     said = re.search(
         r"(\d+) kernels at the sizes above: (\d+) by nvcc, (\d+) by CuTe DSL; `--precision fp8` (\d+), `bf16` (\d+)",
         text,
     )
     by_nvcc = sum(isinstance(job, CudaSource) for job in jobs["both"])
-    counts = [len(jobs["both"]), by_nvcc, len(jobs["both"]) - by_nvcc, len(jobs["fp8"]), len(jobs["bf16"])]
+    counts = [
+        len(jobs["both"]),
+        by_nvcc,
+        len(jobs["both"]) - by_nvcc,
+        len(jobs["fp8"]),
+        len(jobs["bf16"]),
+    ]
     assert [int(number) for number in said.groups()] == counts
     table = TEXTS["docs/jit.md"].split("| part | kernels | compiler |")[1].split("\n\n")[0]
-    named = set(re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[2] for row in table.splitlines()[2:])))
+    named = set(
+        re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[2] for row in table.splitlines()[2:]))
+    )
     assert named == {job.name for job in jobs["both"]}
 
 
@@ -160,7 +195,8 @@ def test_links_and_files_exist(guide):
         assert linked.exists(), target
         if anchor:
             headings = {
-                h.lower().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
+                h.lower().replace(" ", "-")
+                for h in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
             }
             assert anchor in headings
     for path in re.findall(r"`((?:tools|tests|sonicmoe|docs|examples)/[\w/.]+\.\w+)", text):

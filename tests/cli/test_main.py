@@ -30,7 +30,9 @@ def test_help_lists_every_command_and_loads_none() -> None:
         "except SystemExit as end: assert end.code == 0\n"
         "print('LOADED', *(n for n in COMMANDS if f'sonicmoe.cli.{n}' in sys.modules), *({'torch','paddle'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     *screen, loaded = result.stdout.splitlines()
     assert loaded == "LOADED"
     for name, summary in COMMANDS.items():
@@ -65,7 +67,9 @@ def test_refusal_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyPatch) 
     def doctor() -> None:
         raise ConfigError("batch is 0; needed: at least 1")
 
-    monkeypatch.setattr(main_module.importlib, "import_module", lambda _: type("module", (), {"doctor": doctor}))
+    monkeypatch.setattr(
+        main_module.importlib, "import_module", lambda _: type("module", (), {"doctor": doctor})
+    )
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 2
     assert result.output == "Error: batch is 0; needed: at least 1\n"

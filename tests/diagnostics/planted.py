@@ -37,7 +37,9 @@ def row_of(step, expert=2, position=3):
 
 
 def plant(stage, kind, index):
-    """A listener that breaks one stage: "nan" or "inf" at `index`, or "scaled": its row times three."""
+    """A listener that breaks one stage: "nan" or "inf" at `index`, or "scaled": its row times
+    three.
+    """
 
     def listener(name, value):
         return broken(value, kind, index) if name == stage else value

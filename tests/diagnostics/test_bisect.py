@@ -1,4 +1,6 @@
-"""A fault planted in any stage is named with its stage, expert, row and token; healthy steps are called healthy on every kind of data."""
+"""A fault planted in any stage is named with its stage, expert, row and token; healthy steps are
+called healthy on every kind of data.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ def place_of(stage, kind, step):
         # A broken scale of a square block breaks all of its rows, and the first is named.
         square = stage == "dz_fp8" or stage in WGRAD_OPERANDS
         whole_block = square and kind != "nan" and step.settings.recipe == "iso128"
-        return (row, 5), {"expert": 2} if whole_block else {"expert": 2, "row": row, "token": token, "slot": slot}
+        return (row, 5), {"expert": 2} if whole_block else {
+            "expert": 2,
+            "row": row,
+            "token": token,
+            "slot": slot,
+        }
     if stage in SLOT_STAGES:
         return (token, slot), {"expert": 2, "row": row, "token": token, "slot": slot}
     if stage in WEIGHT_STAGES:
@@ -64,7 +71,8 @@ PLANTED = [
     (stage, settings, kind)
     for stage in STAGES
     for settings, kind in FAULTS
-    if stage != "routing" and not (kind == "scaled" and stage in INPUTS)  # finite inputs are what they are
+    if stage != "routing"
+    and not (kind == "scaled" and stage in INPUTS)  # finite inputs are what they are
 ]
 
 
@@ -81,7 +89,9 @@ def test_a_planted_fault_is_named(stage, settings, kind):
     if kind == "scaled":
         assert report.wrong == (stage,), "a stage that is right on wrong inputs is right"
     if stage in TOKEN_STAGES:
-        assert fault.place.experts == tuple(e for e in step.indices[wanted["token"]] if 0 <= e < SIZES.experts)
+        assert fault.place.experts == tuple(
+            e for e in step.indices[wanted["token"]] if 0 <= e < SIZES.experts
+        )
 
 
 def test_a_row_given_to_the_wrong_token_is_named():
@@ -102,8 +112,15 @@ def test_nan_in_a_padding_row_is_a_fault_when_it_spreads(stage):
         report = bisect(step, "reference")
         with listening(plant("dw1", "nan", (0, 0, 0))):
             fault = bisect(step, "reference").fault
-    assert report.healthy and report.padding[0].startswith(f"{stage} at expert 0, row {padding}, column 0: nan")
-    assert (fault.stage, fault.kind, fault.place.row, fault.place.expert) == (stage, "padding", padding, 0)
+    assert report.healthy and report.padding[0].startswith(
+        f"{stage} at expert 0, row {padding}, column 0: nan"
+    )
+    assert (fault.stage, fault.kind, fault.place.row, fault.place.expert) == (
+        stage,
+        "padding",
+        padding,
+        0,
+    )
 
 
 def test_nobody_reads_a_padding_row_of_y2():
@@ -114,7 +131,9 @@ def test_nobody_reads_a_padding_row_of_y2():
 
 
 @pytest.mark.parametrize("kind", DATA_KINDS)
-@pytest.mark.parametrize("settings", [{}, PLAIN, {"recipe": "wide512", "save_z": "bf16"}, {"dtype": "float32"}])
+@pytest.mark.parametrize(
+    "settings", [{}, PLAIN, {"recipe": "wide512", "save_z": "bf16"}, {"dtype": "float32"}]
+)
 def test_healthy_steps_are_called_healthy(kind, settings):
     report = bisect(make_step(kind, **settings), "reference")
     assert report.healthy and report.missing == (), text_of(report)
@@ -129,7 +148,9 @@ def test_every_activation(activation):
     if activation.value in ("gelu", "relu", "silu", "relu_sq"):
         step = step.but(w1=step.w1[:, ::2].copy(), activation=activation.value)
     report = bisect(step.but(activation=activation.value), "reference")
-    assert report.healthy and all(one.cosine > 0.98 for one in report.stats.values()), text_of(report)
+    assert report.healthy and all(one.cosine > 0.98 for one in report.stats.values()), text_of(
+        report
+    )
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2, 128, 128, 4, 1), Sizes(130, 128, 128, 2, 2)])
@@ -189,19 +210,28 @@ def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
     assert report.wrong[0] == "dz" and "dw1" not in report.wrong
 
 
-@pytest.mark.parametrize("settings", [{}, PLAIN, {"recipe": "1x128", "save_z": "e4m3"}, {"fp8_wgrad": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, PLAIN, {"recipe": "1x128", "save_z": "e4m3"}, {"fp8_wgrad": False}]
+)
 def test_a_listener_changes_no_bit(settings):
     step = make_step(**settings)
     own = engine_settings(step)
 
     def run():
         engine = ReferenceEngine()
-        x, w1, w2, dout = (tensor(a).to(torch.bfloat16) for a in (step.x, step.w1, step.w2, step.dout))
-        routing = build_routing(tensor(step.indices), tensor(step.probs), 4, alignment=own.row_alignment)
+        x, w1, w2, dout = (
+            tensor(a).to(torch.bfloat16) for a in (step.x, step.w1, step.w2, step.dout)
+        )
+        routing = build_routing(
+            tensor(step.indices), tensor(step.probs), 4, alignment=own.row_alignment
+        )
         weights = engine.prepare_weights(w1, w2, None, None, own)
         out, saved = engine.forward(x, routing, weights, own)
         sums = GradAccumulators.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
-        return [numpy(t) for t in (out, *engine.backward(dout, saved, weights, sums), sums.dw1, sums.dw2)]
+        return [
+            numpy(t)
+            for t in (out, *engine.backward(dout, saved, weights, sums), sums.dw1, sums.dw2)
+        ]
 
     with listening(lambda name, value: value):
         shown = run()
@@ -213,7 +243,9 @@ def test_layout_is_the_routing_contract():
     step = make_step()
     routing = build_routing(tensor(step.indices), tensor(step.probs), SIZES.experts)
     for name, wanted in RowLayout.of(step, 128).fields.items():
-        np.testing.assert_array_equal(numpy(getattr(routing, name)), wanted.astype(np.float64), err_msg=name)
+        np.testing.assert_array_equal(
+            numpy(getattr(routing, name)), wanted.astype(np.float64), err_msg=name
+        )
 
 
 def test_golden_and_arithmetic_agree_where_nothing_is_quantised():
@@ -222,7 +254,10 @@ def test_golden_and_arithmetic_agree_where_nothing_is_quantised():
     arithmetic = StageArithmetic(step, layout, {})
     for name, golden in golden_stages(step, layout).items():
         np.testing.assert_allclose(
-            arithmetic.expected(name), golden, atol=1e-4 * max(1.0, np.abs(golden).max()), err_msg=name
+            arithmetic.expected(name),
+            golden,
+            atol=1e-4 * max(1.0, np.abs(golden).max()),
+            err_msg=name,
         )
 
 
@@ -231,15 +266,26 @@ def test_statistics():
     stats = stage_stats(StageValue(values), None, np.array([True, True, True, False]))
     assert (stats.total, stats.finite, stats.nan, stats.inf) == (6, 3, 1, 2)
     assert (stats.first_bad, stats.low, stats.high) == ((1, 0), -2.0, 4.0)
-    assert stage_stats(StageValue(values), None, np.array([False, False, True, True])).first_bad == (2, 0)
+    assert stage_stats(
+        StageValue(values), None, np.array([False, False, True, True])
+    ).first_bad == (2, 0)
 
 
 def test_use_of_codes():
     codes = np.array([[448.0, 0.0, -448.0, 1.0]], np.float32)
     wanted = np.array([[448.0, 0.001, -448.0, 0.0]])
     stats = stage_stats(StageValue(codes, codes, BlockShape(1, 4), 448.0), wanted)
-    assert stats.saturation == 0.5 and stats.underflow == pytest.approx(1 / 3) and stats.octaves is None
-    assert octaves(np.array([[8.0, 1.0], [0.0, 0.0], [-1.0, 2.0]]), BlockShape(2, 2)) == (0.0, 0.0, 0.0, 0.0)
+    assert (
+        stats.saturation == 0.5
+        and stats.underflow == pytest.approx(1 / 3)
+        and stats.octaves is None
+    )
+    assert octaves(np.array([[8.0, 1.0], [0.0, 0.0], [-1.0, 2.0]]), BlockShape(2, 2)) == (
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     assert octaves(np.array([[8.0, 1.0], [0.5, 1.0]]), BlockShape(2, 2))[-1] == 3.0
 
 
@@ -288,15 +334,23 @@ def test_command(tmp_path):
     save_dump(tmp_path / "bad.npz", step.but(x=x))
     bad = run(tmp_path / "bad.npz", "--precision", "bf16")
     assert bad.exit_code == 1
-    assert bad.output.splitlines()[0].startswith("first bad: input x at token 11, column 3, served by experts")
+    assert bad.output.splitlines()[0].startswith(
+        "first bad: input x at token 11, column 3, served by experts"
+    )
     data = json.loads(run(tmp_path / "bad.npz", "--json").stdout)
-    assert data["fault"]["stage"] == "x" and data["stages"]["x"]["nan"] == 1 and data["against"] == "golden"
+    assert (
+        data["fault"]["stage"] == "x"
+        and data["stages"]["x"]["nan"] == 1
+        and data["against"] == "golden"
+    )
     assert run(tmp_path / "bad.npz", "--engine", "hopper").exit_code == 2
     assert "cannot read" in run(tmp_path / "absent.npz").output
 
 
 def test_codes_are_counted_in_either_orientation():
-    """Token-major operands of weight gradients lie transposed; their saturation and underflow are those of the same matrix."""
+    """Token-major operands of weight gradients lie transposed; their saturation and underflow are
+    those of the same matrix.
+    """
     values = np.random.default_rng(0).standard_normal((256, 128)).astype(np.float32)
     q = quantize(tensor(values), RECIPES["iso128"].wgrad_dz)
     recorder = Recorder("any")
@@ -305,7 +359,9 @@ def test_codes_are_counted_in_either_orientation():
     one, other = (recorder.run.stages[name] for name in ("dz", "y1s"))
     np.testing.assert_array_equal(one.codes, other.codes)
     stats = [stage_stats(value, values) for value in (one, other)]
-    assert stats[0].saturation == stats[1].saturation > 0 and stats[0].underflow == stats[1].underflow
+    assert (
+        stats[0].saturation == stats[1].saturation > 0 and stats[0].underflow == stats[1].underflow
+    )
 
 
 def test_runs_show_every_stage_and_nothing_unread():

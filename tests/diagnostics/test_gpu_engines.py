@@ -27,7 +27,9 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         found = lambda *names: [(name, packages.get(name, "absent")) for name in names]  # noqa: E731
         monkeypatch.setattr(gpu_engines, "version", version)
         monkeypatch.setattr(gpu_engines, "package_versions", found)
-        monkeypatch.setattr(gpu_engines, "find_toolkit", lambda: Path("/usr/local/cuda") if nvcc else None)
+        monkeypatch.setattr(
+            gpu_engines, "find_toolkit", lambda: Path("/usr/local/cuda") if nvcc else None
+        )
         for module in (gpu_engines, install):
             monkeypatch.setattr(module, "gpu_present", lambda: gpu)
 

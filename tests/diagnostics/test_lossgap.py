@@ -14,16 +14,33 @@ from ernie_compat.metrics import loss_gap
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from ernie_compat.trainer import Trainer
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.lossgap import GapRun, Interval, LossGapError, plot_gaps, read_run, summarise
+from sonicmoe.diagnostics.lossgap import (
+    GapRun,
+    Interval,
+    LossGapError,
+    plot_gaps,
+    read_run,
+    summarise,
+)
 
-SIZES = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16)
+SIZES = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_experts=4,
+    topk=2,
+    intermediate_size=32,
+    seq_len=16,
+)
 
 
 def train(directory, seed, compare=True, precision="fp8"):
     text = directory.parent / "text.txt"
     text.write_text("the router picks, the experts learn what the others leave\n" * 300)
     schedule = TrainConfig(steps=5, batch_size=4, checkpoint_every=0, eval_batches=1, seed=seed)
-    config = RunConfig(model=SIZES, train=schedule, framework="torch", precision=precision, compare=compare)
+    config = RunConfig(
+        model=SIZES, train=schedule, framework="torch", precision=precision, compare=compare
+    )
     directory.mkdir()
     trainer = Trainer.start(config, load_corpus([text]), directory)
     trainer.train()
@@ -75,7 +92,8 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
 
 def test_kinds_are_summarised_apart_and_a_shift_is_seen():
     noise = [
-        made("noise", seed, gap=0.001, signed=value) for seed, value in enumerate((-0.001, 0.001, 0.0005, -0.0004))
+        made("noise", seed, gap=0.001, signed=value)
+        for seed, value in enumerate((-0.001, 0.001, 0.0005, -0.0004))
     ]
     shift = [made("shift", seed, gap=value) for seed, value in enumerate((0.0030, 0.0032, 0.0029))]
     first, second = summarise([*noise, *shift])
@@ -103,9 +121,14 @@ def test_what_is_no_compared_run_is_refused(tmp_path):
 
 def test_command(runs, tmp_path):
     directories = [str(directory) for directory, _ in runs.values()]
-    result = CliRunner().invoke(main, ["lossgap", *directories, "--plot", str(tmp_path / "gap.png")])
+    result = CliRunner().invoke(
+        main, ["lossgap", *directories, "--plot", str(tmp_path / "gap.png")]
+    )
     assert result.exit_code == 0, result.output
-    assert "fp8 on torch, engine auto, 5 steps" in result.output and (tmp_path / "gap.png").stat().st_size > 10_000
+    assert (
+        "fp8 on torch, engine auto, 5 steps" in result.output
+        and (tmp_path / "gap.png").stat().st_size > 10_000
+    )
     data = json.loads(CliRunner().invoke(main, ["lossgap", *directories[:1], "--json"]).stdout)
     assert data["summaries"][0]["gap"]["low"] is None and data["runs"][0]["seed"] == 0
     assert "| run |" in CliRunner().invoke(main, ["lossgap", *directories, "--markdown"]).output

@@ -1,4 +1,6 @@
-"""`detect_nonfinite` and dumps of a node's step, in a training loop; nothing is left behind outside the block. Also under Paddle."""
+"""`detect_nonfinite` and dumps of a node's step, in a training loop; nothing is left behind outside
+the block. Also under Paddle.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def make_node(mode="perf", **options):
         weight.main_grad = None
         return types.SimpleNamespace(weight=weight)
 
-    experts = [types.SimpleNamespace(up_gate_proj=projection(H, 2 * I), down_proj=projection(I, H)) for _ in range(E)]
+    experts = [
+        types.SimpleNamespace(up_gate_proj=projection(H, 2 * I), down_proj=projection(I, H))
+        for _ in range(E)
+    ]
     return SonicMoEMlpNode(experts, E, H, I, config=SonicMoEConfig(fp8_mode=mode), **options)
 
 
@@ -43,7 +48,9 @@ def batch(seed=1):
     rng = np.random.default_rng(seed)
     indices = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int64)
     indices[::4, 1] = -1
-    x, dout = (tensor(rng.standard_normal((T, H)), torch.float32).to(torch.bfloat16) for _ in range(2))
+    x, dout = (
+        tensor(rng.standard_normal((T, H)), torch.float32).to(torch.bfloat16) for _ in range(2)
+    )
     probs = tensor(rng.random((T, K)).astype(np.float32), grad=True)
     if IS_PADDLE:
         x.stop_gradient = False
@@ -96,7 +103,10 @@ def test_a_bad_gradient_is_named_in_backward(tmp_path):
     *_, dout = batch()
     values = numpy(dout)
     values[23, 9] = np.nan
-    with pytest.raises(NonFiniteError, match=r"first bad: input dout at token 23, column 9"), detect_nonfinite():
+    with (
+        pytest.raises(NonFiniteError, match=r"first bad: input dout at token 23, column 9"),
+        detect_nonfinite(),
+    ):
         train_step(make_node("mem"), dout=tensor(values, torch.float32).to(torch.bfloat16))
 
 
@@ -121,10 +131,19 @@ def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
 def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
     choice = EngineChoice(ReferenceEngine(), "test")
     monkeypatch.setattr("sonicmoe.node.mlp_node.choose_engine", lambda *_: choice)
-    with listening(plant(stage, "nan", (3, 2))), pytest.raises(NonFiniteError) as caught, detect_nonfinite():
+    with (
+        listening(plant(stage, "nan", (3, 2))),
+        pytest.raises(NonFiniteError) as caught,
+        detect_nonfinite(),
+    ):
         train_step(make_node())
     fault = caught.value.report.fault
-    assert (fault.stage, fault.place.row, fault.place.expert, fault.place.column) == (stage, 3, 0, 2)
+    assert (fault.stage, fault.place.row, fault.place.expert, fault.place.column) == (
+        stage,
+        3,
+        0,
+        2,
+    )
 
 
 @pytest.mark.parametrize("mode", ["perf", "mem", "off"])
@@ -193,7 +212,9 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_step(tmp_path):
 
 
 @pytest.mark.parametrize("good_writes", [0, 1], ids=["forward", "backward"])
-def test_a_write_that_fails_during_the_step_does_not_break_it(good_writes, tmp_path, monkeypatch, caplog):
+def test_a_write_that_fails_during_the_step_does_not_break_it(
+    good_writes, tmp_path, monkeypatch, caplog
+):
     written = []
 
     def save_dump(path, step):
@@ -214,7 +235,11 @@ def test_a_write_that_fails_during_the_step_does_not_break_it(good_writes, tmp_p
 
 def test_a_block_without_a_node_call_says_that_it_checked_nothing(caplog):
     def warnings():
-        return [record.getMessage() for record in caplog.records if "detect_nonfinite" in record.getMessage()]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "detect_nonfinite" in record.getMessage()
+        ]
 
     with caplog.at_level(logging.WARNING, logger="sonicmoe"):
         node = make_node()

@@ -1,4 +1,6 @@
-"""The numerics of the default recipe meet their bars; the golden, the scores and the command behind that claim are right."""
+"""The numerics of the default recipe meet their bars; the golden, the scores and the command behind
+that claim are right.
+"""
 
 import dataclasses
 import json
@@ -42,7 +44,18 @@ from sonicmoe.quant.recipes import DEEPSEEK_V3, RECIPES, BlockShape, iso, rows
 
 SMALL = Sizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
 TINY = Sizes(tokens=48, hidden=32, intermediate=16, experts=4, topk=2)
-TINY_OPTIONS = ["--tokens", "48", "--hidden", "32", "--intermediate", "16", "--experts", "4", "--framework", "torch"]
+TINY_OPTIONS = [
+    "--tokens",
+    "48",
+    "--hidden",
+    "32",
+    "--intermediate",
+    "16",
+    "--experts",
+    "4",
+    "--framework",
+    "torch",
+]
 DEFAULTS = SonicMoEConfig(fp8_mode="perf").resolve()
 DEFAULT_RECIPE, DEFAULT_Z = RECIPES[DEFAULTS.recipe], DEFAULTS.save_z
 
@@ -62,7 +75,9 @@ def test_the_default_recipe_meets_every_bar(kind):
 
 
 def test_the_baseline_misses_the_absolute_bars():
-    """FP8 codes of z cost the gradients more than the bars allow: a bar everything passes would be none."""
+    """FP8 codes of z cost the gradients more than the bars allow: a bar everything passes would be
+    none.
+    """
     (result,) = evaluate(make_case("gaussian", SMALL, seed=0), [BASELINE[0]], [BASELINE[1]])
     assert {failure.split()[0] for failure in result.failures} >= {"dw1", "dw2", "dx"}
     assert all(one.overall.ratio == 1 for one in result.scores.values())
@@ -98,33 +113,53 @@ def test_the_golden_agrees_with_autograd(kind):
     wanted = autograd(case)
     for name, value in golden(case).tensors.items():
         np.testing.assert_allclose(
-            value, wanted[name].numpy(), rtol=1e-9, atol=1e-12 * float(np.abs(value).max()), err_msg=name
+            value,
+            wanted[name].numpy(),
+            rtol=1e-9,
+            atol=1e-12 * float(np.abs(value).max()),
+            err_msg=name,
         )
     assert not golden(case).tensors["dw1"][2].any()
 
 
 def test_cases_hold_bf16_values_and_repeat_with_their_seed():
-    case, again, other = make_case("outliers", TINY, 3), make_case("outliers", TINY, 3), make_case("outliers", TINY, 4)
+    case, again, other = (
+        make_case("outliers", TINY, 3),
+        make_case("outliers", TINY, 3),
+        make_case("outliers", TINY, 4),
+    )
     for name in ("x", "w1", "w2", "dout"):
         values = getattr(case, name)
-        np.testing.assert_array_equal(values, tensor(values).to(torch.bfloat16).to(torch.float32).numpy())
+        np.testing.assert_array_equal(
+            values, tensor(values).to(torch.bfloat16).to(torch.float32).numpy()
+        )
         np.testing.assert_array_equal(values, getattr(again, name))
         assert (values != getattr(other, name)).any()
     assert all(len(set(row)) == TINY.topk for row in case.indices)
 
 
 def test_rounding_to_bf16_matches_the_framework():
-    values = np.float32([1.0, 1.00390625, 1.01171875, -1e-40, 3.3895e38, math.inf, -math.inf, math.nan, 0.0])
-    np.testing.assert_array_equal(round_to_bf16(values), tensor(values).to(torch.bfloat16).to(torch.float32).numpy())
+    values = np.float32(
+        [1.0, 1.00390625, 1.01171875, -1e-40, 3.3895e38, math.inf, -math.inf, math.nan, 0.0]
+    )
+    np.testing.assert_array_equal(
+        round_to_bf16(values), tensor(values).to(torch.bfloat16).to(torch.float32).numpy()
+    )
 
 
 def test_data_kinds_are_what_they_say():
     sizes = Sizes(tokens=256, hidden=256, intermediate=16, experts=2, topk=1)
-    norms = {kind: np.sqrt((make_case(kind, sizes, 0).x.astype(float) ** 2).mean(1)) for kind in DATA_KINDS}
+    norms = {
+        kind: np.sqrt((make_case(kind, sizes, 0).x.astype(float) ** 2).mean(1))
+        for kind in DATA_KINDS
+    }
     assert 9 < np.log2(norms["row-spread"].max() / norms["row-spread"].min()) < 11
     channels = np.abs(make_case("outliers", sizes, 0).x).mean(0)
     assert (channels > 20 * np.median(channels)).sum() == 3
-    assert np.abs(make_case("student-t", sizes, 0).w1).max() > 3 * np.abs(make_case("gaussian", sizes, 0).w1).max()
+    assert (
+        np.abs(make_case("student-t", sizes, 0).w1).max()
+        > 3 * np.abs(make_case("gaussian", sizes, 0).w1).max()
+    )
 
 
 def test_scores_measure_the_error_put_in():
@@ -157,7 +192,9 @@ def test_an_error_in_one_expert_is_that_experts():
 
 def test_the_standard_error_predicts_the_scatter():
     rng = np.random.default_rng(0)
-    samples = [root_ratio(rng.standard_exponential(400), rng.standard_exponential(400)) for _ in range(300)]
+    samples = [
+        root_ratio(rng.standard_exponential(400), rng.standard_exponential(400)) for _ in range(300)
+    ]
     scatter = np.std([value for value, _ in samples])
     assert np.mean([error for _, error in samples]) == pytest.approx(scatter, rel=0.15)
 
@@ -169,7 +206,9 @@ def test_what_is_not_finite_fails_every_bar(poison):
     wrong = {name: value.copy() for name, value in wanted.items()}
     for value in wrong.values():
         value.flat[int(np.flatnonzero(value)[0])] = poison
-    found = {name: score(name, case, wrong[name], wanted[name] * 1.1, wanted[name]) for name in TENSORS}
+    found = {
+        name: score(name, case, wrong[name], wanted[name] * 1.1, wanted[name]) for name in TENSORS
+    }
     failures, unresolved = judge("gaussian", found)
     assert {failure.split()[0] for failure in failures} == set(TENSORS)
     assert unresolved == ()
@@ -181,12 +220,18 @@ def test_every_bar_is_where_it_says(slack, misses):
     wanted = golden(case).tensors
     for name in TENSORS:
         off = 1 + slack * RMSE_BARS[name]
-        against_bar = judge("gaussian", {name: score(name, case, wanted[name] * off, wanted[name] * 2, wanted[name])})[
-            0
-        ]
+        against_bar = judge(
+            "gaussian",
+            {name: score(name, case, wanted[name] * off, wanted[name] * 2, wanted[name])},
+        )[0]
         assert bool(against_bar) == misses, name
         against_baseline = judge(
-            "outliers", {name: score(name, case, wanted[name] * (1 + 0.103 * slack), wanted[name] * 1.1, wanted[name])}
+            "outliers",
+            {
+                name: score(
+                    name, case, wanted[name] * (1 + 0.103 * slack), wanted[name] * 1.1, wanted[name]
+                )
+            },
         )
         assert bool(against_baseline[0]) == misses, name
 
@@ -205,11 +250,18 @@ def test_octaves_count_powers_of_two_between_strip_and_block():
 def test_octaves_cover_every_operand_coarser_than_the_baseline():
     case = make_case("gaussian", TINY, seed=0)
     found = {
-        (one.operand, str(one.block)) for one in octaves(case, [RECIPES["iso128"], RECIPES["iso128-pow2"], DEEPSEEK_V3])
+        (one.operand, str(one.block))
+        for one in octaves(case, [RECIPES["iso128"], RECIPES["iso128-pow2"], DEEPSEEK_V3])
     }
-    assert found == {(name, "128x128") for name in ("dz", "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")}
-    assert all(list(one.quantiles) == sorted(one.quantiles) for one in octaves(case, [RECIPES["iso512"]]))
-    assert BlockShape(512, 512) in {one.block for one in octaves(case, [RECIPES["iso512"]]) if one.operand == "w1"}
+    assert found == {
+        (name, "128x128") for name in ("dz", "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")
+    }
+    assert all(
+        list(one.quantiles) == sorted(one.quantiles) for one in octaves(case, [RECIPES["iso512"]])
+    )
+    assert BlockShape(512, 512) in {
+        one.block for one in octaves(case, [RECIPES["iso512"]]) if one.operand == "w1"
+    }
 
 
 def test_a_saved_case_comes_back_exactly(tmp_path):
@@ -230,9 +282,13 @@ def test_a_case_that_does_not_fit_together_is_refused():
 class Expert:
     def __init__(self, rng, hidden, width):
         self.up_gate_proj = type(
-            "P", (), {"weight": parameter(rng.standard_normal((hidden, 2 * width)).astype(np.float32))}
+            "P",
+            (),
+            {"weight": parameter(rng.standard_normal((hidden, 2 * width)).astype(np.float32))},
         )()
-        self.down_proj = type("P", (), {"weight": parameter(rng.standard_normal((width, hidden)).astype(np.float32))})()
+        self.down_proj = type(
+            "P", (), {"weight": parameter(rng.standard_normal((width, hidden)).astype(np.float32))}
+        )()
 
 
 def test_captured_calls_are_what_the_node_saw():
@@ -254,7 +310,9 @@ def test_captured_calls_are_what_the_node_saw():
     np.testing.assert_array_equal(case.indices, indices)
     np.testing.assert_array_equal(case.probs, np.where(indices < 3, probs.detach().numpy(), 0))
     wanted = golden(case).tensors["out"]
-    assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(wanted)  # weights went through bf16
+    assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(
+        wanted
+    )  # weights went through bf16
 
 
 def test_training_yields_one_case_per_moe_layer(tmp_path):
@@ -269,11 +327,15 @@ def test_training_yields_one_case_per_moe_layer(tmp_path):
     for case in cases:
         assert case.x.shape == (32, 32)
         assert case.w1.shape == (8, 32, 32)
-        assert all(np.abs(getattr(case, name)).max() > 0 for name in ("x", "w1", "w2", "dout", "probs"))
+        assert all(
+            np.abs(getattr(case, name)).max() > 0 for name in ("x", "w1", "w2", "dout", "probs")
+        )
 
 
 def test_the_command_prints_tables_and_a_verdict():
-    result = run(*TINY_OPTIONS, "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--data", "gaussian")
+    result = run(
+        *TINY_OPTIONS, "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--data", "gaussian"
+    )
     assert result.exit_code == 0, result.output
     for text in ("gaussian", "iso128", "int8", "log2(block amax / row amax)", "meets every bar"):
         assert text in result.output
@@ -281,7 +343,16 @@ def test_the_command_prints_tables_and_a_verdict():
 
 def test_the_command_writes_json_a_program_can_read():
     result = run(
-        *TINY_OPTIONS, "--recipe", "iso128", "--recipe", "1x128", "--z", "int8", "--data", "outliers", "--json"
+        *TINY_OPTIONS,
+        "--recipe",
+        "iso128",
+        "--recipe",
+        "1x128",
+        "--z",
+        "int8",
+        "--data",
+        "outliers",
+        "--json",
     )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -297,7 +368,16 @@ def test_the_command_writes_json_a_program_can_read():
 
 def test_the_command_writes_markdown():
     result = run(
-        *TINY_OPTIONS, "--recipe", "iso128", "--z", "bf16", "--scales", "pow2", "--data", "gaussian", "--markdown"
+        *TINY_OPTIONS,
+        "--recipe",
+        "iso128",
+        "--z",
+        "bf16",
+        "--scales",
+        "pow2",
+        "--data",
+        "gaussian",
+        "--markdown",
     )
     assert "| iso128-pow2 | bf16 |" in result.output
     assert "**gaussian**" in result.output
@@ -306,7 +386,9 @@ def test_the_command_writes_markdown():
 def test_captured_files_are_measured_instead_of_generated_data(tmp_path):
     path = tmp_path / "call.npz"
     save_case(path, dataclasses.replace(make_case("gaussian", TINY, 0), name="layer 7"))
-    result = run("--captured", str(path), "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--json")
+    result = run(
+        "--captured", str(path), "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--json"
+    )
     assert {entry["data"] for entry in json.loads(result.stdout)["results"]} == {"layer 7"}
 
 

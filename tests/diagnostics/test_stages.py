@@ -1,4 +1,6 @@
-"""Stage names and taps: silent and free when nobody listens, nested and restored when somebody does."""
+"""Stage names and taps: silent and free when nobody listens, nested and restored when somebody
+does.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_off_costs_next_to_nothing():
 
 def test_a_leaf_imports_nothing_of_the_package():
     program = "import sys, sonicmoe.diagnostics.stages; print(*sorted(n for n in sys.modules if n.startswith(('sonicmoe', 'torch'))))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
     assert found.split() == ["sonicmoe", "sonicmoe.diagnostics", "sonicmoe.diagnostics.stages"]
 
 

@@ -1,7 +1,9 @@
-"""The FP8 recipe applied by hand: one expert after the other, every operand quantised and dequantised where the recipe says so.
+"""The FP8 recipe applied by hand: one expert after the other, every operand quantised and
+dequantised where the recipe says so.
 
-An independent second implementation of what the reference engine emulates. It shares the quantiser with the package (which has
-tests of its own) and nothing else. `skip` leaves a named quantisation out, which shows that a test would notice.
+An independent second implementation of what the reference engine emulates. It shares the quantiser
+with the package (which has tests of its own) and nothing else. `skip` leaves a named quantisation
+out, which shows that a test would notice.
 """
 
 from __future__ import annotations
@@ -59,13 +61,22 @@ class Hand:
 
     def operand(self, array, name):
         """A GEMM operand after the quantisation `name`."""
-        unquantised = self.recipe is None or (name.startswith("wgrad") and not self.settings.fp8_wgrad)
+        unquantised = self.recipe is None or (
+            name.startswith("wgrad") and not self.settings.fp8_wgrad
+        )
         if unquantised:
             return self.rounded(array)
         if name in self.skip:
             return array
         return numpy(
-            dequantize(quantize(self.fp32(array), getattr(self.recipe, name), Code.E4M3, self.recipe.scale_format))
+            dequantize(
+                quantize(
+                    self.fp32(array),
+                    getattr(self.recipe, name),
+                    Code.E4M3,
+                    self.recipe.scale_format,
+                )
+            )
         )
 
     def stored_z(self, z):
@@ -77,7 +88,9 @@ class Hand:
         if self.settings.save_z is ZCode.BF16:
             return numpy(self.fp32(z).to(torch.bfloat16))
         code = {ZCode.INT8: Code.INT8, ZCode.E4M3: Code.E4M3}[self.settings.save_z]
-        return numpy(dequantize(quantize(self.fp32(z), self.recipe.z, code, self.recipe.scale_format)))
+        return numpy(
+            dequantize(quantize(self.fp32(z), self.recipe.z, code, self.recipe.scale_format))
+        )
 
 
 def activation_of(problem, z):
@@ -94,10 +107,17 @@ def by_hand(problem, settings, dtype, skip=(), exact=False) -> Result:
     alignment = settings.row_alignment
     w1, w2, _, _ = native_weights(problem)
     x_operand, dout_operand = hand.operand(problem.x, "x"), hand.operand(problem.dout, "dout")
-    result = Result(*(np.zeros_like(a) for a in (problem.x, problem.x, problem.probs, problem.up_gate, problem.down)))
+    result = Result(
+        *(
+            np.zeros_like(a)
+            for a in (problem.x, problem.x, problem.probs, problem.up_gate, problem.down)
+        )
+    )
     order = native_order(problem.up_gate.shape[2], problem.gated)
     for e in range(problem.num_experts):
-        pairs = [(t, k) for t, k in np.ndindex(*problem.indices.shape) if problem.indices[t, k] == e]
+        pairs = [
+            (t, k) for t, k in np.ndindex(*problem.indices.shape) if problem.indices[t, k] == e
+        ]
         if not pairs:
             continue
         tokens = [t for t, _ in pairs]

@@ -1,7 +1,8 @@
-"""The kernels that the Hopper engine's passes launch, computed on the host from what a launch is given: shapes, dtypes, addresses.
+"""The kernels that the Hopper engine's passes launch, computed on the host from what a launch is
+given: shapes, dtypes, addresses.
 
-Written from the comments at the entry points in `sonicmoe/kernels`; each refuses arguments of other shapes than those say.
-Rows behind `padded_offsets[E]` are left alone, as on the GPU.
+Written from the comments at the entry points in `sonicmoe/kernels`; each refuses arguments of other
+shapes than those say. Rows behind `padded_offsets[E]` are left alone, as on the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ PLAIN = PlainKernels()
 
 
 def at(view, dtype=None, shape=None):
-    """The host memory of a launch argument as a torch tensor; `dtype` and `shape`: what it must have."""
+    """The host memory of a launch argument as a torch tensor; `dtype` and `shape`: what it must
+    have.
+    """
     found, sizes = str(view.dtype), tuple(view.shape)
     assert view.is_contiguous(), sizes
     assert dtype is None or found in dtype.split("|"), f"{found} {sizes}, needed {dtype}"
@@ -57,7 +60,9 @@ def put(q, codes, scale, stop_rows=None):
     row_axis, block = (1, q.block.rows) if columns else (0, q.block.rows)
     stop = int(q.codes.shape[row_axis]) if stop_rows is None else stop_rows
     codes.narrow(row_axis, 0, stop).copy_(q.bytes.narrow(row_axis, 0, stop))
-    scale.narrow(row_axis, 0, blocks(stop, block)).copy_(q.scale_inv.narrow(row_axis, 0, blocks(stop, block)))
+    scale.narrow(row_axis, 0, blocks(stop, block)).copy_(
+        q.scale_inv.narrow(row_axis, 0, blocks(stop, block))
+    )
 
 
 def grouped(a, w, offsets):
@@ -85,14 +90,29 @@ def quantize_rows(x, codes, scale, stream):
 
 
 def gather_gated_gemm(
-    a, a_scale, b, b_scale, row_token, padded_offsets, z, z_scale, y1, y1_scale, activation, store_z, stream
+    a,
+    a_scale,
+    b,
+    b_scale,
+    row_token,
+    padded_offsets,
+    z,
+    z_scale,
+    y1,
+    y1_scale,
+    activation,
+    store_z,
+    stream,
 ):
     index, w = at(row_token, "int32"), values(b, b_scale, BY_BLOCKS)
     offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
     if store_z:
-        found, scales = at(z, "int8|uint8", out.shape), at(z_scale, "float32", (r, blocks(int(out.shape[1]))))
+        found, scales = (
+            at(z, "int8|uint8", out.shape),
+            at(z_scale, "float32", (r, blocks(int(out.shape[1])))),
+        )
         q = quantize(out, BY_ROWS, Code.INT8)
         found.view(torch.int8)[: offsets[-1]] = q.codes[: offsets[-1]]
         scales[: offsets[-1]] = q.scale_inv[: offsets[-1]]
@@ -124,7 +144,9 @@ def gather_dgated_gemm(
     dy1 = grouped(gather(values(dout, dout_scale, BY_ROWS), index), w, offsets)
     kept = values(z, z_scale, BY_ROWS, Code.INT8)
     kept[last:] = 0
-    y1, gradient = activate_backward(kept, dy1 * torch.where(prob > 0, prob, 0.0), ACTIVATIONS[activation])
+    y1, gradient = activate_backward(
+        kept, dy1 * torch.where(prob > 0, prob, 0.0), ACTIVATIONS[activation]
+    )
     real = (index >= 0).unsqueeze(1)
     y1s, gradient = y1 * prob * real, gradient * real
     parts = at(dprob_parts, "float32", (blocks(inner, DPROB_COLUMNS), r))
@@ -156,16 +178,24 @@ def gather_transpose_quantize(x, row_token, padded_offsets, codes, scale, stream
     put(transpose_storage(quantize(gathered, BY_BLOCKS)), codes, scale, last)
 
 
-def gather_transpose_quantize_pair(x, y, row_token, padded_offsets, x_codes, x_scale, y_codes, y_scale, stream):
+def gather_transpose_quantize_pair(
+    x, y, row_token, padded_offsets, x_codes, x_scale, y_codes, y_scale, stream
+):
     assert tuple(x.shape) == tuple(y.shape)
     gather_transpose_quantize(x, row_token, padded_offsets, x_codes, x_scale, stream)
     gather_transpose_quantize(y, row_token, padded_offsets, y_codes, y_scale, stream)
 
 
 def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, stream):
-    left, right = (values(*pair, BY_BLOCKS, orientation=Orientation.COLUMNS) for pair in ((a, a_scale), (b, b_scale)))
+    left, right = (
+        values(*pair, BY_BLOCKS, orientation=Orientation.COLUMNS)
+        for pair in ((a, a_scale), (b, b_scale))
+    )
     total = at(accumulator, "float32")
-    assert tuple(total.shape[1:]) == (left.shape[1], right.shape[1]) and left.shape[0] == right.shape[0]
+    assert (
+        tuple(total.shape[1:]) == (left.shape[1], right.shape[1])
+        and left.shape[0] == right.shape[0]
+    )
     offsets = offsets_of(padded_offsets, total)
     for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
         total[expert] += left[first:last].T @ right[first:last]

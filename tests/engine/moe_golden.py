@@ -1,7 +1,8 @@
-"""The expert MLP and its gradients in fp64, per token and per slot, in the plainest way: the golden of every engine and of the node.
+"""The expert MLP and its gradients in fp64, per token and per slot, in the plainest way: the golden
+of every engine and of the node.
 
-User layouts throughout: `up_gate [E, H, N1]` split-half with gate first (N1 = 2I) or ungated (N1 = I), `down [E, I, H]`.
-Nothing here is shared with the package but the names of the activations.
+User layouts throughout: `up_gate [E, H, N1]` split-half with gate first (N1 = 2I) or ungated (N1 =
+I), `down [E, I, H]`. Nothing here is shared with the package but the names of the activations.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def slope(name, v):
         sigma = 1.0 / (1.0 + math.exp(-v))
         return sigma + v * sigma * (1.0 - sigma)
     if name == "gelu":
-        return 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) + v * math.exp(-0.5 * v * v) / math.sqrt(2.0 * math.pi)
+        return 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) + v * math.exp(-0.5 * v * v) / math.sqrt(
+            2.0 * math.pi
+        )
     if name == "relu":
         return 1.0 if v > 0.0 else 0.0
     assert name == "relu_sq"
@@ -142,7 +145,9 @@ def make_problem(
     rng = np.random.default_rng(seed)
     dtype = dtype or torch.float32
     n1 = intermediate * (2 if activation.value in GATED else 1)
-    gain = 4.0 if activation is ActivationType.SWIGLU_OAI else 1.0  # its clamps are reached, by one z in 12
+    gain = (
+        4.0 if activation is ActivationType.SWIGLU_OAI else 1.0
+    )  # its clamps are reached, by one z in 12
 
     def normal(*shape, scale=1.0):
         return rounded(rng.standard_normal(shape) * scale, dtype)
@@ -257,7 +262,9 @@ class Setup:
         out, saved = self.forward()
         accumulators = self.accumulators()
         dx, dprobs = self.engine.backward(self.dout, saved, self.weights, accumulators)
-        return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(self.problem, accumulators))
+        return Result(
+            numpy(out), numpy(dx), numpy(dprobs), *user_gradients(self.problem, accumulators)
+        )
 
 
 def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
@@ -268,7 +275,9 @@ def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
     biases = [None if b is None else tensor(b, torch.float32) for b in (b1, b2)]
     weights = engine.prepare_weights(tensor(w1).to(dtype), tensor(w2).to(dtype), *biases, settings)
     probs = tensor(problem.probs, torch.float32)
-    routing = build_routing(tensor(problem.indices), probs, problem.num_experts, alignment=settings.row_alignment)
+    routing = build_routing(
+        tensor(problem.indices), probs, problem.num_experts, alignment=settings.row_alignment
+    )
     x, dout = (tensor(array, torch.float32).to(dtype) for array in (problem.x, problem.dout))
     return Setup(problem, settings, engine, weights, routing, x, dout)
 

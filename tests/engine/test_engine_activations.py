@@ -22,7 +22,9 @@ from sonicmoe.enums import ActivationType, is_glu
 OAI = ActivationType.SWIGLU_OAI
 UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
 GATED = [a for a in ALL_ACTIVATIONS if is_glu(a)]
-GRID = np.concatenate([np.linspace(-9.0, 9.0, 181) + 0.013, [1e-3, -1e-3, 25.0, -25.0, 88.0, -88.0]]).astype(np.float32)
+GRID = np.concatenate(
+    [np.linspace(-9.0, 9.0, 181) + 0.013, [1e-3, -1e-3, 25.0, -25.0, 88.0, -88.0]]
+).astype(np.float32)
 
 
 def fp32(array, **options):
@@ -30,7 +32,12 @@ def fp32(array, **options):
 
 
 def by_finite_differences(name, points, step=1e-5):
-    return np.array([(value(name, v + step) - value(name, v - step)) / (2 * step) for v in points.astype(np.float64)])
+    return np.array(
+        [
+            (value(name, v + step) - value(name, v - step)) / (2 * step)
+            for v in points.astype(np.float64)
+        ]
+    )
 
 
 def test_upstreams_seven_and_gpt_oss_are_covered():
@@ -43,14 +50,18 @@ def test_upstreams_seven_and_gpt_oss_are_covered():
 def test_value_and_slope(activation):
     got_value, got_slope = (numpy(v) for v in value_and_slope(fp32(GRID), activation))
     name = activation.value
-    np.testing.assert_allclose(got_value, [value(name, float(v)) for v in GRID], rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        got_value, [value(name, float(v)) for v in GRID], rtol=2e-6, atol=1e-6
+    )
     np.testing.assert_allclose(got_slope, by_finite_differences(name, GRID), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
 def test_the_golden_slope_is_that_of_the_golden_value(activation):
     slopes = [slope(activation.value, float(v)) for v in GRID]
-    np.testing.assert_allclose(slopes, by_finite_differences(activation.value, GRID), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(
+        slopes, by_finite_differences(activation.value, GRID), rtol=1e-6, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("activation", [ActivationType.RELU, ActivationType.RELU_SQ])
@@ -62,7 +73,9 @@ def test_slope_at_the_kink_is_zero(activation):
 
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
 def test_backward_against_finite_differences_of_forward(activation):
-    """<dy1, activate(z)> differentiated numerically along every entry of z, on the package's own layout."""
+    """<dy1, activate(z)> differentiated numerically along every entry of z, on the package's own
+    layout.
+    """
     rng = np.random.default_rng(3)
     z = rng.standard_normal((5, 12)) * (6 if activation is OAI else 2)
     dy1 = rng.standard_normal((5, 6 if is_glu(activation) else 12))
@@ -74,7 +87,9 @@ def test_backward_against_finite_differences_of_forward(activation):
         if not is_glu(activation):
             return sum(dy1[r, c] * value(name, at[r, c]) for r in range(5) for c in range(12))
         factor = up_factor(activation, at[:, 1::2])[0]
-        return sum(dy1[r, i] * value(name, at[r, 2 * i]) * factor[r, i] for r in range(5) for i in range(6))
+        return sum(
+            dy1[r, i] * value(name, at[r, 2 * i]) * factor[r, i] for r in range(5) for i in range(6)
+        )
 
     numeric = np.zeros_like(z)
     for position in np.ndindex(*z.shape):
@@ -100,12 +115,26 @@ class TestGptOss:
     """Its clamps: below, on and beyond every bound of gate and up."""
 
     TICKS = np.array(
-        [-40.0, -CLAMPED - 0.25, -CLAMPED, -2.5, -1.0, 0.0, 0.75, CLAMPED - 0.25, CLAMPED, CLAMPED + 0.25, 40.0]
+        [
+            -40.0,
+            -CLAMPED - 0.25,
+            -CLAMPED,
+            -2.5,
+            -1.0,
+            0.0,
+            0.75,
+            CLAMPED - 0.25,
+            CLAMPED,
+            CLAMPED + 0.25,
+            40.0,
+        ]
     )
 
     def pairs(self):
         gate, up = (grid.ravel() for grid in np.meshgrid(self.TICKS, self.TICKS, indexing="ij"))
-        return np.stack([gate, up], 1), np.random.default_rng(5).standard_normal((len(gate), 1)) + 2.0
+        return np.stack([gate, up], 1), np.random.default_rng(5).standard_normal(
+            (len(gate), 1)
+        ) + 2.0
 
     def test_constants(self):
         assert (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT) == (1.702, CLAMPED)
@@ -121,7 +150,9 @@ class TestGptOss:
         y1, dz = activate_backward(z, dy1, OAI)
         assert torch.equal(y1, activate(z, OAI))
         torch.testing.assert_close(y1[:, 0], expected.detach(), rtol=1e-14, atol=1e-300)
-        torch.testing.assert_close(dz, torch.stack([gate.grad, up.grad], 1), rtol=1e-13, atol=1e-300)
+        torch.testing.assert_close(
+            dz, torch.stack([gate.grad, up.grad], 1), rtol=1e-13, atol=1e-300
+        )
         beyond = torch.stack([gate > 7.0, up.abs() > 7.0], 1)
         assert int(beyond.sum()) > 0 and not dz[beyond].any()
         assert bool(dz[(gate == 7.0) & (up != -1.0), 0].all()), "up + 1 is 0 at -1"
@@ -145,7 +176,9 @@ class TestGptOss:
         assert np.isnan(numpy(dz)[0, 0])
 
     def test_infinities_are_clamped_where_there_is_a_bound(self):
-        y1, dz = activate_backward(fp32([[np.inf, np.inf], [np.inf, -np.inf]]), fp32([[1.0], [1.0]]), OAI)
+        y1, dz = activate_backward(
+            fp32([[np.inf, np.inf], [np.inf, -np.inf]]), fp32([[1.0], [1.0]]), OAI
+        )
         np.testing.assert_allclose(numpy(y1)[:, 0], [56.0, -42.0], rtol=1e-4)
         assert not numpy(dz).any()
 
@@ -153,9 +186,15 @@ class TestGptOss:
 @pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
 @pytest.mark.parametrize("magnitude", [1e4, 1e15, 1e19])
 def test_large_finite_values_have_their_limits(activation, magnitude):
-    got_value, got_slope = (numpy(v) for v in value_and_slope(fp32([magnitude, -magnitude]), activation))
+    got_value, got_slope = (
+        numpy(v) for v in value_and_slope(fp32([magnitude, -magnitude]), activation)
+    )
     x = float(np.float32(magnitude))
-    limits = ([x * x, 0.0], [2 * x, 0.0]) if activation is ActivationType.RELU_SQ else ([x, 0.0], [1.0, 0.0])
+    limits = (
+        ([x * x, 0.0], [2 * x, 0.0])
+        if activation is ActivationType.RELU_SQ
+        else ([x, 0.0], [1.0, 0.0])
+    )
     np.testing.assert_allclose(got_value, limits[0], rtol=1e-6)
     np.testing.assert_allclose(got_slope, limits[1], rtol=1e-6)
 

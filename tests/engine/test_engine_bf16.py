@@ -30,17 +30,25 @@ def test_a_recipe_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_are_rounded_once(monkeypatch, dtype):
-    """From where they lie: fp32 becomes bf16, the others stay; unchanged weights are not touched again."""
+    """From where they lie: fp32 becomes bf16, the others stay; unchanged weights are not touched
+    again.
+    """
     made = []
-    monkeypatch.setattr(Bf16Engine, "prepare_weights", lambda self, *given: made.append(given) or object())
-    ups, downs = (tuple(torch.rand(shape).to(dtype) for _ in range(2)) for shape in ([16, 16], [8, 16]))
+    monkeypatch.setattr(
+        Bf16Engine, "prepare_weights", lambda self, *given: made.append(given) or object()
+    )
+    ups, downs = (
+        tuple(torch.rand(shape).to(dtype) for _ in range(2)) for shape in ([16, 16], [8, 16])
+    )
     source = WeightSource(ups, downs, transposed=True, split_half=True)
     first = ENGINE.prepare_source(source, SETTINGS, None, True)
     assert ENGINE.prepare_source(source, SETTINGS, first, False) is first and len(made) == 1
     w1, w2 = made[0][:2]
     wanted = torch.bfloat16 if dtype == torch.float32 else dtype
     assert w1.dtype == w2.dtype == wanted
-    assert bool((w1[0, 1].to(torch.float32) == ups[0][:, 8].to(wanted).to(torch.float32)).all())  # the first up row
+    assert bool(
+        (w1[0, 1].to(torch.float32) == ups[0][:, 8].to(wanted).to(torch.float32)).all()
+    )  # the first up row
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,9 @@ def test_dtypes_without_a_gemm_are_refused(dtype, down_dtype, words):
         ENGINE.prepare_weights(*weights(dtype=dtype, down_dtype=down_dtype), SETTINGS)
 
 
-@pytest.mark.parametrize(("hidden", "intermediate", "words"), [(12, 8, "H=12; "), (16, 20, "I=20; ")])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "words"), [(12, 8, "H=12; "), (16, 20, "I=20; ")]
+)
 def test_rows_off_16_bytes_are_refused(hidden, intermediate, words):
     with pytest.raises(ShapeError, match=words):
         ENGINE.prepare_weights(*weights(hidden, intermediate), SETTINGS)

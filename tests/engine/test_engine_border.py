@@ -65,23 +65,37 @@ class TestRefusals:
             replace(setup, x=setup.x.to("meta")).forward()
 
     def test_routing_of_another_expert_count(self, setup):
-        routing = build_routing(tensor(setup.problem.indices), tensor(setup.problem.probs, torch.float32), 5)
+        routing = build_routing(
+            tensor(setup.problem.indices), tensor(setup.problem.probs, torch.float32), 5
+        )
         with pytest.raises(RoutingError, match="routing is for 5 experts, the weights hold 4"):
             replace(setup, routing=routing).forward()
 
     def test_routing_padded_for_another_recipe(self):
         setup = set_up(make_problem(), EngineSettings(recipe=RECIPES["iso256"]))
         routing = build_routing(
-            tensor(setup.problem.indices), tensor(setup.problem.probs, torch.float32), 4, alignment=128
+            tensor(setup.problem.indices),
+            tensor(setup.problem.probs, torch.float32),
+            4,
+            alignment=128,
         )
-        with pytest.raises(RoutingError, match="pads experts to 128 rows; the recipe needs a multiple of 256"):
+        with pytest.raises(
+            RoutingError, match="pads experts to 128 rows; the recipe needs a multiple of 256"
+        ):
             replace(setup, routing=routing).forward()
         wider = build_routing(
-            tensor(setup.problem.indices), tensor(setup.problem.probs, torch.float32), 4, alignment=512
+            tensor(setup.problem.indices),
+            tensor(setup.problem.probs, torch.float32),
+            4,
+            alignment=512,
         )
-        assert_same_bits(replace(setup, routing=wider).run(), setup.run(), names=("out", "dx", "dprobs"))
+        assert_same_bits(
+            replace(setup, routing=wider).run(), setup.run(), names=("out", "dx", "dprobs")
+        )
 
-    @pytest.mark.parametrize(("prepared_for", "used_with"), [(PLAIN, FP8), (FP8, PLAIN)], ids=["plain", "fp8"])
+    @pytest.mark.parametrize(
+        ("prepared_for", "used_with"), [(PLAIN, FP8), (FP8, PLAIN)], ids=["plain", "fp8"]
+    )
     def test_weights_prepared_for_other_settings(self, prepared_for, used_with):
         """Plain weights under a recipe would silently be a different computation."""
         setup = set_up(make_problem(), prepared_for)
@@ -106,7 +120,9 @@ class TestRefusals:
     )
     def test_weights(self, change, message):
         shapes = {"w1": (4, 96, 80), "w2": (4, 80, 48), "b1": (4, 96), "b2": (4, 80)} | change
-        weights = {n: None if s is None else tensor(np.zeros(s), torch.float32) for n, s in shapes.items()}
+        weights = {
+            n: None if s is None else tensor(np.zeros(s), torch.float32) for n, s in shapes.items()
+        }
         with pytest.raises(ShapeError, match=message):
             ReferenceEngine().prepare_weights(**weights, settings=PLAIN)
 
@@ -114,7 +130,11 @@ class TestRefusals:
         w1, w2, _, _ = native_weights(make_problem())
         with pytest.raises(ShapeError, match="relu with I=48 needs 48"):
             ReferenceEngine().prepare_weights(
-                tensor(w1, torch.float32), tensor(w2, torch.float32), None, None, EngineSettings(ActivationType.RELU)
+                tensor(w1, torch.float32),
+                tensor(w2, torch.float32),
+                None,
+                None,
+                EngineSettings(ActivationType.RELU),
             )
 
 
@@ -126,7 +146,9 @@ class TestSettings:
         settings = self.resolved(
             fp8_mode="perf", fp8_wgrad=False, save_z="e4m3", recompute_z=True, recipe="iso256-pow2"
         )
-        assert settings == EngineSettings(ActivationType.GEGLU, RECIPES["iso256-pow2"], False, ZCode.E4M3, True)
+        assert settings == EngineSettings(
+            ActivationType.GEGLU, RECIPES["iso256-pow2"], False, ZCode.E4M3, True
+        )
         assert settings.row_alignment == 256
 
     def test_without_fp8_there_is_no_recipe(self):
@@ -146,4 +168,6 @@ class TestSettings:
 
     def test_iso_weight_changes_no_bit(self):
         problem = make_problem()
-        assert_same_bits(run_engine(problem, replace(FP8, iso_weight=True)), run_engine(problem, FP8))
+        assert_same_bits(
+            run_engine(problem, replace(FP8, iso_weight=True)), run_engine(problem, FP8)
+        )

@@ -1,4 +1,6 @@
-"""What every engine promises beyond numbers: poison, non-finite tokens, repetition, statelessness, separate dx and dw."""
+"""What every engine promises beyond numbers: poison, non-finite tokens, repetition, statelessness,
+separate dx and dw.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "i
 
 
 def collect(setup, out, dx, dprobs, accumulators) -> Result:
-    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators))
+    return Result(
+        numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators)
+    )
 
 
 class TestPoison:
@@ -75,7 +79,9 @@ class TestPoison:
 
     @MODES
     def test_more_rows_than_needed(self, settings):
-        """A builder that does not know the counts sizes its rows for the worst case; the rest is padding too."""
+        """A builder that does not know the counts sizes its rows for the worst case; the rest is
+        padding too.
+        """
         setup = set_up(make_problem(bias=True), settings)
         extra = 256
 
@@ -97,13 +103,25 @@ class TestPoison:
         """Allocations of the call find memory that was full of NaN a moment ago."""
         setup = set_up(make_problem(bias=True), settings)
         expected = setup.run()
-        sizes = [37 * 80, 37 * 3, 384 * 80, 384 * 96, 384 * 48, 384, 4 * 96 * 80, 4 * 80 * 48, 128 * 96]
+        sizes = [
+            37 * 80,
+            37 * 3,
+            384 * 80,
+            384 * 96,
+            384 * 48,
+            384,
+            4 * 96 * 80,
+            4 * 80 * 48,
+            128 * 96,
+        ]
         for _ in range(3):
             hot = [tensor(np.full(size, np.nan), torch.float32) for size in sizes for _ in range(6)]
             del hot
             assert_same_bits(setup.run(), expected)
 
-    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's switch that fills uninitialised memory with NaN")
+    @pytest.mark.skipif(
+        IS_PADDLE, reason="PyTorch's switch that fills uninitialised memory with NaN"
+    )
     @MODES
     @pytest.mark.parametrize("bias", [False, True])
     def test_uninitialised_memory(self, settings, bias):
@@ -119,7 +137,9 @@ class TestPoison:
 
     @MODES
     def test_padding_rows_of_wgrad_operands_are_zero(self, settings):
-        """A GPU kernel may read whole tiles: what backward hands over holds finite zeros beyond the true rows."""
+        """A GPU kernel may read whole tiles: what backward hands over holds finite zeros beyond the
+        true rows.
+        """
         setup = set_up(make_problem(bias=True), settings)
         _, saved = setup.forward()
         _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
@@ -142,7 +162,9 @@ class TestNonFiniteTokens:
         actual = run_engine(problem.but(**{where: bad}), settings)
         others = np.arange(40) != token
         for name in ("out", "dx", "dprobs"):
-            np.testing.assert_array_equal(getattr(actual, name)[others], getattr(expected, name)[others], err_msg=name)
+            np.testing.assert_array_equal(
+                getattr(actual, name)[others], getattr(expected, name)[others], err_msg=name
+            )
         if where == "x" and (np.isnan(value) or settings.recipe is not None):
             assert np.isnan(actual.out[token]).all()
         elif where == "x":
@@ -155,12 +177,23 @@ class TestNonFiniteTokens:
     @staticmethod
     @cache
     def healthy_runs(settings, where, activation):
-        """A problem, one of its tokens, and what the engine makes of it with that token zero and as it is."""
+        """A problem, one of its tokens, and what the engine makes of it with that token zero and as
+        it is.
+        """
         problem = make_problem(activation, tokens=40, hidden=32, intermediate=16, topk=2, empty=())
         token = int(np.flatnonzero(((problem.indices >= 0) & (problem.indices < 4)).all(1))[0])
-        # The others' bits are those of a run where this token is zero: it takes no part in a shared scale either.
-        zero = {name: getattr(problem, name) * (np.arange(40) != token)[:, None] for name in {where, "dout"}}
-        return problem, token, run_engine(problem.but(**zero), settings), run_engine(problem, settings)
+        # The others' bits are those of a run where this token is zero: it takes no part in a shared
+        # scale either.
+        zero = {
+            name: getattr(problem, name) * (np.arange(40) != token)[:, None]
+            for name in {where, "dout"}
+        }
+        return (
+            problem,
+            token,
+            run_engine(problem.but(**zero), settings),
+            run_engine(problem, settings),
+        )
 
     @MODES
     def test_reach_the_gradients_of_their_experts_only(self, settings):
@@ -181,7 +214,10 @@ class TestNonFiniteTokens:
         problem = make_problem(topk=1, empty=(), tokens=60)
         up_gate = problem.up_gate.copy()
         up_gate[2, 7, 5] = np.nan
-        actual, expected = run_engine(problem.but(up_gate=up_gate), settings), run_engine(problem, settings)
+        actual, expected = (
+            run_engine(problem.but(up_gate=up_gate), settings),
+            run_engine(problem, settings),
+        )
         here = problem.indices[:, 0] == 2
         assert np.isnan(actual.out[here]).all()
         np.testing.assert_array_equal(actual.out[~here], expected.out[~here])
@@ -199,22 +235,33 @@ class TestRepetition:
 
     @MODES
     def test_token_order_decides_nothing_but_the_order(self, settings):
-        """Permuted tokens give permuted outputs; every expert has fewer rows than a block, so block scales hold the same rows."""
+        """Permuted tokens give permuted outputs; every expert has fewer rows than a block, so block
+        scales hold the same rows.
+        """
         problem = make_problem(tokens=50, topk=1)
         order = np.random.default_rng(0).permutation(50)
-        shuffled = problem.but(**{n: getattr(problem, n)[order] for n in ("x", "dout", "indices", "probs")})
+        shuffled = problem.but(
+            **{n: getattr(problem, n)[order] for n in ("x", "dout", "indices", "probs")}
+        )
         expected, actual = run_engine(problem, settings), run_engine(shuffled, settings)
         for name in ("out", "dx", "dprobs"):
             np.testing.assert_allclose(
-                getattr(actual, name), getattr(expected, name)[order], rtol=1e-5, atol=1e-5, err_msg=name
+                getattr(actual, name),
+                getattr(expected, name)[order],
+                rtol=1e-5,
+                atol=1e-5,
+                err_msg=name,
             )
 
     @MODES
     def test_interleaved_calls_do_not_see_each_other(self, settings):
-        """Three forwards before three backwards in another order, on one engine: the bits of three separate runs."""
+        """Three forwards before three backwards in another order, on one engine: the bits of three
+        separate runs.
+        """
         engine = ReferenceEngine()
         setups = [
-            set_up(make_problem(seed=s, tokens=20 + 30 * s, bias=True), settings, engine=engine) for s in range(3)
+            set_up(make_problem(seed=s, tokens=20 + 30 * s, bias=True), settings, engine=engine)
+            for s in range(3)
         ]
         alone = [setup.run() for setup in setups]
         forwards = [setup.forward() for setup in setups]
@@ -234,7 +281,9 @@ class TestRepetition:
                 setup = setups[i]
                 if stage == "dx":
                     outs[i], saved = setup.forward()
-                    *results[i], pendings[i] = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+                    *results[i], pendings[i] = setup.engine.backward_dx(
+                        setup.dout, saved, setup.weights
+                    )
                 else:
                     setup.engine.backward_dw(pendings[i], shared)
             return [collect(setups[i], outs[i], *results[i], shared) for i in range(2)]
@@ -268,9 +317,19 @@ class TestRepetition:
     @MODES
     def test_arguments_are_never_written(self, settings):
         setup = set_up(make_problem(bias=True), settings)
-        arguments = [setup.x, setup.dout, *setup.routing.tensors(), setup.weights.b1, setup.weights.b2]
+        arguments = [
+            setup.x,
+            setup.dout,
+            *setup.routing.tensors(),
+            setup.weights.b1,
+            setup.weights.b2,
+        ]
         for weight in (setup.weights.w1, setup.weights.w2_dgrad):
-            arguments += [weight.codes, weight.scale_inv] if isinstance(weight, BlockScaledTensor) else [weight]
+            arguments += (
+                [weight.codes, weight.scale_inv]
+                if isinstance(weight, BlockScaledTensor)
+                else [weight]
+            )
         before = [numpy(argument).copy() for argument in arguments]
         setup.run()
         for argument, old in zip(arguments, before, strict=True):

@@ -1,4 +1,6 @@
-"""FP8 emulation: every quantisation point is there, and nowhere else; errors are where E4M3 puts them, per expert and per block."""
+"""FP8 emulation: every quantisation point is there, and nowhere else; errors are where E4M3 puts
+them, per expert and per block.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,27 @@ ISO128 = EngineSettings(recipe=RECIPES["iso128"])
 
 
 def coarse_problem(**changes):
-    """Small odd integers (5 significant bits: E4M3 must round them), sparse weights, power-of-two probabilities, ReGLU.
+    """Small odd integers (5 significant bits: E4M3 must round them), sparse weights, power-of-two
+    probabilities, ReGLU.
 
-    With power-of-two scales every sum and product is exact in fp32, so two right implementations agree to the last bit.
+    With power-of-two scales every sum and product is exact in fp32, so two right implementations
+    agree to the last bit.
     """
-    sizes = {"tokens": 150, "hidden": 144, "intermediate": 136, "experts": 3, "topk": 2, "empty": (1,)}
+    sizes = {
+        "tokens": 150,
+        "hidden": 144,
+        "intermediate": 136,
+        "experts": 3,
+        "topk": 2,
+        "empty": (1,),
+    }
     problem = make_problem(ActivationType.REGLU, **(sizes | changes))
     rng = np.random.default_rng(11)
 
     def integers(shape, density=1.0):
-        return rng.choice([-1, 1], shape) * rng.integers(1, 32, shape) * (rng.random(shape) < density)
+        return (
+            rng.choice([-1, 1], shape) * rng.integers(1, 32, shape) * (rng.random(shape) < density)
+        )
 
     return problem.but(
         x=integers(problem.x.shape).astype(np.float64),
@@ -54,7 +67,10 @@ def coarse():
 @pytest.mark.parametrize("recipe", POW2, ids=lambda r: r.name)
 def test_equals_the_recipe_by_hand_to_fp32_rounding(coarse, recipe):
     settings = EngineSettings(ActivationType.REGLU, recipe)
-    actual, expected = run_engine(coarse, settings), by_hand(coarse, settings, torch.float32, exact=True)
+    actual, expected = (
+        run_engine(coarse, settings),
+        by_hand(coarse, settings, torch.float32, exact=True),
+    )
     for name in OUTPUTS:
         assert distance(actual, expected, name) < 1e-6, name
 
@@ -65,7 +81,10 @@ def test_equals_the_recipe_by_hand_to_fp32_rounding(coarse, recipe):
 def test_every_setting_equals_the_recipe_by_hand(coarse, save_z, fp8_wgrad, dtype):
     dtype = getattr(torch, dtype)
     settings = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"], fp8_wgrad, save_z)
-    actual, expected = run_engine(coarse, settings, dtype), by_hand(coarse, settings, dtype, exact=True)
+    actual, expected = (
+        run_engine(coarse, settings, dtype),
+        by_hand(coarse, settings, dtype, exact=True),
+    )
     for name in OUTPUTS:
         assert distance(actual, expected, name) < 1e-6, name
 
@@ -74,7 +93,9 @@ def test_every_setting_equals_the_recipe_by_hand(coarse, save_z, fp8_wgrad, dtyp
 def test_without_a_recipe_operands_have_the_dtype_of_the_tokens(dtype):
     dtype = getattr(torch, dtype)
     small = coarse_problem(tokens=40, hidden=24, intermediate=16)
-    small = small.but(up_gate=small.up_gate * 2.0**-7, down=small.down * 2.0**-7)  # fp16 ends at 65504
+    small = small.but(
+        up_gate=small.up_gate * 2.0**-7, down=small.down * 2.0**-7
+    )  # fp16 ends at 65504
     settings = EngineSettings(ActivationType.REGLU)
     actual, expected = run_engine(small, settings, dtype), by_hand(small, settings, dtype)
     for name in OUTPUTS:
@@ -83,9 +104,14 @@ def test_without_a_recipe_operands_have_the_dtype_of_the_tokens(dtype):
 
 @pytest.mark.parametrize("point", AFFECTS)
 def test_every_quantisation_point_shows(coarse, point):
-    """Leaving one point out moves exactly the outputs it feeds: the engine quantises there, and the tests above would notice."""
+    """Leaving one point out moves exactly the outputs it feeds: the engine quantises there, and the
+    tests above would notice.
+    """
     settings = EngineSettings(ActivationType.REGLU, RECIPES["1x128-pow2"])
-    actual, without = run_engine(coarse, settings), by_hand(coarse, settings, torch.float32, skip=[point])
+    actual, without = (
+        run_engine(coarse, settings),
+        by_hand(coarse, settings, torch.float32, skip=[point]),
+    )
     moved = {name for name in OUTPUTS if distance(without, actual, name) > 1e-3}
     equal = {name for name in OUTPUTS if distance(without, actual, name) < 1e-6}
     assert moved == AFFECTS[point]
@@ -94,7 +120,9 @@ def test_every_quantisation_point_shows(coarse, point):
 
 @pytest.mark.parametrize("recipe", BASE_RECIPES, ids=lambda r: r.name)
 def test_gaussian_data_and_fp32_scales_agree_with_the_recipe_by_hand(recipe):
-    """Here a sum in another order may flip single codes at a rounding boundary: the bound is that of a few flips."""
+    """Here a sum in another order may flip single codes at a rounding boundary: the bound is that
+    of a few flips.
+    """
     problem = make_problem(tokens=100, hidden=144, intermediate=136, experts=2, topk=2, empty=())
     settings = EngineSettings(recipe=recipe)
     actual, expected = run_engine(problem, settings), by_hand(problem, settings, torch.float32)
@@ -106,12 +134,16 @@ def test_gaussian_data_and_fp32_scales_agree_with_the_recipe_by_hand(recipe):
 @pytest.fixture(scope="module")
 def gaussian():
     """A problem of several 128-row blocks per expert, with its golden."""
-    problem = make_problem(tokens=512, hidden=256, intermediate=128, experts=3, topk=2, empty=(), seed=4)
+    problem = make_problem(
+        tokens=512, hidden=256, intermediate=128, experts=3, topk=2, empty=(), seed=4
+    )
     return problem, golden(problem)
 
 
 def worst(metric, problem, actual, exact, pick):
-    """`pick`ed extreme of a metric: weight gradients per expert, token tensors per 128 tokens, `dprobs` over its valid slots."""
+    """`pick`ed extreme of a metric: weight gradients per expert, token tensors per 128 tokens,
+    `dprobs` over its valid slots.
+    """
     found = {}
     valid = (problem.indices >= 0) & (problem.indices < problem.num_experts)
     for name in OUTPUTS:
@@ -130,9 +162,11 @@ BARS = {"out": 0.070, "dx": 0.073, "dprobs": 0.095, "dw1": 0.073, "dw2": 0.073}
 
 
 def test_errors_per_expert_and_per_block_of_128_tokens(gaussian):
-    """Relative RMSE and cosine are free of scale, so a wrong block cannot hide behind small numbers.
+    """Relative RMSE and cosine are free of scale, so a wrong block cannot hide behind small
+    numbers.
 
-    The bars are those of the whole tensors plus the spread of a small block; dprobs has one number per slot and spreads most.
+    The bars are those of the whole tensors plus the spread of a small block; dprobs has one number
+    per slot and spreads most.
     """
     problem, exact = gaussian
     actual = run_engine(problem, ISO128)
@@ -147,15 +181,27 @@ def test_errors_per_expert_and_per_block_of_128_tokens(gaussian):
 
 
 def test_scale_of_the_data_does_not_matter(gaussian):
-    """The same problem times powers of two: the same relative errors to the last bit, so no bound depends on magnitudes."""
+    """The same problem times powers of two: the same relative errors to the last bit, so no bound
+    depends on magnitudes.
+    """
     problem, _ = gaussian
     settings = EngineSettings(ActivationType.REGLU, RECIPES["iso128"])
     problem = problem.but(activation=ActivationType.REGLU)
-    scaled = problem.but(x=problem.x * 2.0**12, dout=problem.dout * 2.0**-9, down=problem.down * 2.0**7)
+    scaled = problem.but(
+        x=problem.x * 2.0**12, dout=problem.dout * 2.0**-9, down=problem.down * 2.0**7
+    )
     plain, other = run_engine(problem, settings), run_engine(scaled, settings)
-    powers = {"out": 12 * 2 + 7, "dx": -9 + 7 + 12, "dprobs": 12 * 2 - 9 + 7, "dw1": 12 * 2 - 9 + 7, "dw2": -9 + 24}
+    powers = {
+        "out": 12 * 2 + 7,
+        "dx": -9 + 7 + 12,
+        "dprobs": 12 * 2 - 9 + 7,
+        "dw1": 12 * 2 - 9 + 7,
+        "dw2": -9 + 24,
+    }
     for name, power in powers.items():
-        np.testing.assert_array_equal(getattr(other, name), getattr(plain, name) * 2.0**power, err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(other, name), getattr(plain, name) * 2.0**power, err_msg=name
+        )
 
 
 def test_saved_z_codes_differ_in_exactness_and_in_nothing_else(gaussian):
@@ -164,7 +210,10 @@ def test_saved_z_codes_differ_in_exactness_and_in_nothing_else(gaussian):
     for result in results.values():
         np.testing.assert_array_equal(result.out, results[ZCode.INT8].out)
     for name in ("dx", "dprobs", "dw1", "dw2"):
-        error = {code: relative_rmse(getattr(result, name), getattr(exact, name)) for code, result in results.items()}
+        error = {
+            code: relative_rmse(getattr(result, name), getattr(exact, name))
+            for code, result in results.items()
+        }
         assert error[ZCode.INT8] < 0.95 * error[ZCode.E4M3], name
         assert error[ZCode.BF16] < error[ZCode.INT8], name
 
@@ -180,7 +229,10 @@ def test_z_is_kept_in_eight_bits(save_z, code):
 
 
 def test_z_is_kept_in_bf16_when_asked_for():
-    assert set_up(make_problem(), replace(ISO128, save_z=ZCode.BF16)).forward()[1].z.dtype == torch.bfloat16
+    assert (
+        set_up(make_problem(), replace(ISO128, save_z=ZCode.BF16)).forward()[1].z.dtype
+        == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
@@ -197,7 +249,10 @@ def test_recomputed_z_gives_the_same_bits(recipe, save_z, dtype):
 
 def test_plain_wgrad_is_more_exact_and_changes_nothing_else(gaussian):
     problem, exact = gaussian
-    quantised, plain = run_engine(problem, ISO128), run_engine(problem, replace(ISO128, fp8_wgrad=False))
+    quantised, plain = (
+        run_engine(problem, ISO128),
+        run_engine(problem, replace(ISO128, fp8_wgrad=False)),
+    )
     assert_same_bits(plain, quantised, names=("out", "dx", "dprobs"))
     for name in ("dw1", "dw2"):
         error = relative_rmse(getattr(plain, name), getattr(exact, name))
@@ -213,7 +268,9 @@ def test_rows_are_padded_so_that_no_block_spans_two_experts(recipe):
     settings = EngineSettings(recipe=recipe)
     quiet_result, loud_result = run_engine(problem, settings), run_engine(loud, settings)
     for name in ("dw1", "dw2"):
-        np.testing.assert_array_equal(getattr(loud_result, name)[0], getattr(quiet_result, name)[0], err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(loud_result, name)[0], getattr(quiet_result, name)[0], err_msg=name
+        )
     np.testing.assert_array_equal(loud_result.out[::2], quiet_result.out[::2])
     np.testing.assert_array_equal(loud_result.dx[::2], quiet_result.dx[::2])
 
@@ -231,9 +288,12 @@ def test_biases_are_not_quantised():
 @pytest.mark.parametrize("activation", list(ActivationType), ids=lambda a: a.value)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_every_activation_in_fp8(activation, bias):
-    problem = make_problem(activation, tokens=120, hidden=128, intermediate=128, bias=bias, empty=())
+    problem = make_problem(
+        activation, tokens=120, hidden=128, intermediate=128, bias=bias, empty=()
+    )
     actual, exact = run_engine(problem, ISO128), golden(problem)
-    # At a jump of the slope the rounding of x and w1 flips whole entries of dz, in any 8-bit recipe.
+    # At a jump of the slope the rounding of x and w1 flips whole entries of dz, in any 8-bit
+    # recipe.
     jumps = (ActivationType.RELU, ActivationType.REGLU, ActivationType.SWIGLU_OAI)
     bound = 0.2 if activation in jumps else 0.1
     for name, got in actual.items():

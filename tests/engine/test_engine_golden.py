@@ -1,4 +1,6 @@
-"""The reference engine against the fp64 golden: every activation, bias, shape and token dtype, and the ordinary edges."""
+"""The reference engine against the fp64 golden: every activation, bias, shape and token dtype, and
+the ordinary edges.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,37 @@ def test_fp32(activation, bias):
 
 
 @pytest.mark.parametrize(
-    "activation", [ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, ActivationType.GELU], ids=lambda a: a.value
+    "activation",
+    [ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, ActivationType.GELU],
+    ids=lambda a: a.value,
 )
 def test_the_golden_gradients_are_derivatives(activation):
-    """Central differences of <dout, out> of the golden itself, at a handful of entries of every input."""
-    problem = make_problem(activation, tokens=5, hidden=6, intermediate=4, experts=3, topk=2, bias=True, empty=())
+    """Central differences of <dout, out> of the golden itself, at a handful of entries of every
+    input.
+    """
+    problem = make_problem(
+        activation, tokens=5, hidden=6, intermediate=4, experts=3, topk=2, bias=True, empty=()
+    )
     exact = golden(problem)
     rng = np.random.default_rng(1)
-    pairs = {"x": "dx", "probs": "dprobs", "up_gate": "dw1", "down": "dw2", "b1": "db1", "b2": "db2"}
+    pairs = {
+        "x": "dx",
+        "probs": "dprobs",
+        "up_gate": "dw1",
+        "down": "dw2",
+        "b1": "db1",
+        "b2": "db2",
+    }
     for name, gradient in pairs.items():
         array = getattr(problem, name)
         for flat in rng.choice(array.size, min(6, array.size), replace=False):
             step = np.zeros(array.size)
             step[flat] = 1e-6
             step = step.reshape(array.shape)
-            losses = [np.sum(golden(problem.but(**{name: array + s})).out * problem.dout) for s in (step, -step)]
+            losses = [
+                np.sum(golden(problem.but(**{name: array + s})).out * problem.dout)
+                for s in (step, -step)
+            ]
             numeric = (losses[0] - losses[1]) / 2e-6
             np.testing.assert_allclose(
                 getattr(exact, gradient).ravel()[flat], numeric, rtol=1e-6, atol=1e-7, err_msg=name
@@ -78,12 +96,20 @@ def test_the_golden_gradients_are_derivatives(activation):
 )
 @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.RELU_SQ], ids=lambda a: a.value)
 def test_shapes(activation, tokens, hidden, intermediate, experts, topk):
-    sizes = {"tokens": tokens, "hidden": hidden, "intermediate": intermediate, "experts": experts, "topk": topk}
+    sizes = {
+        "tokens": tokens,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "experts": experts,
+        "topk": topk,
+    }
     problem = make_problem(activation, empty=(), **sizes)
     assert_matches(run_engine(problem), golden(problem))
 
 
-@pytest.mark.parametrize(("name", "bound"), [("bfloat16", 1e-2), ("float16", 1.5e-3), ("float32", 1e-5)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("bfloat16", 1e-2), ("float16", 1.5e-3), ("float32", 1e-5)]
+)
 def test_token_dtypes(name, bound):
     dtype = getattr(torch, name)
     problem = make_problem(dtype=dtype, bias=True)
@@ -98,7 +124,9 @@ def test_token_dtypes(name, bound):
     actual, exact = setup.run(), golden(problem)
     assert_matches(actual, exact, bound)
     if name != "float32":
-        assert all(relative_rmse(getattr(actual, n), getattr(exact, n)) > 1e-4 for n in OUTPUTS), "nothing was rounded"
+        assert all(relative_rmse(getattr(actual, n), getattr(exact, n)) > 1e-4 for n in OUTPUTS), (
+            "nothing was rounded"
+        )
 
 
 @pytest.mark.parametrize("settings", [EngineSettings(), FP8], ids=["plain", "fp8"])
@@ -156,7 +184,9 @@ def test_accumulators_are_added_to():
     for _ in range(3):
         _, saved = setup.forward()
         setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
-    for got, name in zip(user_gradients(problem, accumulators), ("dw1", "dw2", "db1", "db2"), strict=True):
+    for got, name in zip(
+        user_gradients(problem, accumulators), ("dw1", "dw2", "db1", "db2"), strict=True
+    ):
         assert relative_rmse(got, 3 * getattr(exact, name)) < 1e-5, name
 
 

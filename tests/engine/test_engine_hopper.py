@@ -1,4 +1,6 @@
-"""The Hopper engine's border, which needs no GPU: what it refuses, in which words, and what it prepares on the host."""
+"""The Hopper engine's border, which needs no GPU: what it refuses, in which words, and what it
+prepares on the host.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ class TestSettings:
     @pytest.mark.parametrize("activation", GATED, ids=lambda a: a.value)
     @pytest.mark.parametrize(
         "changes",
-        [{}, {"recompute_z": True}, {"iso_weight": True}, {"frees_stagewise": True}, {"fp8_wgrad": False}],
+        [
+            {},
+            {"recompute_z": True},
+            {"iso_weight": True},
+            {"frees_stagewise": True},
+            {"fp8_wgrad": False},
+        ],
         ids=lambda changes: next(iter(changes), "default"),
     )
     def test_what_it_computes(self, activation, changes):
@@ -54,9 +62,15 @@ class TestSettings:
         ("changes", "words"),
         [
             ({"recipe": None}, "FP8 is off"),
-            ({"recipe": RECIPES["1x128"]}, "the recipe is '1x128', and its kernels are made for 'iso128'"),
+            (
+                {"recipe": RECIPES["1x128"]},
+                "the recipe is '1x128', and its kernels are made for 'iso128'",
+            ),
             ({"recipe": RECIPES["iso128-pow2"]}, "the recipe is 'iso128-pow2'"),
-            ({"activation": ActivationType.SILU}, "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu']"),
+            (
+                {"activation": ActivationType.SILU},
+                "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu']",
+            ),
             ({"save_z": ZCode.E4M3}, "z is saved as 'e4m3', and it stores 'int8'"),
             ({"save_z": ZCode.BF16}, "z is saved as 'bf16'"),
         ],
@@ -74,15 +88,23 @@ class TestSettings:
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
 def test_what_a_pass_shows_is_a_view_of_its_scratch(dtype):
-    """At the address that was said, in either framework: what a listener writes there, later launches read."""
+    """At the address that was said, in either framework: what a listener writes there, later
+    launches read.
+    """
     memory, spare = (torch.zeros((4096,), dtype=torch.uint8) for _ in range(2))
     observer, kind = hopper_passes._Observer([spare, memory]), getattr(torch, dtype)
     view = observer._view(kind, data_ptr(memory) + 1024, 3, 5)
-    assert view.dtype == kind and list(view.shape) == [3, 5] and data_ptr(view) == data_ptr(memory) + 1024
+    assert (
+        view.dtype == kind
+        and list(view.shape) == [3, 5]
+        and data_ptr(view) == data_ptr(memory) + 1024
+    )
     view.copy_(torch.ones((3, 5), dtype=kind))
     size = 15 * hopper_passes._BYTES[kind]
     written = [place for place, byte in enumerate(memory.tolist()) if byte]
-    assert written and min(written) >= 1024 and max(written) < 1024 + size and not any(spare.tolist())
+    assert (
+        written and min(written) >= 1024 and max(written) < 1024 + size and not any(spare.tolist())
+    )
     assert list(observer._view(kind, data_ptr(memory) + 4096, 0, 5).shape) == [0, 5]
     with pytest.raises(AssertionError, match="outside its scratch"):
         observer._view(kind, data_ptr(memory) + 4096, 1, 1)
@@ -95,12 +117,16 @@ class TestUnavailable:
     @pytest.mark.parametrize("found", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
     def test_other_gpus(self, capability, found):
         capability(*found)
-        assert f"cuda:1 has compute capability {found[0]}.{found[1]}" in hopper_unavailable("cuda:1", FP8)
+        assert f"cuda:1 has compute capability {found[0]}.{found[1]}" in hopper_unavailable(
+            "cuda:1", FP8
+        )
 
     def test_the_device_that_is_asked_about(self, monkeypatch):
         asked = []
         monkeypatch.setattr(hopper, "missing_tool", lambda: None)
-        monkeypatch.setattr(hopper.torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
+        monkeypatch.setattr(
+            hopper.torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0)
+        )
         for device in ("cuda", "cuda:0", "cuda:3"):
             assert hopper_unavailable(device, FP8) is None
         assert asked == [0, 0, 3]
@@ -109,7 +135,9 @@ class TestUnavailable:
     def test_public_models_are_served(self, capability, sizes):
         assert hopper_unavailable("cuda:0", FP8, sizes=sizes) is None
 
-    @pytest.mark.parametrize("sizes", [(2056, 768), (2040, 768), (2048, 736), (2048, 96), (8, 64)], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [(2056, 768), (2040, 768), (2048, 736), (2048, 96), (8, 64)], ids=str
+    )
     def test_other_sizes_are_not(self, capability, sizes):
         wanted = f"H is {sizes[0]} and I is {sizes[1]}, and it needs multiples of 16 and 64"
         assert hopper_unavailable("cuda:0", FP8, sizes=sizes) == wanted
@@ -117,13 +145,21 @@ class TestUnavailable:
     @pytest.mark.parametrize("dtype", ["float16", "float32"])
     def test_other_dtypes(self, capability, dtype):
         for spelling in (dtype, getattr(torch, dtype)):
-            assert hopper_unavailable("cuda:0", FP8, spelling) == f"tokens are {dtype}, and it takes bfloat16"
+            assert (
+                hopper_unavailable("cuda:0", FP8, spelling)
+                == f"tokens are {dtype}, and it takes bfloat16"
+            )
         assert hopper_unavailable("cuda:0", FP8, torch.bfloat16) is None
 
     def test_biases(self, capability):
-        assert hopper_unavailable("cuda:0", FP8, bias=True) == "the experts have biases, and it has none"
+        assert (
+            hopper_unavailable("cuda:0", FP8, bias=True)
+            == "the experts have biases, and it has none"
+        )
 
-    @pytest.mark.parametrize("changes", [{"recipe": None}, {"recipe": RECIPES["1x128"]}, {"save_z": ZCode.E4M3}])
+    @pytest.mark.parametrize(
+        "changes", [{"recipe": None}, {"recipe": RECIPES["1x128"]}, {"save_z": ZCode.E4M3}]
+    )
     def test_other_settings(self, capability, changes):
         settings = replace(FP8, **changes)
         assert hopper_unavailable("cuda:0", settings) == settings_problem(settings) is not None
@@ -137,7 +173,9 @@ class TestUnavailable:
         held = set()
         monkeypatch.setattr(sm90, "package_versions", lambda name: ((name, "1"),))
         monkeypatch.setattr(
-            sm90, "default_cache", lambda: SimpleNamespace(try_load=lambda key: key if key in held else None)
+            sm90,
+            "default_cache",
+            lambda: SimpleNamespace(try_load=lambda key: key if key in held else None),
         )
         monkeypatch.setattr(sm90, "find_toolkit", lambda: None)
         assert "no nvcc to compile its kernels" in sm90.missing_tool()
@@ -156,7 +194,10 @@ class TestUnavailable:
         monkeypatch.setattr(hopper, "bf16_unavailable", lambda *_: "a package is missing")
         assert hopper_unavailable("cuda:0", FP8) is None
         found = hopper_unavailable("cuda:0", plain)
-        assert found == "fp8_wgrad is off and the BF16 weight gradients cannot run: a package is missing"
+        assert (
+            found
+            == "fp8_wgrad is off and the BF16 weight gradients cannot run: a package is missing"
+        )
 
 
 def source(dtype=torch.bfloat16, experts=2, hidden=144, inner=64):
@@ -164,7 +205,9 @@ def source(dtype=torch.bfloat16, experts=2, hidden=144, inner=64):
     problem = make_problem(experts=experts, hidden=hidden, intermediate=inner)
     w1, w2, _, _ = native_weights(problem)
     w1, w2 = (tensor(w, torch.float32).to(dtype) for w in (w1, w2))
-    return WeightSource(tuple(w1.unbind(0)), tuple(w2.unbind(0)), transposed=False, split_half=False)
+    return WeightSource(
+        tuple(w1.unbind(0)), tuple(w2.unbind(0)), transposed=False, split_half=False
+    )
 
 
 def stacked(given):
@@ -193,8 +236,12 @@ class TestPreparedWeights:
 
     def test_rows_that_the_activation_cannot_have_are_refused(self):
         given = source()
-        halves = WeightSource(tuple(up[:64] for up in given.up), given.down, transposed=False, split_half=False)
-        with pytest.raises(ShapeError, match="w1 has 64 rows per expert; swiglu with I=64 needs 128"):
+        halves = WeightSource(
+            tuple(up[:64] for up in given.up), given.down, transposed=False, split_half=False
+        )
+        with pytest.raises(
+            ShapeError, match="w1 has 64 rows per expert; swiglu with I=64 needs 128"
+        ):
             ENGINE.prepare_source(halves, FP8, None, True)
 
     def test_the_store_is_kept(self):
@@ -211,7 +258,9 @@ class TestPreparedWeights:
                 matrix.copy_(matrix * 0.5)
         again = ENGINE.prepare_source(given, FP8, first, False)
         assert again.store is first.store
-        assert same(again.w1, ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8).w1)
+        assert same(
+            again.w1, ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8).w1
+        )
 
     def test_it_follows_weights_and_the_others_do_not(self):
         assert HopperEngine.follows_weights and not ReferenceEngine.follows_weights

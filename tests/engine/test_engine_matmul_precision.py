@@ -1,4 +1,6 @@
-"""The reference engine computes in fp32 although the program around it asked for TF32 or bf16 products."""
+"""The reference engine computes in fp32 although the program around it asked for TF32 or bf16
+products.
+"""
 
 from __future__ import annotations
 

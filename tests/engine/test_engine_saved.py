@@ -1,4 +1,6 @@
-"""What waits between forward and backward: freed stage by stage, packed for autograd, and checked against a changed routing."""
+"""What waits between forward and backward: freed stage by stage, packed for autograd, and checked
+against a changed routing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "i
 
 
 def collect(setup, out, dx, dprobs, accumulators) -> Result:
-    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators))
+    return Result(
+        numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators)
+    )
 
 
 def is_alive(reference_to):
@@ -46,10 +50,15 @@ class TestMemory:
     def test_stagewise_memory_changes_no_bit(self, save_z):
         problem = make_problem(bias=True)
         settings = replace(FP8, save_z=save_z)
-        assert_same_bits(run_engine(problem, replace(settings, frees_stagewise=True)), run_engine(problem, settings))
+        assert_same_bits(
+            run_engine(problem, replace(settings, frees_stagewise=True)),
+            run_engine(problem, settings),
+        )
 
     def test_z_is_dead_before_the_dx_gemm(self, monkeypatch):
-        """z feeds dgated only: under stage-wise memory the codes are gone when the dgrad operand dz is quantised."""
+        """z feeds dgated only: under stage-wise memory the codes are gone when the dgrad operand dz
+        is quantised.
+        """
         seen = {}
         for frees in (True, False):
             setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
@@ -131,11 +140,15 @@ class TestSaved:
         tensors, spec = saved.pack()
         assert not any(isinstance(v, torch.Tensor) for v in vars(spec).values())
         accumulators = setup.accumulators()
-        dx, dprobs = setup.engine.backward(setup.dout, spec.unpack(tensors), setup.weights, accumulators)
+        dx, dprobs = setup.engine.backward(
+            setup.dout, spec.unpack(tensors), setup.weights, accumulators
+        )
         assert_same_bits(collect(setup, out, dx, dprobs, accumulators), setup.run())
 
     def repacked(self, indices, probs=None):
-        """The spec of one routing, the tensors of another: what activation recompute delivers when the router is not deterministic."""
+        """The spec of one routing, the tensors of another: what activation recompute delivers when
+        the router is not deterministic.
+        """
         problem = make_problem(tokens=6, topk=2, experts=3, empty=())
         first = np.array([[0, 1], [1, 2], [0, 2], [2, -1], [1, 0], [-1, 0]])
         setup = set_up(problem.but(indices=first))
@@ -148,7 +161,8 @@ class TestSaved:
     def test_other_counts_are_named(self):
         spec, tensors = self.repacked([[0, 1], [1, 2], [0, 2], [2, 1], [1, 0], [-1, 0]])
         with pytest.raises(
-            RoutingError, match=r"routing differs between forward and recompute.*\[4, 3, 3\].*\[4, 4, 3\]"
+            RoutingError,
+            match=r"routing differs between forward and recompute.*\[4, 3, 3\].*\[4, 4, 3\]",
         ):
             spec.unpack(tensors)
 

@@ -26,11 +26,19 @@ BEYOND_HOPPER = [
     (replace(WORKLOAD, dtype="float16"), "tokens are float16"),
     (replace(WORKLOAD, dtype="float32"), "tokens are float32"),
     (replace(WORKLOAD, bias=True), "the experts have biases"),
-    (replace(WORKLOAD, settings=replace(FP8, recipe=RECIPES["deepseek-v3"])), "the recipe is 'deepseek-v3'"),
+    (
+        replace(WORKLOAD, settings=replace(FP8, recipe=RECIPES["deepseek-v3"])),
+        "the recipe is 'deepseek-v3'",
+    ),
     (replace(WORKLOAD, settings=replace(FP8, save_z=ZCode.E4M3)), "z is saved as 'e4m3'"),
-    (replace(WORKLOAD, settings=replace(FP8, activation=ActivationType.GELU)), "the activation is 'gelu'"),
+    (
+        replace(WORKLOAD, settings=replace(FP8, activation=ActivationType.GELU)),
+        "the activation is 'gelu'",
+    ),
 ]
-beyond_hopper = pytest.mark.parametrize(("workload", "words"), BEYOND_HOPPER, ids=[words for _, words in BEYOND_HOPPER])
+beyond_hopper = pytest.mark.parametrize(
+    ("workload", "words"), BEYOND_HOPPER, ids=[words for _, words in BEYOND_HOPPER]
+)
 
 
 @pytest.fixture
@@ -75,7 +83,8 @@ def test_plain_operations_say_whether_fp8_is_on(device, workload, words, monkeyp
 
 
 @pytest.mark.parametrize(
-    "requested", [name for name in EngineName if name not in (EngineName.AUTO, EngineName.REFERENCE)]
+    "requested",
+    [name for name in EngineName if name not in (EngineName.AUTO, EngineName.REFERENCE)],
 )
 def test_an_engine_that_cannot_run_on_a_cpu_is_refused_by_name(requested):
     with pytest.raises(EngineUnavailableError, match=requested.value) as caught:
@@ -105,7 +114,9 @@ class TestOnHopper:
         assert choice.engine.name == "hopper"
         assert not choice.falls_back and "Hopper GPU" in choice.reason
 
-    @pytest.mark.parametrize("workload", [None, replace(WORKLOAD, settings=EngineSettings())], ids=["unknown", "plain"])
+    @pytest.mark.parametrize(
+        "workload", [None, replace(WORKLOAD, settings=EngineSettings())], ids=["unknown", "plain"]
+    )
     def test_without_fp8_the_bf16_engine_runs(self, hopper, workload):
         assert choose_engine("cuda:0", workload=workload).engine.name == "bf16"
 
@@ -118,7 +129,9 @@ class TestOnHopper:
         assert choice.reason.endswith("without FP8")
 
     @beyond_hopper
-    def test_and_to_plain_operations_without_the_bf16_engine(self, hopper, monkeypatch, workload, words):
+    def test_and_to_plain_operations_without_the_bf16_engine(
+        self, hopper, monkeypatch, workload, words
+    ):
         monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "quack-kernels is absent")
         choice = choose_engine("cuda:0", workload=workload)
         assert choice.engine.name == "reference" and choice.falls_back and choice.settings is None
@@ -131,16 +144,25 @@ class TestOnHopper:
         assert "engine 'hopper' cannot run: " in str(caught.value) and words in str(caught.value)
         assert "able: ['reference']" in str(caught.value)
 
-    def test_by_name_without_a_workload_it_needs_none_of_the_bf16_packages(self, hopper, monkeypatch):
+    def test_by_name_without_a_workload_it_needs_none_of_the_bf16_packages(
+        self, hopper, monkeypatch
+    ):
         monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "quack-kernels is absent")
         assert choose_engine("cuda:0", EngineName.HOPPER).engine.name == "hopper"
-        with pytest.raises(EngineUnavailableError, match=r"quack-kernels is absent; able: \['reference', 'hopper'\]"):
+        with pytest.raises(
+            EngineUnavailableError,
+            match=r"quack-kernels is absent; able: \['reference', 'hopper'\]",
+        ):
             choose_engine("cuda:0", EngineName.BF16)
 
     def test_an_engine_of_the_other_precision_is_refused_by_name(self, hopper):
-        with pytest.raises(EngineUnavailableError, match=r"FP8 is on \(recipe 'iso128'\), and it quantises nothing"):
+        with pytest.raises(
+            EngineUnavailableError, match=r"FP8 is on \(recipe 'iso128'\), and it quantises nothing"
+        ):
             choose_engine("cuda:0", EngineName.BF16, WORKLOAD)
-        with pytest.raises(EngineUnavailableError, match=r"FP8 is off; able: \['reference', 'bf16'\]"):
+        with pytest.raises(
+            EngineUnavailableError, match=r"FP8 is off; able: \['reference', 'bf16'\]"
+        ):
             choose_engine("cuda:0", EngineName.HOPPER, replace(WORKLOAD, settings=EngineSettings()))
 
     def test_another_gpu_falls_back(self, hopper, monkeypatch):
@@ -153,7 +175,9 @@ class TestOnHopper:
         assert not choose_engine("cpu", workload=WORKLOAD).falls_back
 
     @pytest.mark.parametrize(
-        ("workload", "level"), [(WORKLOAD, "INFO"), (BEYOND_HOPPER[0][0], "WARNING")], ids=["serves", "falls back"]
+        ("workload", "level"),
+        [(WORKLOAD, "INFO"), (BEYOND_HOPPER[0][0], "WARNING")],
+        ids=["serves", "falls back"],
     )
     def test_a_fallback_is_a_warning(self, hopper, caplog, monkeypatch, workload, level):
         monkeypatch.setattr(select, "_LOGGED", set())

@@ -1,4 +1,6 @@
-"""The Hopper engine end to end without a GPU: its real host code, native passes included, over kernels computed on the host."""
+"""The Hopper engine end to end without a GPU: its real host code, native passes included, over
+kernels computed on the host.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
-from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source, passes_source
+from sonicmoe.kernels.sm90 import (
+    fp8_dgated_source,
+    fp8_grouped_gemm_source,
+    fp8_wgrad_source,
+    passes_source,
+)
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
@@ -83,7 +90,9 @@ def host_passes(native, monkeypatch):
 
 
 class Case:
-    """bf16 operands of one layer; one expert without tokens, both sentinels, and more rows than are needed."""
+    """bf16 operands of one layer; one expert without tokens, both sentinels, and more rows than are
+    needed.
+    """
 
     def __init__(self, tokens=T, *, spare_rows=128, seed=0, invalid=0.3):
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +106,9 @@ class Case:
         drop = torch.rand(tokens, K, generator=generator) < invalid
         sentinel = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E)
         probs = torch.rand(tokens, K, generator=generator) + 0.05
-        self.routing = with_spare_rows(build_routing(torch.where(drop, sentinel, ids), probs, E), spare_rows)
+        self.routing = with_spare_rows(
+            build_routing(torch.where(drop, sentinel, ids), probs, E), spare_rows
+        )
 
     def run(self, engine, settings, **options):
         weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
@@ -110,10 +121,14 @@ class Case:
 
 
 def with_spare_rows(routing, count):
-    """As a builder leaves it that does not know the counts on the host: padding rows behind everybody's."""
+    """As a builder leaves it that does not know the counts on the host: padding rows behind
+    everybody's.
+    """
     rows = routing.num_rows + count
     longer = {
-        name: torch.cat([getattr(routing, name), torch.full((count,), fill, dtype=getattr(routing, name).dtype)])
+        name: torch.cat(
+            [getattr(routing, name), torch.full((count,), fill, dtype=getattr(routing, name).dtype)]
+        )
         for name, fill in (("row_token", -1), ("row_slot", -1), ("row_prob", 0))
     }
     return replace(routing, num_rows=rows, **longer)
@@ -123,14 +138,18 @@ def assert_close(got, wanted, tolerance=2e-5):
     """Equal codes everywhere, so results differ by fp32 rounding and one of bf16."""
     for name, tensor in wanted.items():
         error, size = (got[name].float() - tensor.float()).norm(), tensor.float().norm()
-        assert got[name].dtype == tensor.dtype and float(error) <= tolerance * max(float(size), 1e-30), (
+        assert got[name].dtype == tensor.dtype and float(error) <= tolerance * max(
+            float(size), 1e-30
+        ), (
             name,
             float(error / size),
         )
 
 
 @pytest.mark.parametrize(
-    "activation", [ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU], ids=lambda a: a.value
+    "activation",
+    [ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU],
+    ids=lambda a: a.value,
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_the_reference_engines(mode, activation):
@@ -149,7 +168,10 @@ def test_modes_and_repeats_give_equal_bits(mode):
 @pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])
 @pytest.mark.parametrize("mode", ["default", "everything"])
 def test_few_or_no_rows(tokens, invalid, mode):
-    case, settings = Case(tokens, invalid=invalid, spare_rows=0, seed=2), replace(FP8, **MODES[mode])
+    case, settings = (
+        Case(tokens, invalid=invalid, spare_rows=0, seed=2),
+        replace(FP8, **MODES[mode]),
+    )
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
 
 
@@ -169,8 +191,13 @@ def test_plain_operands_of_wgrad():
     wanted, last = case.run(OURS, FP8), int(case.routing.padded_offsets[-1])
     assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
     assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
-    assert pending.dz.shape == (case.routing.num_rows, 2 * I) and pending.y1s.shape == (case.routing.num_rows, I)
-    assert bool(torch.isfinite(pending.dz[:last]).all()) and bool(torch.isfinite(pending.y1s[:last]).all())
+    assert pending.dz.shape == (case.routing.num_rows, 2 * I) and pending.y1s.shape == (
+        case.routing.num_rows,
+        I,
+    )
+    assert bool(torch.isfinite(pending.dz[:last]).all()) and bool(
+        torch.isfinite(pending.y1s[:last]).all()
+    )
 
 
 SHOWN = {
@@ -198,7 +225,9 @@ def test_every_stage_is_shown(mode):
 
     def keep(where):
         def listener(name, value):
-            where[name] = dequantize(value) if isinstance(value, BlockScaledTensor) else value.clone()
+            where[name] = (
+                dequantize(value) if isinstance(value, BlockScaledTensor) else value.clone()
+            )
             return value
 
         return listener
@@ -214,7 +243,9 @@ def test_every_stage_is_shown(mode):
         assert tuple(seen[name].shape) == (size or (case.routing.num_rows, WIDTH[name])), name
         rows = slice(None) if size else slice(last)
         golden = wanted["z_saved" if name == "z" else name]
-        error = (seen[name][rows].float() - golden[rows].float()).norm() / golden[rows].float().norm()
+        error = (seen[name][rows].float() - golden[rows].float()).norm() / golden[
+            rows
+        ].float().norm()
         assert float(error) < (0.06 if name in ("dz", "y1s") else 1e-3), (
             name,
             float(error),
@@ -294,7 +325,9 @@ def test_tokens_that_moved_off_a_16_byte_address_since_forward():
 
 
 def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
-    """Of small batches the host decides the time: each launch from Python costs it more than a launch, and so does an allocation."""
+    """Of small batches the host decides the time: each launch from Python costs it more than a
+    launch, and so does an allocation.
+    """
     case, counts = Case(), Counter()
     weights, sums = (
         OURS.prepare_weights(case.w1, case.w2, None, None, FP8),
@@ -365,9 +398,13 @@ def test_temporaries_of_a_pass_do_not_overlap(native):
     case, spans = Case(), []
 
     def listener(name, value):
-        tensors = (value.codes, value.scale_inv) if isinstance(value, BlockScaledTensor) else (value,)
+        tensors = (
+            (value.codes, value.scale_inv) if isinstance(value, BlockScaledTensor) else (value,)
+        )
         if name in ("x_fp8", "y1", "y2"):
-            spans.extend((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for t in tensors)
+            spans.extend(
+                (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for t in tensors
+            )
         return value
 
     weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)

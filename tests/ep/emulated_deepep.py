@@ -1,4 +1,5 @@
-"""A library object with DeepEP's two buffers, emulated by gathering everything everywhere: their documented outputs, garbage included.
+"""A library object with DeepEP's two buffers, emulated by gathering everything everywhere: their
+documented outputs, garbage included.
 
 Signatures are the real ones, so that a wrong keyword fails here as it would there.
 """
@@ -33,7 +34,11 @@ class Config:
 
 class _Emulation:
     def __init__(self, group):
-        self.group, self.rank, self.group_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.rank, self.group_size = (
+            group,
+            dist.get_rank(group),
+            dist.get_world_size(group),
+        )
 
     def _deliver(self, x, ids, weights, num_experts):
         """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
@@ -54,12 +59,20 @@ class _Emulation:
         recv_x = torch.stack(rows) if rows else empty_rows
         recv_idx = torch.stack(indices) if rows else empty_slots
         recv_weights = torch.stack(raw) if rows else empty_slots.to(torch.float32)
-        return sources, recv_x, recv_idx, recv_weights, [int((recv_idx == e).sum()) for e in range(local)]
+        return (
+            sources,
+            recv_x,
+            recv_idx,
+            recv_weights,
+            [int((recv_idx == e).sum()) for e in range(local)],
+        )
 
     def _redeliver(self, x, sources):
         tokens = gathered(x, self.group)
         return (
-            torch.stack([tokens[rank][token] for rank, token in sources]) if sources else x.new_empty([0, x.shape[1]])
+            torch.stack([tokens[rank][token] for rank, token in sources])
+            if sources
+            else x.new_empty([0, x.shape[1]])
         )
 
     def _collect(self, x, weights, sources, num_tokens):
@@ -81,11 +94,15 @@ class _Emulation:
 def with_tail(rows, size, value):
     """`rows` followed by `value` up to `size` rows."""
     assert len(rows) <= size
-    return torch.cat([rows, torch.full([size - len(rows), *rows.shape[1:]], value, dtype=rows.dtype)])
+    return torch.cat(
+        [rows, torch.full([size - len(rows), *rows.shape[1:]], value, dtype=rows.dtype)]
+    )
 
 
 class Buffer(_Emulation):
-    """The legacy buffer: weights are 0 at foreign slots, worst-case rows have ids -1 and garbage elsewhere."""
+    """The legacy buffer: weights are 0 at foreign slots, worst-case rows have ids -1 and garbage
+    elsewhere.
+    """
 
     made = 0
 
@@ -103,11 +120,20 @@ class Buffer(_Emulation):
         return Config()
 
     def get_dispatch_layout(
-        self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
+        self,
+        topk_idx,
+        num_experts,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
     ):
         local = num_experts // self.group_size
-        in_rank = torch.stack([((topk_idx // local == r) & (topk_idx >= 0)).any(1) for r in range(self.group_size)], 1)
-        per_expert = torch.tensor([int((topk_idx == e).sum()) for e in range(num_experts)], dtype=torch.int32)
+        in_rank = torch.stack(
+            [((topk_idx // local == r) & (topk_idx >= 0)).any(1) for r in range(self.group_size)], 1
+        )
+        per_expert = torch.tensor(
+            [int((topk_idx == e).sum()) for e in range(num_experts)], dtype=torch.int32
+        )
         return in_rank.sum(0).to(torch.int32), None, per_expert, in_rank, None
 
     def dispatch(
@@ -127,7 +153,9 @@ class Buffer(_Emulation):
         async_finish=False,
         allocate_on_comm_stream=False,
     ):
-        assert x.shape[1] * x.element_size() * self.group_size <= self.num_nvl_bytes, "the buffer is too small"
+        assert x.shape[1] * x.element_size() * self.group_size <= self.num_nvl_bytes, (
+            "the buffer is too small"
+        )
         if handle is not None:
             assert topk_idx is None and topk_weights is None and num_worst_tokens == 0
             sources, _, rows = handle
@@ -164,7 +192,9 @@ class Buffer(_Emulation):
 
 
 class ElasticBuffer(_Emulation):
-    """Raw weights at foreign slots; without host synchronisation the tail is garbage, ids included; weights return from the owner."""
+    """Raw weights at foreign slots; without host synchronisation the tail is garbage, ids included;
+    weights return from the owner.
+    """
 
     TAIL = 5
 
@@ -202,8 +232,16 @@ class ElasticBuffer(_Emulation):
         assert num_experts is not None, "the number of SMs is computed from it, also with a handle"
         if handle is not None:
             assert topk_idx is None and not do_cpu_sync
-            return with_tail(self._redeliver(x, handle.sources), handle.rows, GARBAGE), None, None, handle, None
-        sources, recv_x, recv_idx, weights, counts = self._deliver(x, topk_idx, topk_weights, num_experts)
+            return (
+                with_tail(self._redeliver(x, handle.sources), handle.rows, GARBAGE),
+                None,
+                None,
+                handle,
+                None,
+            )
+        sources, recv_x, recv_idx, weights, counts = self._deliver(
+            x, topk_idx, topk_weights, num_experts
+        )
         real = len(recv_x)
         rows = real if do_cpu_sync is not False else real + self.TAIL
         owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // self.group_size), -1)
@@ -214,10 +252,15 @@ class ElasticBuffer(_Emulation):
             owner=owner,
             num_recv_tokens_per_expert_list=counts if do_cpu_sync is not False else [],
             psum_num_recv_tokens_per_scaleup_rank=torch.tensor(
-                [sum(rank <= r for rank, _ in sources) for r in range(self.group_size)], dtype=torch.int32
+                [sum(rank <= r for rank, _ in sources) for r in range(self.group_size)],
+                dtype=torch.int32,
             ),
         )
-        tail = (with_tail(recv_x, rows, GARBAGE), with_tail(recv_idx, rows, 0), with_tail(weights, rows, GARBAGE))
+        tail = (
+            with_tail(recv_x, rows, GARBAGE),
+            with_tail(recv_idx, rows, 0),
+            with_tail(weights, rows, GARBAGE),
+        )
         return *tail, handle, None
 
     def combine(self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0):

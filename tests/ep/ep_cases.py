@@ -21,7 +21,9 @@ class Source:
 
 
 def source(tokens, seed, experts=range(EXPERTS), dropped=0.2):
-    """`tokens` rows that pick distinct ids among `experts`; a share of slots is -1, with a weight that must not matter."""
+    """`tokens` rows that pick distinct ids among `experts`; a share of slots is -1, with a weight
+    that must not matter.
+    """
     rng = np.random.default_rng([seed, tokens])
     experts = list(experts)
     take = min(TOPK, len(experts))
@@ -38,11 +40,21 @@ def cases(world):
     local = EXPERTS // world
     return {
         "uneven": [source(tokens, 1) for tokens in (40, 7, 23, 31)[:world]],
-        "a rank without tokens": [source(0 if rank == 0 else 20, 2 + rank) for rank in range(world)],
-        "a rank that receives nothing": [source(18, 10 + rank, range(EXPERTS - local)) for rank in range(world)],
-        "an expert without tokens": [source(18, 20 + rank, [0, 1, 2, 4, 5, 6, 7]) for rank in range(world)],
-        "one expert takes all": [source(11 + rank, 30 + rank, [EXPERTS - 1], dropped=0) for rank in range(world)],
-        "one token in the world": [source(int(rank == world - 1), 40 + rank, dropped=0) for rank in range(world)],
+        "a rank without tokens": [
+            source(0 if rank == 0 else 20, 2 + rank) for rank in range(world)
+        ],
+        "a rank that receives nothing": [
+            source(18, 10 + rank, range(EXPERTS - local)) for rank in range(world)
+        ],
+        "an expert without tokens": [
+            source(18, 20 + rank, [0, 1, 2, 4, 5, 6, 7]) for rank in range(world)
+        ],
+        "one expert takes all": [
+            source(11 + rank, 30 + rank, [EXPERTS - 1], dropped=0) for rank in range(world)
+        ],
+        "one token in the world": [
+            source(int(rank == world - 1), 40 + rank, dropped=0) for rank in range(world)
+        ],
         "every slot dropped": [source(9, 50 + rank, dropped=1.1) for rank in range(world)],
         "no tokens anywhere": [source(0, 60) for _ in range(world)],
     }
@@ -50,7 +62,12 @@ def cases(world):
 
 def joined(sources):
     """All ranks' tokens as one process holds them."""
-    return Source(*(np.concatenate([getattr(s, name) for s in sources]) for name in Source.__dataclass_fields__))
+    return Source(
+        *(
+            np.concatenate([getattr(s, name) for s in sources])
+            for name in Source.__dataclass_fields__
+        )
+    )
 
 
 def expert_weights():

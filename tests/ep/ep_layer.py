@@ -1,4 +1,6 @@
-"""dispatch -> node -> combine and back, in the framework under test; used by worker processes and by the tests beside them."""
+"""dispatch -> node -> combine and back, in the framework under test; used by worker processes and
+by the tests beside them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def local_experts(first, count):
             weight.main_grad = tensor(np.zeros(tuple(weight.shape), np.float32))
         made.append(
             SimpleNamespace(
-                up_gate_proj=SimpleNamespace(weight=weights[0]), down_proj=SimpleNamespace(weight=weights[1])
+                up_gate_proj=SimpleNamespace(weight=weights[0]),
+                down_proj=SimpleNamespace(weight=weights[1]),
             )
         )
     return made

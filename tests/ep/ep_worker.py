@@ -1,4 +1,5 @@
-"""One rank of a world: runs every case through every transport and leaves the results in `<out>/<rank>.npz`.
+"""One rank of a world: runs every case through every transport and leaves the results in
+`<out>/<rank>.npz`.
 
 Arguments: world size, rank, directory. The framework is the environment's SONICMOE_TEST_FRAMEWORK.
 """
@@ -33,7 +34,9 @@ def start(world, rank, directory):
 
     from sonicmoe.ep.exchange_torch import TorchExchange
 
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
+    )
     return TorchExchange()
 
 
@@ -49,7 +52,9 @@ def deepep_dispatchers(world):
         "legacy": LegacyTransport(EXPERTS, group, library),
         "legacy worst case": LegacyTransport(EXPERTS, group, library, worst_tokens=41 * world),
         "elastic": ElasticTransport(EXPERTS, group, library, max_tokens=64),
-        "elastic without sync": ElasticTransport(EXPERTS, group, library, max_tokens=64, wait_for_counts=False),
+        "elastic without sync": ElasticTransport(
+            EXPERTS, group, library, max_tokens=64, wait_for_counts=False
+        ),
     }
 
 
@@ -61,13 +66,19 @@ def recorded(exchange):
         ids, weights = framework.tensor(data["topk_idx"]), framework.tensor(data["topk_weights"])
     received = CollectiveTransport(RECORDED_EXPERTS, exchange).dispatch(x, ids, weights)
     arrays = {"x": received.x, "idx": received.topk_idx, "weights": received.topk_weights}
-    return {name: framework.numpy(array) for name, array in arrays.items()} | {"counts": received.tokens_per_expert}
+    return {name: framework.numpy(array) for name, array in arrays.items()} | {
+        "counts": received.tokens_per_expert
+    }
 
 
 def main(world, rank, directory):
     exchange = start(world, rank, directory)
     collective = TransportDispatcher(CollectiveTransport(EXPERTS, exchange))
-    runs = {"fp32": (collective, {}), "again": (collective, {}), "bf16": (collective, {"dtype": "bfloat16"})}
+    runs = {
+        "fp32": (collective, {}),
+        "again": (collective, {}),
+        "bf16": (collective, {"dtype": "bfloat16"}),
+    }
     runs["fp8"] = runs["fp8 again"] = (collective, {"dtype": "bfloat16", "fp8": True})
     if not framework.IS_PADDLE:
         for name, transport in deepep_dispatchers(world).items():

@@ -1,7 +1,9 @@
-"""One of two Paddle ranks: every way a Paddle trainer reduces `main_grad`, with the node at its place. Results to `<out>/<rank>.npz`.
+"""One of two Paddle ranks: every way a Paddle trainer reduces `main_grad`, with the node at its
+place. Results to `<out>/<rank>.npz`.
 
-The process group is Paddle's gloo, which has no reduce-scatter: that one call is emulated by an all-reduce of which each rank keeps its
-own part and overwrites the rest, as the real one leaves the rest undefined. Everything around it is Paddle's own code.
+The process group is Paddle's gloo, which has no reduce-scatter: that one call is emulated by an
+all-reduce of which each rank keeps its own part and overwrites the rest, as the real one leaves the
+rest undefined. Everything around it is Paddle's own code.
 """
 
 from __future__ import annotations
@@ -55,12 +57,17 @@ def data_parallel(rank):
         Pending(node, batch).backward()
     node.step()
     fused_allreduce_gradients(weights_of(experts), None)
-    assert all(weight.main_grad is main_grad for weight, main_grad in zip(weights_of(experts), kept, strict=True))
+    assert all(
+        weight.main_grad is main_grad
+        for weight, main_grad in zip(weights_of(experts), kept, strict=True)
+    )
     return {"data parallel": error(main_grads(experts), mean_golden(experts, 4))}
 
 
 def late_step(rank):
-    """The same with `node.step()` behind the all-reduce: local gradients only, and the log says why."""
+    """The same with `node.step()` behind the all-reduce: local gradients only, and the log says
+    why.
+    """
     lines, experts = [], make_experts()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -73,19 +80,25 @@ def late_step(rank):
     logging.getLogger("sonicmoe").removeHandler(handler)
     return {
         "late error": error(main_grads(experts), mean_golden(experts, 1)),
-        "late warnings": sum("step() came too late" in line and "reduced, scaled" in line for line in lines),
+        "late warnings": sum(
+            "step() came too late" in line and "reduced, scaled" in line for line in lines
+        ),
     }
 
 
 class Overlap:
-    """A communication buffer whose reduction starts when every weight's hook has fired `acc_steps` times."""
+    """A communication buffer whose reduction starts when every weight's hook has fired `acc_steps`
+    times.
+    """
 
     def __init__(self, experts, acc_steps, act=HOOK_ACTION.ALL_REDUCE):
         self.experts, self.fired = experts, 0
         for weight in weights_of(experts):
             weight.main_grad = None
         group = dist.get_group()
-        self.buffer = FusedCommBuffer(0, weights_of(experts), group, acc_steps, act=act, use_main_grad=True)
+        self.buffer = FusedCommBuffer(
+            0, weights_of(experts), group, acc_steps, act=act, use_main_grad=True
+        )
         for weight in weights_of(experts):
             weight._register_backward_hook(self._hook(weight))
 
@@ -105,7 +118,10 @@ def overlap(rank):
         Pending(node, batch).backward()
     comm.buffer.scale_grads()
     node.step()
-    return {"overlap": error(main_grads(experts), mean_golden(experts, 4)), "overlap hooks": comm.fired}
+    return {
+        "overlap": error(main_grads(experts), mean_golden(experts, 4)),
+        "overlap hooks": comm.fired,
+    }
 
 
 def reduce_scatter(rank):
@@ -122,7 +138,10 @@ def reduce_scatter(rank):
     experts = make_experts()
     real, dist.reduce_scatter = dist.reduce_scatter, emulated
     try:
-        node, comm = make_node(experts, flush="backward"), Overlap(experts, 2, HOOK_ACTION.REDUCE_SCATTER)
+        node, comm = (
+            make_node(experts, flush="backward"),
+            Overlap(experts, 2, HOOK_ACTION.REDUCE_SCATTER),
+        )
         for batch in batches_of(rank)[:2]:
             Pending(node, batch).backward()
         comm.buffer.scale_grads()
@@ -140,7 +159,9 @@ def reduce_scatter(rank):
 
 
 def pipeline(rank):
-    """1F1B over two chunks (virtual stages) in the order of a pipeline: three forwards ahead, then one backward each; overlap on both."""
+    """1F1B over two chunks (virtual stages) in the order of a pipeline: three forwards ahead, then
+    one backward each; overlap on both.
+    """
     chunks = [make_experts(seed=seed) for seed in (0, 1)]
     nodes = [make_node(experts, flush="backward") for experts in chunks]
     comms = [Overlap(experts, 4) for experts in chunks]
@@ -160,7 +181,9 @@ def pipeline(rank):
 
 
 def delayed_loss_scale(rank):
-    """The pipeline's delayed scaling replaces `main_grad` by a scaled copy after the flush; the next step adds to the copy."""
+    """The pipeline's delayed scaling replaces `main_grad` by a scaled copy after the flush; the
+    next step adds to the copy.
+    """
     experts = make_experts()
     node = make_node(experts)
     bind_main_grads(experts)
@@ -170,7 +193,9 @@ def delayed_loss_scale(rank):
     fused_allreduce_gradients(weights_of(experts), None)
     for weight in weights_of(experts):
         weight.main_grad = weight.main_grad.scale(1 / len(SEEDS))
-    scaled = error(main_grads(experts), [gradient / len(SEEDS) for gradient in mean_golden(experts, 4)])
+    scaled = error(
+        main_grads(experts), [gradient / len(SEEDS) for gradient in mean_golden(experts, 4)]
+    )
     for weight in weights_of(experts):
         weight.main_grad.zero_()
     Pending(node, batches_of(rank)[0]).backward()

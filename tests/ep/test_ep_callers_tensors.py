@@ -1,4 +1,6 @@
-"""Dispatchers never write into their caller's tensors, forward or backward: every transport, in a group of one."""
+"""Dispatchers never write into their caller's tensors, forward or backward: every transport, in a
+group of one.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,14 @@ def local(_):
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("make", [local, collective, legacy, elastic], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [local, collective, legacy, elastic], ids=lambda make: make.__name__
+)
 def test_dispatch_and_combine_leave_their_callers_tensors_alone(make, spelling, ids_dtype, group):
     data = source(TOKENS, 3)
-    foreign = np.where(data.ids < 0, np.float32("nan"), data.weights)  # where nothing is sent, anything may stand
+    foreign = np.where(
+        data.ids < 0, np.float32("nan"), data.weights
+    )  # where nothing is sent, anything may stand
     x, dy = (spelled(torch.from_numpy(a).to(torch.bfloat16), spelling) for a in (data.x, data.dout))
     ids = spelled(torch.from_numpy(data.ids).to(ids_dtype), spelling)
     weights = spelled(torch.from_numpy(foreign), spelling)
@@ -57,16 +63,27 @@ def test_dispatch_and_combine_leave_their_callers_tensors_alone(make, spelling, 
         x.requires_grad_(differentiable), weights.requires_grad_(differentiable)
         with untouched(**mine):
             received = dispatcher.dispatch(x, ids, weights)
-            rows = spelled(torch.where((received.indices >= 0).any(1, keepdim=True), received.x, 1).detach(), spelling)
+            rows = spelled(
+                torch.where((received.indices >= 0).any(1, keepdim=True), received.x, 1).detach(),
+                spelling,
+            )
             dprobs = spelled(torch.where(received.indices >= 0, 2.0, torch.nan), spelling)
             rows.requires_grad_(differentiable)
-            theirs = {"indices": received.indices, "probs": received.probs, "received x": received.x}
+            theirs = {
+                "indices": received.indices,
+                "probs": received.probs,
+                "received x": received.x,
+            }
             with untouched(out=rows, dprobs=dprobs, **theirs):
                 y = dispatcher.combine(rows, received.handle)
                 if differentiable:
                     (drows,) = torch.autograd.grad(y, rows, dy)
                     with untouched(drows=drows):
-                        got = torch.autograd.grad([received.x, received.probs], (x, weights), [drows, dprobs])
+                        got = torch.autograd.grad(
+                            [received.x, received.probs], (x, weights), [drows, dprobs]
+                        )
     served = (ids >= 0).any(1)
     assert torch.isfinite(y[served]).all() and y[served].any(), "sent nothing"
-    assert all(torch.isfinite(gradient).all() and gradient.any() for gradient in got), "computed nothing"
+    assert all(torch.isfinite(gradient).all() and gradient.any() for gradient in got), (
+        "computed nothing"
+    )

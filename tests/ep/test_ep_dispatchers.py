@@ -1,4 +1,6 @@
-"""Dispatchers in one process: recorded DeepEP tensors, Fleet's functions, finding the library, and what is refused."""
+"""Dispatchers in one process: recorded DeepEP tensors, Fleet's functions, finding the library, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
 from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, find_fleet
-from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, RoutingError, ShapeError
+from sonicmoe.errors import (
+    ConfigError,
+    DTypeError,
+    EngineUnavailableError,
+    RoutingError,
+    ShapeError,
+)
 
 DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
 
@@ -38,7 +46,9 @@ class Group:
 
 
 def bf16(bits):
-    return torch.from_numpy((bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)).to(torch.bfloat16)
+    return torch.from_numpy((bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)).to(
+        torch.bfloat16
+    )
 
 
 class Recording:
@@ -61,7 +71,9 @@ class Recording:
                 assert num_nvl_bytes == 2 * 256
 
             def get_dispatch_layout(self, topk_idx, num_experts):
-                assert num_experts == 8 and np.array_equal(topk_idx.numpy(), recording.arrays["topk_idx"])
+                assert num_experts == 8 and np.array_equal(
+                    topk_idx.numpy(), recording.arrays["topk_idx"]
+                )
                 return "per rank", None, "per expert", "in rank", None
 
             def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, **layout):
@@ -69,9 +81,16 @@ class Recording:
                 if handle is not None:
                     assert topk_idx is None and topk_weights is None and not layout
                     return bf16(a["recv_x"]), None, None, None, None, None
-                assert torch.equal(x, bf16(a["x"])) and np.array_equal(topk_weights.numpy(), a["topk_weights"])
-                assert layout["is_token_in_rank"] == "in rank" and layout["num_tokens_per_expert"] == "per expert"
-                received = (torch.from_numpy(a[f"recv_{name}"]) for name in ("topk_idx", "topk_weights"))
+                assert torch.equal(x, bf16(a["x"])) and np.array_equal(
+                    topk_weights.numpy(), a["topk_weights"]
+                )
+                assert (
+                    layout["is_token_in_rank"] == "in rank"
+                    and layout["num_tokens_per_expert"] == "per expert"
+                )
+                received = (
+                    torch.from_numpy(a[f"recv_{name}"]) for name in ("topk_idx", "topk_weights")
+                )
                 counts = a["num_recv_tokens_per_expert_list"].tolist()
                 return bf16(a["recv_x"]), *received, counts, "handle", None
 
@@ -79,7 +98,13 @@ class Recording:
                 assert handle == "handle" and x.is_contiguous() and x.dtype == torch.bfloat16
                 recording.combined.append(topk_weights)
                 back = torch.ones(len(recording.arrays["x"]), x.shape[1], dtype=x.dtype)
-                return back, None if topk_weights is None else torch.ones(recording.arrays["topk_idx"].shape), None
+                return (
+                    back,
+                    None
+                    if topk_weights is None
+                    else torch.ones(recording.arrays["topk_idx"].shape),
+                    None,
+                )
 
         self.Buffer = Buffer
 
@@ -92,7 +117,9 @@ def test_recorded_deepep_dispatch_goes_through_unchanged(rank):
     x, weights = bf16(a["x"]).requires_grad_(), torch.from_numpy(a["topk_weights"]).requires_grad_()
     received = dispatcher.dispatch(x, torch.from_numpy(a["topk_idx"]).to(torch.int32), weights)
     assert torch.equal(received.x, bf16(a["recv_x"]))
-    assert received.indices.dtype == torch.int64 and np.array_equal(received.indices.numpy(), a["recv_topk_idx"])
+    assert received.indices.dtype == torch.int64 and np.array_equal(
+        received.indices.numpy(), a["recv_topk_idx"]
+    )
     assert np.array_equal(received.probs.detach().numpy(), a["recv_topk_weights"])
     assert received.tokens_per_expert == a["num_recv_tokens_per_expert_list"].tolist()
     y = dispatcher.combine(received.x * 1.0, received.handle)
@@ -132,15 +159,25 @@ def test_elastic_buffer_grows_with_the_slots_too_and_shrinks_in_neither():
 
         def dispatch(self, x, topk_idx, topk_weights, num_experts, do_cpu_sync):
             assert x.shape[1] <= self.made_for[0] and topk_idx.shape[1] <= self.made_for[1]
-            return x, topk_idx, topk_weights, SimpleNamespace(num_recv_tokens_per_expert_list=[1]), None
+            return (
+                x,
+                topk_idx,
+                topk_weights,
+                SimpleNamespace(num_recv_tokens_per_expert_list=[1]),
+                None,
+            )
 
         def combine(self, x, handle, topk_weights=None):
             return x, None, None
 
-    transport = ElasticTransport(8, Group(), SimpleNamespace(ElasticBuffer=ElasticBuffer), max_tokens=4)
+    transport = ElasticTransport(
+        8, Group(), SimpleNamespace(ElasticBuffer=ElasticBuffer), max_tokens=4
+    )
     for hidden, topk in ((64, 2), (64, 2), (64, 4), (32, 3), (128, 2), (64, 4)):
         x = torch.zeros(1, hidden, dtype=torch.bfloat16)
-        received = transport.dispatch(x, torch.zeros(1, topk, dtype=torch.int64), torch.zeros(1, topk))
+        received = transport.dispatch(
+            x, torch.zeros(1, topk, dtype=torch.int64), torch.zeros(1, topk)
+        )
         transport.combine(x, received.handle)
     assert made == [(64, 2), (64, 4), (128, 4)]
 
@@ -155,7 +192,12 @@ def unnamed_group():
 
 @pytest.mark.parametrize(
     ("serves", "gpu"),
-    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False), ("cpu:gloo,cuda:gloo", False)],
+    [
+        ("cuda:nccl", True),
+        ("cpu:gloo,cuda:nccl", True),
+        ("cpu:gloo", False),
+        ("cpu:gloo,cuda:gloo", False),
+    ],
 )
 def test_a_group_is_judged_by_the_devices_it_serves(unnamed_group, serves, gpu, monkeypatch):
     for group in unnamed_group:
@@ -176,7 +218,13 @@ class Exchange:
 @pytest.mark.parametrize(
     ("gpu", "offers", "options", "transport", "why"),
     [
-        (False, ("legacy", "elastic"), {}, CollectiveTransport, "the group has no NCCL, which DeepEP needs"),
+        (
+            False,
+            ("legacy", "elastic"),
+            {},
+            CollectiveTransport,
+            "the group has no NCCL, which DeepEP needs",
+        ),
         (True, (), {}, CollectiveTransport, "no DeepEP: not built"),
         (True, ("elastic",), {}, CollectiveTransport, "DeepEP's ElasticBuffer needs max_tokens"),
         (True, ("elastic",), {"max_tokens": 4}, ElasticTransport, "DeepEP is installed"),
@@ -184,7 +232,9 @@ class Exchange:
         (True, ("legacy",), {"kind": "collective"}, CollectiveTransport, "as asked for"),
     ],
 )
-def test_the_choice_and_its_reason_are_one_log_line(gpu, offers, options, transport, why, monkeypatch, caplog):
+def test_the_choice_and_its_reason_are_one_log_line(
+    gpu, offers, options, transport, why, monkeypatch, caplog
+):
     import emulated_deepep as emulated
 
     library = select.DeepEPLibrary(emulated.LIBRARY, offers) if offers else None
@@ -205,7 +255,9 @@ def test_a_group_of_one_says_why_nothing_moves(caplog):
 
 
 class FleetWorld:
-    """Fleet's `fused_dispatch` and `fused_combine` with their real parameters, for a group of one, weights left at dropped slots."""
+    """Fleet's `fused_dispatch` and `fused_combine` with their real parameters, for a group of one,
+    weights left at dropped slots.
+    """
 
     def __init__(self):
         self.calls = []
@@ -228,7 +280,11 @@ class FleetWorld:
         assert token_probs.dtype == torch.float32 and token_indices.dtype == torch.int64
         self.calls.append("dispatch")
         counts = [int((token_indices == e).sum()) for e in range(num_experts)]
-        states = {"dispatched_indices": token_indices.to(torch.int32), "tokens_per_expert": counts, "handle": "h"}
+        states = {
+            "dispatched_indices": token_indices.to(torch.int32),
+            "tokens_per_expert": counts,
+            "handle": "h",
+        }
         return x * 1.0, token_probs * 1.0, states, None
 
     def fused_combine(
@@ -254,7 +310,9 @@ class FleetWorld:
 def test_fleet_functions_keep_the_contract():
     fleet = FleetWorld()
     functions = FleetFunctions(fleet.fused_dispatch, fleet.fused_combine)
-    results = run_layer(FleetDispatcher(EXPERTS, Group(1), functions), source(30, 3), dtype="bfloat16")
+    results = run_layer(
+        FleetDispatcher(EXPERTS, Group(1), functions), source(30, 3), dtype="bfloat16"
+    )
     wanted = run_layer(LocalDispatcher(EXPERTS), source(30, 3), dtype="bfloat16")
     assert fleet.calls == ["dispatch", "combine"]
     for key, array in wanted.items():
@@ -284,8 +342,12 @@ def test_the_library_is_found_by_what_it_offers(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", emulated.LIBRARY)
     assert find_library()[0].kinds == ("legacy", "elastic")
     assert isinstance(make_dispatcher(8, Group(), kind="deepep").transport, LegacyTransport)
-    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(ElasticBuffer=emulated.ElasticBuffer))
-    assert isinstance(make_dispatcher(8, Group(), kind="deepep", max_tokens=4).transport, ElasticTransport)
+    monkeypatch.setitem(
+        sys.modules, "deep_ep", SimpleNamespace(ElasticBuffer=emulated.ElasticBuffer)
+    )
+    assert isinstance(
+        make_dispatcher(8, Group(), kind="deepep", max_tokens=4).transport, ElasticTransport
+    )
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         make_dispatcher(8, Group(), kind="deepep")
     assert buffer_kinds(SimpleNamespace(Buffer=object)) == ()
@@ -302,7 +364,9 @@ def test_frozen_inputs(frozen):
     assert received.probs.requires_grad == received.x.requires_grad == (frozen != "both")
     if frozen != "both":
         (received.x.float().sum() + received.probs.sum()).backward()
-        assert (x.grad is None) == (frozen == "x") and (weights.grad is None) == (frozen == "weights")
+        assert (x.grad is None) == (frozen == "x") and (weights.grad is None) == (
+            frozen == "weights"
+        )
 
 
 def test_local_dispatch_moves_nothing():
@@ -312,7 +376,9 @@ def test_local_dispatch_moves_nothing():
     received = dispatcher.dispatch(x, ids.to(torch.int32), weights)
     assert isinstance(make_dispatcher(EXPERTS, Group(1)), LocalDispatcher)
     assert received.x is x and dispatcher.combine(x, received.handle) is x
-    assert received.indices.dtype == torch.int64 and torch.equal(received.probs, torch.where(ids >= 0, weights, 0.0))
+    assert received.indices.dtype == torch.int64 and torch.equal(
+        received.probs, torch.where(ids >= 0, weights, 0.0)
+    )
     assert received.tokens_per_expert == [int((ids == e).sum()) for e in range(EXPERTS)]
     empty = dispatcher.dispatch(x[:0], ids[:0], weights[:0])
     assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle == 0
@@ -337,7 +403,10 @@ X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch
     ],
 )
 def test_unfit_arguments_are_refused_by_name(arguments, error, words):
-    for dispatcher in (LocalDispatcher(4), TransportDispatcher(LegacyTransport(4, Group(), Recording(0)))):
+    for dispatcher in (
+        LocalDispatcher(4),
+        TransportDispatcher(LegacyTransport(4, Group(), Recording(0))),
+    ):
         with pytest.raises(error, match=words):
             dispatcher.dispatch(*arguments)
 
@@ -357,4 +426,6 @@ def test_unfit_worlds_are_refused():
     with pytest.raises(ShapeError, match="x has 4 columns; DeepEP needs a multiple of 8"):
         transport.dispatch(X[:, :4].to(torch.bfloat16), IDS, WEIGHTS)
     with pytest.raises(ShapeError, match=r"4 rows.*max_tokens = 3"):
-        ElasticTransport(8, Group(), None, max_tokens=3).dispatch(X.to(torch.bfloat16), IDS, WEIGHTS)
+        ElasticTransport(8, Group(), None, max_tokens=3).dispatch(
+            X.to(torch.bfloat16), IDS, WEIGHTS
+        )

@@ -16,12 +16,22 @@ WEIGHTS, BATCHES = 6, 4
 def ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("main_grad")
     variables = [{**each, "SONICMOE_TEST_FRAMEWORK": "paddle"} for each in paddle_variables(2)]
-    run_world(lambda rank: [TESTS / "ep" / "main_grad_worker.py", rank, directory], variables, "paddle")
+    run_world(
+        lambda rank: [TESTS / "ep" / "main_grad_worker.py", rank, directory], variables, "paddle"
+    )
     return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
-    "case", ["data parallel", "overlap", "reduce scatter", "pipeline", "delayed scale", "after delayed scale"]
+    "case",
+    [
+        "data parallel",
+        "overlap",
+        "reduce scatter",
+        "pipeline",
+        "delayed scale",
+        "after delayed scale",
+    ],
 )
 def test_reduced_gradients_are_the_mean_over_ranks(ranks, case):
     for result in ranks:

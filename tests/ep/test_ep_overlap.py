@@ -1,4 +1,5 @@
-"""`split_wgrad` behind a dispatcher: weight gradients are launched behind the combine of dx, and their memory outlives everybody.
+"""`split_wgrad` behind a dispatcher: weight gradients are launched behind the combine of dx, and
+their memory outlives everybody.
 
 No GPU here: streams and events are recorders, tensors of the host count as a GPU's.
 """
@@ -28,7 +29,9 @@ class Log(list):
 
     def spy(self, monkeypatch, owner, name, word):
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: (self.append(word), original(*arguments))[1])
+        monkeypatch.setattr(
+            owner, name, lambda *arguments: (self.append(word), original(*arguments))[1]
+        )
 
 
 @pytest.fixture
@@ -56,7 +59,9 @@ def log(monkeypatch):
         said.append(f"on {which.name}")
         yield
 
-    fake = SimpleNamespace(Stream=Stream, stream=stream, current_stream=lambda device=None: Stream("caller"))
+    fake = SimpleNamespace(
+        Stream=Stream, stream=stream, current_stream=lambda device=None: Stream("caller")
+    )
     monkeypatch.setattr(wgrad_queue, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor))
     monkeypatch.setattr(wgrad_queue, "is_cuda", lambda tensor: True)
     monkeypatch.setattr(wgrad_queue.WgradQueue, "_keep", lambda self, tensors, stream: None)
@@ -120,7 +125,9 @@ def test_tokens_without_a_gradient_have_no_combine_to_wait_for(log):
 
 
 def test_several_layers_and_micro_batches(log):
-    """Launches stay in the order of the backwards; a combine that never comes is made up for by the next backward or by step()."""
+    """Launches stay in the order of the backwards; a combine that never comes is made up for by the
+    next backward or by step().
+    """
     (first, weights), (second, _) = make_node(split_wgrad=True), make_node(split_wgrad=True)
     for _ in range(2):
         x = Dispatch.apply(tokens(), log)
@@ -130,7 +137,9 @@ def test_several_layers_and_micro_batches(log):
     del log[:]
     for _ in range(2):
         x = Dispatch.apply(tokens(), log)
-        torch.autograd.grad(forward(first, x).sum(), [x, *weights], allow_unused=True)  # ends before the dispatch
+        torch.autograd.grad(
+            forward(first, x).sum(), [x, *weights], allow_unused=True
+        )  # ends before the dispatch
     assert log == ["backward_dx", "backward_dx", *LAUNCH]
     first.step()
     assert log[5:] == [*LAUNCH, "caller waits for side"]
@@ -158,7 +167,9 @@ def test_a_second_backward_launches_once_each(log):
 
 def test_operands_and_accumulators_are_kept_for_the_side_stream(monkeypatch, log):
     kept = []
-    monkeypatch.setattr(wgrad_queue.WgradQueue, "_keep", lambda self, tensors, stream: kept.extend(tensors))
+    monkeypatch.setattr(
+        wgrad_queue.WgradQueue, "_keep", lambda self, tensors, stream: kept.extend(tensors)
+    )
     node, _ = make_node(split_wgrad=True)
     forward(node, Dispatch.apply(tokens(), log)).sum().backward()
     accumulators = node._experts.accumulators("cpu")
@@ -180,18 +191,25 @@ def test_without_an_allocator_that_helps_they_are_held_until_finish():
     queue._on_stream = True
     queue._stream = SimpleNamespace(device=None)
     with pytest.MonkeyPatch.context() as patch:
-        fake = SimpleNamespace(current_stream=lambda device: SimpleNamespace(wait_stream=lambda other: None))
+        fake = SimpleNamespace(
+            current_stream=lambda device: SimpleNamespace(wait_stream=lambda other: None)
+        )
         patch.setattr(wgrad_queue, "torch", SimpleNamespace(cuda=fake))
         queue.finish()
     assert alive() is None
 
 
 def test_on_a_host_accumulators_wait_with_the_work():
-    """A node, its experts and its calls are gone; what was put off still has where to add, and holds nothing afterwards."""
+    """A node, its experts and its calls are gone; what was put off still has where to add, and
+    holds nothing afterwards.
+    """
     queue, accumulators = wgrad_queue.WgradQueue(), GradAccumulators.zeros(2, 4, 4, 2, False, "cpu")
     alive, seen = weakref.ref(accumulators), []
     pending = SimpleNamespace(x=None, dout=torch.ones(1))
-    queue.submit(pending, partial(lambda p, a: seen.append(a.dw1.add_(1).sum().item()), pending, accumulators))
+    queue.submit(
+        pending,
+        partial(lambda p, a: seen.append(a.dw1.add_(1).sum().item()), pending, accumulators),
+    )
     del accumulators
     gc.collect()
     assert alive() is not None and seen == []

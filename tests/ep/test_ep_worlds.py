@@ -1,4 +1,6 @@
-"""Worlds of 2 and 4 processes against one process: outputs and every gradient, whatever the routing."""
+"""Worlds of 2 and 4 processes against one process: outputs and every gradient, whatever the
+routing.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,14 @@ def test_equals_one_process(world_results, framework, world, case):
 
 @pytest.mark.parametrize("framework,world", WORLDS)
 def test_fp8_equals_one_process_within_rounding(world_results, framework, world):
-    """x is quantised per token and dw per expert from the same rows; only bf16 roundings of the partial sums differ."""
+    """x is quantised per token and dw per expert from the same rows; only bf16 roundings of the
+    partial sums differ.
+    """
     options = {"dtype": "bfloat16", "fp8": True}
-    results, wanted = whole(world_results(framework, world), "fp8", "uneven"), one_process(world, "uneven", **options)
+    results, wanted = (
+        whole(world_results(framework, world), "fp8", "uneven"),
+        one_process(world, "uneven", **options),
+    )
     for key in KEYS:
         assert relative_rmse(results[key], wanted[key]) <= FP8_BOUND, key
 
@@ -60,17 +67,26 @@ def test_fp8_equals_one_process_within_rounding(world_results, framework, world)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("framework,world", WORLDS)
 def test_contract_of_what_is_delivered(world_results, framework, world, case):
-    """One row per (token, rank), source order, local ids in their slots, true counts, weights exactly 0 elsewhere."""
+    """One row per (token, rank), source order, local ids in their slots, true counts, weights
+    exactly 0 elsewhere.
+    """
     sources, local = cases(world)[case], EXPERTS // world
     everything = joined(sources)
     for rank, result in enumerate(world_results(framework, world)):
         here = (everything.ids >= rank * local) & (everything.ids < (rank + 1) * local)
         rows = here.any(1)
-        got = {key: result[f"fp32/{case}/{key}"] for key in ("recv_x", "recv_idx", "recv_probs", "counts")}
+        got = {
+            key: result[f"fp32/{case}/{key}"]
+            for key in ("recv_x", "recv_idx", "recv_probs", "counts")
+        }
         assert np.array_equal(got["recv_x"], everything.x[rows])
-        assert np.array_equal(got["recv_idx"], np.where(here, everything.ids - rank * local, -1)[rows])
+        assert np.array_equal(
+            got["recv_idx"], np.where(here, everything.ids - rank * local, -1)[rows]
+        )
         assert np.array_equal(got["recv_probs"], np.where(here, everything.weights, 0)[rows])
-        assert got["counts"].tolist() == [int((everything.ids == rank * local + e).sum()) for e in range(local)]
+        assert got["counts"].tolist() == [
+            int((everything.ids == rank * local + e).sum()) for e in range(local)
+        ]
 
 
 @pytest.mark.parametrize("framework,world", WORLDS)
@@ -95,15 +111,22 @@ def test_repeated_runs_are_bit_identical(world_results, framework, world):
 @pytest.mark.parametrize("mode", DEEPEP_MODES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_deepep_gives_the_bits_of_the_collectives(world_results, world, mode, case):
-    """One contract: garbage rows, missing counts and foreign weights of the emulated library leave no trace in any result."""
+    """One contract: garbage rows, missing counts and foreign weights of the emulated library leave
+    no trace in any result.
+    """
     for result in world_results("torch", world):
         for key in KEYS:
             actual, wanted = result[f"{mode}/{case}/{key}"], result[f"bf16/{case}/{key}"]
             assert actual.tobytes() == wanted.tobytes(), key
         ids, probs = (result[f"{mode}/{case}/{key}"] for key in ("recv_idx", "recv_probs"))
         real = len(result[f"bf16/{case}/recv_idx"])
-        assert np.array_equal(ids[:real], result[f"bf16/{case}/recv_idx"]) and (ids[real:] == -1).all()
-        assert np.array_equal(probs[:real], result[f"bf16/{case}/recv_probs"]) and not probs[real:].any()
+        assert (
+            np.array_equal(ids[:real], result[f"bf16/{case}/recv_idx"]) and (ids[real:] == -1).all()
+        )
+        assert (
+            np.array_equal(probs[:real], result[f"bf16/{case}/recv_probs"])
+            and not probs[real:].any()
+        )
 
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.paddle)])
@@ -115,4 +138,6 @@ def test_collectives_deliver_what_deepep_delivered(world_results, framework):
             assert np.array_equal(result["recorded/x"], bits.view(np.float32))
             assert np.array_equal(result["recorded/idx"], recording["recv_topk_idx"])
             assert np.array_equal(result["recorded/weights"], recording["recv_topk_weights"])
-            assert np.array_equal(result["recorded/counts"], recording["num_recv_tokens_per_expert_list"])
+            assert np.array_equal(
+                result["recorded/counts"], recording["num_recv_tokens_per_expert_list"]
+            )

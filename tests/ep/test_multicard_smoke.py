@@ -1,4 +1,6 @@
-"""The program for several GPUs, tried over gloo: it measures, it fails when something is wrong, and it answers whatever happens."""
+"""The program for several GPUs, tried over gloo: it measures, it fails when something is wrong, and
+it answers whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def report(monkeypatch, tmp_path):
 def run(*more, program=SMOKE):
     """`(exit code, figures, stderr)` of a small run over gloo."""
     command = [sys.executable, str(program), *OPTIONS, "--json", *more]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=240)
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(), timeout=240
+    )
     return result.returncode, json.loads(result.stdout), result.stderr
 
 
@@ -62,9 +66,18 @@ def test_runs_over_gloo_and_reports():
     for case in ("even", "idle_rank"):
         assert set(layer[case]["errors"]) == set(GOOD["errors"]) and layer[case]["errors"]["y"] > 0
     times = layer["times"]
-    assert sum(times[f"{stage}_share"] for stage in ("dispatch", "expert", "combine")) == pytest.approx(1)
-    assert times["tokens_per_s"] > 0 and times["split_tokens_per_s"] > 0 and times["dx_combine_ms"] > 0
-    assert figures["unmoved_parameters"] == figures["differing_parameters"] == figures["failed_ranks"] == 0
+    assert sum(
+        times[f"{stage}_share"] for stage in ("dispatch", "expert", "combine")
+    ) == pytest.approx(1)
+    assert (
+        times["tokens_per_s"] > 0 and times["split_tokens_per_s"] > 0 and times["dx_combine_ms"] > 0
+    )
+    assert (
+        figures["unmoved_parameters"]
+        == figures["differing_parameters"]
+        == figures["failed_ranks"]
+        == 0
+    )
     assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
 
 
@@ -83,7 +96,9 @@ def test_a_wrong_layer_fails(report, spoilt):
     report.layer("nccl", "fp8", {"even": GOOD, "idle_rank": GOOD})
     assert report.failures == []
     report.layer("nccl", "fp8", {"even": GOOD, "idle_rank": {**GOOD, **spoilt}})
-    assert len(report.failures) == 1 and report.failures[0].startswith("rank 0: nccl, fp8, idle_rank: ")
+    assert len(report.failures) == 1 and report.failures[0].startswith(
+        "rank 0: nccl, fp8, idle_rank: "
+    )
 
 
 def test_a_run_that_does_not_train_fails(report):
@@ -91,7 +106,10 @@ def test_a_run_that_does_not_train_fails(report):
     assert report.failures == []
     report.training({"ranks": 5.1, "alone": 5.0}, 2, 1)
     said = "; ".join(report.failures)
-    assert all(words in said for words in ("2 parameters did not train", "1 parameters differ", "differ by 2.00 %"))
+    assert all(
+        words in said
+        for words in ("2 parameters did not train", "1 parameters differ", "differ by 2.00 %")
+    )
 
 
 def faulty_tools(directory, old, new, launcher=("", "")):
@@ -109,22 +127,37 @@ def faulty_tools(directory, old, new, launcher=("", "")):
 @pytest.mark.parametrize(
     "fault,said",
     [
-        ("raise RuntimeError('no more')", "rank 1: RuntimeError: no more, in: collective: making the dispatcher"),
-        ("os.kill(os.getpid(), 9)", "rank 1 ended with exit code -9, in: collective: making the dispatcher"),
+        (
+            "raise RuntimeError('no more')",
+            "rank 1: RuntimeError: no more, in: collective: making the dispatcher",
+        ),
+        (
+            "os.kill(os.getpid(), 9)",
+            "rank 1 ended with exit code -9, in: collective: making the dispatcher",
+        ),
         (
             "open(HUNG, 'w').close(); time.sleep(600)",
             "rank 1 was stopped after 2 s, in: collective: making the dispatcher",
         ),
     ],
 )
-def test_a_rank_that_fails_dies_or_hangs_is_named_and_what_was_found_is_printed(tmp_path, fault, said):
-    line, hung, hangs = "    dispatcher, why = world.dispatcher(kind)\n", tmp_path / "hung", "HUNG" in fault
+def test_a_rank_that_fails_dies_or_hangs_is_named_and_what_was_found_is_printed(
+    tmp_path, fault, said
+):
+    line, hung, hangs = (
+        "    dispatcher, why = world.dispatcher(kind)\n",
+        tmp_path / "hung",
+        "HUNG" in fault,
+    )
     fault = fault.replace("HUNG", repr(str(hung)))
     # Two seconds from when it hangs, however long a slow machine took to come there.
     clock = "    deadline = time.monotonic() + timeout\n"
     late = f"    while not Path({str(hung)!r}).exists():\n        time.sleep(0.05)\n{clock}"
     program = faulty_tools(
-        tmp_path, line, f"    if world.rank == 1:\n        {fault}\n{line}", (clock, late) if hangs else ("", "")
+        tmp_path,
+        line,
+        f"    if world.rank == 1:\n        {fault}\n{line}",
+        (clock, late) if hangs else ("", ""),
     )
     started = time.monotonic()
     code, figures, _ = run("--steps", "0", "--timeout", "2" if hangs else "200", program=program)
@@ -160,7 +193,11 @@ def alive(pid):
 
 
 def test_ranks_get_a_whitelisted_environment(smoke):
-    switches = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    switches = {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
     foreign = {
         "RANK": "3",
         "WORLD_SIZE": "8",
@@ -168,7 +205,10 @@ def test_ranks_get_a_whitelisted_environment(smoke):
         "http_proxy": "x",
         "PADDLE_TRAINERS_NUM": "2",
     }
-    assert smoke.passed_environment({**switches, **foreign, "PATH": "/bin"}) == {**switches, "PATH": "/bin"}
+    assert smoke.passed_environment({**switches, **foreign, "PATH": "/bin"}) == {
+        **switches,
+        "PATH": "/bin",
+    }
 
 
 def test_too_few_gpus_are_said(smoke, monkeypatch, capsys):
@@ -178,7 +218,9 @@ def test_too_few_gpus_are_said(smoke, monkeypatch, capsys):
 
 
 def test_warm_up_covers_every_precision(smoke, monkeypatch):
-    """After it nothing may be compiled: what rank 0 asks for must be the plan of FP8 and that of BF16, for a rank's experts."""
+    """After it nothing may be compiled: what rank 0 asks for must be the plan of FP8 and that of
+    BF16, for a rank's experts.
+    """
     import multicard_layer
 
     asked = []
@@ -194,6 +236,8 @@ def test_warm_up_covers_every_precision(smoke, monkeypatch):
     world.rank, world.size, world.on_gpu, world.device = 0, 2, True, "cuda:0"
     names = world.warm_up(smoke.PRECISIONS)
     assert {sizes for sizes, _ in asked} == {(8, 3072, 1536, "cuda:0")}
-    assert {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "flush", "aggregate"} <= set(names)
+    assert {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "flush", "aggregate"} <= set(
+        names
+    )
     if missing_package() is None:
         assert {"bf16_up", "bf16_down", "bf16_dgated", "bf16_wgrad_up"} <= set(names)

@@ -22,7 +22,9 @@ def corpus(text: Path) -> Corpus:
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Small tensors gain nothing from threads, and parallel test workers would take turns at barriers."""
+    """Small tensors gain nothing from threads, and parallel test workers would take turns at
+    barriers.
+    """
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,5 @@
-"""One rank of a training world: runs the scenarios named on the command line and leaves what it saw in `<out>/<scenario>/`.
+"""One rank of a training world: runs the scenarios named on the command line and leaves what it saw
+in `<out>/<scenario>/`.
 
 Arguments: framework, text, directory, then `scenario=port` for each scenario in turn.
 """
@@ -37,7 +38,10 @@ def scenario_config(name, framework="torch"):
     """The run's settings; a single process uses them with ep 1."""
     ep, precision, micro_batches, _, _ = SCENARIOS[name]
     return run_config(
-        framework=framework, precision=precision, ep=ep, train={"batch_size": BATCH, "micro_batches": micro_batches}
+        framework=framework,
+        precision=precision,
+        ep=ep,
+        train={"batch_size": BATCH, "micro_batches": micro_batches},
     )
 
 
@@ -45,7 +49,9 @@ def run_scenario(name, framework, corpus, directory, parallel=None):
     """Train, recording the reduced gradients of the first step."""
     config = scenario_config(name, framework)
     if parallel is None:
-        config = run_config(**{**config.__dict__, "model": config.model, "ep": 1, "train": config.train.__dict__})
+        config = run_config(
+            **{**config.__dict__, "model": config.model, "ep": 1, "train": config.train.__dict__}
+        )
     *_, stop_after, resume = SCENARIOS[name]
     trainer = (Trainer.resume if resume else Trainer.start)(config, corpus, directory, parallel)
     if resume:
@@ -57,14 +63,22 @@ def run_scenario(name, framework, corpus, directory, parallel=None):
 
 
 def record_gradients(learner):
-    """A dictionary that the first optimizer step fills: every rank's gradients, reduced and not yet clipped."""
+    """A dictionary that the first optimizer step fills: every rank's gradients, reduced and not yet
+    clipped.
+    """
     seen, reduce = {}, learner._reduce_gradients
 
     def watched():
         reduce()
         if not seen:
-            attribute = "main_grad" if hasattr(next(iter(learner.parameters.values())), "main_grad") else "grad"
-            local = {n: np.array(getattr(p, attribute).numpy()) for n, p in learner.parameters.items()}
+            attribute = (
+                "main_grad"
+                if hasattr(next(iter(learner.parameters.values())), "main_grad")
+                else "grad"
+            )
+            local = {
+                n: np.array(getattr(p, attribute).numpy()) for n, p in learner.parameters.items()
+            }
             seen.update(gather_state(local, learner.parallel, learner.model.num_experts))
 
     learner._reduce_gradients = watched

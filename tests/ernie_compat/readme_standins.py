@@ -1,6 +1,8 @@
-"""What the README's snippets assume is there: ERNIE's, Fleet's, PaddleFormers' and Paddle's objects by their real names, small.
+"""What the README's snippets assume is there: ERNIE's, Fleet's, PaddleFormers' and Paddle's objects
+by their real names, small.
 
-Runs under Paddle, in a process of its own. `Model` stands for a model whose single MoE layer is a node.
+Runs under Paddle, in a process of its own. `Model` stands for a model whose single MoE layer is a
+node.
 """
 
 from __future__ import annotations
@@ -24,16 +26,22 @@ class Expert(paddle.nn.Layer):
 
 
 class MOELayer(paddle.nn.Layer):
-    """ERNIE-4.5's MoE layer: gate, experts of all ranks, a token dispatcher whose manager holds what was delivered."""
+    """ERNIE-4.5's MoE layer: gate, experts of all ranks, a token dispatcher whose manager holds
+    what was delivered.
+    """
 
-    def __init__(self, gate, experts, layer_idx, shared_experts=None, group=None, recompute=False, k=2):
+    def __init__(
+        self, gate, experts, layer_idx, shared_experts=None, group=None, recompute=False, k=2
+    ):
         super().__init__()
         self.gate, self.layer_idx, self.group, self.k = gate, layer_idx, group, k
         self.experts = paddle.nn.LayerList(experts)
         self.token_dispatcher = SimpleNamespace(_comm_manager=SimpleNamespace())
 
     def forward(self, hidden_states):
-        scores, indices = paddle.topk(paddle.nn.functional.softmax(self.gate(hidden_states), -1), self.k, axis=-1)
+        scores, indices = paddle.topk(
+            paddle.nn.functional.softmax(self.gate(hidden_states), -1), self.k, axis=-1
+        )
         local = [expert is not None for expert in self.experts]
         place = np.where(local, np.cumsum(local) - 1, -1)
         manager = self.token_dispatcher._comm_manager
@@ -67,7 +75,9 @@ class Model(paddle.nn.Layer):
 
 
 class Trainer:
-    """PaddleFormers' order: backwards, reduction and scaling, on_optimizer_begin, optimizer, on_optimizer_end."""
+    """PaddleFormers' order: backwards, reduction and scaling, on_optimizer_begin, optimizer,
+    on_optimizer_end.
+    """
 
     def __init__(self, model, optimizer, reduce):
         self.model, self.optimizer, self.reduce, self.callbacks = model, optimizer, reduce, []
@@ -94,7 +104,13 @@ class PipelineParallel:
         self.model, self.reduce = model, reduce
 
     def train_batch(
-        self, data, optimizer, lr_scheduler=None, scaler=None, loss_fn_idx=0, return_micro_batch_loss=False
+        self,
+        data,
+        optimizer,
+        lr_scheduler=None,
+        scaler=None,
+        loss_fn_idx=0,
+        return_micro_batch_loss=False,
     ):
         losses = [self.model(batch) for batch in data]
         for loss in losses:
@@ -112,7 +128,13 @@ def make_batches(count):
     for _ in range(count):
         ids = np.stack([rng.permutation(EXPERTS)[:TOPK] for _ in range(TOKENS)])
         x = rng.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-        made.append((paddle.to_tensor(x), paddle.to_tensor(ids), paddle.to_tensor(rng.random(ids.shape, np.float32))))
+        made.append(
+            (
+                paddle.to_tensor(x),
+                paddle.to_tensor(ids),
+                paddle.to_tensor(rng.random(ids.shape, np.float32)),
+            )
+        )
     return made
 
 
@@ -128,7 +150,9 @@ class Rig:
         self.model = Model(self.node, experts)
         for parameter in self.model.parameters():
             parameter.main_grad = paddle.zeros(parameter.shape, dtype="float32")
-        self.optimizer = MixPrecisionOptimizer(paddle.optimizer.AdamW(1e-2, parameters=self.model.parameters()))
+        self.optimizer = MixPrecisionOptimizer(
+            paddle.optimizer.AdamW(1e-2, parameters=self.model.parameters())
+        )
         self.reduced = 0.0
 
     def reduce(self):

@@ -1,4 +1,6 @@
-"""A model small enough for tests, text to train it on, and how to reach a framework that this process does not hold."""
+"""A model small enough for tests, text to train it on, and how to reach a framework that this
+process does not hold.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,24 @@ from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SIZES = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16)
+SIZES = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_experts=4,
+    topk=2,
+    intermediate_size=32,
+    seq_len=16,
+)
 SIZE_OPTIONS = "--hidden 32 --layers 2 --heads 2 --experts 4 --topk 2 --intermediate 32 --seq-len 16 --batch 4".split()  # noqa: SIM905
 SENTENCES = "the node adds, the router picks; every expert learns what the others leave. {} tokens went by.\n"
 
 
 def train_config(**changes: Any) -> TrainConfig:
     """Four sequences a step, no checkpoint but the last."""
-    return TrainConfig(**{"steps": 6, "batch_size": 4, "checkpoint_every": 0, "eval_batches": 1, **changes})
+    return TrainConfig(
+        **{"steps": 6, "batch_size": 4, "checkpoint_every": 0, "eval_batches": 1, **changes}
+    )
 
 
 def run_config(**changes: Any) -> RunConfig:
@@ -41,7 +53,9 @@ def write_text(directory: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """The caller's, with the checkout importable and one computing thread, so that parallel test workers do not trip over each other."""
+    """The caller's, with the checkout importable and one computing thread, so that parallel test
+    workers do not trip over each other.
+    """
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
@@ -51,19 +65,25 @@ def environment() -> dict[str, str]:
 
 
 def run_train(*arguments: str, preload: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m sonicmoe.cli.train ARGUMENTS` to its end; with the framework that they name, or `preload`, imported already."""
+    """`python -m sonicmoe.cli.train ARGUMENTS` to its end; with the framework that they name, or
+    `preload`, imported already.
+    """
     command = ["-m", "sonicmoe.cli.train", *arguments]
     named = arguments[arguments.index("--framework") + 1] if "--framework" in arguments else None
     return run_python(command, preload or named)
 
 
 def run_python(command: list[str], framework: str | None) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` to its end, forked from a process that has imported `framework` unless that is None."""
+    """`python COMMAND` to its end, forked from a process that has imported `framework` unless that
+    is None.
+    """
     return preloaded.run(framework, command, environment(), ROOT, timeout=300)
 
 
 def run_program(program: str, *arguments: str, framework: str | None = None) -> Any:
-    """Run Python source in a process of its own and return the JSON of its last line of output; `framework` as in `run_python`."""
+    """Run Python source in a process of its own and return the JSON of its last line of output;
+    `framework` as in `run_python`.
+    """
     result = run_python(["-c", program, *arguments], framework)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
@@ -74,7 +94,10 @@ def first_steps(framework: str, precision: str, text: str | Path) -> dict[str, A
     corpus, train = load_corpus([text]), train_config()
     learner = make_learner(framework, SIZES, train, precision, "auto")
     held_out = learner.evaluate(corpus.held_out_batch(0, train.batch_size, SIZES.seq_len))
-    results = [learner.train_step(corpus.batch(step, train.batch_size, SIZES.seq_len, 0), 1e-2) for step in range(1, 5)]
+    results = [
+        learner.train_step(corpus.batch(step, train.batch_size, SIZES.seq_len, 0), 1e-2)
+        for step in range(1, 5)
+    ]
     return {
         "held_out": held_out,
         "loss": [r.loss for r in results],
@@ -83,6 +106,8 @@ def first_steps(framework: str, precision: str, text: str | Path) -> dict[str, A
         "norm": [r.grad_norm for r in results],
         "counts": results[0].expert_counts.tolist(),
         "shapes": {
-            name: list(a.shape) for name, a in learner.state().items() if name.startswith(("weight/", "moment"))
+            name: list(a.shape)
+            for name, a in learner.state().items()
+            if name.startswith(("weight/", "moment"))
         },
     }

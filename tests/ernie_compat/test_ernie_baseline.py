@@ -12,7 +12,14 @@ from ernie_compat import trainer as trainer_module
 from ernie_compat.checkpoint import CheckpointError, read_header
 from ernie_compat.corpus import Corpus
 from ernie_compat.learner import StepResult, engine_in_use, make_learner
-from ernie_compat.trainer import CHECKPOINT_NAME, FULL_PRECISION, MAIN, Trainer, TrainingError, baseline_for
+from ernie_compat.trainer import (
+    CHECKPOINT_NAME,
+    FULL_PRECISION,
+    MAIN,
+    Trainer,
+    TrainingError,
+    baseline_for,
+)
 from sonicmoe.errors import ConfigError, EngineUnavailableError
 
 
@@ -23,7 +30,11 @@ class Recorded:
 
     def __init__(self, precision: str, engine: str, loss: float = 2.0) -> None:
         self.precision, self.loss = precision, loss
-        self.engine = {"fp8": "hopper", "bf16": "bf16"}.get(precision, "reference") if engine == "auto" else engine
+        self.engine = (
+            {"fp8": "hopper", "bf16": "bf16"}.get(precision, "reference")
+            if engine == "auto"
+            else engine
+        )
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
         return StepResult(self.loss, 1.0, 1.0, 1.0, np.ones((1, SIZES.num_experts), dtype=np.int64))
@@ -57,7 +68,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bf16", "auto", None, ("fp32", "reference")),
     ],
 )
-def test_baseline_and_its_engine(corpus: Corpus, tmp_path: Path, precision, engine, against, wanted) -> None:
+def test_baseline_and_its_engine(
+    corpus: Corpus, tmp_path: Path, precision, engine, against, wanted
+) -> None:
     config = run_config(precision=precision, engine=engine, compare=True, against=against)
     trainer = Trainer.start(config, corpus, tmp_path)
     twin = trainer.learners[FULL_PRECISION]
@@ -75,16 +88,25 @@ def test_baseline_for() -> None:
     }  # fmt: skip
 
 
-def test_the_bf16_twin_is_the_bf16_run_and_times_are_its_own(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_bf16_twin_is_the_bf16_run_and_times_are_its_own(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     alone = Trainer.start(run_config(precision="bf16"), corpus, tmp_path / "alone")
-    compared = Trainer.start(run_config(compare=True, against="bf16"), corpus, tmp_path / "compared")
+    compared = Trainer.start(
+        run_config(compare=True, against="bf16"), corpus, tmp_path / "compared"
+    )
     assert alone.train() and compared.train()
     assert [r.full_precision_loss for r in compared.records] == [r.loss for r in alone.records]
     assert all(r.full_precision_seconds > 0 and r.seconds > 0 for r in compared.records)
     summary, own = compared.summary(), alone.summary()
     assert summary["loss_end_full_precision"] == own["loss_end"] != summary["loss_end"]
     assert summary["held_out_loss_full_precision"] == own["held_out_loss"]
-    assert own["loss_end_full_precision"] is own["seconds_per_step_full_precision"] is own["against"] is None
+    assert (
+        own["loss_end_full_precision"]
+        is own["seconds_per_step_full_precision"]
+        is own["against"]
+        is None
+    )
 
 
 def test_a_resumed_run_keeps_its_baseline(corpus: Corpus, tmp_path: Path) -> None:
@@ -100,7 +122,9 @@ def test_a_resumed_run_keeps_its_baseline(corpus: Corpus, tmp_path: Path) -> Non
 def test_a_twin_that_diverges_stops_the_run(corpus: Corpus, tmp_path: Path) -> None:
     trainer = Trainer.start(run_config(compare=True), corpus, tmp_path)
     trainer.learners[FULL_PRECISION].loss = float("nan")
-    with pytest.raises(TrainingError, match=r"step 1: loss nan, gradient norm 1\.0 of the run in full precision"):
+    with pytest.raises(
+        TrainingError, match=r"step 1: loss nan, gradient norm 1\.0 of the run in full precision"
+    ):
         trainer.train()
 
 

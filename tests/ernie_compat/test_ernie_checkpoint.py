@@ -17,7 +17,10 @@ from ernie_compat.checkpoint import (
     save_checkpoint,
 )
 
-ARRAYS = {"main/weight/x": np.arange(6, dtype=np.float32).reshape(2, 3), "main/steps/x": np.float32(3) * np.ones(())}
+ARRAYS = {
+    "main/weight/x": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "main/steps/x": np.float32(3) * np.ones(()),
+}
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -34,7 +37,9 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
-def test_a_failure_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_a_failure_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     path = tmp_path / "checkpoint.npz"
     save_checkpoint(path, {"step": 1}, ARRAYS)
     before = path.read_bytes()
@@ -92,7 +97,10 @@ def test_unknown_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("arrays", "message"),
     [
         ({"b": np.zeros(2)}, "no array 'a'"),
-        ({"a": np.zeros((3, 2)), "b": np.zeros(2)}, r"'a' has shape \(3, 2\); the model needs \(2, 3\)"),
+        (
+            {"a": np.zeros((3, 2)), "b": np.zeros(2)},
+            r"'a' has shape \(3, 2\); the model needs \(2, 3\)",
+        ),
         ({"a": np.zeros((2, 3)), "b": np.zeros(2), "c": np.zeros(1)}, "'c' has no place"),
     ],
 )

@@ -80,7 +80,9 @@ def test_reading_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFix
     (tmp_path / "c").write_bytes(b"c" * 60)
     with caplog.at_level("WARNING", logger="sonicmoe"):
         corpus = load_corpus([tmp_path], max_bytes=100)
-    assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == b"a" * 60 + b"\0" + b"b" * 40
+    assert (
+        np.concatenate([corpus.train, corpus.held_out]).tobytes() == b"a" * 60 + b"\0" + b"b" * 40
+    )
     assert "passes 100 bytes" in caplog.text
 
 

@@ -1,4 +1,6 @@
-"""The main job on a GPU, small: FP8 on the Hopper engine beside BF16, launched without waiting, the same bits again."""
+"""The main job on a GPU, small: FP8 on the Hopper engine beside BF16, launched without waiting, the
+same bits again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ pytestmark = pytest.mark.gpu
 
 E, H, I = 8, 512, 384
 MODEL = replace(
-    SIZES, hidden_size=H, num_layers=3, num_heads=4, num_experts=E, topk=4, intermediate_size=I, seq_len=128
+    SIZES,
+    hidden_size=H,
+    num_layers=3,
+    num_heads=4,
+    num_experts=E,
+    topk=4,
+    intermediate_size=I,
+    seq_len=128,
 )
 SCHEDULE = {"steps": 12, "batch_size": 8, "micro_batches": 2, "lr": 5e-4}
 
@@ -29,7 +38,9 @@ SCHEDULE = {"steps": 12, "batch_size": 8, "micro_batches": 2, "lr": 5e-4}
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     for precision in ("fp8", "bf16"):
-        assert warmup_jit(E, H, I, "cuda", config=node_config(precision, "auto"), jobs=os.cpu_count()).complete
+        assert warmup_jit(
+            E, H, I, "cuda", config=node_config(precision, "auto"), jobs=os.cpu_count()
+        ).complete
 
 
 @pytest.fixture
@@ -37,14 +48,20 @@ def config() -> RunConfig:
     return run_config(model=MODEL, precision="fp8", engine="hopper", compare=True, train=SCHEDULE)
 
 
-def test_compared_with_bf16_on_its_engine(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:
+def test_compared_with_bf16_on_its_engine(
+    config: RunConfig, corpus: Corpus, tmp_path: Path
+) -> None:
     trainer = Trainer.start(config, corpus, tmp_path)
     assert {name: learner.engine for name, learner in trainer.learners.items()} == {
         MAIN: "hopper", FULL_PRECISION: "bf16",
     }  # fmt: skip
     assert trainer.train()
     summary = trainer.summary()
-    assert (summary["engine_used"], summary["against"], summary["engine_full_precision"]) == ("hopper", "bf16", "bf16")
+    assert (summary["engine_used"], summary["against"], summary["engine_full_precision"]) == (
+        "hopper",
+        "bf16",
+        "bf16",
+    )
     assert trainer.records[-1].loss < trainer.records[0].loss - 1.0
     assert 0 < summary["loss_gap"] < 0.03  # of a loss that still halves every few steps
     for name in (MAIN, FULL_PRECISION):
@@ -53,7 +70,9 @@ def test_compared_with_bf16_on_its_engine(config: RunConfig, corpus: Corpus, tmp
         }
 
 
-def test_stopped_and_resumed_it_ends_with_the_same_bits(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:
+def test_stopped_and_resumed_it_ends_with_the_same_bits(
+    config: RunConfig, corpus: Corpus, tmp_path: Path
+) -> None:
     whole, first = (Trainer.start(config, corpus, tmp_path / name) for name in ("whole", "parts"))
     assert whole.train() and not first.train(should_stop=lambda: first.step >= 7)
     second = Trainer.resume(config, corpus, tmp_path / "parts")
@@ -62,7 +81,9 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(config: RunConfig, corpu
         assert (ours.loss, ours.full_precision_loss) == (wanted.loss, wanted.full_precision_loss)
     for name in (MAIN, FULL_PRECISION):
         states = [trainer.learners[name].state() for trainer in (second, whole)]
-        assert [key for key in states[0] if not np.array_equal(states[0][key], states[1][key])] == []
+        assert [
+            key for key in states[0] if not np.array_equal(states[0][key], states[1][key])
+        ] == []
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])

@@ -1,4 +1,6 @@
-"""The watch between ranks: every way a rank can end reaches every other rank once, and no good end does."""
+"""The watch between ranks: every way a rank can end reaches every other rank once, and no good end
+does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ernie_compat.liveness import RankWatch
-from ernie_compat.parallel import Launch, RankLayout, SingleProcess, on_rank, read_launch, whole_shapes
+from ernie_compat.parallel import (
+    Launch,
+    RankLayout,
+    SingleProcess,
+    on_rank,
+    read_launch,
+    whole_shapes,
+)
 from ernie_compat.rank_guard import RankGuard
 from sonicmoe.errors import ConfigError
 
@@ -107,8 +116,18 @@ def test_one_rank_guards_nothing():
         raise ValueError("as it was")
 
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1"}
-PADDLE = {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": "h0:6070,h1:6071"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1",
+}
+PADDLE = {
+    "PADDLE_TRAINER_ID": "1",
+    "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_TRAINER_ENDPOINTS": "h0:6070,h1:6071",
+}
 
 
 def test_launchers_are_read():
@@ -128,7 +147,9 @@ def test_layout():
     assert list(layout.local_experts(16)) == [4, 5, 6, 7]
     with pytest.raises(ConfigError, match="--ep is 3 and there are 8 ranks"):
         RankLayout(Launch(world_size=8), 3)
-    with pytest.raises(ConfigError, match=r"--ep is 2 and there is 1 rank; .* start it with torchrun"):
+    with pytest.raises(
+        ConfigError, match=r"--ep is 2 and there is 1 rank; .* start it with torchrun"
+    ):
         RankLayout(Launch(), 2)
 
 

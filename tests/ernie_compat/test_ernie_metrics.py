@@ -42,7 +42,9 @@ def test_smoothing_is_the_mean_of_what_is_there() -> None:
 def test_loss_gap_is_the_mean_relative_difference_of_the_tail() -> None:
     reference = [2.0] * 8
     assert loss_gap(reference, reference) == 0
-    assert loss_gap([9.0] * 6 + [2.02, 1.96], reference, window=1, tail=0.25) == pytest.approx((0.01 + 0.02) / 2)
+    assert loss_gap([9.0] * 6 + [2.02, 1.96], reference, window=1, tail=0.25) == pytest.approx(
+        (0.01 + 0.02) / 2
+    )
     assert loss_gap([2.2] * 8, reference) == pytest.approx(0.1)
     assert loss_gap([1.8] * 8, reference) == pytest.approx(0.1)  # better is a gap too
     with pytest.raises(ValueError, match="3 and 8 steps"):
@@ -104,7 +106,9 @@ def test_loss_plot_shows_both_curves_and_the_gap(tmp_path: Path) -> None:
     first, second = colours(alone), colours(both)
     assert min(first.shape[:2]) > 500 and min(second.shape[:2]) > 500
     for image, blue, orange, red in ((first, True, False, False), (second, True, True, True)):
-        drawn = [share_near(image, colour) > 2e-4 for colour in ("tab:blue", "tab:orange", "tab:red")]
+        drawn = [
+            share_near(image, colour) > 2e-4 for colour in ("tab:blue", "tab:orange", "tab:red")
+        ]
         assert drawn == [blue, orange, red]
     dark = (first.max(axis=-1) < 0.3).mean()
     assert dark > 2e-3  # axes, ticks and labels
@@ -115,7 +119,8 @@ def test_load_plot_is_bright_where_an_expert_is_busy(tmp_path: Path) -> None:
     plot_expert_load([record(step) for step in range(1, 200)], path)
     image = colours(path)
     assert image.shape[0] > 500 and len(np.unique(image.reshape(-1, 3), axis=0)) > 50
-    # Loads relative to balance, of at most 2: layer 0 has 1.5, 0.75, 0.75; layer 1 has 0.6, 0.6, 1.8.
+    # Loads relative to balance, of at most 2: layer 0 has 1.5, 0.75, 0.75; layer 1 has 0.6, 0.6,
+    # 1.8.
     from matplotlib import colormaps
 
     for relative in (1.5, 0.75, 0.6, 1.8):

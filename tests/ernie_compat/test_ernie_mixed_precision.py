@@ -1,4 +1,6 @@
-"""What a GPU gets beside FP8 and BF16 experts: bf16 products around them. Run here on the host, where nothing else differs."""
+"""What a GPU gets beside FP8 and BF16 experts: bf16 products around them. Run here on the host,
+where nothing else differs.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ def learner(precision: str = "fp8") -> TorchLearner:
 @pytest.fixture
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(torch_backend, "dense_dtype_on", lambda device, precision: dense_dtype_on("cuda", precision))
+    monkeypatch.setattr(
+        torch_backend, "dense_dtype_on", lambda device, precision: dense_dtype_on("cuda", precision)
+    )
 
 
 def losses(made: TorchLearner, corpus: Corpus) -> list[float]:
-    return [made.train_step(corpus.batch(step, 4, SIZES.seq_len, 0), 1e-2).loss for step in range(1, 9)]
+    return [
+        made.train_step(corpus.batch(step, 4, SIZES.seq_len, 0), 1e-2).loss for step in range(1, 9)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,11 +53,22 @@ def test_only_the_wide_products_are_narrow() -> None:
     for name, module in made.decoder.named_modules():
         module.register_forward_hook(lambda _, inputs, out, name=name: seen.update({name: out}))
     made.decoder(torch.zeros(2, SIZES.seq_len, dtype=torch.int64))
-    narrow = {name for name, out in seen.items() if isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16}
+    narrow = {
+        name
+        for name, out in seen.items()
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
+    }
     attention = [
-        f"layers.{i}.attention{part}" for i in range(SIZES.num_layers) for part in ("", ".qkv_proj", ".o_proj")
+        f"layers.{i}.attention{part}"
+        for i in range(SIZES.num_layers)
+        for part in ("", ".qkv_proj", ".o_proj")
     ]
-    assert narrow == {*attention, "layers.0.mlp", "layers.0.mlp.up_gate_proj", "layers.0.mlp.down_proj"}
+    assert narrow == {
+        *attention,
+        "layers.0.mlp",
+        "layers.0.mlp.up_gate_proj",
+        "layers.0.mlp.down_proj",
+    }
     exact = {"embedding", "final_norm", "lm_head", "layers.1.mlp.router", "layers.1.mlp_norm"}
     assert all(seen[name].dtype == torch.float32 for name in exact)
 
@@ -60,11 +77,15 @@ def test_only_the_wide_products_are_narrow() -> None:
 def test_weights_gradients_and_moments_stay_fp32(corpus: Corpus) -> None:
     made = learner()
     losses(made, corpus)
-    tensors = [t for p in made.parameters.values() for t in (p, p.grad, *made.optimizer.state[p].values())]
+    tensors = [
+        t for p in made.parameters.values() for t in (p, p.grad, *made.optimizer.state[p].values())
+    ]
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
-def test_trains_as_fp32_products_do_and_the_same_bits_again(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trains_as_fp32_products_do_and_the_same_bits_again(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exact = losses(learner(), corpus)
     monkeypatch.setattr(torch_backend, "dense_dtype_on", lambda device, precision: torch.bfloat16)
     first, second = learner(), learner()
@@ -75,12 +96,20 @@ def test_trains_as_fp32_products_do_and_the_same_bits_again(corpus: Corpus, monk
 
 
 def test_one_copy_brings_every_figure_of_a_step(corpus: Corpus) -> None:
-    """`launch_step` is all of a step but the copy to the device before it and the one back after it."""
+    """`launch_step` is all of a step but the copy to the device before it and the one back after
+    it.
+    """
     tokens = corpus.batch(1, 4, SIZES.seq_len, 0)
     direct, launched = learner(), learner()
     result = direct.train_step(tokens, 1e-2)
     batches = [launched._inputs_and_targets(part) for part in np.split(tokens, 2)]
     figures = launched.launch_step(batches, 1e-2)
     assert figures.dtype == torch.float64 and figures.shape == (4 + SIZES.num_experts,)
-    wanted = [result.loss, result.aux_loss, result.z_loss, result.grad_norm, *result.expert_counts.reshape(-1)]
+    wanted = [
+        result.loss,
+        result.aux_loss,
+        result.z_loss,
+        result.grad_norm,
+        *result.expert_counts.reshape(-1),
+    ]
     assert figures.tolist() == wanted

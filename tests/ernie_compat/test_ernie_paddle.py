@@ -1,4 +1,6 @@
-"""The Paddle learner, in processes of its own: equal to its PyTorch twin, wired through `main_grad`, resumable bit for bit."""
+"""The Paddle learner, in processes of its own: equal to its PyTorch twin, wired through
+`main_grad`, resumable bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def test_twins_agree(text: Path) -> None:
         assert paddle_twin["held_out"] == pytest.approx(torch_twin["held_out"], rel=first)
         for name in ("loss", "aux", "z", "norm"):
             assert paddle_twin[name][0] == pytest.approx(torch_twin[name][0], rel=first), name
-        # Later steps see each framework's own optimizer: AdamW, clipping and decay must mean the same in both.
+        # Later steps see each framework's own optimizer: AdamW, clipping and decay must mean the
+        # same in both.
         assert paddle_twin["loss"] == pytest.approx(torch_twin["loss"], rel=later)
         assert max(paddle_twin["loss"]) - min(paddle_twin["loss"]) > 0.1
 

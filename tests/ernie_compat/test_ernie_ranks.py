@@ -1,4 +1,6 @@
-"""Training over ranks: the single process's numbers, any number of ranks after any other, and the end of a rank."""
+"""Training over ranks: the single process's numbers, any number of ranks after any other, and the
+end of a rank.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,14 @@ def world(text, alone, tmp_path_factory) -> Path:
     for name in SCENARIOS:
         (directory / name).mkdir()
     shutil.copy(alone("half")[0] / CHECKPOINT_NAME, directory / "resumed" / CHECKPOINT_NAME)
-    scenarios = [f"{name}={port}" for name, port in zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True)]
-    run_world(lambda rank: [WORKER, "torch", text, directory, *scenarios], torchrun_variables(WORLD), "torch")
+    scenarios = [
+        f"{name}={port}" for name, port in zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True)
+    ]
+    run_world(
+        lambda rank: [WORKER, "torch", text, directory, *scenarios],
+        torchrun_variables(WORLD),
+        "torch",
+    )
     return directory
 
 
@@ -92,7 +100,9 @@ def test_four_ranks_train_as_one(world, alone, name):
     losses = losses_of(world / name)
     assert losses[0] == pytest.approx(wanted[0], rel=FIRST_STEP)
     assert losses == pytest.approx(wanted, rel=LATER) and len(losses) == 6
-    assert_same_gradients(arrays(world / name / "gradients.npz"), arrays(directory / "gradients.npz"))
+    assert_same_gradients(
+        arrays(world / name / "gradients.npz"), arrays(directory / "gradients.npz")
+    )
     ours, theirs = (arrays(path / CHECKPOINT_NAME) for path in (world / name, directory))
     assert {n: a.shape for n, a in ours.items()} == {n: a.shape for n, a in theirs.items()}
 
@@ -104,7 +114,10 @@ def test_repeated_runs_are_bit_identical(world):
 
 
 def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
-    saved, loaded = arrays(alone("half")[0] / CHECKPOINT_NAME), arrays(world / "resumed" / "loaded.npz")
+    saved, loaded = (
+        arrays(alone("half")[0] / CHECKPOINT_NAME),
+        arrays(world / "resumed" / "loaded.npz"),
+    )
     assert {f"main/{name}": array.tobytes() for name, array in loaded.items()} == {
         name: array.tobytes() for name, array in saved.items()
     }
@@ -119,20 +132,34 @@ def test_four_ranks_checkpoint_resumes_in_one_process(world, alone, text, tmp_pa
     assert {name.removeprefix("main/"): array.tobytes() for name, array in saved.items()} == {
         name: array.tobytes() for name, array in loaded.items()
     }
-    assert [record.loss for record in trainer.records][-3:] == pytest.approx(alone("ep1")[1][3:], rel=LATER)
+    assert [record.loss for record in trainer.records][-3:] == pytest.approx(
+        alone("ep1")[1][3:], rel=LATER
+    )
 
 
 def wait_for(condition, seconds, processes):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        assert all(process.poll() is None for process in processes), [p.communicate()[1] for p in processes]
+        assert all(process.poll() is None for process in processes), [
+            p.communicate()[1] for p in processes
+        ]
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_stops_the_others_with_one_line(text, tmp_path, victim):
-    options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
+    options = [
+        *SIZE_OPTIONS,
+        "--framework",
+        "torch",
+        "--ep",
+        "2",
+        "--steps",
+        "100000",
+        "--checkpoint-every",
+        "3",
+    ]
     command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
     processes = start_world(lambda rank: command, torchrun_variables(2), "torch")
     checkpoint = tmp_path / CHECKPOINT_NAME
@@ -167,7 +194,17 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
         "--master-port",
         str(free_ports(1)[0]),
     ]
-    command = [*torchrun, "-m", "sonicmoe", "train", *SIZE_OPTIONS, "--framework", "torch", "--data", str(text)]
+    command = [
+        *torchrun,
+        "-m",
+        "sonicmoe",
+        "train",
+        *SIZE_OPTIONS,
+        "--framework",
+        "torch",
+        "--data",
+        str(text),
+    ]
     out = ["--steps", "3", "--out", str(tmp_path), "--json"]
     result = subprocess.run(
         [*command, "--ep", "2", *out],
@@ -181,7 +218,10 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["ranks"] == 2 and summary["steps"] == 3 and np.isfinite(summary["held_out_loss"])
-    assert result.stderr.count("step 3/3") == 1 and "2 ranks (2 expert-parallel x 1 data-parallel)" in result.stderr
+    assert (
+        result.stderr.count("step 3/3") == 1
+        and "2 ranks (2 expert-parallel x 1 data-parallel)" in result.stderr
+    )
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".png") == [
         CHECKPOINT_NAME,
         "metrics.jsonl",
@@ -207,16 +247,31 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
     results = finish(start_world(lambda rank: refused, variables, "torch"), 120)
     assert [code for code, _, _ in results] == [2, 2]
     assert results[1][2] == "" and results[0][2].count("\n") == 1
-    assert "--ep is 3 and there are 2 ranks; needed: a number of ranks that is a multiple of --ep" in results[0][2]
+    assert (
+        "--ep is 3 and there are 2 ranks; needed: a number of ranks that is a multiple of --ep"
+        in results[0][2]
+    )
 
 
 def test_interrupted_ranks_save_one_checkpoint_together(text, tmp_path):
-    options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
+    options = [
+        *SIZE_OPTIONS,
+        "--framework",
+        "torch",
+        "--ep",
+        "2",
+        "--steps",
+        "100000",
+        "--checkpoint-every",
+        "3",
+    ]
     command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
     processes = start_world(lambda rank: command, torchrun_variables(2), "torch")
     try:
         wait_for((tmp_path / CHECKPOINT_NAME).exists, 120, processes)
-        processes[1].send_signal(signal.SIGINT)  # one rank alone: the other must not wait for it in vain
+        processes[1].send_signal(
+            signal.SIGINT
+        )  # one rank alone: the other must not wait for it in vain
         results = finish(processes, 120)
     finally:
         for process in processes:
@@ -228,13 +283,23 @@ def test_interrupted_ranks_save_one_checkpoint_together(text, tmp_path):
 
 @pytest.mark.paddle
 def test_paddle_ranks_train_as_one(text, alone, tmp_path):
-    """Two expert-parallel groups of two processes each of Paddle's CPU build (gloo) against one process of its PyTorch twin."""
+    """Two expert-parallel groups of two processes each of Paddle's CPU build (gloo) against one
+    process of its PyTorch twin.
+    """
     directory, wanted = alone("ep2 micro")
     (tmp_path / "ep2 micro").mkdir()
-    run_world(lambda rank: [WORKER, "paddle", text, tmp_path, "ep2 micro=0"], paddle_variables(WORLD), "paddle")
+    run_world(
+        lambda rank: [WORKER, "paddle", text, tmp_path, "ep2 micro=0"],
+        paddle_variables(WORLD),
+        "paddle",
+    )
     losses = losses_of(tmp_path / "ep2 micro")
-    assert losses[0] == pytest.approx(wanted[0], rel=1e-5) and losses == pytest.approx(wanted, rel=1e-4)
-    actual, golden = (arrays(path / "gradients.npz") for path in (tmp_path / "ep2 micro", directory))
+    assert losses[0] == pytest.approx(wanted[0], rel=1e-5) and losses == pytest.approx(
+        wanted, rel=1e-4
+    )
+    actual, golden = (
+        arrays(path / "gradients.npz") for path in (tmp_path / "ep2 micro", directory)
+    )
     assert sorted(actual) == sorted(golden)
     for name, gradient in golden.items():
         error = np.linalg.norm(actual[name] - gradient) / max(np.linalg.norm(gradient), 1e-30)
@@ -245,8 +310,18 @@ def test_paddle_ranks_train_as_one(text, alone, tmp_path):
 @pytest.mark.slow
 def test_paddle_launcher(text, tmp_path):
     script = tmp_path / "sonicmoe"
-    script.write_text("from sonicmoe.cli.main import main\nmain()\n")  # the installed console command
-    launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--backend", "gloo"]
+    script.write_text(
+        "from sonicmoe.cli.main import main\nmain()\n"
+    )  # the installed console command
+    launcher = [
+        sys.executable,
+        "-m",
+        "paddle.distributed.launch",
+        "--nproc_per_node",
+        "2",
+        "--backend",
+        "gloo",
+    ]
     command = [
         *launcher,
         "--log_dir",
@@ -259,7 +334,13 @@ def test_paddle_launcher(text, tmp_path):
     ]
     options = ["--ep", "2", "--steps", "2", "--data", str(text), "--out", str(tmp_path / "out")]
     result = subprocess.run(
-        [*command, *options], capture_output=True, text=True, check=False, env=environment(), cwd=ROOT, timeout=180
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        cwd=ROOT,
+        timeout=180,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

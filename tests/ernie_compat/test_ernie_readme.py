@@ -1,4 +1,6 @@
-"""Every snippet of ernie_compat/README.md runs, in order, in one Paddle process, and does what its text says."""
+"""Every snippet of ernie_compat/README.md runs, in order, in one Paddle process, and does what its
+text says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fused attention: the numbers of plain products, the same bits again, and a deterministic mode that is on for its kernels alone."""
+"""Fused attention: the numbers of plain products, the same bits again, and a deterministic mode
+that is on for its kernels alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ B, N, S, D = 2, 3, 40, 16
 
 
 def operands(dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v as slices of one projection, with the strides that the model's have, and a gradient for the result."""
+    """q, k, v as slices of one projection, with the strides that the model's have, and a gradient
+    for the result.
+    """
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(3, B, S, N, D, generator=generator).transpose(2, 3)
     dout = torch.randn(B, S, N, D, generator=generator).transpose(1, 2)
@@ -33,7 +37,9 @@ def results(attend, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 def test_result_and_gradients_are_those_of_plain_products(dtype: torch.dtype, bound: float) -> None:
-    for ours, exact in zip(results(repeatable_attention, dtype), results(plain, torch.float64), strict=True):
+    for ours, exact in zip(
+        results(repeatable_attention, dtype), results(plain, torch.float64), strict=True
+    ):
         assert ours.dtype == dtype and ours.shape == (B, N, S, D)
         assert float((ours.double() - exact).norm() / exact.norm()) < bound
 
@@ -45,7 +51,9 @@ def test_equal_calls_give_equal_bits() -> None:
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
 @pytest.mark.parametrize("filled", [True, False])
-def test_the_deterministic_mode_is_the_callers_again(before, filled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deterministic_mode_is_the_callers_again(
+    before, filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, fused, memory = [], F.scaled_dot_product_attention, torch.utils.deterministic
 
     def mode() -> tuple[bool, bool, bool]:
@@ -68,5 +76,6 @@ def test_the_deterministic_mode_is_the_callers_again(before, filled, monkeypatch
     finally:
         torch.use_deterministic_algorithms(False)
         memory.fill_uninitialized_memory = True
-    # Not merely a warning: the kernels read that as permission. Nobody pays for filled memory who did not ask for it.
+    # Not merely a warning: the kernels read that as permission. Nobody pays for filled memory who
+    # did not ask for it.
     assert seen == [(True, False, filled and before[0])] * 2

@@ -16,7 +16,14 @@ from ernie_compat.corpus import Corpus, CorpusError
 from ernie_compat.initial_weights import initial_weights, parameter_shapes
 from ernie_compat.learner import make_learner
 from ernie_compat.metrics import read_metrics
-from ernie_compat.trainer import CHECKPOINT_NAME, FULL_PRECISION, MAIN, METRICS_NAME, Trainer, TrainingError
+from ernie_compat.trainer import (
+    CHECKPOINT_NAME,
+    FULL_PRECISION,
+    MAIN,
+    METRICS_NAME,
+    Trainer,
+    TrainingError,
+)
 from sonicmoe.errors import EngineUnavailableError, FrameworkError
 
 
@@ -27,11 +34,16 @@ def trained(config, corpus: Corpus, directory: Path) -> Trainer:
 
 
 def arrays_of(directory: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in load_checkpoint(directory / CHECKPOINT_NAME)[1].items()}
+    return {
+        name: array.tobytes()
+        for name, array in load_checkpoint(directory / CHECKPOINT_NAME)[1].items()
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
-def test_loss_falls_and_every_parameter_learns(corpus: Corpus, tmp_path: Path, precision: str) -> None:
+def test_loss_falls_and_every_parameter_learns(
+    corpus: Corpus, tmp_path: Path, precision: str
+) -> None:
     config = run_config(precision=precision, train={"steps": 40, "lr": 1e-2})
     trainer = trained(config, corpus, tmp_path)
     losses = [record.loss for record in trainer.records]
@@ -43,7 +55,10 @@ def test_loss_falls_and_every_parameter_learns(corpus: Corpus, tmp_path: Path, p
 
 
 def test_precisions_differ_and_the_twin_is_the_fp32_run(corpus: Corpus, tmp_path: Path) -> None:
-    runs = {p: trained(run_config(precision=p), corpus, tmp_path / p).records for p in ("fp8", "bf16", "fp32")}
+    runs = {
+        p: trained(run_config(precision=p), corpus, tmp_path / p).records
+        for p in ("fp8", "bf16", "fp32")
+    }
     compared = trained(run_config(precision="fp8", compare=True), corpus, tmp_path / "compared")
     assert [r.full_precision_loss for r in compared.records] == [r.loss for r in runs["fp32"]]
     assert [r.loss for r in compared.records] == [r.loss for r in runs["fp8"]]
@@ -62,7 +77,9 @@ def test_equal_runs_are_equal_bit_for_bit(corpus: Corpus, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stop_after", [0, 3])
-def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(corpus: Corpus, tmp_path: Path, stop_after: int) -> None:
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(
+    corpus: Corpus, tmp_path: Path, stop_after: int
+) -> None:
     config = run_config(compare=True)
     whole = trained(config, corpus, tmp_path / "whole")
     first = Trainer.start(config, corpus, tmp_path / "parts")
@@ -75,11 +92,17 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(corpus: Corpus, tm
     assert arrays_of(tmp_path / "parts") == arrays_of(tmp_path / "whole")
 
 
-def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(corpus: Corpus, tmp_path: Path) -> None:
+def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     config = run_config(train={"checkpoint_every": 4})
     trainer = Trainer.start(config, corpus, tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(on_step=lambda record: (_ for _ in ()).throw(KeyboardInterrupt) if record.step == 5 else None)
+        trainer.train(
+            on_step=lambda record: (
+                (_ for _ in ()).throw(KeyboardInterrupt) if record.step == 5 else None
+            )
+        )
     assert read_header(tmp_path / CHECKPOINT_NAME)["step"] == 4
     assert [r.step for r in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3, 4, 5]
     assert Trainer.resume(config, corpus, tmp_path).train()
@@ -90,9 +113,15 @@ def test_micro_batches_accumulate_to_the_whole_batch(corpus: Corpus, tmp_path: P
     # The balance loss is a product of two batch means, so it alone depends on the split.
     model = replace(SIZES, aux_loss_coef=0.0)
     one = trained(run_config(model=model, precision="fp32"), corpus, tmp_path / "one")
-    four = trained(run_config(model=model, precision="fp32", train={"micro_batches": 4}), corpus, tmp_path / "four")
+    four = trained(
+        run_config(model=model, precision="fp32", train={"micro_batches": 4}),
+        corpus,
+        tmp_path / "four",
+    )
     assert [r.loss for r in four.records] == pytest.approx([r.loss for r in one.records], rel=1e-4)
-    assert [r.grad_norm for r in four.records] == pytest.approx([r.grad_norm for r in one.records], rel=1e-3)
+    assert [r.grad_norm for r in four.records] == pytest.approx(
+        [r.grad_norm for r in one.records], rel=1e-3
+    )
 
 
 def test_expert_load_counts_every_slot(corpus: Corpus) -> None:
@@ -106,7 +135,9 @@ def test_expert_load_counts_every_slot(corpus: Corpus) -> None:
 def test_parameters_are_named_as_the_initial_weights(corpus: Corpus) -> None:
     learner = make_learner("torch", SIZES, run_config().train, "fp8", "auto")
     weights = {
-        name.removeprefix("weight/"): a.shape for name, a in learner.state().items() if name.startswith("weight/")
+        name.removeprefix("weight/"): a.shape
+        for name, a in learner.state().items()
+        if name.startswith("weight/")
     }
     assert weights == parameter_shapes(SIZES)
 
@@ -137,11 +168,15 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus: Corpus, tmp_path
         ({"train": {"steps": 2}}, "at step 3, past the 2 steps"),
     ],
 )
-def test_resume_refuses_another_run_by_name(corpus: Corpus, tmp_path: Path, change: dict, message: str) -> None:
+def test_resume_refuses_another_run_by_name(
+    corpus: Corpus, tmp_path: Path, change: dict, message: str
+) -> None:
     trained(run_config(train={"steps": 3}), corpus, tmp_path)
     change = {"train": {}, **change}
     with pytest.raises(CheckpointError, match=message):
-        Trainer.resume(run_config(**{**change, "train": {"steps": 3, **change["train"]}}), corpus, tmp_path)
+        Trainer.resume(
+            run_config(**{**change, "train": {"steps": 3, **change["train"]}}), corpus, tmp_path
+        )
 
 
 def test_resume_refuses_arrays_that_contradict_their_header(corpus: Corpus, tmp_path: Path) -> None:
@@ -152,7 +187,8 @@ def test_resume_refuses_arrays_that_contradict_their_header(corpus: Corpus, tmp_
     arrays["main/weight/lm_head.weight"] = arrays["main/weight/lm_head.weight"][:, :100]
     save_checkpoint(path, {"step": header["step"], "config": header["config"]}, arrays)
     with pytest.raises(
-        CheckpointError, match=r"'weight/lm_head.weight' has shape \(32, 100\); the model needs \(32, 256\)"
+        CheckpointError,
+        match=r"'weight/lm_head.weight' has shape \(32, 100\); the model needs \(32, 256\)",
     ):
         Trainer.resume(config, corpus, tmp_path)
 

@@ -22,7 +22,9 @@ FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(text: Path, tmp_path: Path, framework: str) -> None:
+def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(
+    text: Path, tmp_path: Path, framework: str
+) -> None:
     out = tmp_path / "run"
     result = run_train(
         "--framework", framework, "--data", str(text), "--precision", "fp8", "--compare", "--steps", "25", "--lr", "0.01",
@@ -45,16 +47,23 @@ def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(text: Path, tmp_p
     records = read_metrics(out / "metrics.jsonl")
     assert [record.step for record in records] == list(range(1, 26))
     assert all(
-        record.full_precision_loss and record.tokens_per_s > 0 and len(record.expert_load[0]) == 4 for record in records
+        record.full_precision_loss and record.tokens_per_s > 0 and len(record.expert_load[0]) == 4
+        for record in records
     )
     assert read_header(out / "checkpoint.npz")["step"] == 25
     for name in ("loss.png", "expert_load.png"):
         content = (out / name).read_bytes()
         assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000
-    assert "step 25/25" in result.stderr and "tokens/s" in result.stderr and "Warning" not in result.stderr
+    assert (
+        "step 25/25" in result.stderr
+        and "tokens/s" in result.stderr
+        and "Warning" not in result.stderr
+    )
 
 
-def test_json_is_all_there_is_on_stdout_and_micro_batches_are_accepted(text: Path, tmp_path: Path) -> None:
+def test_json_is_all_there_is_on_stdout_and_micro_batches_are_accepted(
+    text: Path, tmp_path: Path
+) -> None:
     result = run_train(
         "--framework", "torch", "--data", str(text / "a.txt"), str(text / "b.txt"), "--steps", "2", "--micro-batches", "2",
         "--precision", "bf16", "--engine", "reference", "--json", "--out", str(tmp_path / "run"), *SIZE_OPTIONS,
@@ -88,10 +97,16 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     assert process.returncode == 130, stderr
     step = read_header(interrupted / "checkpoint.npz")["step"]
     assert 3 <= step < 40
-    assert f"interrupted at step {step}; checkpoint saved" in stderr and "Traceback" not in stderr and stdout == ""
+    assert (
+        f"interrupted at step {step}; checkpoint saved" in stderr
+        and "Traceback" not in stderr
+        and stdout == ""
+    )
     assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
 
-    resumed = run_train("--resume", "--out", str(interrupted), "--data", str(text), preload=framework)
+    resumed = run_train(
+        "--resume", "--out", str(interrupted), "--data", str(text), preload=framework
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming after step {step}" in resumed.stderr and "differs" not in resumed.stderr
     assert run_train(*options, "--out", str(whole)).returncode == 0
@@ -99,7 +114,10 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     assert {name: array.tobytes() for name, array in ends[0].items()} == {
         name: array.tobytes() for name, array in ends[1].items()
     }
-    losses = [[record.loss for record in read_metrics(path / "metrics.jsonl")] for path in (interrupted, whole)]
+    losses = [
+        [record.loss for record in read_metrics(path / "metrics.jsonl")]
+        for path in (interrupted, whole)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 40
 
 
@@ -123,7 +141,9 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
         (["--against", "bf16", "--no-compare"], "--against with --no-compare"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(text: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    text: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
     places = {name: tmp_path / name for name in ("empty", "short", "new", "damaged", "file")}
     places["empty"].mkdir()
     places["damaged"].mkdir()
@@ -149,27 +169,47 @@ def run_command_in_process(arguments: list[str]):
 
     from sonicmoe.cli.train import train
 
-    return CliRunner().invoke(train, ["--framework", "torch", *arguments] if "--resume" not in arguments else arguments)
+    return CliRunner().invoke(
+        train, ["--framework", "torch", *arguments] if "--resume" not in arguments else arguments
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the engine may run here")
 def test_unavailable_engine_is_one_line(text: Path, tmp_path: Path) -> None:
-    result = run_command_in_process(["--data", str(text), "--engine", "hopper", "--out", str(tmp_path), *SIZE_OPTIONS])
+    result = run_command_in_process(
+        ["--data", str(text), "--engine", "hopper", "--out", str(tmp_path), *SIZE_OPTIONS]
+    )
     assert result.exit_code == 2 and "hopper" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_vocabulary_mismatch_on_resume_is_one_line(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    result = run_train("--framework", "torch", "--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS)
+    result = run_train(
+        "--framework",
+        "torch",
+        "--data",
+        str(text),
+        "--steps",
+        "1",
+        "--out",
+        str(out),
+        *SIZE_OPTIONS,
+    )
     assert result.returncode == 0, result.stderr
     path = out / "checkpoint.npz"
     header, arrays = load_checkpoint(path)
     for key in ("weight", "moment1", "moment2"):
         arrays[f"main/{key}/embedding.weight"] = arrays[f"main/{key}/embedding.weight"][:128]
-    save_checkpoint(path, {name: value for name, value in header.items() if name != "format"}, arrays)
-    shape = run_command_in_process(["--resume", "--out", str(out), "--data", str(text), "--steps", "2"])
-    size = run_command_in_process(["--resume", "--out", str(out), "--data", str(text), "--hidden", "64"])
+    save_checkpoint(
+        path, {name: value for name, value in header.items() if name != "format"}, arrays
+    )
+    shape = run_command_in_process(
+        ["--resume", "--out", str(out), "--data", str(text), "--steps", "2"]
+    )
+    size = run_command_in_process(
+        ["--resume", "--out", str(out), "--data", str(text), "--hidden", "64"]
+    )
     for result, words in (
         (shape, "embedding.weight' has shape (128, 32); the model needs (256, 32)"),
         (size, "hidden_size = 32, this run 64"),
@@ -198,14 +238,22 @@ def test_fp8_of_the_environment_does_not_reach_the_twin(
     monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
     result = run_command_in_process([*arguments, "--out", str(flagged)])
     assert result.exit_code == 0
-    losses = [[record.loss for record in read_metrics(path / "metrics.jsonl")] for path in (plain, flagged)]
+    losses = [
+        [record.loss for record in read_metrics(path / "metrics.jsonl")]
+        for path in (plain, flagged)
+    ]
     assert losses[0] == losses[1]
 
 
 def test_importing_the_command_imports_no_framework() -> None:
     program = "import sys, sonicmoe.cli.train, ernie_compat.trainer; print({'torch', 'paddle'} & set(sys.modules))"
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+        cwd=ROOT,
     )
     assert result.stdout.strip() == "set()"
 
@@ -213,18 +261,36 @@ def test_importing_the_command_imports_no_framework() -> None:
 def test_other_text_on_resume_is_said(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert (
-        run_command_in_process(["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]).exit_code == 0
+        run_command_in_process(
+            ["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]
+        ).exit_code
+        == 0
     )
-    result = run_command_in_process(["--resume", "--out", str(out), "--data", str(text / "a.txt"), "--steps", "2"])
+    result = run_command_in_process(
+        ["--resume", "--out", str(out), "--data", str(text / "a.txt"), "--steps", "2"]
+    )
     assert result.exit_code == 0 and "the text differs" in result.stderr
 
 
 def test_against_implies_compare_and_the_summary_names_what_ran(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ["--data", str(text), "--steps", "2", "--against", "bf16", "--out", str(out), *SIZE_OPTIONS]
+    arguments = [
+        "--data",
+        str(text),
+        "--steps",
+        "2",
+        "--against",
+        "bf16",
+        "--out",
+        str(out),
+        *SIZE_OPTIONS,
+    ]
     result = run_command_in_process(arguments)
     assert result.exit_code == 0, result.stderr
-    assert "experts in fp8 on engine reference, compared with bf16 on engine reference" in result.stderr
+    assert (
+        "experts in fp8 on engine reference, compared with bf16 on engine reference"
+        in result.stderr
+    )
     assert "fp8 on reference  (full precision: bf16 on reference)" in result.stdout
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["engine_used"], summary["against"], summary["engine_full_precision"]) == (
@@ -237,7 +303,17 @@ def test_against_implies_compare_and_the_summary_names_what_ran(text: Path, tmp_
 
 
 def test_on_a_host_the_comparison_is_with_fp32(text: Path, tmp_path: Path) -> None:
-    arguments = ["--data", str(text), "--steps", "1", "--compare", "--json", "--engine", "reference", *SIZE_OPTIONS]
+    arguments = [
+        "--data",
+        str(text),
+        "--steps",
+        "1",
+        "--compare",
+        "--json",
+        "--engine",
+        "reference",
+        *SIZE_OPTIONS,
+    ]
     result = run_command_in_process([*arguments, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["against"] == "fp32"

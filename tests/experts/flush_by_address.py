@@ -1,4 +1,6 @@
-"""What `flush_gradients` of kernels/cuda/flush.cu does, on host memory: it sees addresses and formats, no tensors and no layouts."""
+"""What `flush_gradients` of kernels/cuda/flush.cu does, on host memory: it sees addresses and
+formats, no tensors and no layouts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ExpertWeights`: one native form whatever the source, lazy accumulators, in-place flush, caches that are neither stale nor rebuilt."""
+"""`ExpertWeights`: one native form whatever the source, lazy accumulators, in-place flush, caches
+that are neither stale nor rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class TestAccumulators:
         accumulators = weights.accumulators("cpu")
         assert weights.accumulators("cpu") is accumulators
         assert weights.allocated_gradient_bytes == 4 * (3 * 24 * 16 + 3 * 16 * 12)
-        assert all(held.dtype == torch.float32 and not numpy(held).any() for held in accumulators.tensors())
+        assert all(
+            held.dtype == torch.float32 and not numpy(held).any() for held in accumulators.tensors()
+        )
 
     def test_release(self):
         weights, _, _ = filled(per_expert_source(*weight_arrays()))
@@ -89,7 +93,12 @@ class TestAccumulators:
 
     def test_zeros_with_biases(self):
         accumulators = GradAccumulators.zeros(2, 6, 4, 3, True, "cpu")
-        assert [tuple(held.shape) for held in accumulators.tensors()] == [(2, 6, 4), (2, 4, 3), (2, 6), (2, 4)]
+        assert [tuple(held.shape) for held in accumulators.tensors()] == [
+            (2, 6, 4),
+            (2, 4, 3),
+            (2, 6),
+            (2, 4),
+        ]
         assert len(GradAccumulators.zeros(2, 6, 4, 3, False, "cpu").tensors()) == 2
 
 
@@ -126,7 +135,9 @@ class TestFlush:
         for weight in source.parameters():
             weight.main_grad = None
         ExpertWeights(source).flush()
-        assert all(weight.main_grad is None and weight.grad is None for weight in source.parameters())
+        assert all(
+            weight.main_grad is None and weight.grad is None for weight in source.parameters()
+        )
 
     @each_source
     def test_binds_a_main_grad_that_is_none_and_adds_afterwards(self, make):
@@ -141,11 +152,15 @@ class TestFlush:
         again.flush()
         for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
             np.testing.assert_array_equal(got, 2 * want)
-        assert all(weight.main_grad is kept for weight, kept in zip(source.parameters(), held, strict=True))
+        assert all(
+            weight.main_grad is kept for weight, kept in zip(source.parameters(), held, strict=True)
+        )
 
     @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (1, 4), (4, 1)])
     @each_source
-    def test_a_bound_main_grad_shares_no_memory_with_the_accumulators(self, make, hidden, intermediate):
+    def test_a_bound_main_grad_shares_no_memory_with_the_accumulators(
+        self, make, hidden, intermediate
+    ):
         source = make(*weight_arrays(2, hidden, intermediate))
         for weight in source.parameters():
             weight.main_grad = None
@@ -164,7 +179,10 @@ class TestFlush:
         for got, want in zip(gradients_of(source, "grad"), (dw1, dw2), strict=True):
             np.testing.assert_allclose(got, 2 * want, rtol=2**-7 if dtype == "bfloat16" else 1e-6)
         assert all(weight.grad.dtype == weight.dtype for weight in source.parameters())
-        assert not any(hasattr(weight, "main_grad") and weight.main_grad is not None for weight in source.parameters())
+        assert not any(
+            hasattr(weight, "main_grad") and weight.main_grad is not None
+            for weight in source.parameters()
+        )
 
     def test_a_slice_of_a_fused_buffer_is_filled_and_its_neighbours_stay(self):
         source = per_expert_source(*weight_arrays())
@@ -181,7 +199,9 @@ class TestFlush:
         weights, dw1, dw2 = filled(source)
         weights.flush()
         np.testing.assert_array_equal(numpy(buffer)[~used], 9.0)
-        np.testing.assert_array_equal(numpy(buffer)[used], np.concatenate([a.ravel() for a in (*dw1, *dw2)]))
+        np.testing.assert_array_equal(
+            numpy(buffer)[used], np.concatenate([a.ravel() for a in (*dw1, *dw2)])
+        )
 
     def test_a_rebound_main_grad_is_read_anew(self):
         source = per_expert_source(*weight_arrays())
@@ -214,9 +234,14 @@ class TestFlush:
         main_grads = bind_main_grads(source)
         last = source.parameters()[-1]
         bad = np.zeros((12, 16) if wrong == "dtype" else (16, 12))
-        last.main_grad = tensor(bad, torch.float32).to(torch.bfloat16 if wrong == "dtype" else torch.float32)
+        last.main_grad = tensor(bad, torch.float32).to(
+            torch.bfloat16 if wrong == "dtype" else torch.float32
+        )
         weights, dw1, _ = filled(source)
-        with pytest.raises(DTypeError if wrong == "dtype" else ShapeError, match=r"main_grad (is bfloat16|has shape)"):
+        with pytest.raises(
+            DTypeError if wrong == "dtype" else ShapeError,
+            match=r"main_grad (is bfloat16|has shape)",
+        ):
             weights.flush()
         assert grad_enabled()
         assert weights.unflushed
@@ -297,7 +322,10 @@ class TestCaches:
     def test_a_new_pointer_is_found(self):
         up_gate, down = weight_arrays()
         modules = expert_modules(up_gate, down)
-        engine, weights = CountingEngine(), ExpertWeights(PerExpertParameters(modules, 3, 16, 12, SWIGLU))
+        engine, weights = (
+            CountingEngine(),
+            ExpertWeights(PerExpertParameters(modules, 3, 16, 12, SWIGLU)),
+        )
         weights.prepared(engine, PLAIN)
         kept = modules[1].down_proj.weight
         modules[1].down_proj.weight = parameter(np.float32(down[1]))
@@ -376,12 +404,16 @@ class TestBackwardsThatAreLate:
     @pytest.mark.parametrize("change", ["double", "double_and_step"])
     def test_overwritten_weights_are_refused(self, change):
         weights, prepared, updates = self.scenario(InPlaceEngine(), getattr(self, change))
-        with pytest.raises(RuntimeError, match="read by another forward, between this forward and its backward"):
+        with pytest.raises(
+            RuntimeError, match="read by another forward, between this forward and its backward"
+        ):
             weights.check_current(prepared, updates)
         weights.check_current(prepared, weights.updates)
 
     def test_a_step_without_a_change_is_none(self):
-        weights, prepared, updates = self.scenario(InPlaceEngine(), lambda weights, weight: weights.invalidate())
+        weights, prepared, updates = self.scenario(
+            InPlaceEngine(), lambda weights, weight: weights.invalidate()
+        )
         weights.check_current(prepared, updates)
 
     def test_an_engine_that_kept_the_old_ones_has_them(self):
@@ -390,7 +422,9 @@ class TestBackwardsThatAreLate:
 
 
 class TestOnAGpu:
-    """Where checksums would wait for the device: version counters, optimizer steps, and what is left under Paddle."""
+    """Where checksums would wait for the device: version counters, optimizer steps, and what is
+    left under Paddle.
+    """
 
     @pytest.fixture(autouse=True)
     def gpu(self, monkeypatch):

@@ -1,4 +1,6 @@
-"""The flush by one launch keeps every promise of the flush by plain operations; what no launch may serve together takes those."""
+"""The flush by one launch keeps every promise of the flush by plain operations; what no launch may
+serve together takes those.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import numpy as np
 import pytest
 from experts import test_expert_weights as plain
 from experts.flush_by_address import FlushByAddress
-from experts.weight_sources import SOURCES, SWIGLU, expert_modules, filled, per_expert_source, weight_arrays
+from experts.weight_sources import (
+    SOURCES,
+    SWIGLU,
+    expert_modules,
+    filled,
+    per_expert_source,
+    weight_arrays,
+)
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
 from sonicmoe import gradients
@@ -88,7 +97,9 @@ def test_freed_weights_get_their_gradients(make, bound, kernel):
     weights.flush()
     assert kernel.launches == 1
     for weight in source.parameters():
-        assert tuple(weight.main_grad.shape) == tuple(weight.shape) and numpy(weight.main_grad).any()
+        assert (
+            tuple(weight.main_grad.shape) == tuple(weight.shape) and numpy(weight.main_grad).any()
+        )
 
 
 def test_overlapping_destinations_are_added_one_after_the_other(kernel):
@@ -124,7 +135,9 @@ def test_shared_parameters_take_plain_operations(kernel):
     weights, _, dw2 = filled(source)
     weights.flush()
     assert kernel.launches == 0
-    np.testing.assert_allclose(numpy(source.parameters()[3].main_grad), dw2[0] + dw2[2], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        numpy(source.parameters()[3].main_grad), dw2[0] + dw2[2], rtol=1e-6, atol=1e-6
+    )
 
 
 @each_source
@@ -152,11 +165,17 @@ def test_sources_are_the_parameters_memory(make, activation):
     source = make(*weight_arrays(activation=activation), activation)
     weights = source.source()
     assert (weights.transposed, weights.split_half) == (True, activation is SWIGLU)
-    assert (weights.hidden_size, weights.n1, weights.intermediate_size) == (16, 24 if activation is SWIGLU else 12, 12)
+    assert (weights.hidden_size, weights.n1, weights.intermediate_size) == (
+        16,
+        24 if activation is SWIGLU else 12,
+        12,
+    )
     wanted = [data_ptr(weight) for weight in source.parameters()]
     if len(wanted) == 2:
         wanted = [
-            base + 4 * e * size for base, size in zip(wanted, (16 * weights.n1, 192), strict=True) for e in range(3)
+            base + 4 * e * size
+            for base, size in zip(wanted, (16 * weights.n1, 192), strict=True)
+            for e in range(3)
         ]
     assert [data_ptr(matrix) for matrix in (*weights.up, *weights.down)] == wanted
 

@@ -1,4 +1,6 @@
-"""Which kernel flushes gradients: what a passing error forced is not for ever, and a lock timeout reaches the caller."""
+"""Which kernel flushes gradients: what a passing error forced is not for ever, and a lock timeout
+reaches the caller.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def attempts(monkeypatch):
     gradients._kernel_on.cache_clear()
 
 
-@pytest.mark.parametrize("error", [CompileLockTimeout("waited 600 s"), CompileForbiddenError("forbidden")])
+@pytest.mark.parametrize(
+    "error", [CompileLockTimeout("waited 600 s"), CompileForbiddenError("forbidden")]
+)
 def test_what_is_promised_to_be_an_error_is_one_and_the_next_call_tries_again(error, attempts):
     attempts.append(error)
     with pytest.raises(type(error)):
@@ -43,7 +47,9 @@ def test_a_passing_error_does_not_decide_for_the_process(attempts, caplog):
         assert gradients._kernel_on("cuda:0") is None
         assert gradients._kernel_on("cuda:0") is None
         attempts.clear()
-        gradients._kernel_on._tentative["cuda:0"] = gradients._kernel_on._tentative["cuda:0"]._replace(again_at=0.0)
+        gradients._kernel_on._tentative["cuda:0"] = gradients._kernel_on._tentative[
+            "cuda:0"
+        ]._replace(again_at=0.0)
         assert gradients._kernel_on("cuda:0") == "kernel"
     warned, told = caplog.records
     assert warned.getMessage().endswith("flushed by plain tensor operations: CUDA out of memory")

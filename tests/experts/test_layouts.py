@@ -57,7 +57,9 @@ def test_w1(lead, hidden, intermediate, gated):
         for i in range(intermediate):
             if gated:
                 np.testing.assert_array_equal(got[..., 2 * i, h], user[..., h, i])
-                np.testing.assert_array_equal(got[..., 2 * i + 1, h], user[..., h, intermediate + i])
+                np.testing.assert_array_equal(
+                    got[..., 2 * i + 1, h], user[..., h, intermediate + i]
+                )
             else:
                 np.testing.assert_array_equal(got[..., i, h], user[..., h, i])
     assert native.is_contiguous()
@@ -92,7 +94,9 @@ def test_bias(lead, half):
 @pytest.mark.parametrize("hidden", [1, 3])
 @pytest.mark.parametrize("name", ["split_half_from_native_w1", "user_w2_from_native"])
 def test_user_gradients_are_fresh_at_every_size(half, hidden, name):
-    """An axis of one element makes a transpose contiguous as it is; the result must be a copy even so, the source is zeroed later."""
+    """An axis of one element makes a transpose contiguous as it is; the result must be a copy even
+    so, the source is zeroed later.
+    """
     gated = [(True,), (False,)] if name == "split_half_from_native_w1" else [()]
     for more in gated:
         native = tensor_of(np.ones((2 * half, hidden) if more == (True,) else (half, hidden)))
@@ -102,8 +106,12 @@ def test_user_gradients_are_fresh_at_every_size(half, hidden, name):
 
 
 def test_gate_and_up_are_not_exchanged():
-    """[g0 g1 | u0 u1] becomes g0 u0 g1 u1: the concatenated layout read as interleaved would be nonsense without an error."""
-    native = layouts.native_w1_from_split_half(tensor_of(np.array([[10.0, 11.0, 20.0, 21.0]])), True)
+    """[g0 g1 | u0 u1] becomes g0 u0 g1 u1: the concatenated layout read as interleaved would be
+    nonsense without an error.
+    """
+    native = layouts.native_w1_from_split_half(
+        tensor_of(np.array([[10.0, 11.0, 20.0, 21.0]])), True
+    )
     assert numpy(native).ravel().tolist() == [10, 20, 11, 21]
 
 
@@ -117,4 +125,6 @@ def test_stack_copies():
     parts = [tensor_of(numbered((2, 3)) + k) for k in range(3)]
     stacked = layouts.stack(parts)
     parts[1].zero_()
-    np.testing.assert_array_equal(numpy(stacked), np.stack([numbered((2, 3)) + k for k in range(3)]))
+    np.testing.assert_array_equal(
+        numpy(stacked), np.stack([numbered((2, 3)) + k for k in range(3)])
+    )

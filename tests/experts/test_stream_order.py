@@ -41,7 +41,8 @@ def streams(monkeypatch):
         order.leave()
 
     cuda = SimpleNamespace(
-        is_current_stream_capturing=lambda: here.capturing, current_stream=lambda device: Stream(here.current)
+        is_current_stream_capturing=lambda: here.capturing,
+        current_stream=lambda device: Stream(here.current),
     )
     monkeypatch.setattr(stream_order, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
     monkeypatch.setattr(stream_order, "is_cuda", lambda tensor: True)
@@ -61,7 +62,11 @@ def test_each_change_waits_for_the_last_use(streams):
     order = StreamOrder()
     for handle in (0, 1, 1, 0, 2):
         streams.use(order, handle)
-    assert streams.log == ["1 waits for stream 0", "0 waits for event 2 of 1", "2 waits for event 3 of 0"]
+    assert streams.log == [
+        "1 waits for stream 0",
+        "0 waits for event 2 of 1",
+        "2 waits for event 3 of 0",
+    ]
 
 
 def test_a_capture_is_left_alone(streams):

@@ -1,4 +1,6 @@
-"""Both arrangements of the user's weights become one native form and get gradients in their own layout; others are refused."""
+"""Both arrangements of the user's weights become one native form and get gradients in their own
+layout; others are refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class TestSources:
         source = make(up_gate, down, activation, getattr(torch, dtype))
         w1, w2 = source.native()
         assert (tuple(w1.shape), tuple(w2.shape)) == source.native_shapes()
-        rounded = [numpy(tensor(a, torch.float32).to(getattr(torch, dtype))) for a in (up_gate, down)]
+        rounded = [
+            numpy(tensor(a, torch.float32).to(getattr(torch, dtype))) for a in (up_gate, down)
+        ]
         order = native_order(up_gate.shape[2], is_glu(activation))
         np.testing.assert_array_equal(numpy(w1), rounded[0].transpose(0, 2, 1)[:, order])
         np.testing.assert_array_equal(numpy(w2), rounded[1].transpose(0, 2, 1))
@@ -45,7 +49,10 @@ class TestSources:
     @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.GELU], ids=lambda a: a.value)
     def test_both_sources_are_the_same_weights(self, activation):
         arrays = weight_arrays(activation=activation)
-        fused, per_expert = fused_source(*arrays, activation), per_expert_source(*arrays, activation)
+        fused, per_expert = (
+            fused_source(*arrays, activation),
+            per_expert_source(*arrays, activation),
+        )
         assert fused.native_shapes() == per_expert.native_shapes()
         for one, other in zip(fused.native(), per_expert.native(), strict=True):
             assert np.array_equal(numpy(one), numpy(other))
@@ -80,7 +87,9 @@ class TestSources:
     @pytest.mark.parametrize("n_experts", [2, 4])
     def test_wrong_number_of_experts(self, n_experts):
         modules = [*expert_modules(*weight_arrays()), None]
-        with pytest.raises(LayoutError, match=rf"3 local modules \(4 entries.*n_experts is {n_experts}"):
+        with pytest.raises(
+            LayoutError, match=rf"3 local modules \(4 entries.*n_experts is {n_experts}"
+        ):
             PerExpertParameters(modules, n_experts, 16, 12, SWIGLU)
 
     @pytest.mark.parametrize("name", ["up_gate_proj", "down_proj"])
@@ -95,22 +104,38 @@ class TestSources:
         modules[0].gate_proj = modules[0].up_proj = modules[0].up_gate_proj
         del modules[0].up_gate_proj
         with pytest.raises(
-            LayoutError, match=r"gate_proj.*up_proj.*fuse gate and up into one \[H, 2I\] weight, gate first"
+            LayoutError,
+            match=r"gate_proj.*up_proj.*fuse gate and up into one \[H, 2I\] weight, gate first",
         ):
             PerExpertParameters(modules, 3, 16, 12, SWIGLU)
 
     @pytest.mark.parametrize(
-        ("hidden", "intermediate", "activation"), [(15, 12, SWIGLU), (16, 13, SWIGLU), (16, 12, ActivationType.RELU)]
+        ("hidden", "intermediate", "activation"),
+        [(15, 12, SWIGLU), (16, 13, SWIGLU), (16, 12, ActivationType.RELU)],
     )
     def test_wrong_shapes(self, hidden, intermediate, activation):
-        with pytest.raises(ShapeError, match=r"experts\[0\]\.\w+\.weight has shape .*needed: \[\w+, \w+\] = "):
-            PerExpertParameters(expert_modules(*weight_arrays()), 3, hidden, intermediate, activation)
+        with pytest.raises(
+            ShapeError, match=r"experts\[0\]\.\w+\.weight has shape .*needed: \[\w+, \w+\] = "
+        ):
+            PerExpertParameters(
+                expert_modules(*weight_arrays()), 3, hidden, intermediate, activation
+            )
 
     def test_torch_linear_layout_is_refused(self):
-        """`[out, in]` weights, as PyTorch's Linear has them, have the wrong shape here and must not be read as right."""
+        """`[out, in]` weights, as PyTorch's Linear has them, have the wrong shape here and must not
+        be read as right.
+        """
         up_gate, down = weight_arrays()
-        with pytest.raises(ShapeError, match=r"has shape \(24, 16\); needed: \[H, 2I\] = \(16, 24\)"):
-            PerExpertParameters(expert_modules(up_gate.transpose(0, 2, 1), down.transpose(0, 2, 1)), 3, 16, 12, SWIGLU)
+        with pytest.raises(
+            ShapeError, match=r"has shape \(24, 16\); needed: \[H, 2I\] = \(16, 24\)"
+        ):
+            PerExpertParameters(
+                expert_modules(up_gate.transpose(0, 2, 1), down.transpose(0, 2, 1)),
+                3,
+                16,
+                12,
+                SWIGLU,
+            )
 
     @pytest.mark.parametrize(
         ("shape1", "shape2", "message"),
@@ -124,7 +149,11 @@ class TestSources:
     )
     def test_fused_shapes(self, shape1, shape2, message):
         with pytest.raises(ShapeError, match=message):
-            FusedParameters(parameter(np.zeros(shape1, np.float32)), parameter(np.zeros(shape2, np.float32)), SWIGLU)
+            FusedParameters(
+                parameter(np.zeros(shape1, np.float32)),
+                parameter(np.zeros(shape2, np.float32)),
+                SWIGLU,
+            )
 
     def test_dtype(self):
         modules = expert_modules(*weight_arrays())

@@ -32,18 +32,25 @@ def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed
     rng = np.random.default_rng(seed)
     width = intermediate * (2 if is_glu(activation) else 1)
     shapes = (experts, hidden, width), (experts, intermediate, hidden)
-    return tuple((rng.standard_normal(s) * 0.3).astype(np.float32).astype(np.float64) for s in shapes)
+    return tuple(
+        (rng.standard_normal(s) * 0.3).astype(np.float32).astype(np.float64) for s in shapes
+    )
 
 
 def expert_modules(up_gate, down, dtype=None):
     """One module per expert."""
-    as32 = [(np.asarray(u, np.float32), np.asarray(d, np.float32)) for u, d in zip(up_gate, down, strict=True)]
+    as32 = [
+        (np.asarray(u, np.float32), np.asarray(d, np.float32))
+        for u, d in zip(up_gate, down, strict=True)
+    ]
     return [Expert(parameter(u, dtype), parameter(d, dtype)) for u, d in as32]
 
 
 def fused_weights(up_gate, down, dtype=None):
     """Two stacked parameters."""
-    return parameter(np.asarray(up_gate, np.float32), dtype), parameter(np.asarray(down, np.float32), dtype)
+    return parameter(np.asarray(up_gate, np.float32), dtype), parameter(
+        np.asarray(down, np.float32), dtype
+    )
 
 
 def per_expert_source(up_gate, down, activation=SWIGLU, dtype=None):
@@ -59,11 +66,16 @@ SOURCES = {"per_expert": per_expert_source, "fused": fused_source}
 
 
 def filled(source, seed=7):
-    """`ExpertWeights` whose accumulators hold distinct gradients, and those as user-layout arrays `(dw1, dw2)`."""
+    """`ExpertWeights` whose accumulators hold distinct gradients, and those as user-layout arrays
+    `(dw1, dw2)`.
+    """
     weights = ExpertWeights(source)
     accumulators = weights.accumulators("cpu")
     rng = np.random.default_rng(seed)
-    native = [np.float32(rng.standard_normal(tuple(a.shape))) for a in (accumulators.dw1, accumulators.dw2)]
+    native = [
+        np.float32(rng.standard_normal(tuple(a.shape)))
+        for a in (accumulators.dw1, accumulators.dw2)
+    ]
     accumulators.dw1.add_(tensor(native[0]))
     accumulators.dw2.add_(tensor(native[1]))
     weights.note_backward()

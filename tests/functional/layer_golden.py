@@ -1,4 +1,6 @@
-"""A whole MoE layer in fp64: router, experts (`moe_golden`), load-balancing loss, and every gradient; and how tests build and run one."""
+"""A whole MoE layer in fp64: router, experts (`moe_golden`), load-balancing loss, and every
+gradient; and how tests build and run one.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,19 @@ AUX_WEIGHT = 0.3
 
 
 def make_layer(
-    activation=ActivationType.SWIGLU, *, experts=5, topk=2, hidden=32, intermediate=24, bias=False, idle=None, seed=0
+    activation=ActivationType.SWIGLU,
+    *,
+    experts=5,
+    topk=2,
+    hidden=32,
+    intermediate=24,
+    bias=False,
+    idle=None,
+    seed=0,
 ):
-    """fp32 layer with weights of unit gain; expert `idle` is never chosen by tokens of `make_tokens`."""
+    """fp32 layer with weights of unit gain; expert `idle` is never chosen by tokens of
+    `make_tokens`.
+    """
     torch.manual_seed(seed)
     moe = MoE(experts, topk, hidden, intermediate, activation, bias, std=1.0)
     with torch.no_grad():
@@ -68,7 +80,10 @@ def problem_of(w1, w2, b1, b2, activation, x, indices, probs, dout):
 def native_gradients(problem, result):
     """Weight gradients of a golden's result in native layout: dw1, dw2, db1, db2."""
     order = native_order(problem.up_gate.shape[2], problem.gated)
-    dw1, db1 = result.dw1.transpose(0, 2, 1)[:, order], None if result.db1 is None else result.db1[:, order]
+    dw1, db1 = (
+        result.dw1.transpose(0, 2, 1)[:, order],
+        None if result.db1 is None else result.db1[:, order],
+    )
     return dw1, result.dw2.transpose(0, 2, 1), db1, result.db2
 
 
@@ -79,7 +94,10 @@ def golden_layer(moe, x, dout):
     logits = x @ router.T
     indices = np.argsort(-logits, axis=-1, kind="stable")[:, : moe.top_k]
     probs = softmax(np.take_along_axis(logits, indices, -1))
-    weights = [native(weight) for weight in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)]
+    weights = [
+        native(weight)
+        for weight in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
+    ]
     problem = problem_of(*weights, moe.activation_function, x, indices, probs, dout)
     result = golden(problem)
 
@@ -88,7 +106,9 @@ def golden_layer(moe, x, dout):
     share = np.bincount(indices.ravel(), minlength=experts) / indices.size
     everywhere = softmax(logits)
     aux = experts * (everywhere.mean(0) * share).sum()
-    dlogits += AUX_WEIGHT * softmax_backward(everywhere, np.tile(experts * share / tokens, (tokens, 1)))
+    dlogits += AUX_WEIGHT * softmax_backward(
+        everywhere, np.tile(experts * share / tokens, (tokens, 1))
+    )
 
     dw1, dw2, db1, db2 = native_gradients(problem, result)
     gradients = {"x": result.dx + dlogits @ router, "router.weight": dlogits.T @ x}
@@ -97,12 +117,18 @@ def golden_layer(moe, x, dout):
 
 
 def run_layer(moe, x, dout, **options):
-    """`(out, aux, gradients by name)` of a layer, as `golden_layer` returns them but as tensors; leaves no gradient behind."""
+    """`(out, aux, gradients by name)` of a layer, as `golden_layer` returns them but as tensors;
+    leaves no gradient behind.
+    """
     x = x.detach().clone().requires_grad_()
     out, aux = moe(x, **options)
     named = {"x": x, **dict(moe.named_parameters())}
     loss = (out.float() * dout.float()).sum() + AUX_WEIGHT * aux
-    return out.detach(), aux.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    return (
+        out.detach(),
+        aux.detach(),
+        dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)),
+    )
 
 
 def flat(run):

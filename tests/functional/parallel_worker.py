@@ -1,4 +1,5 @@
-"""One of two ranks: trains a small MoE under DDP and FSDP2 and compares it with one process that sees both ranks' batches.
+"""One of two ranks: trains a small MoE under DDP and FSDP2 and compares it with one process that
+sees both ranks' batches.
 
 python parallel_worker.py RANK STORE_FILE
 """
@@ -47,16 +48,22 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def alone(use_fp8: bool) -> list[dict[str, torch.Tensor]]:
-    """Gradients and weights after every step of one process that accumulates over both ranks' batches."""
+    """Gradients and weights after every step of one process that accumulates over both ranks'
+    batches.
+    """
     moe = layer()
     optimizer, history = optimizer_of(moe), []
     for step in range(STEPS):
         for rank in range(RANKS):
             (loss_of(moe, step, rank, use_fp8) / RANKS).backward()
-        history.append({f"grad {name}": parameter.grad.clone() for name, parameter in moe.named_parameters()})
+        history.append(
+            {f"grad {name}": parameter.grad.clone() for name, parameter in moe.named_parameters()}
+        )
         optimizer.step()
         optimizer.zero_grad()
-        history[-1] |= {name: parameter.detach().clone() for name, parameter in moe.named_parameters()}
+        history[-1] |= {
+            name: parameter.detach().clone() for name, parameter in moe.named_parameters()
+        }
     return history
 
 
@@ -68,19 +75,25 @@ def check_training(wrap, rank: int, use_fp8: bool, compiled: bool) -> None:
     before = {name: whole(parameter) for name, parameter in moe.named_parameters()}
     for step, expected in enumerate(alone(use_fp8)):
         loss_of(forward, step, rank, use_fp8).backward()
-        found = {f"grad {name}": whole(parameter.grad) for name, parameter in moe.named_parameters()}
+        found = {
+            f"grad {name}": whole(parameter.grad) for name, parameter in moe.named_parameters()
+        }
         optimizer.step()
         optimizer.zero_grad()
         found |= {name: whole(parameter) for name, parameter in moe.named_parameters()}
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
         for name, old in before.items():
             assert not torch.equal(found[name], old), f"{name} did not train in step {step}"
         before = {name: found[name] for name in before}
 
 
 def check_changes_of_sharded_weights(rank: int) -> None:
-    """Gathered weights reappear in the same memory with the same version: copies prepared of them must not."""
+    """Gathered weights reappear in the same memory with the same version: copies prepared of them
+    must not.
+    """
     layers = [layer(seed) for seed in (0, 5)]
     moe = layer()
     fully_shard(moe, reshard_after_forward=True)
@@ -102,17 +115,29 @@ def check_expert_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     whole_layer = layer()
     x, dout = batch(0, 0)
-    indices = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:2] for t in range(len(x))])
+    indices = torch.stack(
+        [torch.randperm(E, generator=torch.Generator().manual_seed(t))[:2] for t in range(len(x))]
+    )
     probs = torch.softmax(torch.randn(len(x), 2, generator=torch.Generator().manual_seed(9)), -1)
-    weights = [whole_layer.c_fc.weight, whole_layer.c_proj.weight, whole_layer.c_fc.bias, whole_layer.c_proj.bias]
+    weights = [
+        whole_layer.c_fc.weight,
+        whole_layer.c_proj.weight,
+        whole_layer.c_fc.bias,
+        whole_layer.c_proj.bias,
+    ]
     expected = expert_mlp(x, indices, probs, *weights, whole_layer.activation_function)
     expected_gradients = torch.autograd.grad((expected * dout).sum(), weights)
 
-    sharded = [torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])) for weight in weights]
+    sharded = [
+        torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+        for weight in weights
+    ]
     first = rank * E // RANKS
     local_ids = indices - first  # negative, or at least E / 2: not here
     local_ids = torch.where(local_ids < 0, -1, local_ids)
-    out = expert_mlp(x, local_ids, probs, *(w.to_local() for w in sharded), whole_layer.activation_function)
+    out = expert_mlp(
+        x, local_ids, probs, *(w.to_local() for w in sharded), whole_layer.activation_function
+    )
     (out * dout).sum().backward()
     total = out.detach().clone()
     dist.all_reduce(total)

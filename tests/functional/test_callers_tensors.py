@@ -1,4 +1,6 @@
-"""Public calls of the PyTorch face never write into their caller's tensors; the node's suite has its own (tests/node/test_node_life.py)."""
+"""Public calls of the PyTorch face never write into their caller's tensors; the node's suite has
+its own (tests/node/test_node_life.py).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from framework import torch
 
 from sonicmoe import SonicMoEConfig
 
-CALLS = [(face, fp8) for face in FACES for fp8 in (False, True) if not (fp8 and face == "MoE, plain")]
+CALLS = [
+    (face, fp8) for face in FACES for fp8 in (False, True) if not (fp8 and face == "MoE, plain")
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -36,7 +40,15 @@ def test_the_node_writes_main_grad_alone(mode, options, spelling):
         lambda t: callers_tensors.storage_bytes(t)[2 * callers_tensors.MARGIN + 2].fill_(1),
         lambda t: setattr(t, "grad", torch.zeros_like(t)),
     ],
-    ids=["value", "version counter", "wants a gradient", "shape", "behind it", "between its elements", ".grad"],
+    ids=[
+        "value",
+        "version counter",
+        "wants a gradient",
+        "shape",
+        "behind it",
+        "between its elements",
+        ".grad",
+    ],
 )
 def test_the_snapshot_sees(change):
     tensor = spelled(torch.ones(3, 4, dtype=torch.bfloat16), "strided")

@@ -1,11 +1,24 @@
-"""Activation checkpointing around `MoE`: the same bits, forward run again, in eager and in compiled graphs."""
+"""Activation checkpointing around `MoE`: the same bits, forward run again, in eager and in compiled
+graphs.
+"""
 
 from __future__ import annotations
 
 import pytest
 from framework import torch
-from functional.layer_golden import AUX_WEIGHT, assert_close, assert_same_bits, make_layer, make_tokens, run_layer
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from functional.layer_golden import (
+    AUX_WEIGHT,
+    assert_close,
+    assert_same_bits,
+    make_layer,
+    make_tokens,
+    run_layer,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from sonicmoe import SonicMoEConfig
 
@@ -35,7 +48,9 @@ def test_forward_runs_again_with_the_same_bits(options, saves):
     moe, (x, dout) = make_layer(bias=True), batch()
     expected = run_layer(moe, x, dout, **options)
     saves.clear()
-    assert_same_bits(run_layer(Checkpointed(moe, use_reentrant=False), x, dout, **options), expected)
+    assert_same_bits(
+        run_layer(Checkpointed(moe, use_reentrant=False), x, dout, **options), expected
+    )
     assert saves == [True, True]
 
 
@@ -48,8 +63,14 @@ def test_reentrant(saves):
     found, found_aux = checkpoint(again, x, use_reentrant=True)
     ((found * dout).sum() + AUX_WEIGHT * found_aux).backward()
     assert saves == [False, True]
-    assert torch.equal(found, out) and torch.equal(found_aux, aux) and torch.equal(x.grad, gradients["x"])
-    assert all(torch.equal(parameter.grad, gradients[name]) for name, parameter in again.named_parameters())
+    assert (
+        torch.equal(found, out)
+        and torch.equal(found_aux, aux)
+        and torch.equal(x.grad, gradients["x"])
+    )
+    assert all(
+        torch.equal(parameter.grad, gradients[name]) for name, parameter in again.named_parameters()
+    )
 
 
 def test_under_an_activated_configuration():
@@ -72,11 +93,15 @@ def test_in_a_compiled_graph(options, selective, saves):
     moe, (x, dout) = make_layer(bias=True), batch()
     expected = run_layer(moe, x, dout, **options)
     torch._dynamo.reset()
-    graph = torch.compile(Checkpointed(moe, use_reentrant=False, **how), fullgraph=True, backend="aot_eager")
+    graph = torch.compile(
+        Checkpointed(moe, use_reentrant=False, **how), fullgraph=True, backend="aot_eager"
+    )
     saves.clear()
     x = x.clone().requires_grad_()
     out, aux = graph(x, **options)
     named = {"x": x, **dict(moe.named_parameters())}
     gradients = torch.autograd.grad((out * dout).sum() + AUX_WEIGHT * aux, list(named.values()))
-    assert_close((out.detach(), aux.detach(), dict(zip(named, gradients, strict=True))), expected, 1e-6)
+    assert_close(
+        (out.detach(), aux.detach(), dict(zip(named, gradients, strict=True))), expected, 1e-6
+    )
     assert len(saves) == (1 if selective else 2)

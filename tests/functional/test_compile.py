@@ -1,4 +1,6 @@
-"""`torch.compile(fullgraph=True)` of `MoE`: the eager layer's numbers, one graph for every batch, and never stale weights."""
+"""`torch.compile(fullgraph=True)` of `MoE`: the eager layer's numbers, one graph for every batch,
+and never stale weights.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ def run_compiled(moe, x, dout, backend="aot_eager", **options):
     out, aux = layer(x, **options)
     named = {"x": x, **dict(moe.named_parameters())}
     loss = (out.float() * dout.float()).sum() + AUX_WEIGHT * aux
-    return out.detach(), aux.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    return (
+        out.detach(),
+        aux.detach(),
+        dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)),
+    )
 
 
 @BACKENDS
@@ -58,7 +64,9 @@ def run_compiled(moe, x, dout, backend="aot_eager", **options):
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_numbers_of_the_eager_layer(backend, options, bias):
     moe, (x, dout) = make_layer(bias=bias, idle=2), tokens()
-    assert_close(run_compiled(moe, x, dout, backend, **options), run_layer(moe, x, dout, **options), 1e-6)
+    assert_close(
+        run_compiled(moe, x, dout, backend, **options), run_layer(moe, x, dout, **options), 1e-6
+    )
 
 
 @pytest.mark.parametrize("activation", ActivationType)
@@ -99,9 +107,13 @@ def test_no_tokens():
 
 
 def test_every_layer_of_a_deep_model_uses_its_own_weights():
-    """Layers share one code object, and past the compiler's limit of graphs per code object a full graph is refused."""
+    """Layers share one code object, and past the compiler's limit of graphs per code object a full
+    graph is refused.
+    """
     layers = [make_layer(seed=seed) for seed in range(12)]
-    graphs = [torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True) for layer in layers]
+    graphs = [
+        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True) for layer in layers
+    ]
     x, _ = tokens()
     for _ in range(2):
         for layer, graph in zip(layers, graphs, strict=True):
@@ -114,10 +126,15 @@ def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, optio
     """The experts' output requires no gradient; the router's, and with it the loss, still does."""
     moe, (x, _) = make_layer(), tokens()
     layer, x = torch.compile(moe, fullgraph=True, backend=backend), x.requires_grad_()
-    (out, aux), (expected, expected_aux) = (f(x, is_inference_mode=True, **options) for f in (layer, moe))
+    (out, aux), (expected, expected_aux) = (
+        f(x, is_inference_mode=True, **options) for f in (layer, moe)
+    )
     assert saves == [False, False] and not out.requires_grad and not expected.requires_grad
     assert torch.equal(out, expected)
-    gradients = (torch.autograd.grad((x * y).sum() + loss, x) for y, loss in ((out, aux), (expected, expected_aux)))
+    gradients = (
+        torch.autograd.grad((x * y).sum() + loss, x)
+        for y, loss in ((out, aux), (expected, expected_aux))
+    )
     torch.testing.assert_close(*gradients)
 
 
@@ -125,7 +142,11 @@ def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, optio
 @MODES
 def test_evaluation_differentiates_like_training(backend, options, saves):
     moe, (x, dout) = make_layer(bias=True).eval(), tokens()
-    assert_close(run_compiled(moe, x, dout, backend, **options), run_layer(moe.train(), x, dout, **options), 1e-6)
+    assert_close(
+        run_compiled(moe, x, dout, backend, **options),
+        run_layer(moe.train(), x, dout, **options),
+        1e-6,
+    )
     layer = torch.compile(moe.eval(), fullgraph=True, backend=backend)
     with torch.no_grad():
         assert not layer(x, **options)[0].requires_grad
@@ -150,7 +171,9 @@ def test_functional_layer():
     def call(x):
         w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
         biases = moe.c_fc.bias, moe.c_proj.bias
-        return moe_TC_softmax_topk_layer(x, moe.router.weight, w1, biases[0], w2, biases[1], 2, None, "geglu")[0]
+        return moe_TC_softmax_topk_layer(
+            x, moe.router.weight, w1, biases[0], w2, biases[1], 2, None, "geglu"
+        )[0]
 
     graph = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.equal(graph(x), call(x))
@@ -167,7 +190,11 @@ def test_functional_layer():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "compiled sgd"])
 def test_trains_like_the_eager_layer(backend, options, optimizer, prepared):
     def train(moe, layer):
-        sgd = torch.optim.AdamW(moe.parameters(), lr=0.05, fused=True) if "adamw" in optimizer else None
+        sgd = (
+            torch.optim.AdamW(moe.parameters(), lr=0.05, fused=True)
+            if "adamw" in optimizer
+            else None
+        )
         sgd = sgd or torch.optim.SGD(moe.parameters(), lr=0.1)
         step = torch.compile(sgd.step, backend="aot_eager") if "compiled" in optimizer else sgd.step
         x, dout = tokens()
@@ -186,7 +213,9 @@ def test_trains_like_the_eager_layer(backend, options, optimizer, prepared):
     for name, weight in graph.items():
         torch.testing.assert_close(weight, eager[name], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, start[name]), f"{name} never trained"
-    assert len(prepared) == (3 if options else 6), "once per step, for forward and backward together; not unquantised"
+    assert len(prepared) == (3 if options else 6), (
+        "once per step, for forward and backward together; not unquantised"
+    )
 
 
 @BACKENDS
@@ -226,7 +255,10 @@ def test_another_configuration_is_not_ignored():
     moe, (x, _) = make_layer(), tokens()
     layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
     expected = layer(x)[0]
-    with pytest.raises(ConfigError, match="not the one this graph was compiled under"), SETTINGS["int8 z"].activate():
+    with (
+        pytest.raises(ConfigError, match="not the one this graph was compiled under"),
+        SETTINGS["int8 z"].activate(),
+    ):
         layer(x)
     assert torch.equal(layer(x)[0], expected)
 
@@ -243,7 +275,8 @@ def test_the_argument_beats_the_configuration_in_graphs_too():
 def test_border_checks_speak_while_compiling():
     layer = torch.compile(make_layer(), fullgraph=True, backend="aot_eager")
     with pytest.raises(
-        (ShapeError, torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported), match="needed"
+        (ShapeError, torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported),
+        match="needed",
     ):
         layer(torch.zeros(3, 31))
 
@@ -258,19 +291,28 @@ def test_numbers_of_plans_are_the_same_in_every_process():
         "for fp8 in (True, False, None):\n"
         "    print(number_of(make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8)))\n"
     )
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    plans = [make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8) for fp8 in (True, False, None)]
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    plans = [
+        make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8)
+        for fp8 in (True, False, None)
+    ]
     assert [int(line) for line in process.stdout.split()] == [number_of(plan) for plan in plans]
     assert len({number_of(plan) for plan in plans}) == 3
 
 
 def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
-    """Settings are known where a layer was traced; a program that was loaded from a file names them only."""
+    """Settings are known where a layer was traced; a program that was loaded from a file names them
+    only.
+    """
     moe, (x, _) = make_layer(), tokens()
     program = torch.export.export(moe, (x,)).module()
     expected = program(x)[0]
     monkeypatch.setattr(compiled, "_plans", {})  # as in a new process
-    with pytest.raises(ConfigError, match=r"no plan \d+ in this process: .* trace the layer once here before"):
+    with pytest.raises(
+        ConfigError, match=r"no plan \d+ in this process: .* trace the layer once here before"
+    ):
         program(x)
     torch.compile(make_layer(seed=5), backend="eager")(x)
     assert torch.equal(program(x)[0], expected)
@@ -281,7 +323,9 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
 
 def operator_inputs(options, save=True, trained=True):
     moe, (x, _) = make_layer(bias=True), tokens()
-    indices = torch.rand(19, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices - 1  # -1 to 6, of 5 experts
+    indices = (
+        torch.rand(19, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices - 1
+    )  # -1 to 6, of 5 experts
     probs = torch.rand(19, 2, generator=torch.Generator().manual_seed(4)).requires_grad_(trained)
     plan = make_plan(ActivationType.SWIGLU, WeightLayout(), options.get("use_fp8"))
     weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
@@ -290,7 +334,9 @@ def operator_inputs(options, save=True, trained=True):
 
 @MODES
 def test_operators_keep_the_rules_of_the_library(options):
-    """Schema, fake tensors, autograd registration, and traced gradients against eager ones, sentinels included."""
+    """Schema, fake tensors, autograd registration, and traced gradients against eager ones,
+    sentinels included.
+    """
     torch.library.opcheck(torch.ops.sonicmoe.expert_mlp.default, operator_inputs(options))
 
 

@@ -1,4 +1,6 @@
-"""`moe_general_routing_inputs`: any sorted (token, expert, score) triples, the sentinels, the layouts and the border."""
+"""`moe_general_routing_inputs`: any sorted (token, expert, score) triples, the sentinels, the
+layouts and the border.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from sonicmoe.errors import ConfigError, DTypeError, LayoutError, RoutingError, 
 SWIGLU = ActivationType.SWIGLU
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 32, 24
 
-# Tokens that come not at all, once, many times, and twice to one expert; both sentinels, first and last.
+# Tokens that come not at all, once, many times, and twice to one expert; both sentinels, first and
+# last.
 TOKENS = [0, 0, 1, 3, 3, 3, 3, 3, 3, 4, 4, 6, 6, 6]
 EXPERT_IDS = [-1, 2, 0, 4, 1, 5, 0, 2, -1, 3, 3, 1, 99, 0]
 NUM_TOKENS = 8  # tokens 2, 5 and 7 have no triple
@@ -26,7 +29,12 @@ DROPPED = [i for i, e in enumerate(EXPERT_IDS) if not 0 <= e < EXPERTS]
 
 def views(moe):
     """The layer's weights as upstream takes them: `w1 [N1, H, E]`, `b1`, `w2 [H, I, E]`, `b2`."""
-    return moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias
+    return (
+        moe.c_fc.weight.permute(1, 2, 0),
+        moe.c_fc.bias,
+        moe.c_proj.weight.permute(1, 2, 0),
+        moe.c_proj.bias,
+    )
 
 
 def triples(dtype=torch.float32, index=torch.int64):
@@ -51,7 +59,9 @@ def padded(scores, tokens, experts, num_tokens):
 
 def golden_triples(moe, x, scores, tokens, experts, dout):
     """Golden `out` and gradients by name, in native layout."""
-    weights = [native(w) for w in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)]
+    weights = [
+        native(w) for w in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
+    ]
     indices, probs, places = padded(numpy(scores), tokens, experts, x.shape[0])
     problem = problem_of(*weights, moe.activation_function, numpy(x), indices, probs, numpy(dout))
     result = golden(problem)
@@ -64,15 +74,29 @@ def golden_triples(moe, x, scores, tokens, experts, dout):
 def run_triples(moe, x, scores, tokens, experts, dout, weights=None, **options):
     x = x.detach().clone().requires_grad_()
     out, frequency = moe_general_routing_inputs(
-        x, scores, tokens, experts, *(weights or views(moe)), EXPERTS, None, moe.activation_function, **options
+        x,
+        scores,
+        tokens,
+        experts,
+        *(weights or views(moe)),
+        EXPERTS,
+        None,
+        moe.activation_function,
+        **options,
     )
-    leaves = {"x": x, "scores": scores, **{n: p for n, p in moe.named_parameters() if n != "router.weight"}}
+    leaves = {
+        "x": x,
+        "scores": scores,
+        **{n: p for n, p in moe.named_parameters() if n != "router.weight"},
+    }
     gradients = torch.autograd.grad((out.float() * dout.float()).sum(), list(leaves.values()))
     return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}, frequency
 
 
 def compare(run, expected, bound, least_norm=0.0):
-    """Errors relative to the golden's norm, or to `least_norm` where little is left after cancellation."""
+    """Errors relative to the golden's norm, or to `least_norm` where little is left after
+    cancellation.
+    """
     assert set(run) == set(expected)
     for name, got in run.items():
         error = np.linalg.norm(numpy(got) - expected[name])
@@ -95,7 +119,9 @@ def test_against_the_golden(activation, bias, index):
 
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
 def test_dropped_triples_leave_no_trace(use_fp8):
-    """Poison where nothing may look: NaN scores of dropped triples reach neither output nor gradient, theirs is exactly 0."""
+    """Poison where nothing may look: NaN scores of dropped triples reach neither output nor
+    gradient, theirs is exactly 0.
+    """
     moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
     scores, tokens, experts = triples()
     kept = [i for i in range(len(TOKENS)) if i not in DROPPED]
@@ -117,7 +143,10 @@ def test_dropped_triples_leave_no_trace(use_fp8):
 def test_any_routing(data):
     num_tokens = data.draw(st.integers(0, 6), "tokens")
     pairs = st.tuples(st.integers(0, max(0, num_tokens - 1)), st.integers(-1, EXPERTS + 2))
-    drawn = sorted(data.draw(st.lists(pairs, max_size=12 if num_tokens else 0), "pairs"), key=lambda pair: pair[0])
+    drawn = sorted(
+        data.draw(st.lists(pairs, max_size=12 if num_tokens else 0), "pairs"),
+        key=lambda pair: pair[0],
+    )
     tokens, experts = [t for t, _ in drawn], [e for _, e in drawn]
     moe, x, dout = make_layer(), make_tokens(num_tokens, 32), make_tokens(num_tokens, 32, seed=2)
     scores = torch.linspace(-1, 2, len(drawn)).requires_grad_()
@@ -133,12 +162,16 @@ def test_no_triples(num_tokens, use_fp8):
     moe, x = make_layer(bias=True), make_tokens(num_tokens, 32)
     none = torch.zeros(0, dtype=torch.int64)
     with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
-        run, frequency = run_triples(moe, x, torch.zeros(0, requires_grad=True), none, none, torch.ones(num_tokens, 32))
+        run, frequency = run_triples(
+            moe, x, torch.zeros(0, requires_grad=True), none, none, torch.ones(num_tokens, 32)
+        )
     assert run["out"].shape == (num_tokens, 32) and run["scores"].shape == (0,)
     assert not any(value.any() for value in run.values()) and frequency.tolist() == [0] * EXPERTS
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]
+)
 def test_score_dtypes(dtype):
     moe, x, dout = make_layer(), make_tokens(8, 32), make_tokens(8, 32, seed=2)
     scores, tokens, experts = triples(dtype)
@@ -146,7 +179,9 @@ def test_score_dtypes(dtype):
     assert run["scores"].dtype == dtype and run["out"].dtype == torch.float32
     expected = golden_triples(moe, x, scores.detach(), TOKENS, EXPERT_IDS, dout)
     rounded = run.pop("scores")
-    assert relative_rmse(numpy(rounded), expected.pop("scores")) <= 2 * torch.finfo(dtype).eps + 1e-6
+    assert (
+        relative_rmse(numpy(rounded), expected.pop("scores")) <= 2 * torch.finfo(dtype).eps + 1e-6
+    )
     compare(run, expected, 2e-6)
 
 
@@ -196,7 +231,9 @@ def test_inference_keeps_nothing(saves):
     assert split.shape == x.shape
 
 
-@pytest.mark.parametrize("wanted", ["x", "scores", "c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
+@pytest.mark.parametrize(
+    "wanted", ["x", "scores", "c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"]
+)
 def test_one_wanted_gradient(wanted):
     """Frozen inputs get no gradient, and freezing them changes no bit of the others'."""
     moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
@@ -216,32 +253,76 @@ def ids(*values):
 
 
 REFUSED = {
-    "unsorted tokens": ({"token_indices": ids(0, 2, 1)}, RoutingError, "token_indices is not ascending"),
+    "unsorted tokens": (
+        {"token_indices": ids(0, 2, 1)},
+        RoutingError,
+        "token_indices is not ascending",
+    ),
     "token beyond x": ({"token_indices": ids(0, 1, 8)}, RoutingError, r"1 ids outside \[0, 8\)"),
     "negative token": ({"token_indices": ids(-2, -1, 3)}, RoutingError, r"2 ids outside \[0, 8\)"),
-    "fewer tokens": ({"token_indices": ids(0, 1)}, ShapeError, r"token_indices has shape \(2,\); router_scores \(3,\)"),
-    "more experts": ({"expert_indices": ids(0, 1, 2, 3)}, ShapeError, r"expert_indices has shape \(4,\)"),
-    "scores with two axes": ({"router_scores": torch.ones(3, 1)}, ShapeError, r"router_scores has shape \(3, 1\)"),
+    "fewer tokens": (
+        {"token_indices": ids(0, 1)},
+        ShapeError,
+        r"token_indices has shape \(2,\); router_scores \(3,\)",
+    ),
+    "more experts": (
+        {"expert_indices": ids(0, 1, 2, 3)},
+        ShapeError,
+        r"expert_indices has shape \(4,\)",
+    ),
+    "scores with two axes": (
+        {"router_scores": torch.ones(3, 1)},
+        ShapeError,
+        r"router_scores has shape \(3, 1\)",
+    ),
     "integer scores": ({"router_scores": ids(1, 1, 1)}, DTypeError, "router_scores is int64"),
     "float tokens": ({"token_indices": torch.zeros(3)}, DTypeError, "token_indices is float32"),
     "float experts": ({"expert_indices": torch.zeros(3)}, DTypeError, "expert_indices is float32"),
-    "wrong E": ({"E": 4}, ShapeError, r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts"),
+    "wrong E": (
+        {"E": 4},
+        ShapeError,
+        r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts",
+    ),
     "w1 of fewer experts": ({"w1": torch.zeros(48, 32, 4)}, ShapeError, "w1 .* needed: 5 experts"),
-    "w1 with two axes": ({"w1": torch.zeros(48, 5)}, ShapeError, r"w1 has shape \(48, 5\); needed: \[N1, H, E\]"),
-    "w1 of another width": ({"w1": torch.zeros(46, 32, 5)}, ShapeError, "w1 has 46 rows per expert"),
+    "w1 with two axes": (
+        {"w1": torch.zeros(48, 5)},
+        ShapeError,
+        r"w1 has shape \(48, 5\); needed: \[N1, H, E\]",
+    ),
+    "w1 of another width": (
+        {"w1": torch.zeros(46, 32, 5)},
+        ShapeError,
+        "w1 has 46 rows per expert",
+    ),
     "w2 of another hidden size": ({"w2": torch.zeros(16, 24, 5)}, ShapeError, "w2 has shape"),
-    "odd split-half": ({"w1": torch.zeros(47, 32, 5), "concat_layout": True}, LayoutError, "even number of rows"),
+    "odd split-half": (
+        {"w1": torch.zeros(47, 32, 5), "concat_layout": True},
+        LayoutError,
+        "even number of rows",
+    ),
     "one bias": ({"b1": torch.zeros(5, 48)}, ShapeError, "both or neither"),
-    "tokens of another hidden size": ({"x": torch.zeros(8, 16)}, ShapeError, r"x has shape \(8, 16\)"),
+    "tokens of another hidden size": (
+        {"x": torch.zeros(8, 16)},
+        ShapeError,
+        r"x has shape \(8, 16\)",
+    ),
     "double tokens": ({"x": torch.zeros(8, 32, dtype=torch.float64)}, DTypeError, "x is float64"),
     "integer tokens": ({"x": torch.zeros(8, 32, dtype=torch.int32)}, DTypeError, "x is int32"),
-    "tokens with three axes": ({"x": torch.zeros(2, 4, 32)}, ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
+    "tokens with three axes": (
+        {"x": torch.zeros(2, 4, 32)},
+        ShapeError,
+        r"x has shape \(2, 4, 32\); needed: \[T, H\]",
+    ),
     "unknown activation": (
         {"activation_type": "swish"},
         ConfigError,
         r"activation_type is 'swish'; needed: one of \['swiglu'",
     ),
-    "FP8 in words": ({"use_fp8": "off"}, ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
+    "FP8 in words": (
+        {"use_fp8": "off"},
+        ConfigError,
+        "use_fp8 is 'off'; needed: True, False or None",
+    ),
 }
 
 
@@ -249,7 +330,11 @@ REFUSED = {
 def test_refused(case):
     changes, error, message = REFUSED[case]
     w1, b1, w2, b2 = views(make_layer())
-    arguments = {"x": make_tokens(8, 32), "router_scores": torch.ones(3), "token_indices": ids(0, 0, 4)}
+    arguments = {
+        "x": make_tokens(8, 32),
+        "router_scores": torch.ones(3),
+        "token_indices": ids(0, 0, 4),
+    }
     arguments |= {"expert_indices": ids(0, 1, 2), "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     moe_general_routing_inputs(**arguments)
     with pytest.raises(error, match=message):
@@ -258,5 +343,8 @@ def test_refused(case):
 
 def test_validation_names_a_repeated_expert():
     moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
-    with SonicMoEConfig(validate_dispatch=True).activate(), pytest.raises(RoutingError, match="names expert 3 twice"):
+    with (
+        SonicMoEConfig(validate_dispatch=True).activate(),
+        pytest.raises(RoutingError, match="names expert 3 twice"),
+    ):
         moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))

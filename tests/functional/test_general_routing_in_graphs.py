@@ -1,4 +1,6 @@
-"""`moe_general_routing_inputs` where nothing may be read back: the width of the routing table given by the caller."""
+"""`moe_general_routing_inputs` where nothing may be read back: the width of the routing table given
+by the caller.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def batch():
 def test_the_width_changes_no_bit(most, use_fp8):
     moe, x, dout = batch()
     expected, frequency = run_triples(moe, x, *triples(), dout, use_fp8=use_fp8)
-    found, again = run_triples(moe, x, *triples(), dout, use_fp8=use_fp8, max_experts_per_token=most)
+    found, again = run_triples(
+        moe, x, *triples(), dout, use_fp8=use_fp8, max_experts_per_token=most
+    )
     assert torch.equal(frequency, again) and not found["scores"][DROPPED].any()
     for name, got in found.items():
         assert torch.equal(got, expected[name]), name
@@ -53,7 +57,9 @@ def test_use_fp8_beats_the_configuration():
     plain, _ = run_triples(moe, x, *triples(), dout)
     with SonicMoEConfig(fp8_mode="perf").activate():
         fp8, _ = run_triples(moe, x, *triples(), dout)
-        assert torch.equal(run_triples(moe, x, *triples(), dout, use_fp8=False)[0]["out"], plain["out"])
+        assert torch.equal(
+            run_triples(moe, x, *triples(), dout, use_fp8=False)[0]["out"], plain["out"]
+        )
     assert torch.equal(run_triples(moe, x, *triples(), dout, use_fp8=True)[0]["out"], fp8["out"])
     assert not torch.equal(fp8["out"], plain["out"])
 
@@ -73,9 +79,20 @@ def test_one_full_graph(backend, use_fp8):
     expected, frequency = run_triples(moe, x, *triples(), dout, **options)
     graph = torch.compile(moe_general_routing_inputs, fullgraph=True, backend=backend)
     x, (scores, tokens, experts) = x.clone().requires_grad_(), triples()
-    views = (moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias)
-    out, again = graph(x, scores, tokens, experts, *views, 5, None, moe.activation_function, **options)
-    leaves = {"x": x, "scores": scores, **{n: p for n, p in moe.named_parameters() if n != "router.weight"}}
+    views = (
+        moe.c_fc.weight.permute(1, 2, 0),
+        moe.c_fc.bias,
+        moe.c_proj.weight.permute(1, 2, 0),
+        moe.c_proj.bias,
+    )
+    out, again = graph(
+        x, scores, tokens, experts, *views, 5, None, moe.activation_function, **options
+    )
+    leaves = {
+        "x": x,
+        "scores": scores,
+        **{n: p for n, p in moe.named_parameters() if n != "router.weight"},
+    }
     gradients = torch.autograd.grad((out * dout).sum(), list(leaves.values()))
     assert torch.equal(frequency, again)
     for name, got in {"out": out, **dict(zip(leaves, gradients, strict=True))}.items():
@@ -95,11 +112,20 @@ def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
     """Where the call may not wait, by an assertion on the device (which the host raises at once)."""
     tokens, message = WRONG[case]
     moe, x, _ = batch()
-    views = (moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias)
+    views = (
+        moe.c_fc.weight.permute(1, 2, 0),
+        moe.c_fc.bias,
+        moe.c_proj.weight.permute(1, 2, 0),
+        moe.c_proj.bias,
+    )
     arguments = (x, torch.ones(3), torch.tensor(tokens), torch.tensor([0, 1, 2]), *views)
     if where != "on the host":
         monkeypatch.setattr(functional, "is_cuda", lambda _: True)
-    error, words = (RoutingError, message) if where != "on a GPU" else (RuntimeError, "names a token more than 2 times")
+    error, words = (
+        (RoutingError, message)
+        if where != "on a GPU"
+        else (RuntimeError, "names a token more than 2 times")
+    )
     with (
         SonicMoEConfig(validate_dispatch=where == "validated on a GPU").activate(),
         pytest.raises(error, match=words),

@@ -1,4 +1,6 @@
-"""`MoE` against the fp64 golden, against its plain PyTorch backend, in every precision, and the load-balancing loss."""
+"""`MoE` against the fp64 golden, against its plain PyTorch backend, in every precision, and the
+load-balancing loss.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def wide_layer(bias=True):
 @BIASES
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
 def test_both_backends_match_the_golden(activation, bias):
-    moe, x, dout = make_layer(activation, bias=bias, idle=3), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    moe, x, dout = (
+        make_layer(activation, bias=bias, idle=3),
+        make_tokens(19, 32),
+        make_tokens(19, 32, seed=2),
+    )
     expected = golden_layer(moe, x, dout)
     engine, plain = run_layer(moe, x, dout), run_layer(moe, x, dout, **PLAIN)
     assert_close(engine, expected, 2e-6)
@@ -58,15 +64,23 @@ def test_every_expert_chosen():
 @pytest.mark.parametrize("experts", [1, 4])
 def test_one_expert_per_token(experts):
     """Its weight is 1 whatever its logit, so the router learns from the load-balancing loss alone."""
-    moe, x, dout = make_layer(experts=experts, topk=1), make_tokens(11, 32), make_tokens(11, 32, seed=2)
+    moe, x, dout = (
+        make_layer(experts=experts, topk=1),
+        make_tokens(11, 32),
+        make_tokens(11, 32, seed=2),
+    )
     run, expected = flat(run_layer(moe, x, dout)), flat(golden_layer(moe, x, dout))
     for name, got in run.items():
         scale = np.abs(expected[name]).max() if name != "router.weight" else 1.0
-        np.testing.assert_allclose(numpy(got), expected[name], rtol=0, atol=2e-6 * scale, err_msg=name)
+        np.testing.assert_allclose(
+            numpy(got), expected[name], rtol=0, atol=2e-6 * scale, err_msg=name
+        )
     assert bool(run["router.weight"].any()) == (experts > 1)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)], ids=["bf16", "fp16"]
+)
 @BIASES
 def test_half_precision_parameters(dtype, bound, bias):
     moe = make_layer(bias=bias).to(dtype)
@@ -75,13 +89,15 @@ def test_half_precision_parameters(dtype, bound, bias):
     dtypes = {name: value.dtype for name, value in flat(run).items()}
     assert dtypes.pop("aux") == torch.float32
     assert set(dtypes.values()) == {dtype}
-    # The golden chooses experts from exact logits: this seed's choice does not hang on the rounding.
+    # The golden chooses experts from exact logits: this seed's choice does not hang on the
+    # rounding.
     assert_close(run, golden_layer(moe, x, dout), bound, floor=1e-5)
     assert_close(run, run_layer(moe, x, dout, **PLAIN), 2 * bound)
 
 
 def test_autocast():
-    # Values that bf16 holds: rounding the operands then changes nothing, the choice of experts included.
+    # Values that bf16 holds: rounding the operands then changes nothing, the choice of experts
+    # included.
     moe = make_layer(bias=True).bfloat16().float()
     x, dout = (make_tokens(19, 32, seed=seed, dtype=torch.bfloat16).float() for seed in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -116,7 +132,9 @@ def test_any_leading_shape(backend):
         assert torch.equal(out.reshape(24, 32), expected[0]) and torch.equal(aux, expected[1]), name
         ((out.reshape(24, 32) * dout).sum() + 0.3 * aux).backward()
         assert torch.equal(leaf.grad.reshape(24, 32), expected[2]["x"]), name
-    torch.testing.assert_close(moe(tokens[0], backend)[0], expected[0][0])  # one row: another matrix kernel
+    torch.testing.assert_close(
+        moe(tokens[0], backend)[0], expected[0][0]
+    )  # one row: another matrix kernel
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
@@ -148,7 +166,9 @@ def test_aux_loss_is_upstreams_product_of_normalised_shares():
 
 
 def upstream_loss(logits, frequency):
-    """E times the inner product of the L1-normalised probability mass and the L1-normalised slot counts."""
+    """E times the inner product of the L1-normalised probability mass and the L1-normalised slot
+    counts.
+    """
     mass = torch.softmax(logits, -1).sum(0)
     l1 = torch.nn.functional.normalize
     return logits.shape[1] * torch.dot(l1(mass, p=1, dim=0), l1(frequency.float(), p=1, dim=0))
@@ -167,10 +187,14 @@ def test_aux_loss_extremes():
 
 @pytest.mark.parametrize("scale", [2.0**-12, 1.0, 2.0**12], ids=["tiny", "one", "huge"])
 def test_fp8_error_has_no_scale(scale):
-    """Relative bounds on every tensor, whatever the magnitude of the incoming gradient; and FP8 did run."""
+    """Relative bounds on every tensor, whatever the magnitude of the incoming gradient; and FP8 did
+    run.
+    """
     moe, x, dout = wide_layer(), make_tokens(48, 256), scale * make_tokens(48, 256, seed=2)
     run, expected = flat(run_layer(moe, x, dout, use_fp8=True)), flat(golden_layer(moe, x, dout))
-    assert run.pop("aux").item() == pytest.approx(expected["aux"], rel=1e-5), "the router is not quantised"
+    assert run.pop("aux").item() == pytest.approx(expected["aux"], rel=1e-5), (
+        "the router is not quantised"
+    )
     for name, got in run.items():
         error = relative_rmse(numpy(got), expected[name])
         assert error <= 0.08, f"{name}: relative RMSE {error:.3g}"
@@ -181,7 +205,10 @@ def test_fp8_error_has_no_scale(scale):
 
 def test_fp8_of_ungated_experts_does_not_feel_the_scale_of_the_weights():
     """Powers of two pass through block scales exactly: ReLU experts give the same bits, scaled."""
-    moe, x = make_layer(ActivationType.RELU, experts=4, hidden=128, intermediate=128), make_tokens(32, 128)
+    moe, x = (
+        make_layer(ActivationType.RELU, experts=4, hidden=128, intermediate=128),
+        make_tokens(32, 128),
+    )
     with torch.no_grad(), SonicMoEConfig(fp8_mode="perf").activate():
         small = moe(x)[0]
         moe.c_fc.weight.mul_(2.0**10)
@@ -223,7 +250,9 @@ def test_use_fp8_keeps_the_rest_of_the_configuration(prepared):
     assert [recipe.name for recipe in prepared] == ["deepseek-v3"]
 
 
-@pytest.mark.parametrize("options", [{"recompute_z": True}, {"fp8_mode": "mem"}, {"stagewise_memory": True}])
+@pytest.mark.parametrize(
+    "options", [{"recompute_z": True}, {"fp8_mode": "mem"}, {"stagewise_memory": True}]
+)
 def test_memory_options_change_no_bit(options):
     moe, x, dout = make_layer(bias=True), make_tokens(19, 32), make_tokens(19, 32, seed=2)
     with SonicMoEConfig(**options).activate():
@@ -242,4 +271,6 @@ def test_fp8_needs_the_engine():
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
 def test_runs_repeat_bit_for_bit(use_fp8):
     moe, x, dout = make_layer(bias=True), make_tokens(40, 32), make_tokens(40, 32, seed=2)
-    assert_same_bits(run_layer(moe, x, dout, use_fp8=use_fp8), run_layer(moe, x, dout, use_fp8=use_fp8))
+    assert_same_bits(
+        run_layer(moe, x, dout, use_fp8=use_fp8), run_layer(moe, x, dout, use_fp8=use_fp8)
+    )

@@ -1,4 +1,6 @@
-"""`MoE` as a module: names and shapes, inference modes, activation checkpointing, autograd's rules, training, and the border."""
+"""`MoE` as a module: names and shapes, inference modes, activation checkpointing, autograd's rules,
+training, and the border.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,25 @@ import re
 
 import pytest
 from framework import torch
-from functional.layer_golden import AUX_WEIGHT, assert_same_bits, flat, make_layer, make_tokens, run_layer
+from functional.layer_golden import (
+    AUX_WEIGHT,
+    assert_same_bits,
+    flat,
+    make_layer,
+    make_tokens,
+    run_layer,
+)
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, RoutingError, ShapeError
+from sonicmoe.errors import (
+    ConfigError,
+    DTypeError,
+    EngineUnavailableError,
+    RoutingError,
+    ShapeError,
+)
 
 MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
 
@@ -21,25 +36,36 @@ def tokens(seed=1):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(("activation", "width"), [(ActivationType.GEGLU, 48), (ActivationType.RELU_SQ, 24)])
+@pytest.mark.parametrize(
+    ("activation", "width"), [(ActivationType.GEGLU, 48), (ActivationType.RELU_SQ, 24)]
+)
 def test_state_dict(activation, width, bias):
     moe = MoE(5, 2, 32, 24, activation, add_bias=bias, std=0.05)
     shapes = {name: tuple(value.shape) for name, value in moe.state_dict().items()}
-    expected = {"router.weight": (5, 32), "c_fc.weight": (5, width, 32), "c_proj.weight": (5, 32, 24)}
+    expected = {
+        "router.weight": (5, 32),
+        "c_fc.weight": (5, width, 32),
+        "c_proj.weight": (5, 32, 24),
+    }
     if bias:
         expected |= {"c_fc.bias": (5, width), "c_proj.bias": (5, 32)}
         assert not moe.c_fc.bias.any() and not moe.c_proj.bias.any()
     assert shapes == expected
     assert all(parameter.requires_grad for parameter in moe.parameters())
     for weight in (moe.c_fc.weight, moe.c_proj.weight):
-        assert weight.std().item() == pytest.approx(0.05, rel=0.1) and abs(weight.mean().item()) < 0.005
+        assert (
+            weight.std().item() == pytest.approx(0.05, rel=0.1)
+            and abs(weight.mean().item()) < 0.005
+        )
 
 
 def test_is_glu_as_upstreams_scripts_say_it():
     assert MoE(2, 1, 8, 4, ActivationType.REGLU, is_glu=True).c_fc.weight.shape == (2, 8, 8)
     assert MoE(2, 1, 8, 4, ActivationType.GELU, is_glu=False).c_fc.weight.shape == (2, 4, 8)
     for activation, gated in ((ActivationType.REGLU, True), (ActivationType.GELU, False)):
-        with pytest.raises(ConfigError, match=f"is_glu is {not gated}; {activation.value} needs {gated}"):
+        with pytest.raises(
+            ConfigError, match=f"is_glu is {not gated}; {activation.value} needs {gated}"
+        ):
             MoE(2, 1, 8, 4, activation, is_glu=not gated)
 
 
@@ -80,7 +106,9 @@ def test_inference_keeps_nothing(infer, use_fp8, saves):
     assert moe(x, use_fp8=use_fp8)[0].requires_grad, "the mode stuck to the layer"
 
 
-@pytest.mark.parametrize("options", [{"use_fp8": False}, {"use_fp8": True}, {"kernel_backend_moe": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"use_fp8": False}, {"use_fp8": True}, {"kernel_backend_moe": "torch"}], ids=str
+)
 def test_evaluation_differentiates_like_training(options):
     """As in any module: frozen adapters, probes and input gradients are taken in `eval()`."""
     moe, (x, dout) = make_layer(bias=True), tokens()
@@ -106,7 +134,9 @@ def test_frozen_layer_keeps_nothing(saves):
 
 
 def test_training_memory_is_what_autograd_sees():
-    """Every byte kept for backward passes through the saved-tensor hooks (offloading, checkpointing): 8-bit `z` among it."""
+    """Every byte kept for backward passes through the saved-tensor hooks (offloading,
+    checkpointing): 8-bit `z` among it.
+    """
     moe, (x, _) = make_layer(), tokens()
     dtypes = []
 
@@ -131,7 +161,10 @@ def test_checkpoint(reentrant, use_fp8, saves):
     out, aux = checkpoint(lambda h: moe(h, use_fp8=use_fp8), leaf, use_reentrant=reentrant)
     ((out * dout).sum() + AUX_WEIGHT * aux).backward()
     assert len(saves) == 3, "forward did not run again"
-    gradients = {"x": leaf.grad, **{name: parameter.grad for name, parameter in moe.named_parameters()}}
+    gradients = {
+        "x": leaf.grad,
+        **{name: parameter.grad for name, parameter in moe.named_parameters()},
+    }
     assert_same_bits((out.detach(), aux.detach(), gradients), expected)
 
 
@@ -216,7 +249,9 @@ def test_training_learns_and_moves_every_expert(precision):
     assert losses[-1] < 0.4 * losses[0], losses
     for name, parameter in student.named_parameters():
         moved = (parameter - before[name]).abs().flatten(1).amax(1)
-        assert (moved > 0.01).all(), f"{name}: experts {torch.nonzero(moved <= 0.01).flatten().tolist()} stood still"
+        assert (moved > 0.01).all(), (
+            f"{name}: experts {torch.nonzero(moved <= 0.01).flatten().tolist()} stood still"
+        )
 
 
 # Border
@@ -239,7 +274,8 @@ def test_bad_sizes(case):
 
 def test_unknown_activation():
     with pytest.raises(
-        ConfigError, match=r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'silu'\]"
+        ConfigError,
+        match=r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'silu'\]",
     ):
         MoE(4, 1, 8, 8, "swish")
 
@@ -253,12 +289,16 @@ def test_wrong_hidden_size(backend, shape):
 
 @pytest.mark.parametrize("backend", [KernelBackendMoE.scattermoe, "sonic", None], ids=str)
 def test_unsupported_backend(backend):
-    words = re.escape(f"kernel_backend_moe={getattr(backend, 'value', backend)!r}; available: sonicmoe, torch")
+    words = re.escape(
+        f"kernel_backend_moe={getattr(backend, 'value', backend)!r}; available: sonicmoe, torch"
+    )
     with pytest.raises(EngineUnavailableError, match=words):
         make_layer()(torch.zeros(2, 32), backend)
 
 
-@pytest.mark.parametrize("backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch], ids=lambda b: b.value)
+@pytest.mark.parametrize(
+    "backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch], ids=lambda b: b.value
+)
 def test_a_backend_by_its_value(backend):
     moe, (x, _) = make_layer(), tokens()
     assert torch.equal(moe(x, backend.value)[0], moe(x, backend)[0])
@@ -289,7 +329,9 @@ def test_tokens_and_router_of_two_dtypes(backend):
 def test_unavailable_engine():
     with (
         SonicMoEConfig(engine="hopper").activate(),
-        pytest.raises(EngineUnavailableError, match=r"'hopper' cannot run: no GPU.*able: \['reference'\]"),
+        pytest.raises(
+            EngineUnavailableError, match=r"'hopper' cannot run: no GPU.*able: \['reference'\]"
+        ),
     ):
         make_layer()(torch.zeros(2, 32))
 
@@ -298,5 +340,8 @@ def test_validation_finds_a_broken_router():
     moe, (x, _) = make_layer(), tokens()
     with torch.no_grad():
         moe.router.weight[1, 3] = float("nan")
-    with SonicMoEConfig(validate_dispatch=True).activate(), pytest.raises(RoutingError, match=r"dispatched_probs\[0, "):
+    with (
+        SonicMoEConfig(validate_dispatch=True).activate(),
+        pytest.raises(RoutingError, match=r"dispatched_probs\[0, "),
+    ):
         moe(x)

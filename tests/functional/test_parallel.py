@@ -1,4 +1,6 @@
-"""DDP, FSDP2 and expert-parallel weights on two ranks: gradients and updated weights are those of one process."""
+"""DDP, FSDP2 and expert-parallel weights on two ranks: gradients and updated weights are those of
+one process.
+"""
 
 from __future__ import annotations
 

@@ -27,13 +27,18 @@ def arguments(moe, x):
 
 def test_what_it_returns():
     moe, x, dout = make_layer(bias=True, idle=3), make_tokens(19, 32), make_tokens(19, 32, seed=2)
-    out, logits, frequency = moe_TC_softmax_topk_layer(*arguments(moe, x).values(), 0, "swiglu", False)
+    out, logits, frequency = moe_TC_softmax_topk_layer(
+        *arguments(moe, x).values(), 0, "swiglu", False
+    )
     exact = numpy(x) @ numpy(moe.router.weight).T
     chosen = np.argsort(-exact, -1)[:, :2]
     assert relative_rmse(numpy(out), golden_layer(moe, x, dout)[0]) < 2e-6
     assert logits.shape == (19, 5) and relative_rmse(numpy(logits), exact) < 1e-6
     assert frequency.dtype == torch.int32 and not frequency.requires_grad
-    assert frequency.tolist() == np.bincount(chosen.ravel(), minlength=5).tolist() and frequency[3] == 0
+    assert (
+        frequency.tolist() == np.bincount(chosen.ravel(), minlength=5).tolist()
+        and frequency[3] == 0
+    )
     assert torch.equal(out, run_layer(moe, x, dout)[0]), "MoE is this function"
 
 
@@ -50,7 +55,10 @@ def test_logits_pass_gradients_on():
 def test_split_half_weights(use_fp8):
     moe, x = make_layer(bias=True), make_tokens(19, 32)
     order = [*range(0, 48, 2), *range(1, 48, 2)]
-    split = arguments(moe, x) | {"w1": moe.c_fc.weight[:, order].permute(1, 2, 0), "b1": moe.c_fc.bias[:, order]}
+    split = arguments(moe, x) | {
+        "w1": moe.c_fc.weight[:, order].permute(1, 2, 0),
+        "b1": moe.c_fc.bias[:, order],
+    }
     with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
         out = moe_TC_softmax_topk_layer(**arguments(moe, x))[0]
         same = moe_TC_softmax_topk_layer(**split, concat_layout=True)[0]
@@ -70,11 +78,17 @@ def test_inference(saves):
 REFUSED = {
     "K above E": ({"K": 6}, "K is 6; needed: 1 to 5"),
     "K of nothing": ({"K": 0}, "K is 0; needed: 1 to 5"),
-    "router of more experts": ({"router_w": torch.zeros(6, 32)}, r"w1 .*needed: 6 experts \(the rows of router_w\)"),
+    "router of more experts": (
+        {"router_w": torch.zeros(6, 32)},
+        r"w1 .*needed: 6 experts \(the rows of router_w\)",
+    ),
     "w2 of more experts": ({"w2": torch.zeros(32, 24, 6)}, "w2 .*needed: 5 experts"),
     "one bias": ({"b2": torch.zeros(5, 32)}, "both or neither"),
     "bias of another width": ({"b1": torch.zeros(5, 24), "b2": torch.zeros(5, 32)}, "b1 has shape"),
-    "tokens with three axes": ({"x": torch.zeros(2, 4, 32)}, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
+    "tokens with three axes": (
+        {"x": torch.zeros(2, 4, 32)},
+        r"x has shape \(2, 4, 32\); needed: \[T, H\]",
+    ),
     "one token": ({"x": torch.zeros(32)}, r"x has shape \(32,\); needed: \[T, H\]"),
 }
 
@@ -88,9 +102,13 @@ def test_refused(case):
 
 def test_values_and_dtypes_are_refused():
     given = arguments(make_layer(), make_tokens(4, 32))
-    with pytest.raises(DTypeError, match=r"x .* is bfloat16, router_w .* is float32; convert one, or use autocast"):
+    with pytest.raises(
+        DTypeError, match=r"x .* is bfloat16, router_w .* is float32; convert one, or use autocast"
+    ):
         moe_TC_softmax_topk_layer(**given | {"x": given["x"].bfloat16()})
-    with pytest.raises(ConfigError, match=r"activation_type is 'swish'; needed: one of \['swiglu', .*\]"):
+    with pytest.raises(
+        ConfigError, match=r"activation_type is 'swish'; needed: one of \['swiglu', .*\]"
+    ):
         moe_TC_softmax_topk_layer(**given, activation_type="swish")
     with pytest.raises(ConfigError, match="use_fp8 is 'off'; needed: True, False or None"):
         moe_TC_softmax_topk_layer(**given, use_fp8="off")

@@ -1,4 +1,6 @@
-"""The package's front door in processes of their own: without PyTorch, under Paddle's proxy, and as upstream's users enter it."""
+"""The package's front door in processes of their own: without PyTorch, under Paddle's proxy, and as
+upstream's users enter it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ except ImportError as error:
 
 
 def python(*arguments, preload=None):
-    """Lines of output of a process, forked from one that has imported `preload` unless that is None."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))}
+    """Lines of output of a process, forked from one that has imported `preload` unless that is
+    None.
+    """
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))
+    }
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "3"}
     done = preloaded.run(preload, [*arguments], clean, ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -53,13 +59,16 @@ def test_without_torch():
     lines = python("-c", textwrap.dedent(WITHOUT_TORCH + attempts))
     assert len(lines) == 6
     for line in lines:
-        assert line.startswith(f"FrameworkError: sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle"), line
+        assert line.startswith(
+            f"FrameworkError: sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle"
+        ), line
 
 
 def test_framework_free_names_without_torch():
     names = "from sonicmoe import SonicMoEConfig, ActivationType, KernelBackendMoE"
     lines = python(
-        "-c", f"{WITHOUT_TORCH}\n{names}\nprint(KernelBackendMoE.torch.value, ActivationType('swiglu').name)"
+        "-c",
+        f"{WITHOUT_TORCH}\n{names}\nprint(KernelBackendMoE.torch.value, ActivationType('swiglu').name)",
     )
     assert lines == ["torch SWIGLU"]
 
@@ -70,7 +79,9 @@ def test_under_paddle():
     attempts = "".join(IMPORT % statement for statement in IMPORTS * 2)
     lines = python(
         "-c",
-        UNDER_PADDLE + attempts + "from sonicmoe.ernie_compat import SonicMoEMlpNode as N\nprint(N.__name__)",
+        UNDER_PADDLE
+        + attempts
+        + "from sonicmoe.ernie_compat import SonicMoEMlpNode as N\nprint(N.__name__)",
         preload="paddle",
     )
     assert lines.pop() == "SonicMoEMlpNode"

@@ -1,4 +1,6 @@
-"""Prepared weights of `MoE`: made once while the weights stand still, never stale, never copied or stored."""
+"""Prepared weights of `MoE`: made once while the weights stand still, never stale, never copied or
+stored.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,9 @@ def test_freed_memory_cannot_pass_for_old_weights():
 
 
 def test_the_same_memory_given_again_is_no_hit():
-    """An allocator may hand out the block that was freed: address, shape and version are those of the old weights."""
+    """An allocator may hand out the block that was freed: address, shape and version are those of
+    the old weights.
+    """
     moe, (x, _) = make_layer(bias=True), tokens()
     block = moe.c_fc.weight.detach().numpy().copy()
     outputs = []
@@ -169,12 +173,16 @@ def test_the_same_memory_given_again_is_no_hit():
 
 
 def test_an_address_alone_does_not_name_weights():
-    """Where the allocator hands out the same block again and again, the cache must hold on to what it compares with."""
+    """Where the allocator hands out the same block again and again, the cache must hold on to what
+    it compares with.
+    """
     engine, settings = ReferenceEngine(), EngineSettings(recipe=RECIPES["iso128"])
     w2 = torch.ones(1, 128, 64)
     for value in range(1, 20):
         w1 = torch.full((1, 128, 128), float(value))
-        prepared = prepared_weights(engine, (w1, w2, None, None), settings, WeightLayout(), torch.bfloat16)
+        prepared = prepared_weights(
+            engine, (w1, w2, None, None), settings, WeightLayout(), torch.bfloat16
+        )
         assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
         del w1, prepared
 
@@ -182,12 +190,16 @@ def test_an_address_alone_does_not_name_weights():
 @MODES
 @pytest.mark.parametrize("kind", ["parameters", "views"])
 def test_rearranged_weights(kind, options, prepared):
-    """Split-half weights are interleaved for the engine: the copy must follow its source, and is kept in FP8 only."""
+    """Split-half weights are interleaved for the engine: the copy must follow its source, and is
+    kept in FP8 only.
+    """
     moe, (x, _) = make_layer(bias=True), tokens()
     weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
 
     def layer():
-        w1, w2, b1, b2 = weights if kind == "parameters" else (weight.view_as(weight) for weight in weights)
+        w1, w2, b1, b2 = (
+            weights if kind == "parameters" else (weight.view_as(weight) for weight in weights)
+        )
         return softmax_topk_layer(
             x,
             moe.router.weight,
@@ -253,7 +265,9 @@ def test_prepared_in_inference_mode_used_in_training(options, prepared):
 
 @MODES
 def test_backward_after_a_change_of_the_weights(options):
-    """FP8 operands are copies, so their backward is the forward's; plain ones are the user's own, and autograd refuses."""
+    """FP8 operands are copies, so their backward is the forward's; plain ones are the user's own,
+    and autograd refuses.
+    """
     moe, (x, dout) = make_layer(bias=True), tokens()
     expected = run_layer(moe, x, dout, **options)[2]
     out, _ = moe(x, **options)
@@ -264,7 +278,9 @@ def test_backward_after_a_change_of_the_weights(options):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad((out * dout).sum(), wanted)
         return
-    for gradient, name in zip(torch.autograd.grad((out * dout).sum(), wanted), ("c_fc", "c_proj"), strict=True):
+    for gradient, name in zip(
+        torch.autograd.grad((out * dout).sum(), wanted), ("c_fc", "c_proj"), strict=True
+    ):
         assert torch.equal(gradient, expected[f"{name}.weight"])
 
 
@@ -281,7 +297,9 @@ def test_fp8_backward_after_a_change_of_the_biases():
 
 
 def test_autocast_casts_plain_weights_only(monkeypatch):
-    """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters themselves."""
+    """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters
+    themselves.
+    """
     seen, original = [], ReferenceEngine.prepare_weights
 
     def prepare(self, w1, w2, *rest):
@@ -342,16 +360,22 @@ def test_prepared_weights_are_not_stored():
 
 
 def test_an_engine_that_follows_weights_gives_others_buffers_of_their_own():
-    """One up-projection with two down-projections: the second forward must not overwrite what the first one's backward reads."""
+    """One up-projection with two down-projections: the second forward must not overwrite what the
+    first one's backward reads.
+    """
     engine, settings = HopperEngine(), EngineSettings(recipe=RECIPES["iso128"])
 
     def weight(*shape):
-        return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])))
+        return torch.nn.Parameter(
+            torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
+        )
 
     w1, w2, other = weight(2, 128, 32), weight(2, 32, 64), torch.nn.Parameter(torch.ones(2, 32, 64))
 
     def prepare(down):
-        return prepared_weights(engine, (w1, down, None, None), settings, WeightLayout(), torch.bfloat16)
+        return prepared_weights(
+            engine, (w1, down, None, None), settings, WeightLayout(), torch.bfloat16
+        )
 
     first = prepare(w2)
     assert prepare(w2).store is first.store

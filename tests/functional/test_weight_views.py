@@ -1,4 +1,6 @@
-"""Prepared weights of views: upstream's functions take a fresh view of each parameter at every call, DTensors give out one."""
+"""Prepared weights of views: upstream's functions take a fresh view of each parameter at every
+call, DTensors give out one.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ SETTINGS = EngineSettings(recipe=RECIPES["iso128"])
 
 
 class Following(ReferenceEngine):
-    """Like the GPU's FP8 engine: it overwrites its codes in place when told that the weights may differ, or when it finds so itself."""
+    """Like the GPU's FP8 engine: it overwrites its codes in place when told that the weights may
+    differ, or when it finds so itself.
+    """
 
     name = "following"
     follows_weights = True
 
     def __init__(self):
-        self.events = []  # "made": in new buffers; "remade": in the old ones, as told; "found": in the old ones, by its own guard
+        # "made": in new buffers; "remade": in the old ones, as told; "found": in the old ones, by
+        # its own guard
+        self.events = []
 
     def prepare_source(self, source, settings, previous, changed):
         natives = native_matrices(source)
@@ -44,7 +50,9 @@ class Following(ReferenceEngine):
             self.events.append("remade" if changed else "found")
             fresh = self.prepare_weights(*natives, None, None, settings)
             for name in ("w1", "w2", "w1_dgrad", "w2_dgrad"):
-                getattr(previous, name).codes.view(torch.uint8).copy_(getattr(fresh, name).codes.view(torch.uint8))
+                getattr(previous, name).codes.view(torch.uint8).copy_(
+                    getattr(fresh, name).codes.view(torch.uint8)
+                )
                 getattr(previous, name).scale_inv.copy_(getattr(fresh, name).scale_inv)
             for old, native in zip(previous.store, natives, strict=True):
                 old.copy_(native)
@@ -60,18 +68,27 @@ def following(monkeypatch):
 
 
 def views(moe):
-    return moe.c_fc.weight.permute(1, 2, 0), moe.c_fc.bias, moe.c_proj.weight.permute(1, 2, 0), moe.c_proj.bias
+    return (
+        moe.c_fc.weight.permute(1, 2, 0),
+        moe.c_fc.bias,
+        moe.c_proj.weight.permute(1, 2, 0),
+        moe.c_proj.bias,
+    )
 
 
 def whole_layer(moe, x):
-    return moe_TC_softmax_topk_layer(x, moe.router.weight, *views(moe), moe.top_k, None, use_fp8=True)[0]
+    return moe_TC_softmax_topk_layer(
+        x, moe.router.weight, *views(moe), moe.top_k, None, use_fp8=True
+    )[0]
 
 
 def general(moe, x):
     rows = torch.arange(len(x)).repeat_interleave(2)
     experts = torch.arange(2 * len(x)) % moe.num_experts
     scores = torch.full((2 * len(x),), 0.5)
-    return moe_general_routing_inputs(x, scores, rows, experts, *views(moe), None, None, use_fp8=True)[0]
+    return moe_general_routing_inputs(
+        x, scores, rows, experts, *views(moe), None, None, use_fp8=True
+    )[0]
 
 
 def module(moe, x):
@@ -104,7 +121,9 @@ def test_one_quantisation_per_update(face, prepared):
 
 @FACES
 def test_an_engine_that_follows_weights_reuses_its_buffers(face, following):
-    """It is told of a change once per update; writes through `.data` it finds itself, and no call makes new buffers."""
+    """It is told of a change once per update; writes through `.data` it finds itself, and no call
+    makes new buffers.
+    """
     moe, x = make_layer(), make_tokens(19, 32)
     optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
     for _ in range(3):
@@ -138,7 +157,9 @@ def test_weights_are_split_into_experts_when_asked_for(contiguous):
 
     def codes():
         weights = (w1, w2, None, None)
-        return dequantize(prepared_weights(engine, weights, SETTINGS, WeightLayout(), torch.bfloat16).w1).clone()
+        return dequantize(
+            prepared_weights(engine, weights, SETTINGS, WeightLayout(), torch.bfloat16).w1
+        ).clone()
 
     before = codes()
     with torch.no_grad():
@@ -172,7 +193,9 @@ def test_an_engine_that_follows_weights_keeps_none_of_them(face, leave, followin
 
 
 def test_memory_given_again_gets_buffers_of_its_own(following):
-    """Address and version are those of weights whose outstanding forward has still to read its codes."""
+    """Address and version are those of weights whose outstanding forward has still to read its
+    codes.
+    """
     moe, x = make_layer(), make_tokens(19, 32)
     block = moe.c_fc.weight.detach().numpy().copy()
     moe.c_fc.weight.data = torch.from_numpy(block)
@@ -244,7 +267,9 @@ def test_overlapping_views_do_not_pile_up():
     buffer, w2 = torch.nn.Parameter(torch.randn(40, 128, 32)), torch.randn(2, 32, 64)
     for start in range(38):
         weights = (buffer[start : start + 2], w2, None, None)
-        prepared = prepared_weights(ReferenceEngine(), weights, SETTINGS, WeightLayout(), torch.bfloat16)
+        prepared = prepared_weights(
+            ReferenceEngine(), weights, SETTINGS, WeightLayout(), torch.bfloat16
+        )
         assert torch.allclose(dequantize(prepared.w1), weights[0].detach(), atol=0.3)
     assert len(_kept[buffer]) == 20, "as many as fit side by side"
 
@@ -255,7 +280,11 @@ def test_strides_are_part_of_what_a_weight_is():
 
     def codes(down):
         weights = (w1, down, None, None)
-        return dequantize(prepared_weights(ReferenceEngine(), weights, SETTINGS, WeightLayout(), torch.bfloat16).w2)
+        return dequantize(
+            prepared_weights(
+                ReferenceEngine(), weights, SETTINGS, WeightLayout(), torch.bfloat16
+            ).w2
+        )
 
     assert torch.equal(codes(w2.mT), codes(w2).mT)
     assert not torch.equal(codes(w2.mT), codes(w2))
@@ -270,7 +299,9 @@ def test_forgetting_a_parameter_forgets_its_views(prepared):
 
 
 def test_a_graph_keeps_what_it_reads(monkeypatch):
-    """A captured graph holds addresses only: other settings for the same weights must not free its buffers."""
+    """A captured graph holds addresses only: other settings for the same weights must not free its
+    buffers.
+    """
     moe, engine, x = make_layer(), Following(), make_tokens(19, 32)
     monkeypatch.setattr(Plan, "choose", lambda *_: engine)
     whole_layer(moe, x)
@@ -315,7 +346,9 @@ def test_backward_before_the_next_forward_reads_the_codes_of_its_own(following):
     gradient = torch.autograd.grad(out.sum(), moe.c_proj.weight)[0]
     again = make_layer()
     del expected["router.weight"]
-    assert torch.equal(gradient, torch.autograd.grad(again(x, use_fp8=True)[0].sum(), again.c_proj.weight)[0])
+    assert torch.equal(
+        gradient, torch.autograd.grad(again(x, use_fp8=True)[0].sum(), again.c_proj.weight)[0]
+    )
 
 
 def test_several_forwards_of_the_same_weights_may_be_outstanding(following):

@@ -1,4 +1,6 @@
-"""What a user of upstream SonicMoE writes, its import paths and keywords included; takes the device as its argument."""
+"""What a user of upstream SonicMoE writes, its import paths and keywords included; takes the device
+as its argument.
+"""
 
 import sys
 
@@ -64,7 +66,9 @@ general, general_frequency = moe_general_routing_inputs(
     flat, scores.softmax(-1).flatten(), rows, experts.flatten().int(), w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None,
     8, layer.stream_id, ActivationType.SWIGLU, False,
 )  # fmt: skip
-assert torch.allclose(general, out, atol=1.4e-2, rtol=2e-2) and torch.equal(general_frequency, frequency)
+assert torch.allclose(general, out, atol=1.4e-2, rtol=2e-2) and torch.equal(
+    general_frequency, frequency
+)
 counts, offsets = count_cumsum(experts.flatten(), 8, do_cumsum=True)
 assert torch.equal(counts, frequency) and torch.equal(offsets, counts.cumsum(0).int())
 gradients = torch.autograd.grad(out, [w1, w2, router_w], torch.ones_like(out))
@@ -73,7 +77,9 @@ assert is_glu(ActivationType.SWIGLU) and all(gradient.abs().max() > 0 for gradie
 layer.eval()
 with torch.no_grad():
     first, _ = layer(tokens, is_inference_mode=True)
-again = MoE(8, 2, 64, 32, ActivationType.SWIGLU, False, 0.02).to(device=device, dtype=torch.bfloat16)
+again = MoE(8, 2, 64, 32, ActivationType.SWIGLU, False, 0.02).to(
+    device=device, dtype=torch.bfloat16
+)
 again.load_state_dict(layer.state_dict())
 assert torch.equal(again.eval()(tokens)[0], first)
 print(f"shape {tuple(output.shape)}, aux loss {aux_loss.item():.4f}")

@@ -1,8 +1,9 @@
 """Operands for the Hopper engine, what it must compute from them, and how far from that it may be.
 
-Two yardsticks. The reference engine emulates the same recipe: both quantise the same values, so they differ by the order of
-additions, by the bits a tensor core keeps of a sum, by a rounding of dz and y1s to bf16, and by the few codes that these push over
-a rounding boundary. And fp64 arithmetic on the unquantised operands, from which no tensor may be further than the emulation is.
+Two yardsticks. The reference engine emulates the same recipe: both quantise the same values, so
+they differ by the order of additions, by the bits a tensor core keeps of a sum, by a rounding of dz
+and y1s to bf16, and by the few codes that these push over a rounding boundary. And fp64 arithmetic
+on the unquantised operands, from which no tensor may be further than the emulation is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ FUNCTIONS = {
     ActivationType.GEGLU: torch.nn.functional.gelu,
     ActivationType.REGLU: torch.nn.functional.relu,
 }
-# An FP8 code is 6 to 12 % wide: values that differ by 1e-3 disagree in 1 % of the codes, which is 1 % of relative RMSE.
+# An FP8 code is 6 to 12 % wide: values that differ by 1e-3 disagree in 1 % of the codes, which is 1
+# % of relative RMSE.
 CLOSE = 0.025
 # At ReGLU's jump an int8 code of z that flips between 0 and 1 turns a whole entry of dz on or off.
 CLOSE_AT_A_JUMP = 0.04
@@ -67,7 +69,10 @@ class Case:
 
     def tokens(self, index):
         """The same layer on some of its tokens."""
-        picked = {name: getattr(self, name)[index].contiguous() for name in ("x", "dout", "indices", "probs")}
+        picked = {
+            name: getattr(self, name)[index].contiguous()
+            for name in ("x", "dout", "indices", "probs")
+        }
         return replace(self, **picked)
 
     def accumulators(self):
@@ -78,7 +83,9 @@ class Case:
 def make_case(
     tokens=700, *, hidden=H, intermediate=I, experts=E, topk=K, activation=ActivationType.SWIGLU, invalid=0.3, empty=(4,), seed=0
 ):  # fmt: skip
-    """Random operands of unit scale; both sentinels at `invalid` of the slots, no token for the experts in `empty`."""
+    """Random operands of unit scale; both sentinels at `invalid` of the slots, no token for the
+    experts in `empty`.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*size, scale=1.0):
@@ -91,7 +98,10 @@ def make_case(
     scores[:, list(empty)] = -1.0
     indices = scores.topk(topk, 1).indices
     indices = torch.where(scores.gather(1, indices) < 0, -1, indices)
-    dropped, sentinel = uniform(tokens, topk) < invalid, torch.where(uniform(tokens, topk) < 0.5, -1, experts)
+    dropped, sentinel = (
+        uniform(tokens, topk) < invalid,
+        torch.where(uniform(tokens, topk) < 0.5, -1, experts),
+    )
     return Case(
         x=normal(tokens, hidden),
         dout=normal(tokens, hidden),
@@ -104,7 +114,9 @@ def make_case(
 
 
 def make_blocked_case(tokens, *, experts=4, topk=2, **options):
-    """Experts take turns at blocks of 128 tokens: `128 * experts` tokens quantise in the same blocks wherever they lie."""
+    """Experts take turns at blocks of 128 tokens: `128 * experts` tokens quantise in the same
+    blocks wherever they lie.
+    """
     case = make_case(tokens, experts=experts, topk=topk, empty=(), **options)
     turn = torch.arange(tokens, device=DEVICE).unsqueeze(1) // 128
     return replace(case, indices=(turn + torch.arange(topk, device=DEVICE)) % experts)
@@ -113,16 +125,29 @@ def make_blocked_case(tokens, *, experts=4, topk=2, **options):
 def run(case, engine=None, settings=FP8, *, accumulators=None, counts=None):
     """Everything a forward and a backward give, by name."""
     engine, settings = engine or OURS, replace(settings, activation=case.activation)
-    weights, routing = engine.prepare_weights(case.w1, case.w2, None, None, settings), case.routing(counts)
+    weights, routing = (
+        engine.prepare_weights(case.w1, case.w2, None, None, settings),
+        case.routing(counts),
+    )
     out, saved = engine.forward(case.x, routing, weights, settings)
     accumulators = accumulators or case.accumulators()
     dx, dprobs = engine.backward(case.dout, saved, weights, accumulators)
-    return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": accumulators.dw1, "dw2": accumulators.dw2}
+    return {
+        "out": out,
+        "dx": dx,
+        "dprobs": dprobs,
+        "dw1": accumulators.dw1,
+        "dw2": accumulators.dw2,
+    }
 
 
 def golden(case):
     """fp64, expert by expert, by automatic differentiation of the definition."""
-    x, probs, dout = case.x.double().requires_grad_(), case.probs.double().requires_grad_(), case.dout.double()
+    x, probs, dout = (
+        case.x.double().requires_grad_(),
+        case.probs.double().requires_grad_(),
+        case.dout.double(),
+    )
     out = torch.zeros_like(dout)
     dx, dprobs = torch.zeros_like(dout), torch.zeros_like(probs)
     dws = [torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for w in (case.w1, case.w2)]
@@ -144,16 +169,24 @@ def parts(name, tensor, case):
     tensor = tensor.double()
     if name in ("out", "dx"):
         missing = -tensor.shape[0] % 128
-        return torch.nn.functional.pad(tensor, (0, 0, 0, missing)).reshape(-1, 128 * tensor.shape[1])
+        return torch.nn.functional.pad(tensor, (0, 0, 0, missing)).reshape(
+            -1, 128 * tensor.shape[1]
+        )
     if name == "dprobs":
-        return torch.stack([torch.where(case.indices == e, tensor, 0.0).reshape(-1) for e in range(case.num_experts)])
+        return torch.stack(
+            [
+                torch.where(case.indices == e, tensor, 0.0).reshape(-1)
+                for e in range(case.num_experts)
+            ]
+        )
     return tensor.reshape(tensor.shape[0], -1)
 
 
 def errors(name, actual, wanted, case):
     """Relative RMSE of each part; the plain norm where nothing is wanted.
 
-    dprobs has one number per slot, and a small one is no smaller in error: an expert counts at least as its share of all slots.
+    dprobs has one number per slot, and a small one is no smaller in error: an expert counts at
+    least as its share of all slots.
     """
     actual, wanted = parts(name, actual, case), parts(name, wanted, case)
     error, norm = (actual - wanted).norm(dim=1), wanted.norm(dim=1)
@@ -172,7 +205,9 @@ def leeway(name, case):
 
 
 def check(case, settings=FP8, got=None):
-    """Assert that every tensor is close to the emulation and no further from fp64 than it, in every block and expert."""
+    """Assert that every tensor is close to the emulation and no further from fp64 than it, in every
+    block and expert.
+    """
     got = got or run(case, settings=settings)
     emulated, exact = run(case, REFERENCE, settings), golden(case)
     close = CLOSE_AT_A_JUMP if case.activation is ActivationType.REGLU else CLOSE
@@ -180,7 +215,9 @@ def check(case, settings=FP8, got=None):
         assert actual.shape == exact[name].shape and actual.dtype == emulated[name].dtype, name
         assert bool(torch.isfinite(actual).all()), name
         more = leeway(name, case)
-        assert_within(errors(name, actual, emulated[name], case), close * more, f"{name} from the emulation")
+        assert_within(
+            errors(name, actual, emulated[name], case), close * more, f"{name} from the emulation"
+        )
         ours, theirs = (errors(name, t, exact[name], case) for t in (actual, emulated[name]))
         assert_within(ours, RATIO * theirs + SLACK * more, f"{name} from fp64")
     unserved = ~case.valid.any(1)
@@ -214,7 +251,9 @@ def digest(case=None):
 
 
 def run_with_stages(case, settings=FP8):
-    """`run`, and every stage tensor of `[R, ...]` or `[..., R]`, its padding rows included, up to the last row of an expert."""
+    """`run`, and every stage tensor of `[R, ...]` or `[..., R]`, its padding rows included, up to
+    the last row of an expert.
+    """
     routing, seen = case.routing(), {}
 
     def keep(name, value):
@@ -234,8 +273,14 @@ def owned(value, rows, used):
         return []
     used_scales = used // value.block.rows
     if value.orientation is Orientation.COLUMNS:
-        return [(".codes", value.codes.view(torch.uint8)[:, :used]), (".scale_inv", value.scale_inv[:, :used_scales])]
-    return [(".codes", value.codes.view(torch.uint8)[:used]), (".scale_inv", value.scale_inv[:used_scales])]
+        return [
+            (".codes", value.codes.view(torch.uint8)[:, :used]),
+            (".scale_inv", value.scale_inv[:, :used_scales]),
+        ]
+    return [
+        (".codes", value.codes.view(torch.uint8)[:used]),
+        (".scale_inv", value.scale_inv[:used_scales]),
+    ]
 
 
 def fill_free_memory(byte):
@@ -244,7 +289,9 @@ def fill_free_memory(byte):
     torch.cuda.empty_cache()
     held = [torch.full((2**30,), byte, dtype=torch.uint8, device="cuda")]
     held += [
-        torch.full((2**size,), byte, dtype=torch.uint8, device="cuda") for size in (12, 16, 19) for _ in range(256)
+        torch.full((2**size,), byte, dtype=torch.uint8, device="cuda")
+        for size in (12, 16, 19)
+        for _ in range(256)
     ]
     torch.cuda.synchronize()
     del held

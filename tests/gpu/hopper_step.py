@@ -1,4 +1,6 @@
-"""A layer for the node's GPU tests; run as a program, one forward, backward and step of it, small enough for a sanitizer."""
+"""A layer for the node's GPU tests; run as a program, one forward, backward and step of it, small
+enough for a sanitizer.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class Expert(nn.Module):
     def __init__(self, hidden, inner, generator):
         super().__init__()
         self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        for module, shape in ((self.up_gate_proj, (hidden, 2 * inner)), (self.down_proj, (inner, hidden))):
+        for module, shape in (
+            (self.up_gate_proj, (hidden, 2 * inner)),
+            (self.down_proj, (inner, hidden)),
+        ):
             values = torch.randn(shape, generator=generator) * shape[0] ** -0.5
             module.weight = nn.Parameter(values.to(DEVICE, torch.bfloat16))
             module.weight.main_grad = torch.zeros(shape, device=DEVICE)
@@ -70,9 +75,14 @@ class Batch:
 
 def make_batch(tokens=T, seed=0, hidden=H, experts=E, topk=K, invalid=0.3):
     generator = torch.Generator().manual_seed(1000 + seed)
-    x, dout = (torch.randn(tokens, hidden, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
+    x, dout = (
+        torch.randn(tokens, hidden, generator=generator).to(DEVICE, torch.bfloat16)
+        for _ in range(2)
+    )
     indices = torch.rand(tokens, experts, generator=generator).topk(topk, 1).indices
-    dropped, first = (torch.rand(tokens, topk, generator=generator) < share for share in (invalid, 0.5))
+    dropped, first = (
+        torch.rand(tokens, topk, generator=generator) < share for share in (invalid, 0.5)
+    )
     indices[dropped] = torch.where(first, -1, experts)[dropped]
     probs = torch.rand(tokens, topk, generator=generator) + 0.05
     return Batch(x.requires_grad_(), indices.to(DEVICE), probs.to(DEVICE).requires_grad_(), dout)
@@ -83,10 +93,18 @@ def forward(node, batch, counts=None):
 
 
 def backward(out, batch):
-    """`(dx, dprobs)`; weight gradients go to the node, which adds them only if the backward is for them too."""
-    leaves = [function.variable for function, _ in out.grad_fn.next_functions if hasattr(function, "variable")]
+    """`(dx, dprobs)`; weight gradients go to the node, which adds them only if the backward is for
+    them too.
+    """
+    leaves = [
+        function.variable
+        for function, _ in out.grad_fn.next_functions
+        if hasattr(function, "variable")
+    ]
     weights = [leaf for leaf in leaves if leaf is not batch.x and leaf is not batch.probs]
-    return torch.autograd.grad(out, (batch.x, batch.probs, *weights), batch.dout, allow_unused=True)[:2]
+    return torch.autograd.grad(
+        out, (batch.x, batch.probs, *weights), batch.dout, allow_unused=True
+    )[:2]
 
 
 def run(node, batch):

@@ -1,4 +1,6 @@
-"""What the kernel tests share: outputs that must be written, and the error of each block of 128 rows."""
+"""What the kernel tests share: outputs that must be written, and the error of each block of 128
+rows.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(scope="module", params=["cuda", "triton"])
 def kernels(request):
-    return backends.CudaKernels(backends.arch_of("cuda:0")) if request.param == "cuda" else backends.TritonKernels()
+    return (
+        backends.CudaKernels(backends.arch_of("cuda:0"))
+        if request.param == "cuda"
+        else backends.TritonKernels()
+    )
 
 
 def routing_of(tokens, topk, global_experts, experts, seed=0):
@@ -59,7 +63,10 @@ def test_tokens_without_rows_are_exact_zeros(kernels):
     indices = torch.full((300, 4), -1, device="cuda")
     routing = build_routing_gpu(indices, torch.full((300, 4), float("nan"), device="cuda"), 4)
     out = aggregate(
-        torch.full((routing.num_rows, 512), float("nan"), device="cuda"), routing, weighted=True, kernels=kernels
+        torch.full((routing.num_rows, 512), float("nan"), device="cuda"),
+        routing,
+        weighted=True,
+        kernels=kernels,
     )
     assert out.shape == (300, 512)
     assert bool((out == 0).all())
@@ -75,9 +82,16 @@ def test_empty(kernels, tokens, width):
 def test_rows_past_two_to_the_31_elements(kernels):
     tokens, width = 900_000, 2560
     indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)
-    routing = build_routing_gpu(indices, torch.ones((tokens, 1), device="cuda"), 2, [tokens // 2, tokens // 2])
+    routing = build_routing_gpu(
+        indices, torch.ones((tokens, 1), device="cuda"), 2, [tokens // 2, tokens // 2]
+    )
     assert routing.num_rows * width > 2**31
-    rows = torch.randint(-9, 9, (routing.num_rows, 1), device="cuda").to(torch.bfloat16).expand(-1, width).contiguous()
+    rows = (
+        torch.randint(-9, 9, (routing.num_rows, 1), device="cuda")
+        .to(torch.bfloat16)
+        .expand(-1, width)
+        .contiguous()
+    )
     out = aggregate(rows, routing, weighted=False, kernels=kernels)
     assert torch.equal(out[:, 0], rows[routing.slot_row[:, 0], 0])
     assert torch.equal(out[-1], rows[routing.slot_row[-1, 0]])
@@ -90,7 +104,8 @@ def test_unaligned_rows(kernels):
     base = torch.randn(routing.num_rows * 64 + 1, device="cuda").to(torch.bfloat16)
     rows = base[1:].reshape(routing.num_rows, 64)
     assert torch.equal(
-        aggregate(rows, routing, weighted=True, kernels=kernels), aggregate(rows, routing, weighted=True, kernels=PLAIN)
+        aggregate(rows, routing, weighted=True, kernels=kernels),
+        aggregate(rows, routing, weighted=True, kernels=PLAIN),
     )
 
 
@@ -117,4 +132,8 @@ def test_border():
         rows = torch.zeros((routing.num_rows, 8), device="cuda", dtype=torch.bfloat16)
         aggregate(rows, routing, weighted=True, dtype=torch.float16)
     with pytest.raises(DTypeError, match="rows is float64"):
-        aggregate(torch.zeros((routing.num_rows, 8), dtype=torch.float64, device="cuda"), routing, weighted=True)
+        aggregate(
+            torch.zeros((routing.num_rows, 8), dtype=torch.float64, device="cuda"),
+            routing,
+            weighted=True,
+        )

@@ -1,4 +1,6 @@
-"""The benchmark on a GPU: kernel time from the profiler, phases and stages attributed, figures that agree with each other."""
+"""The benchmark on a GPU: kernel time from the profiler, phases and stages attributed, figures that
+agree with each other.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,23 @@ def test_every_engine_of_this_machine_is_measured():
         assert set(result.busy) == {"forward", "backward", "step"} and min(result.busy.values()) > 0
         assert sum(result.stages.values()) == pytest.approx(sum(result.kernels.values()))
         assert sum(result.kernels.values()) >= 0.99 * sum(result.busy.values())
-        assert result.wall["pair"].most > 0.5 * result.pair_busy  # clocks differ a little, never by half
+        assert (
+            result.wall["pair"].most > 0.5 * result.pair_busy
+        )  # clocks differ a little, never by half
         assert 0 < result.mfu < 1
         assert result.saved_mib > 0 and result.peak_mib >= result.saved_mib
         assert result.steady_ratio > 0.9  # clocks of two runs; work that overlaps counts once
         assert 0.5 < result.steady_busy.median / result.pair_busy < 1.5
-        assert {"up", "down", "dgated", "dx_gemm", "dw2", "dw1", "aggregate_out", "aggregate_dx"} <= set(result.stages)
+        assert {
+            "up",
+            "down",
+            "dgated",
+            "dx_gemm",
+            "dw2",
+            "dw1",
+            "aggregate_out",
+            "aggregate_dx",
+        } <= set(result.stages)
 
 
 def test_a_sweep_measures_busy_time_of_every_engine(tmp_path):

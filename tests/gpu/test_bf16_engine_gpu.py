@@ -1,7 +1,8 @@
-"""The BF16 engine on the GPU against the reference engine, per expert and per block of 128 tokens, and its whole contract.
+"""The BF16 engine on the GPU against the reference engine, per expert and per block of 128 tokens,
+and its whole contract.
 
-The yardstick of every comparison is the reference engine in fp32; what the reference engine loses by rounding where this one
-rounds is what this one may lose.
+The yardstick of every comparison is the reference engine in fp32; what the reference engine loses
+by rounding where this one rounds is what this one may lose.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from sonicmoe.jit import default_cache, no_compile
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources, quack_gemm
-from sonicmoe.kernels.quack_gemm import CANDIDATES, MlpShape, all_kernels, expert_rows_source, grouped_gemms
+from sonicmoe.kernels.quack_gemm import (
+    CANDIDATES,
+    MlpShape,
+    all_kernels,
+    expert_rows_source,
+    grouped_gemms,
+)
 from sonicmoe.routing.gpu import build_routing_gpu
 
 pytestmark = pytest.mark.gpu
@@ -37,14 +44,32 @@ TILINGS = [(product, config) for product, found in CANDIDATES.items() for config
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Every variant of this module, built in parallel; nothing below may compile but the forced tilings."""
-    shapes = [MlpShape(H, I, activation, "bfloat16", bias) for activation in ActivationType for bias in (False, True)]
-    shapes += [MlpShape(H, I, SWIGLU, "float16"), *(MlpShape(h, i, SWIGLU) for h, i in MODELS.values())]
+    """Every variant of this module, built in parallel; nothing below may compile but the forced
+    tilings.
+    """
+    shapes = [
+        MlpShape(H, I, activation, "bfloat16", bias)
+        for activation in ActivationType
+        for bias in (False, True)
+    ]
+    shapes += [
+        MlpShape(H, I, SWIGLU, "float16"),
+        *(MlpShape(h, i, SWIGLU) for h, i in MODELS.values()),
+    ]
     shapes += [MlpShape(128, 1280, SWIGLU)]
     jobs = [*cuda_sources(), expert_rows_source()]
-    jobs += [kernel for shape in shapes for kernel in all_kernels(shape, recompute_z=shape.activation is SWIGLU)]
+    jobs += [
+        kernel
+        for shape in shapes
+        for kernel in all_kernels(shape, recompute_z=shape.activation is SWIGLU)
+    ]
     jobs += [forced(product, config) for product, config in TILINGS]
-    report = warm_up(ModelSpec(E, H, I), default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs)))
+    report = warm_up(
+        ModelSpec(E, H, I),
+        default_cache(),
+        jobs=os.cpu_count(),
+        compile_jobs=tuple(dict.fromkeys(jobs)),
+    )
     assert report.complete, [outcome.message for outcome in report.kernels if outcome.message]
     with no_compile():
         yield
@@ -52,7 +77,10 @@ def compiled():
 
 def forced(product, config):
     """The variant of one product with one tiling."""
-    make, options = getattr(quack_gemm, f"{product}_kernel"), {"store_z": True} if product == "up" else {}
+    make, options = (
+        getattr(quack_gemm, f"{product}_kernel"),
+        {"store_z": True} if product == "up" else {},
+    )
     return make(MlpShape(H, I, SWIGLU), config=config, **options)
 
 
@@ -74,13 +102,22 @@ class Case:
     def to(self, dtype):
         w1, w2, b1, b2 = self.weights
         weights = (w1.to(dtype), w2.to(dtype), b1, b2)
-        return Case(self.x.to(dtype), self.dout.to(dtype), self.indices, self.probs, weights, self.activation)
+        return Case(
+            self.x.to(dtype),
+            self.dout.to(dtype),
+            self.indices,
+            self.probs,
+            weights,
+            self.activation,
+        )
 
 
 def make_case(
     tokens=700, *, hidden=H, intermediate=I, experts=E, topk=K, activation=SWIGLU, bias=False, dtype=BF16, invalid=0.3, empty=(4,), seed=0
 ):  # fmt: skip
-    """Random operands of unit scale; both sentinels at `invalid` of the slots, no token for the experts in `empty`."""
+    """Random operands of unit scale; both sentinels at `invalid` of the slots, no token for the
+    experts in `empty`.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*size, scale=1.0):
@@ -91,7 +128,9 @@ def make_case(
     indices = scores.topk(topk, 1).indices
     indices = torch.where(scores.gather(1, indices) < 0, -1, indices)
     dropped = torch.rand((tokens, topk), generator=generator, device="cuda") < invalid
-    sentinel = torch.where(torch.rand((tokens, topk), generator=generator, device="cuda") < 0.5, -1, experts)
+    sentinel = torch.where(
+        torch.rand((tokens, topk), generator=generator, device="cuda") < 0.5, -1, experts
+    )
     probs = torch.rand((tokens, topk), generator=generator, device="cuda") + 0.05
     n1 = intermediate * (2 if is_glu(activation) else 1)
     gain = 4.0 if activation is ActivationType.SWIGLU_OAI else 1.0  # reaches its clamps
@@ -113,10 +152,21 @@ def run(case, engine=OURS, *, accumulators=None, settings=None):
     out, saved = engine.forward(case.x, routing, weights, settings)
     w1, w2, b1, _ = case.weights
     accumulators = accumulators or GradAccumulators.zeros(
-        int(w1.shape[0]), int(w1.shape[1]), int(w1.shape[2]), int(w2.shape[2]), b1 is not None, "cuda"
+        int(w1.shape[0]),
+        int(w1.shape[1]),
+        int(w1.shape[2]),
+        int(w2.shape[2]),
+        b1 is not None,
+        "cuda",
     )
     dx, dprobs = engine.backward(case.dout, saved, weights, accumulators)
-    named = {"out": out, "dx": dx, "dprobs": dprobs, "dw1": accumulators.dw1, "dw2": accumulators.dw2}
+    named = {
+        "out": out,
+        "dx": dx,
+        "dprobs": dprobs,
+        "dw1": accumulators.dw1,
+        "dw2": accumulators.dw2,
+    }
     if accumulators.db1 is not None:
         named |= {"db1": accumulators.db1, "db2": accumulators.db2}
     return named
@@ -132,30 +182,43 @@ def relative(actual, wanted):
 def blocks(tensor, rows=128):
     """`[T, H]` -> `[T / 128, 128 H]`, the last block filled up with zeros."""
     missing = -tensor.shape[0] % rows
-    return torch.nn.functional.pad(tensor.double(), (0, 0, 0, missing)).reshape(-1, rows * tensor.shape[1])
+    return torch.nn.functional.pad(tensor.double(), (0, 0, 0, missing)).reshape(
+        -1, rows * tensor.shape[1]
+    )
 
 
 def per_expert(dprobs, case):
     """`[T, K]` -> `[E, T * K]`: the slots of each expert."""
     flat, index = dprobs.double().reshape(-1), case.indices.reshape(-1)
-    return torch.stack([torch.where(index == e, flat, 0.0) for e in range(int(case.weights[0].shape[0]))])
+    return torch.stack(
+        [torch.where(index == e, flat, 0.0) for e in range(int(case.weights[0].shape[0]))]
+    )
 
 
 def check(case, actual=None):
-    """Assert that no tensor, in any expert or block, is further from fp32 than the reference engine's rounding puts it."""
+    """Assert that no tensor, in any expert or block, is further from fp32 than the reference
+    engine's rounding puts it.
+    """
     actual = actual or run(case)
     exact, rounded = run(case.to(torch.float32), REFERENCE), run(case, REFERENCE)
     for name, got in actual.items():
-        split = {"out": blocks, "dx": blocks, "dprobs": functools.partial(per_expert, case=case)}.get(name, lambda t: t)
+        split = {
+            "out": blocks,
+            "dx": blocks,
+            "dprobs": functools.partial(per_expert, case=case),
+        }.get(name, lambda t: t)
         assert got.shape == exact[name].shape, name
         assert bool(torch.isfinite(got).all()), name
         ours, theirs = (relative(split(t), split(exact[name])) for t in (got, rounded[name]))
-        # db1 sums dz as it is stored; the reference engine sums it before rounding to bf16, whose relative RMSE is 1.7e-3.
+        # db1 sums dz as it is stored; the reference engine sums it before rounding to bf16, whose
+        # relative RMSE is 1.7e-3.
         slack = 3e-3 if name == "db1" else 2e-4
         assert bool((ours <= 1.2 * theirs + slack).all()), (name, ours.tolist(), theirs.tolist())
     invalid = (case.indices < 0) | (case.indices >= int(case.weights[0].shape[0]))
     assert bool((actual["dprobs"][invalid] == 0).all())
-    assert bool((actual["out"][invalid.all(1)] == 0).all()) and bool((actual["dx"][invalid.all(1)] == 0).all())
+    assert bool((actual["out"][invalid.all(1)] == 0).all()) and bool(
+        (actual["dx"][invalid.all(1)] == 0).all()
+    )
 
 
 def assert_same_bits(actual, wanted, names=None):
@@ -203,7 +266,11 @@ def test_counts_around_the_tile(tokens):
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(3000, {"invalid": 0.99}), (64, {"invalid": 1.0}), (513, {"topk": 1, "invalid": 0.0, "empty": (0, 1, 2, 4, 5)})],
+    [
+        (3000, {"invalid": 0.99}),
+        (64, {"invalid": 1.0}),
+        (513, {"topk": 1, "invalid": 0.0, "empty": (0, 1, 2, 4, 5)}),
+    ],
     ids=["99 % invalid", "all invalid", "one expert"],
 )
 def test_uneven_routing(tokens, options):
@@ -302,7 +369,9 @@ def test_recomputed_z_and_inference_give_the_same_bits():
     assert_same_bits(run(case, settings=EngineSettings(recompute_z=True)), stored)
     assert_same_bits(run(case, settings=EngineSettings(frees_stagewise=True)), stored)
     settings = EngineSettings()
-    out, saved = OURS.forward(case.x, case.routing, OURS.prepare_weights(*case.weights, settings), settings, save=False)
+    out, saved = OURS.forward(
+        case.x, case.routing, OURS.prepare_weights(*case.weights, settings), settings, save=False
+    )
     assert saved is None and torch.equal(out, stored["out"])
 
 
@@ -314,7 +383,9 @@ def test_other_spellings_of_the_operands():
     off.copy_(case.x)
     strided = torch.stack([case.x, case.x], 2)[..., 0]
     for x in (off, strided):
-        assert_same_bits(run(Case(x, case.dout.float(), case.indices, case.probs, case.weights, SWIGLU)), wanted)
+        assert_same_bits(
+            run(Case(x, case.dout.float(), case.indices, case.probs, case.weights, SWIGLU)), wanted
+        )
     good = case.x.clone()
     case.x.fill_(float("nan"))
     torch.cuda.synchronize()
@@ -346,9 +417,13 @@ def test_waits_for_nothing_and_can_be_captured():
 
 
 def test_past_two_to_the_31_elements():
-    """A row's results do not depend on the other rows: the last 128 tokens alone give the bits they give behind 860 000."""
+    """A row's results do not depend on the other rows: the last 128 tokens alone give the bits they
+    give behind 860 000.
+    """
     hidden, intermediate, tokens = 128, 1280, 860_032
-    case = make_case(128, hidden=hidden, intermediate=intermediate, experts=1, topk=1, invalid=0.0, empty=())
+    case = make_case(
+        128, hidden=hidden, intermediate=intermediate, experts=1, topk=1, invalid=0.0, empty=()
+    )
     alone = run(case)
     big = Case(
         case.x.repeat(tokens // 128, 1), torch.zeros((tokens, hidden), dtype=BF16, device="cuda"),
@@ -369,13 +444,17 @@ def test_past_two_to_the_31_elements():
     ("tokens", "experts", "invalid"), [(700, 6, 0.3), (40, 130, 0.5), (64, 3, 1.0), (2000, 2, 0.0)]
 )
 def test_rows_of_experts(tokens, experts, invalid):
-    case = make_case(tokens, hidden=8, intermediate=8, experts=experts, topk=2, invalid=invalid, empty=())
+    case = make_case(
+        tokens, hidden=8, intermediate=8, experts=experts, topk=2, invalid=invalid, empty=()
+    )
     routing = case.routing
     rows = ExpertRows.of(routing)
     assert rows.cu_rows.tolist() == routing.padded_offsets.tolist()
     token, wanted = routing.row_token.tolist(), [0] * routing.num_rows
     for first, count, padded in routing.expert_slices():
-        wanted[first : first + padded] = token[first : first + count] + [token[first + count - 1]] * (padded - count)
+        wanted[first : first + padded] = token[first : first + count] + [
+            token[first + count - 1]
+        ] * (padded - count)
     assert rows.gather_index.tolist() == wanted
 
 
@@ -392,4 +471,6 @@ def test_counts_too_small_lose_rows_and_nothing_else():
     torch.cuda.synchronize()
     lost = routing.slot_row < 0
     assert bool(lost.any()) and bool((dprobs[lost] == 0).all())
-    assert all(bool(torch.isfinite(t).all()) for t in (out, dx, dprobs, accumulators.dw1, accumulators.dw2))
+    assert all(
+        bool(torch.isfinite(t).all()) for t in (out, dx, dprobs, accumulators.dw1, accumulators.dw2)
+    )

@@ -1,4 +1,6 @@
-"""`bisect` on a GPU: every engine's stages are what their own arithmetic says, and those of the reference engine."""
+"""`bisect` on a GPU: every engine's stages are what their own arithmetic says, and those of the
+reference engine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ SIZES = Sizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
 
 # Stages that never exist in memory, or that quantise nothing where nothing is quantised.
 FUSED = {
-    EngineName.HOPPER: {"dy1", "wgrad_dz", "wgrad_y1s"},  # dz and y1s themselves are the operands of wgrad
+    EngineName.HOPPER: {
+        "dy1",
+        "wgrad_dz",
+        "wgrad_y1s",
+    },  # dz and y1s themselves are the operands of wgrad
     EngineName.BF16: {"dy1", "x_fp8", "dout_fp8", "dz_fp8", *WGRAD_OPERANDS},
     EngineName.REFERENCE: set(),
 }
@@ -29,7 +35,11 @@ FUSED = {
 def engines() -> list[Variant]:
     if not torch.cuda.is_available():
         return []
-    return [*available_variants("cuda:0"), Variant(EngineName.REFERENCE, "perf"), Variant(EngineName.REFERENCE, "off")]
+    return [
+        *available_variants("cuda:0"),
+        Variant(EngineName.REFERENCE, "perf"),
+        Variant(EngineName.REFERENCE, "off"),
+    ]
 
 
 def make_step(fp8: bool) -> StepDump:
@@ -47,7 +57,9 @@ def test_every_engine_is_healthy(against):
         assert report.healthy, f"{variant}: {text_of(report)}"
         assert set(report.missing) <= FUSED[variant.engine], variant
         if variant.fp8:
-            quantised = {name for name in report.stats if name.endswith("_fp8") or name in WGRAD_OPERANDS} | {"y1"}
+            quantised = {
+                name for name in report.stats if name.endswith("_fp8") or name in WGRAD_OPERANDS
+            } | {"y1"}
             assert all(report.stats[name].saturation is not None for name in quantised), variant
 
 

@@ -1,4 +1,6 @@
-"""Public calls on the GPU engines never write into their caller's tensors; a kernel's stray write would be a storage's changed byte."""
+"""Public calls on the GPU engines never write into their caller's tensors; a kernel's stray write
+would be a storage's changed byte.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ pytestmark = pytest.mark.gpu
 
 def config_of(engine, **changes):
     """By name: a fallback would prove nothing."""
-    return SonicMoEConfig(**{"fp8_mode": "perf" if engine == "hopper" else "off", "engine": engine} | changes)
+    return SonicMoEConfig(
+        **{"fp8_mode": "perf" if engine == "hopper" else "off", "engine": engine} | changes
+    )
 
 
 ENGINES = ("hopper", "bf16")
 NODES = [
-    *((engine, {}, options) for engine in ENGINES for options in ({}, {"flush": "backward"}, {"split_wgrad": True})),
+    *(
+        (engine, {}, options)
+        for engine in ENGINES
+        for options in ({}, {"flush": "backward"}, {"split_wgrad": True})
+    ),
     ("hopper", {"fp8_mode": "mem"}, {}),
     ("hopper", {"fp8_wgrad": False}, {}),
     ("hopper", {"iso_weight": True, "recompute_z": True}, {}),

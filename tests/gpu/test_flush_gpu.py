@@ -1,4 +1,6 @@
-"""The gradient flush in one launch against plain tensor operations: equal bits in every layout, dtype and kind of destination."""
+"""The gradient flush in one launch against plain tensor operations: equal bits in every layout,
+dtype and kind of destination.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from sonicmoe.kernels.cuda_wgrad import flush_source
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# (E, H, I): whole tiles, tails in both directions, nothing in fours, single elements, the widths of public models
+# (E, H, I): whole tiles, tails in both directions, nothing in fours, single elements, the widths of
+# public models
 SIZES = [(3, 128, 64), (2, 200, 72), (3, 66, 35), (2, 1, 1), (2, 2880, 768)]
 
 
@@ -32,9 +35,13 @@ def native_gradients(experts, n1, hidden, intermediate, seed=0):
 
 
 def in_layout(native, transposed, split_half):
-    """In fresh memory, whatever the layout: the flush zeroes the accumulators, which the expected values must outlive."""
+    """In fresh memory, whatever the layout: the flush zeroes the accumulators, which the expected
+    values must outlive.
+    """
     rows = layouts.deinterleave_gate_up(native) if split_half else native
-    return (rows.transpose(-2, -1) if transposed else rows).clone(memory_format=torch.contiguous_format)
+    return (rows.transpose(-2, -1) if transposed else rows).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def held_before(shape, dtype, offset):
@@ -54,7 +61,10 @@ def test_every_layout(flush_gradients, dtype, transposed, split_half, fresh, off
         dw1, dw2 = native_gradients(experts, n1, hidden, intermediate)
         wanted = [*in_layout(dw1, transposed, split_half), *in_layout(dw2, transposed, False)]
         targets = [held_before(gradient.shape, dtype, offset) for gradient in wanted]
-        wanted = [g.to(dtype) if fresh else (t.float() + g).to(dtype) for t, g in zip(targets, wanted, strict=True)]
+        wanted = [
+            g.to(dtype) if fresh else (t.float() + g).to(dtype)
+            for t, g in zip(targets, wanted, strict=True)
+        ]
         targets[1] = None  # frozen
         code = gradients.FORMATS[dtype] + gradients.FRESH * fresh
         table = [word for t in targets for word in ((0, 0) if t is None else (t.data_ptr(), code))]
@@ -82,8 +92,13 @@ def test_past_two_to_the_31_elements(flush_gradients):
     dw1 = torch.randn((experts, n1, hidden), device="cuda")
     dw2 = torch.zeros((experts, hidden, 4), device="cuda")
     want = {e: in_layout(dw1[e], True, True) for e in (0, 191, 192, 199)}
-    target, small = torch.ones((experts, hidden, n1), device="cuda"), torch.zeros((experts, 4, hidden), device="cuda")
-    table = gradients.destination_table([gradients.Destination(t, t, False) for t in (target, small)], experts)
+    target, small = (
+        torch.ones((experts, hidden, n1), device="cuda"),
+        torch.zeros((experts, 4, hidden), device="cuda"),
+    )
+    table = gradients.destination_table(
+        [gradients.Destination(t, t, False) for t in (target, small)], experts
+    )
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for expert, gradient in want.items():
         assert torch.equal(target[expert], 1 + gradient), expert
@@ -94,8 +109,12 @@ class Expert(nn.Module):
     def __init__(self, hidden, width, intermediate, dtype):
         super().__init__()
         self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        self.up_gate_proj.weight = nn.Parameter(torch.zeros((hidden, width), device="cuda", dtype=dtype))
-        self.down_proj.weight = nn.Parameter(torch.zeros((intermediate, hidden), device="cuda", dtype=dtype))
+        self.up_gate_proj.weight = nn.Parameter(
+            torch.zeros((hidden, width), device="cuda", dtype=dtype)
+        )
+        self.down_proj.weight = nn.Parameter(
+            torch.zeros((intermediate, hidden), device="cuda", dtype=dtype)
+        )
 
 
 def source_of(kind, activation, dtype, experts=3, hidden=256, intermediate=96):
@@ -139,15 +158,21 @@ def flushed(kind, source, through_autograd):
             weights.flush()
         assert not weights.unflushed
         assert not any(held.any() for held in weights.accumulators("cuda").tensors())
-    return [t for p in source.parameters() for t in (p.grad, getattr(p, "main_grad", None))] + returned
+    return [
+        t for p in source.parameters() for t in (p.grad, getattr(p, "main_grad", None))
+    ] + returned
 
 
 @pytest.mark.parametrize("through_autograd", [False, True])
 @pytest.mark.parametrize("kind", ["bound", "none", "absent"])
-@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
+@pytest.mark.parametrize(
+    "activation", [ActivationType.SWIGLU, ActivationType.SILU], ids=lambda a: a.value
+)
 @pytest.mark.parametrize("make", ["per_expert", "fused"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_expert_weights_equal_plain_operations(make, activation, kind, dtype, through_autograd, monkeypatch):
+def test_expert_weights_equal_plain_operations(
+    make, activation, kind, dtype, through_autograd, monkeypatch
+):
     ours = flushed(kind, source_of(make, activation, dtype), through_autograd)
     monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: None)
     wanted = flushed(kind, source_of(make, activation, dtype), through_autograd)
@@ -206,7 +231,9 @@ def test_the_kernel_serves_gpu_accumulators(monkeypatch):
     bind(source, "bound")
     weights = ExpertWeights(source)
     fill(weights, 0)
-    monkeypatch.setattr(ExpertWeights, "_drain", lambda self: pytest.fail("plain operations served the flush"))
+    monkeypatch.setattr(
+        ExpertWeights, "_drain", lambda self: pytest.fail("plain operations served the flush")
+    )
     weights.flush()
 
 

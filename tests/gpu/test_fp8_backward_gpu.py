@@ -1,4 +1,6 @@
-"""The dgated and weight-gradient GEMMs on the GPU against fp64 arithmetic on the same quantised operands, block by block."""
+"""The dgated and weight-gradient GEMMs on the GPU against fp64 arithmetic on the same quantised
+operands, block by block.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
 ACTIVATIONS = ("swiglu", "geglu", "reglu")
-# (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert, many and empty ones
+# (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert,
+# many and empty ones
 SHAPES = [
     (300, 512, 256, 4, 2),
     (1000, 1024, 384, 8, 3),
@@ -62,12 +65,17 @@ class Backward:
         r = self.rows = self.routing.num_rows
         self.used = int(self.routing.padded_offsets[-1])
         octaves = torch.rand((tokens, 1), generator=generator, device="cuda") - 0.5
-        self.dout = quantize(normal(generator, tokens, hidden) * torch.exp2(spread * octaves), rows(128))
+        self.dout = quantize(
+            normal(generator, tokens, hidden) * torch.exp2(spread * octaves), rows(128)
+        )
         # native w2 [E, H, I]; dgrad reads it as [E, I, H]
         self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, iso(128))
         z = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
         self.z = quantize(z, rows(128), Code.INT8)
-        self.dz, self.dz_t = poisoned((r, 2 * inner), torch.uint8), poisoned((2 * inner, r), torch.uint8)
+        self.dz, self.dz_t = (
+            poisoned((r, 2 * inner), torch.uint8),
+            poisoned((2 * inner, r), torch.uint8),
+        )
         self.y1s_t = poisoned((inner, r), torch.uint8)
         self.dz_scale = poisoned((r // 128, inner // 64), torch.float32)
         self.dz_t_scale = poisoned((inner // 64, r // 128), torch.float32)
@@ -87,7 +95,9 @@ class Backward:
         """fp64 `(dz, y1s, dprob)` of the used rows."""
         routing, used = self.routing, self.used
         token = routing.row_token[:used].long()
-        rows_of_dout = dequantize(self.dout).double()[token.clamp(min=0)] * (token >= 0).unsqueeze(1)
+        rows_of_dout = dequantize(self.dout).double()[token.clamp(min=0)] * (token >= 0).unsqueeze(
+            1
+        )
         weights = dequantize(self.w2).double()
         dy1 = torch.zeros((used, weights.shape[1]), dtype=torch.float64, device="cuda")
         for e, (first, last) in enumerate(itertools.pairwise(routing.padded_offsets.tolist())):
@@ -107,15 +117,23 @@ class Backward:
         """The block-scaled outputs as dequantised `[used, features]` matrices."""
         dz = BlockScaledTensor(self.dz.view(E4M3), self.dz_scale, iso(128), Code.E4M3)
         pairs = ((self.dz_t, self.dz_t_scale), (self.y1s_t, self.y1s_t_scale))
-        transposed = [BlockScaledTensor(c.view(E4M3), s, iso(128), Code.E4M3, Orientation.COLUMNS) for c, s in pairs]
+        transposed = [
+            BlockScaledTensor(c.view(E4M3), s, iso(128), Code.E4M3, Orientation.COLUMNS)
+            for c, s in pairs
+        ]
         return [dequantize(q)[: self.used] for q in (dz, *transposed)]
 
 
 def check_quantised(name, got, wanted):
-    """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little off, moves few of them."""
+    """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little
+    off, moves few of them.
+    """
     yardstick = dequantize(quantize(wanted.float(), iso(128)))
     errors = block_errors(got, wanted)
-    assert bool((errors <= 1.03 * block_errors(yardstick, wanted) + 1e-4).all()), (name, float(errors.max()))
+    assert bool((errors <= 1.03 * block_errors(yardstick, wanted) + 1e-4).all()), (
+        name,
+        float(errors.max()),
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -134,20 +152,29 @@ def test_dgated(dgated, shape, activation):
     padding = case.routing.row_token[: case.used] < 0
     for name, got in (("dz", got_dz), ("y1s", got_y1s), ("dprob", got_dprob.unsqueeze(1))):
         assert bool((got[padding] == 0).all()), name
-    assert bool((case.dz[case.used :] == 0x7F).all()) and bool((case.dz_t[:, case.used :] == 0x7F).all())
+    assert bool((case.dz[case.used :] == 0x7F).all()) and bool(
+        (case.dz_t[:, case.used :] == 0x7F).all()
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_dgated_with_unquantised_wgrad_operands(dgated, shape):
     case = Backward(shape, seed=1)
     inner = shape[2]
-    wide = (poisoned((case.rows, 2 * inner), torch.bfloat16), poisoned((case.rows, inner), torch.bfloat16))
+    wide = (
+        poisoned((case.rows, 2 * inner), torch.bfloat16),
+        poisoned((case.rows, inner), torch.bfloat16),
+    )
     case.run(dgated, wide=wide)
     dz, y1s, _ = case.golden("swiglu")
     for got, wanted in zip(wide, (dz, y1s), strict=True):
         assert float(block_errors(got[: case.used], wanted).max()) < 3e-3
     check_quantised(
-        "dz", dequantize(BlockScaledTensor(case.dz.view(E4M3), case.dz_scale, iso(128), Code.E4M3))[: case.used], dz
+        "dz",
+        dequantize(BlockScaledTensor(case.dz.view(E4M3), case.dz_scale, iso(128), Code.E4M3))[
+            : case.used
+        ],
+        dz,
     )
     assert bool((case.dz_t == 0x7F).all())
 
@@ -185,7 +212,10 @@ def wgrad_operands(shape, seed=0, spread=0.0):
     real = (routing.row_token >= 0).unsqueeze(1)
     octaves = torch.rand((routing.num_rows // 128, 1), generator=generator, device="cuda") - 0.5
     growth = torch.exp2(spread * octaves).repeat_interleave(128, 0)
-    a, b = (torch.where(real, normal(generator, routing.num_rows, n) * growth, 0.0) for n in (hidden, 2 * inner))
+    a, b = (
+        torch.where(real, normal(generator, routing.num_rows, n) * growth, 0.0)
+        for n in (hidden, 2 * inner)
+    )
     return quantize(a, iso(128)), quantize(b, iso(128)), routing
 
 
@@ -230,7 +260,9 @@ def test_wgrad(wgrad, shape, spread):
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-9])
 def test_wgrad_of_blocks_of_zeros(wgrad, size):
-    """Tokens that are masked out, or whose probability is 0, leave blocks of zeros, whose scales multiply to less than fp32 has."""
+    """Tokens that are masked out, or whose probability is 0, leave blocks of zeros, whose scales
+    multiply to less than fp32 has.
+    """
     a, b, routing = wgrad_operands((2048, 256, 128, 2, 2), seed=8)
     left, right = dequantize(a) * size, dequantize(b) * size
     for zero_left, zero_right in (
@@ -269,7 +301,9 @@ def test_wgrad_accumulates_and_repeats_bit_for_bit(wgrad):
 def test_wgrad_beside_other_kernels_gives_the_same_bits(wgrad):
     for shape in ((4096, 1024, 512, 8, 4), SHAPES[0], SHAPES[1]):
         a, b, routing = wgrad_operands(shape, seed=9)
-        alone, beside = (torch.zeros((shape[3], a.shape[1], b.shape[1]), device="cuda") for _ in range(2))
+        alone, beside = (
+            torch.zeros((shape[3], a.shape[1], b.shape[1]), device="cuda") for _ in range(2)
+        )
         run_wgrad(wgrad, a, b, routing, alone)
         run_wgrad(wgrad, a, b, routing, beside, shares_gpu=True)
         assert torch.equal(alone, beside) and bool(alone.any())
@@ -279,7 +313,14 @@ def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
     a, b, routing = wgrad_operands(SHAPES[0], seed=5)
     accumulator = torch.zeros((4, a.shape[1], b.shape[1]), device="cuda")
     a_t, b_t = transpose_storage(a), transpose_storage(b)
-    launch_args = (a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets * 4, accumulator)
+    launch_args = (
+        a_t.codes,
+        a_t.scale_inv,
+        b_t.codes,
+        b_t.scale_inv,
+        routing.padded_offsets * 4,
+        accumulator,
+    )
     wgrad(*launch_args, False, current_stream(accumulator))
     torch.cuda.synchronize()
     assert bool(torch.isfinite(accumulator).all())
@@ -290,9 +331,27 @@ def test_wrong_arguments_are_named(wgrad, dgated):
     accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
     a_t, b_t = transpose_storage(a), transpose_storage(b)
     with pytest.raises(Exception, match=r"a is \["):
-        wgrad(b_t.codes, b_t.scale_inv, a_t.codes, a_t.scale_inv, routing.padded_offsets, accumulator, False, 0)
+        wgrad(
+            b_t.codes,
+            b_t.scale_inv,
+            a_t.codes,
+            a_t.scale_inv,
+            routing.padded_offsets,
+            accumulator,
+            False,
+            0,
+        )
     with pytest.raises(Exception, match="accumulator must have 32-bit"):
-        wgrad(a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv, routing.padded_offsets, accumulator.half(), False, 0)
+        wgrad(
+            a_t.codes,
+            a_t.scale_inv,
+            b_t.codes,
+            b_t.scale_inv,
+            routing.padded_offsets,
+            accumulator.half(),
+            False,
+            0,
+        )
     case = Backward(SHAPES[0], seed=7)
     with pytest.raises(Exception, match="activation is 3"):
         case.run(dgated, 3)

@@ -1,4 +1,6 @@
-"""The FP8 grouped GEMM on the GPU against fp64 products of the same quantised operands, per expert and per 128-row block."""
+"""The FP8 grouped GEMM on the GPU against fp64 products of the same quantised operands, per expert
+and per 128-row block.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ from sonicmoe.routing.gpu import build_routing_gpu
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
-BF16_ROUNDING = 2.5e-3  # relative RMSE of rounding to bf16 is 1.7e-3; the rest is the tensor cores' accumulation
+# relative RMSE of rounding to bf16 is 1.7e-3; the rest is the tensor cores' accumulation
+BF16_ROUNDING = 2.5e-3
 ACTIVATIONS = {
     "swiglu": (0, torch.nn.functional.silu),
     "geglu": (1, torch.nn.functional.gelu),
     "reglu": (2, torch.nn.functional.relu),
 }
-# (T, H, I, E, K): counts around the tile, odd tile pairs, a K tail (2880), scales not in fours (768, 384), one expert, many
+# (T, H, I, E, K): counts around the tile, odd tile pairs, a K tail (2880), scales not in fours
+# (768, 384), one expert, many
 SHAPES = [
     (300, 512, 256, 4, 2),
     (1000, 1024, 384, 8, 3),
@@ -41,7 +45,9 @@ def module():
 
 
 def make_case(shape, seed=0, spread=0.0):
-    """Tokens, native w1 and w2, routing; `spread` octaves of random scale per token and 128 channels."""
+    """Tokens, native w1 and w2, routing; `spread` octaves of random scale per token and 128
+    channels.
+    """
     tokens, hidden, intermediate, experts, topk = shape
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -66,24 +72,33 @@ def up_projection(module, x, w1, routing, activation=0, store_z=True):
     """`(z, y1)` as block-scaled tensors."""
     r, n = routing.num_rows, w1.shape[1]
     z, y1 = poisoned((r, n), torch.int8), poisoned((r, n // 2), torch.uint8).view(E4M3)
-    z_scale, y1_scale = poisoned((r, n // 128), torch.float32), poisoned((r, n // 256), torch.float32)
+    z_scale, y1_scale = (
+        poisoned((r, n // 128), torch.float32),
+        poisoned((r, n // 256), torch.float32),
+    )
     module.gather_gated_gemm(
         x.codes, x.scale_inv, w1.codes, w1.scale_inv, routing.row_token, routing.padded_offsets, z, z_scale, y1, y1_scale,
         activation, store_z, current_stream(z),
     )  # fmt: skip
-    return BlockScaledTensor(z, z_scale, rows(128), Code.INT8), BlockScaledTensor(y1, y1_scale, rows(128), Code.E4M3)
+    return BlockScaledTensor(z, z_scale, rows(128), Code.INT8), BlockScaledTensor(
+        y1, y1_scale, rows(128), Code.E4M3
+    )
 
 
 def grouped(module, a, w, routing):
     out = poisoned((a.shape[0], w.shape[1]), torch.bfloat16)
-    module.grouped_gemm(a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, current_stream(out))
+    module.grouped_gemm(
+        a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, current_stream(out)
+    )
     return out
 
 
 def golden(values, w, routing):
     """fp64 `values[rows of e] @ w[e]^T` for the rows of every expert, padding included."""
     weights = dequantize(w).double()
-    result = torch.zeros((int(routing.padded_offsets[-1]), w.shape[1]), dtype=torch.float64, device="cuda")
+    result = torch.zeros(
+        (int(routing.padded_offsets[-1]), w.shape[1]), dtype=torch.float64, device="cuda"
+    )
     offsets = routing.padded_offsets.tolist()
     for e, (first, last) in enumerate(itertools.pairwise(offsets)):
         result[first:last] = values[first:last].double() @ weights[e].T
@@ -107,13 +122,22 @@ def test_up_projection(module, shape, activation):
     wanted_z = golden(gathered(xq, routing), wq, routing)
     wanted_y1 = function(wanted_z[:, ::2]) * wanted_z[:, 1::2]
     used = wanted_z.shape[0]
-    # The codes of exact values are the yardstick: the kernel may be one code off where its sum is a little off.
-    for name, got, wanted, code in (("z", z, wanted_z, Code.INT8), ("y1", y1, wanted_y1, Code.E4M3)):
+    # The codes of exact values are the yardstick: the kernel may be one code off where its sum is a
+    # little off.
+    for name, got, wanted, code in (
+        ("z", z, wanted_z, Code.INT8),
+        ("y1", y1, wanted_y1, Code.E4M3),
+    ):
         exact = dequantize(quantize(wanted.float(), rows(128), code))
         errors = block_errors(dequantize(got)[:used], wanted)
-        assert bool((errors <= 1.03 * block_errors(exact, wanted) + 1e-4).all()), (name, float(errors.max()))
+        assert bool((errors <= 1.03 * block_errors(exact, wanted) + 1e-4).all()), (
+            name,
+            float(errors.max()),
+        )
     padding = routing.row_token[:used] < 0
-    assert bool((dequantize(z)[:used][padding] == 0).all()) and bool((dequantize(y1)[:used][padding] == 0).all())
+    assert bool((dequantize(z)[:used][padding] == 0).all()) and bool(
+        (dequantize(y1)[:used][padding] == 0).all()
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -125,7 +149,9 @@ def test_plain_gemm(module, shape):
         a, w = quantize(values, rows(128)), quantize(weight, iso(128))
         out, wanted = grouped(module, a, w, routing), golden(dequantize(a), w, routing)
         assert float(block_errors(out[: wanted.shape[0]], wanted).max()) <= BF16_ROUNDING
-        assert bool(torch.isnan(out[wanted.shape[0] :]).all()), "rows that no expert owns were written"
+        assert bool(torch.isnan(out[wanted.shape[0] :]).all()), (
+            "rows that no expert owns were written"
+        )
 
 
 def test_inference_stores_no_z(module):
@@ -138,7 +164,9 @@ def test_inference_stores_no_z(module):
 
 
 def test_scales_that_differ_wildly(module):
-    """Blocks of zeros, and blocks 2^40 apart, overflow nothing and lose nothing, even where the largest meets zero weights."""
+    """Blocks of zeros, and blocks 2^40 apart, overflow nothing and lose nothing, even where the
+    largest meets zero weights.
+    """
     x, w1, _, routing = make_case((700, 1024, 256, 4, 2), seed=3, spread=40.0)
     x[:, 128:384] = 0
     x[::3, 512:] = 0
@@ -182,17 +210,31 @@ def test_bit_exact_repetition(module):
 def test_offsets_beyond_the_rows_are_not_followed(module):
     """Counts larger than the buffer (a dispatcher's mistake) write nothing outside it."""
     _, _, w2, routing = make_case(SHAPES[0], seed=6)
-    a, w = quantize(torch.randn((256, w2.shape[2]), device="cuda"), rows(128)), quantize(w2, iso(128))
+    a, w = (
+        quantize(torch.randn((256, w2.shape[2]), device="cuda"), rows(128)),
+        quantize(w2, iso(128)),
+    )
     guarded = poisoned((256 + 128, w.shape[1]), torch.bfloat16)
     stream = current_stream(guarded)
-    module.grouped_gemm(a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets * 4, guarded[:256], stream)
+    module.grouped_gemm(
+        a.codes,
+        a.scale_inv,
+        w.codes,
+        w.scale_inv,
+        routing.padded_offsets * 4,
+        guarded[:256],
+        stream,
+    )
     torch.cuda.synchronize()
     assert bool(torch.isnan(guarded[256:]).all())
 
 
 def test_wrong_arguments_are_named(module):
     _, _, w2, routing = make_case(SHAPES[0], seed=7)
-    a, w = quantize(torch.randn((routing.num_rows, 256), device="cuda"), rows(128)), quantize(w2, iso(128))
+    a, w = (
+        quantize(torch.randn((routing.num_rows, 256), device="cuda"), rows(128)),
+        quantize(w2, iso(128)),
+    )
     out = poisoned((routing.num_rows, w.shape[1]), torch.bfloat16)
     rest = (w.codes, w.scale_inv, routing.padded_offsets)
     with pytest.raises(Exception, match="a has K"):

@@ -1,4 +1,6 @@
-"""The Hopper engine on the GPU: its numbers against the reference engine's emulation and fp64, and its whole contract, bit for bit."""
+"""The Hopper engine on the GPU: its numbers against the reference engine's emulation and fp64, and
+its whole contract, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ from sonicmoe.errors import ConfigError
 from sonicmoe.jit import default_cache, no_compile
 from sonicmoe.jit.plan import ModelSpec, plan
 from sonicmoe.jit.warmup import warm_up
-from sonicmoe.kernels.quack_gemm import MlpShape, expert_rows_source, wgrad_down_kernel, wgrad_up_kernel
+from sonicmoe.kernels.quack_gemm import (
+    MlpShape,
+    expert_rows_source,
+    wgrad_down_kernel,
+    wgrad_up_kernel,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +60,9 @@ def compiled():
     spec, shape = ModelSpec(E, H, I), MlpShape(H, I, ActivationType.SWIGLU)
     plain = (expert_rows_source(), wgrad_down_kernel(shape), wgrad_up_kernel(shape))
     jobs = (*plan(spec, SonicMoEConfig(fp8_mode="perf").resolve()), *plain)
-    report = warm_up(spec, default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs)))
+    report = warm_up(
+        spec, default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs))
+    )
     assert report.complete, [outcome.message for outcome in report.kernels if outcome.message]
     with no_compile():
         yield
@@ -64,7 +73,9 @@ def test_this_gpu_can_run_public_models(sizes):
     assert hopper_unavailable("cuda:0", FP8, sizes=sizes) is None
 
 
-@pytest.mark.parametrize(("sizes", "words"), [((2056, 768), "H is 2056 and I is 768"), ((2048, 736), "I is 736")])
+@pytest.mark.parametrize(
+    ("sizes", "words"), [((2056, 768), "H is 2056 and I is 768"), ((2048, 736), "I is 736")]
+)
 def test_sizes_without_a_kernel_are_refused(sizes, words):
     assert words in hopper_unavailable("cuda:0", FP8, sizes=sizes)
 
@@ -86,7 +97,9 @@ class TestNumbers:
         options = {"experts": 2, "empty": ()} if few else {"experts": 4, "empty": (1,)}
         check(make_case(300, hidden=hidden, intermediate=intermediate, topk=2, seed=1, **options))
 
-    @pytest.mark.parametrize(("hidden", "intermediate"), [(16, 64), (144, 64), (272, 192), (528, 320), (128, 1088)])
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate"), [(16, 64), (144, 64), (272, 192), (528, 320), (128, 1088)]
+    )
     def test_sizes_that_no_tile_divides(self, hidden, intermediate):
         check(make_case(400, hidden=hidden, intermediate=intermediate, seed=2))
 
@@ -108,11 +121,16 @@ class TestNumbers:
     def test_no_tokens(self):
         case = make_case(5).tokens(slice(0))
         got = run(case)
-        assert got["out"].shape == got["dx"].shape == (0, H) and got["dprobs"].shape == case.probs.shape
+        assert (
+            got["out"].shape == got["dx"].shape == (0, H)
+            and got["dprobs"].shape == case.probs.shape
+        )
         assert not bool(got["dw1"].any()) and not bool(got["dw2"].any())
 
     def test_tokens_and_gradients_of_very_different_size(self):
-        """Scales of a row and of a block, 2^30 apart between tokens: each token has its own in forward."""
+        """Scales of a row and of a block, 2^30 apart between tokens: each token has its own in
+        forward.
+        """
         case = make_case(300, topk=1, invalid=0.0, seed=6)
         small = run(case)["out"]
         case.x[150:] *= 2.0**30
@@ -125,8 +143,21 @@ class TestNumbers:
         assert_same_bits(got, run(case), ("out", "dx", "dprobs"))
 
     def test_a_long_sum_keeps_its_digits(self):
-        """65536 tokens of one expert: a weight gradient is one sum of them, and a tensor core keeps few bits of it."""
-        check(make_case(65536, hidden=256, intermediate=128, experts=1, topk=1, invalid=0.0, empty=(), seed=8))
+        """65536 tokens of one expert: a weight gradient is one sum of them, and a tensor core keeps
+        few bits of it.
+        """
+        check(
+            make_case(
+                65536,
+                hidden=256,
+                intermediate=128,
+                experts=1,
+                topk=1,
+                invalid=0.0,
+                empty=(),
+                seed=8,
+            )
+        )
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +212,16 @@ class TestSameBits:
 
     def test_another_process(self):
         code = "from gpu.hopper_cases import digest; print(digest())"
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+        }
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False, timeout=300
+            [sys.executable, "-c", code],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split()[-1] == digest()
@@ -193,7 +231,12 @@ class TestSameBits:
         """Received from a dispatcher that pads its buffers, with anything in them."""
 
         def longer(tensor, value):
-            return torch.cat([tensor, torch.full((rows, tensor.shape[1]), value, dtype=tensor.dtype, device="cuda")])
+            return torch.cat(
+                [
+                    tensor,
+                    torch.full((rows, tensor.shape[1]), value, dtype=tensor.dtype, device="cuda"),
+                ]
+            )
 
         nan = float("nan")
         padded = replace(
@@ -206,7 +249,9 @@ class TestSameBits:
         assert_same_bits(got, wanted)
 
     def test_probabilities_of_invalid_slots(self, case, wanted):
-        assert_same_bits(run(replace(case, probs=torch.where(case.valid, case.probs, float("nan")))), wanted)
+        assert_same_bits(
+            run(replace(case, probs=torch.where(case.valid, case.probs, float("nan")))), wanted
+        )
 
     @WGRADS
     def test_unwritten_memory_is_never_read(self, settings):
@@ -229,7 +274,9 @@ class TestSameBits:
         """In strided views, off a 16-byte address, and a gradient in fp32."""
 
         def off(tensor):
-            moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].reshape(tensor.shape)
+            moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].reshape(
+                tensor.shape
+            )
             return moved.copy_(tensor)
 
         def strided(tensor):
@@ -237,12 +284,16 @@ class TestSameBits:
 
         wanted = run(case, settings=settings)
         for x, dout in ((off, off), (strided, strided), (off, torch.Tensor.float)):
-            assert_same_bits(run(replace(case, x=x(case.x), dout=dout(case.dout)), settings=settings), wanted)
+            assert_same_bits(
+                run(replace(case, x=x(case.x), dout=dout(case.dout)), settings=settings), wanted
+            )
 
 
 class TestAccumulation:
     def test_micro_batches_add_up_to_one_large_batch(self):
-        """Cut where no quantisation block is: tokens to the bit, weight gradients to the rounding of their sums."""
+        """Cut where no quantisation block is: tokens to the bit, weight gradients to the rounding
+        of their sums.
+        """
         large = make_blocked_case(2048, seed=30)
         halves = [large.tokens(slice(0, 1024)), large.tokens(slice(1024, 2048))]
         whole, accumulators = run(large), large.accumulators()
@@ -322,7 +373,10 @@ class TestLarge:
         alone = make_blocked_case(2048, hidden=2048, intermediate=2304, experts=8, topk=8, seed=50)
         wanted = run(alone)
         check(alone, got=wanted)
-        repeated = {name: getattr(alone, name).repeat(copies, 1) for name in ("x", "dout", "indices", "probs")}
+        repeated = {
+            name: getattr(alone, name).repeat(copies, 1)
+            for name in ("x", "dout", "indices", "probs")
+        }
         big = replace(alone, **repeated)
         assert big.routing().num_rows * 2 * 2304 > 2**31
         got = run(big)
@@ -330,18 +384,25 @@ class TestLarge:
             for copy, found in enumerate(got[name].split(2048)):
                 assert torch.equal(found, wanted[name]), (name, copy)
         for name in ("dw1", "dw2"):
-            # A wrong address loses or doubles whole blocks; how many digits a long sum keeps has a test of its own.
+            # A wrong address loses or doubles whole blocks; how many digits a long sum keeps has a
+            # test of its own.
             assert float(errors(name, got[name], copies * wanted[name], big).max()) < 0.05, name
 
     def test_weights_past_two_to_the_31_elements(self):
-        """The first, middle and last experts of 128 give the bits they give in a layer of their own."""
+        """The first, middle and last experts of 128 give the bits they give in a layer of their
+        own.
+        """
         experts, picked = 128, [0, 1, 63, 64, 126, 127]
-        case = make_case(2000, hidden=4096, intermediate=2304, experts=experts, topk=8, empty=(2,), seed=51)
+        case = make_case(
+            2000, hidden=4096, intermediate=2304, experts=experts, topk=8, empty=(2,), seed=51
+        )
         assert case.w1.numel() > 2**31
         place = torch.full((experts + 1,), -1, device="cuda")
         place[picked] = torch.arange(len(picked), device="cuda")
         own = torch.where(case.valid, place[case.indices.clamp(0, experts)], -1)
-        few = replace(case, indices=own, w1=case.w1[picked].contiguous(), w2=case.w2[picked].contiguous())
+        few = replace(
+            case, indices=own, w1=case.w1[picked].contiguous(), w2=case.w2[picked].contiguous()
+        )
         wanted = run(few)
         check(few, got=wanted)
         got = run(case)

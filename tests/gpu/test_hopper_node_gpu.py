@@ -1,4 +1,6 @@
-"""The node and `MoE` on the Hopper engine: chosen by itself, never waiting, capturable, on any stream, never with stale weights."""
+"""The node and `MoE` on the Hopper engine: chosen by itself, never waiting, capturable, on any
+stream, never with stale weights.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,11 @@ def relative(actual, wanted):
 
 
 def engine_lines(caplog):
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine ")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("engine ")
+    ]
 
 
 class TestChoice:
@@ -99,7 +105,9 @@ class TestChoice:
     def test_moe(self, caplog):
         moe = MoE(E, K, H, I).to("cuda", torch.bfloat16)
         for tokens in (64, 200):
-            out, loss = moe(torch.randn(tokens, H, device="cuda", dtype=torch.bfloat16), use_fp8=True)
+            out, loss = moe(
+                torch.randn(tokens, H, device="cuda", dtype=torch.bfloat16), use_fp8=True
+            )
             (out.float().sum() + loss).backward()
         (line,) = engine_lines(caplog)
         assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
@@ -108,16 +116,19 @@ class TestChoice:
         experts = make_experts(0, 2, 256, 96)
         run(make_node(experts, AUTO), make_batch(50, 0, 256, 2, 1))
         (line,) = engine_lines(caplog)
-        assert line.startswith("engine bf16 on cuda:0: not hopper: H is 256 and I is 96") and line.endswith(
-            "without FP8"
-        )
-        assert [record.levelname for record in caplog.records if record.getMessage() == line] == ["WARNING"]
+        assert line.startswith(
+            "engine bf16 on cuda:0: not hopper: H is 256 and I is 96"
+        ) and line.endswith("without FP8")
+        assert [record.levelname for record in caplog.records if record.getMessage() == line] == [
+            "WARNING"
+        ]
 
 
 class TestNumbers:
     def test_node_against_the_emulation(self):
         ours, theirs = (
-            whole_step(*layer(config=config), make_batch(), make_batch(300, 1)) for config in (FP8, EMULATION)
+            whole_step(*layer(config=config), make_batch(), make_batch(300, 1))
+            for config in (FP8, EMULATION)
         )
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert relative(a, b) <= 0.03, index
@@ -132,7 +143,8 @@ class TestNumbers:
                 out, _ = moe(x, use_fp8=True)
                 found.append((out, *torch.autograd.grad(out, (x, *moe.parameters()), dout)))
         for name, a, b in zip(("out", "x", *dict(moe.named_parameters())), *found, strict=True):
-            # What reaches the router is what is left of each token's probabilities' gradients after their mean.
+            # What reaches the router is what is left of each token's probabilities' gradients after
+            # their mean.
             assert relative(a, b) <= (0.06 if name == "router.weight" else 0.03), name
 
     def test_an_empty_micro_batch(self):
@@ -148,7 +160,8 @@ def fused_layer(config=FP8, **options):
     """`layer` on two stacked parameters, with `main_grad`s."""
     experts = make_experts()
     stacked = [
-        torch.stack([getattr(e, name).weight.detach() for e in experts]) for name in ("up_gate_proj", "down_proj")
+        torch.stack([getattr(e, name).weight.detach() for e in experts])
+        for name in ("up_gate_proj", "down_proj")
     ]
     weights = torch.nn.ParameterList(torch.nn.Parameter(weight) for weight in stacked)
     for weight in weights:
@@ -195,7 +208,9 @@ def test_waits_for_nothing(make, config, options):
     assert all(bool(weight.main_grad.any()) for weight in weights.parameters()), "computed nothing"
 
 
-@pytest.mark.parametrize("wait", [torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "wait", [torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero], ids=lambda f: f.__name__
+)
 def test_a_wait_would_be_seen(wait):
     with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
         wait(torch.ones(1, device="cuda"))
@@ -216,7 +231,9 @@ def test_moe_waits_for_nothing():
 
 
 def test_captured_in_a_cuda_graph():
-    """Forward, backward and step; replayed with other tokens, other routing and other weights, all copied in place."""
+    """Forward, backward and step; replayed with other tokens, other routing and other weights, all
+    copied in place.
+    """
     node, experts = layer()
     static = make_batch()
     captured = []
@@ -230,7 +247,8 @@ def test_captured_in_a_cuda_graph():
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
-        node.prequantize_weights()  # so that the graph holds the check for changes, and no unconditional quantisation
+        # so that the graph holds the check for changes, and no unconditional quantisation
+        node.prequantize_weights()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -272,7 +290,9 @@ def test_micro_batches_on_a_side_stream():
 
 @pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
 def test_two_streams_share_a_node(config):
-    """The first is late, and nobody waits for it: the second needs the weights it prepares, and adds to the sums it adds to."""
+    """The first is late, and nobody waits for it: the second needs the weights it prepares, and
+    adds to the sums it adds to.
+    """
     batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 513))]
     wanted = whole_step(*layer(config=config), *batches)
     node, experts = layer(config=config)
@@ -299,7 +319,9 @@ def test_several_forwards_outstanding(mode, order):
     outs = [forward(node, batch) for batch in batches]
     gradients_of = {index: backward(outs[index], batches[index]) for index in order}
     node.step()
-    results = [tensor for index in range(3) for tensor in (outs[index].detach(), *gradients_of[index])]
+    results = [
+        tensor for index in range(3) for tensor in (outs[index].detach(), *gradients_of[index])
+    ]
     assert_same_bits(results, one_by_one[:9])
     for a, b in zip(main_grads(experts), one_by_one[9:], strict=True):
         assert relative(a, b) <= 1e-6  # three fp32 sums in another order
@@ -312,7 +334,9 @@ def test_split_weight_gradients_are_the_same_bits():
 
 
 def test_split_weight_gradients_outlive_the_callers_memory():
-    """The side stream is late, and the caller's goes on and takes every byte that the backward has dropped."""
+    """The side stream is late, and the caller's goes on and takes every byte that the backward has
+    dropped.
+    """
     (node, experts), batch = layer(split_wgrad=True), make_batch()
     wanted = whole_step(*layer(), batch)[3:]
     run(node, batch)
@@ -324,7 +348,11 @@ def test_split_weight_gradients_outlive_the_callers_memory():
         torch.cuda._sleep(100_000_000)
     run(node, batch)
     rows = num_rows_bound(len(batch.x) * K, E, 128)
-    held = [torch.full((n * rows,), 0xFF, dtype=torch.uint8, device="cuda") for n in (I, 2 * I, H) for _ in range(8)]
+    held = [
+        torch.full((n * rows,), 0xFF, dtype=torch.uint8, device="cuda")
+        for n in (I, 2 * I, H)
+        for _ in range(8)
+    ]
     node.step()
     assert_same_bits(main_grads(experts), wanted)
     del held
@@ -332,7 +360,9 @@ def test_split_weight_gradients_outlive_the_callers_memory():
 
 class TestWeightsThatChange:
     def test_without_a_step(self):
-        """By an optimizer that the node is not told of, and through `.data`, which moves no version counter."""
+        """By an optimizer that the node is not told of, and through `.data`, which moves no version
+        counter.
+        """
         node, experts = layer()
         batch = make_batch()
         optimizer = torch.optim.AdamW(experts.parameters(), lr=1e-2, fused=True)
@@ -398,7 +428,9 @@ class TestWeightsThatChange:
 
 
 def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
-    """What a whole step loads is what warm-up compiled: nothing that only another test has put into the cache."""
+    """What a whole step loads is what warm-up compiled: nothing that only another test has put into
+    the cache.
+    """
     loaded, load = [], CudaSource.load
 
     def remember(source, *arguments):

@@ -1,12 +1,14 @@
 """The Hopper engine's five tensors against fp64, beside the DeepSeek-V3 recipe on the same inputs.
 
-The promise: "Every tensor (out, dx, ds, dw1, dw2), against an fp64 golden, per expert as well as overall, on Gaussian, heavy-tailed,
-row-spread and outlier-channel data, is at least as exact as the DeepSeek-V3 recipe (1x128 everywhere, FP8 `z`), computed in the
-same test. Our bars on [Gaussian] data [at H=1024 I=512]: out <= 6.6 %, dx, ds, dw1, dw2 <= 6.9 %, cosine >= 0.9975."
+The promise: "Every tensor (out, dx, ds, dw1, dw2), against an fp64 golden, per expert as well as
+overall, on Gaussian, heavy-tailed, row-spread and outlier-channel data, is at least as exact as the
+DeepSeek-V3 recipe (1x128 everywhere, FP8 `z`), computed in the same test. Our bars on [Gaussian]
+data [at H=1024 I=512]: out <= 6.6 %, dx, ds, dw1, dw2 <= 6.9 %, cosine >= 0.9975."
 
-docs/numerics.md says how it is measured and what of it a finite sample can show: a figure counts as beyond its bar where it is so by
-two of its own standard errors, and an expert's share of a tensor may have 3 % more error than under the other recipe. A whole
-tensor gets no such allowance here, but for what arithmetic other than the emulation's may move.
+docs/numerics.md says how it is measured and what of it a finite sample can show: a figure counts as
+beyond its bar where it is so by two of its own standard errors, and an expert's share of a tensor
+may have 3 % more error than under the other recipe. A whole tensor gets no such allowance here, but
+for what arithmetic other than the emulation's may move.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ from sonicmoe.jit_warmup import warmup_jit
 
 pytestmark = pytest.mark.gpu
 
-FEW, MANY = Sizes(), Sizes(tokens=16384, topk=4)  # H=1024 I=512 E=8; the second has 16 times the slots
-# Sums of a tensor core, and bf16 before FP8, are errors of 1e-3 beside 6e-2, which adds squares: 1e-4 of the ratio.
+FEW, MANY = (
+    Sizes(),
+    Sizes(tokens=16384, topk=4),
+)  # H=1024 I=512 E=8; the second has 16 times the slots
+# Sums of a tensor core, and bf16 before FP8, are errors of 1e-3 beside 6e-2, which adds squares:
+# 1e-4 of the ratio.
 ARITHMETIC = 5e-3
 
 
@@ -35,7 +41,9 @@ ARITHMETIC = 5e-3
 def compiled():
     """Nothing below may compile."""
     config = SonicMoEConfig(fp8_mode="perf", engine="hopper")
-    assert warmup_jit(FEW.experts, FEW.hidden, FEW.intermediate, "cuda", config=config, jobs=os.cpu_count()).complete
+    assert warmup_jit(
+        FEW.experts, FEW.hidden, FEW.intermediate, "cuda", config=config, jobs=os.cpu_count()
+    ).complete
     with no_compile():
         yield
 
@@ -46,14 +54,22 @@ def on_device(case):
     def tensor(array, dtype):
         return torch.tensor(array, dtype=dtype, device=hopper_cases.DEVICE)
 
-    rounded = {name: tensor(getattr(case, name), torch.bfloat16) for name in ("x", "dout", "w1", "w2")}
-    routed = {"indices": tensor(case.indices, torch.int64), "probs": tensor(case.probs, torch.float32)}
+    rounded = {
+        name: tensor(getattr(case, name), torch.bfloat16) for name in ("x", "dout", "w1", "w2")
+    }
+    routed = {
+        "indices": tensor(case.indices, torch.int64),
+        "probs": tensor(case.probs, torch.float32),
+    }
     return hopper_cases.Case(**rounded, **routed)
 
 
 def as_arrays(named):
     """fp64 on the host, under the names of `TENSORS`."""
-    arrays = {"ds" if name == "dprobs" else name: tensor.double().cpu().numpy() for name, tensor in named.items()}
+    arrays = {
+        "ds" if name == "dprobs" else name: tensor.double().cpu().numpy()
+        for name, tensor in named.items()
+    }
     assert set(arrays) == set(TENSORS)
     return arrays
 
@@ -61,11 +77,15 @@ def as_arrays(named):
 def baseline_of(case):
     """What the emulated DeepSeek-V3 recipe with an FP8 `z` makes of the case."""
     recipe, z = BASELINE
-    return as_arrays(hopper_cases.run(case, hopper_cases.REFERENCE, EngineSettings(recipe=recipe, save_z=z)))
+    return as_arrays(
+        hopper_cases.run(case, hopper_cases.REFERENCE, EngineSettings(recipe=recipe, save_z=z))
+    )
 
 
 def scores_of(case, computed, baseline, wanted):
-    return {name: score(name, case, computed[name], baseline[name], wanted[name]) for name in TENSORS}
+    return {
+        name: score(name, case, computed[name], baseline[name], wanted[name]) for name in TENSORS
+    }
 
 
 def table(scores):
@@ -88,16 +108,22 @@ def test_at_least_as_exact_as_the_deepseek_v3_recipe(kind, sizes):
     failures, unresolved = judge(kind, scores)
     assert not failures, f"{failures}\n{table(scores)}"
     for name, one in scores.items():
-        assert one.overall.ratio <= 1 + RESOLUTION * one.overall.ratio_error + ARITHMETIC, f"{name}\n{table(scores)}"
+        assert one.overall.ratio <= 1 + RESOLUTION * one.overall.ratio_error + ARITHMETIC, (
+            f"{name}\n{table(scores)}"
+        )
         assert len(one.experts) == sizes.experts
     if kind == BARRED_DATA and sizes is MANY:
         assert not unresolved, f"{unresolved}\n{table(scores)}"
         missed = judge(kind, scores_of(case, theirs, theirs, wanted))[0]
-        assert {failure.split()[0] for failure in missed} >= {"dx", "ds", "dw1", "dw2"}, "the bars let E4M3 z pass"
+        assert {failure.split()[0] for failure in missed} >= {"dx", "ds", "dw1", "dw2"}, (
+            "the bars let E4M3 z pass"
+        )
 
 
 def test_error_is_that_of_quantisation():
-    """Far below any E4M3 recipe's error, something was not quantised, and the comparison above would say nothing of FP8."""
+    """Far below any E4M3 recipe's error, something was not quantised, and the comparison above
+    would say nothing of FP8.
+    """
     operands = on_device(make_case(BARRED_DATA, FEW, seed=1))
     ours, wanted = hopper_cases.run(operands), hopper_cases.golden(operands)
     for name, bar in zip(("out", "dx", "dprobs", "dw1", "dw2"), RMSE_BARS.values(), strict=True):

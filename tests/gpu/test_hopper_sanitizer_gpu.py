@@ -19,14 +19,21 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(not Path(SANITIZER).is_file(), reason=f"compute-sanitizer is not at {SANITIZER}"),
+    pytest.mark.skipif(
+        not Path(SANITIZER).is_file(), reason=f"compute-sanitizer is not at {SANITIZER}"
+    ),
 ]
-# One allocation of the driver for every tensor: what lies behind a tensor is then nobody's memory. Temporaries of a pass share one, in the
+# One allocation of the driver for every tensor: what lies behind a tensor is then nobody's memory.
+# Temporaries of a pass share one, in the
 # order in which they are written: there an access behind a temporary is seen behind the last only.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {
     "memcheck": (["--report-api-errors", "no"], UNCACHED, r"ERROR SUMMARY: 0 errors"),
-    "racecheck": (["--racecheck-report", "all"], {}, r"RACECHECK SUMMARY: \d+ hazards? displayed \(0 errors, "),
+    "racecheck": (
+        ["--racecheck-report", "all"],
+        {},
+        r"RACECHECK SUMMARY: \d+ hazards? displayed \(0 errors, ",
+    ),
 }
 
 
@@ -44,7 +51,9 @@ def test_one_step(tool):
         | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SONIC_MOE_FORBID_COMPILE": "1"}
     )
     command = [SANITIZER, "--tool", tool, *options, sys.executable, hopper_step.__file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=280
+    )
     said = done.stdout + done.stderr
     assert "one step is done" in said, said[-4000:]
     assert re.search(clean, said), said[-8000:]

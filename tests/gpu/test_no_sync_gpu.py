@@ -1,4 +1,5 @@
-"""Nothing of a forward or backward waits for the device: the PyTorch face on both GPU engines, and transformers' experts on them.
+"""Nothing of a forward or backward waits for the device: the PyTorch face on both GPU engines, and
+transformers' experts on them.
 
 The node's own modes are in test_hopper_node_gpu.py.
 """
@@ -58,7 +59,9 @@ def experts_of(family):
     config.hidden_size, config.intermediate_size, config.moe_intermediate_size = H, I, I
     model = hf_models.build(config).to(DEVICE, torch.bfloat16)
     found = [
-        module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+        module
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
     ]
     return model, found[0]
 
@@ -66,7 +69,9 @@ def experts_of(family):
 @ENGINES
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_transformers_experts(family, engine):
-    """With sentinels, other tokens in every call, and an optimizer that moves the weights between two of them."""
+    """With sentinels, other tokens in every call, and an optimizer that moves the weights between
+    two of them.
+    """
     pytest.importorskip("transformers", minversion="5.7")
     from sonicmoe.integrations.transformers import register
 
@@ -81,7 +86,9 @@ def test_transformers_experts(family, engine):
     for tokens in (300, 129, 700):
         ids = torch.rand(tokens, num_experts, generator=generator).topk(K, 1).indices
         ids[torch.rand(tokens, K, generator=generator) < 0.3] = num_experts
-        x, dout = (torch.randn(tokens, H, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
+        x, dout = (
+            torch.randn(tokens, H, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2)
+        )
         probs = torch.rand(tokens, K, generator=generator).to(DEVICE).requires_grad_()
         batches.append((x.requires_grad_(), ids.to(DEVICE), probs, dout))
 
@@ -101,4 +108,6 @@ def test_transformers_experts(family, engine):
         with waiting_is_an_error():
             for _ in range(2):
                 results = step()
-    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), "computed nothing"
+    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), (
+        "computed nothing"
+    )

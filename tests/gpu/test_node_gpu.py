@@ -1,4 +1,6 @@
-"""The node on a GPU: the same numbers as on the host, nothing compiled after warm-up, nothing read that was not written."""
+"""The node on a GPU: the same numbers as on the host, nothing compiled after warm-up, nothing read
+that was not written.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Expert(nn.Module):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        self.up_gate_proj.weight = nn.Parameter(torch.randn(H, 2 * I, generator=generator) * H**-0.5)
+        self.up_gate_proj.weight = nn.Parameter(
+            torch.randn(H, 2 * I, generator=generator) * H**-0.5
+        )
         self.down_proj.weight = nn.Parameter(torch.randn(I, H, generator=generator) * I**-0.5)
         for parameter in self.parameters():
             parameter.main_grad = None
@@ -51,21 +55,35 @@ def run(device: str, config: SonicMoEConfig, tokens: int, seed: int = 0):
     out = node(x, None, indices.to(device), probs)
     out.backward(dout.to(device))
     node.step()
-    return [out.detach(), x.grad, probs.grad, *(parameter.main_grad for parameter in experts.parameters())]
+    return [
+        out.detach(),
+        x.grad,
+        probs.grad,
+        *(parameter.main_grad for parameter in experts.parameters()),
+    ]
 
 
 def relative(actual: torch.Tensor, golden: torch.Tensor) -> float:
     actual, golden = actual.double().cpu(), golden.double().cpu()
     norm = golden.norm()
-    return float((actual - golden).norm() / norm) if norm > 0 else float(actual.abs().max()) if actual.numel() else 0.0
+    return (
+        float((actual - golden).norm() / norm)
+        if norm > 0
+        else float(actual.abs().max())
+        if actual.numel()
+        else 0.0
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tokens", [0, 1, 127, 700])
 def test_same_numbers_as_on_the_host(mode: str, tokens: int) -> None:
-    # A product summed in another order may cross a rounding boundary of the next quantisation: rare, and one code wide.
+    # A product summed in another order may cross a rounding boundary of the next quantisation:
+    # rare, and one code wide.
     bound = 2e-5 if mode == "plain" else 5e-3
-    for on_gpu, on_host in zip(run("cuda", MODES[mode], tokens), run("cpu", MODES[mode], tokens), strict=True):
+    for on_gpu, on_host in zip(
+        run("cuda", MODES[mode], tokens), run("cpu", MODES[mode], tokens), strict=True
+    ):
         assert on_gpu.shape == on_host.shape
         assert relative(on_gpu, on_host) <= bound
 
@@ -73,7 +91,9 @@ def test_same_numbers_as_on_the_host(mode: str, tokens: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_poisoned_memory_changes_no_bit(mode: str) -> None:
     clean = run("cuda", MODES[mode], 333)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills every fresh `torch.empty` with NaN
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # fills every fresh `torch.empty` with NaN
     try:
         poisoned = run("cuda", MODES[mode], 333)
     finally:

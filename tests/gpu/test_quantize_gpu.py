@@ -1,4 +1,6 @@
-"""The GPU quantisers against the reference, bit for bit: rows, weights in every layout, and the guard that finds stale codes."""
+"""The GPU quantisers against the reference, bit for bit: rows, weights in every layout, and the
+guard that finds stale codes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,25 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNWRITTEN = 0x55
-# (E, H, I): less than a tile, edges in both axes, whole tiles, public models' (GPT-OSS, Qwen3-30B-A3B, the reference shape)
-SIZES = [(1, 16, 16), (3, 144, 80), (2, 256, 128), (4, 400, 208), (2, 2880, 2880), (16, 2048, 768), (8, 3072, 1536)]
+# (E, H, I): less than a tile, edges in both axes, whole tiles, public models' (GPT-OSS,
+# Qwen3-30B-A3B, the reference shape)
+SIZES = [
+    (1, 16, 16),
+    (3, 144, 80),
+    (2, 256, 128),
+    (4, 400, 208),
+    (2, 2880, 2880),
+    (16, 2048, 768),
+    (8, 3072, 1536),
+]
 LAYOUTS = list(itertools.product([False, True], repeat=2))
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Every `torch.empty` comes back full of NaN and of the largest integers: what a kernel does not write shows."""
+    """Every `torch.empty` comes back full of NaN and of the largest integers: what a kernel does
+    not write shows.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert bool(torch.isnan(torch.empty(7, device="cuda")).all()), "the poison is not active"
     yield
@@ -36,7 +49,9 @@ def values(shape, dtype, seed=0, special=True):
     """Rows of very different sizes, with zero blocks, denormals, huge values, NaN and infinity."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(shape, generator=generator, device="cuda")
-    x = (x * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator, device="cuda"))).to(dtype)
+    x = (
+        x * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator, device="cuda"))
+    ).to(dtype)
     if special and x.numel():
         flat = x.view(-1)
         info = torch.finfo(dtype)
@@ -105,8 +120,12 @@ class TestRows:
         q, wanted = gpu.quantize_rows(x), quantize(pattern, rows(128))
         for piece in range(repeats):
             part = slice(piece * tokens, (piece + 1) * tokens)
-            assert torch.equal(q.codes[part].view(torch.uint8), wanted.codes.view(torch.uint8)), piece
-            assert torch.equal(q.scale_inv[part].view(torch.int32), wanted.scale_inv.view(torch.int32)), piece
+            assert torch.equal(q.codes[part].view(torch.uint8), wanted.codes.view(torch.uint8)), (
+                piece
+            )
+            assert torch.equal(
+                q.scale_inv[part].view(torch.int32), wanted.scale_inv.view(torch.int32)
+            ), piece
 
     def test_graph_and_no_sync(self):
         x = values((2048, 1024), torch.bfloat16, special=False)
@@ -131,7 +150,9 @@ class TestRows:
 
 
 def user_weights(sizes, dtype, transposed, split_half, seed=0, special=True):
-    """A `WeightSource` of matrices at addresses that are odd multiples of 16 bytes, and a function for its native form."""
+    """A `WeightSource` of matrices at addresses that are odd multiples of 16 bytes, and a function
+    for its native form.
+    """
     experts, hidden, inner = sizes
     up = values((experts, 2 * inner, hidden), dtype, seed, special)
     down = values((experts, hidden, inner), dtype, seed + 1, special)
@@ -194,22 +215,31 @@ class TestWeights:
     def test_parameters_of_modules(self):
         """What the node hands over: leaves that want gradients."""
         source = user_weights((2, 256, 128), torch.bfloat16, True, True)
-        as_parameters = [tuple(torch.nn.Parameter(m) for m in group) for group in (source.up, source.down)]
+        as_parameters = [
+            tuple(torch.nn.Parameter(m) for m in group) for group in (source.up, source.down)
+        ]
         weights = gpu.QuantizedWeights()
         weights.update(WeightSource(*as_parameters, True, True))
         check(weights, source)
 
     def test_past_two_to_the_31_elements(self):
         experts, hidden, inner = 17, 8192, 8192
-        up = torch.randint(-127, 127, (experts, hidden, 2 * inner), dtype=torch.int8, device="cuda").to(torch.bfloat16)
-        down = torch.randint(-127, 127, (experts, inner, hidden), dtype=torch.int8, device="cuda").to(torch.bfloat16)
+        up = torch.randint(
+            -127, 127, (experts, hidden, 2 * inner), dtype=torch.int8, device="cuda"
+        ).to(torch.bfloat16)
+        down = torch.randint(
+            -127, 127, (experts, inner, hidden), dtype=torch.int8, device="cuda"
+        ).to(torch.bfloat16)
         assert up.numel() > 2**31
         weights = gpu.QuantizedWeights()
         weights.update(WeightSource(tuple(up), tuple(down), True, True))
         for e in (0, 1, experts - 1):
             one = WeightSource((up[e],), (down[e],), True, True)
             for native, forward, dgrad in zip(
-                gpu.native_matrices(one), (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), strict=True
+                gpu.native_matrices(one),
+                (weights.w1, weights.w2),
+                (weights.w1_dgrad, weights.w2_dgrad),
+                strict=True,
             ):
                 wanted = quantize(native[0], iso(128))
                 assert_same(forward[e], wanted, e)
@@ -219,7 +249,10 @@ class TestWeights:
         gpu.release_scratch()
         layers = [gpu.QuantizedWeights(iso_weight=True) for _ in range(2)]
         full = gpu.QuantizedWeights()
-        sources = [user_weights((2, 256, 128), torch.bfloat16, True, True, seed, special=False) for seed in range(2)]
+        sources = [
+            user_weights((2, 256, 128), torch.bfloat16, True, True, seed, special=False)
+            for seed in range(2)
+        ]
         for layer, source in zip(layers, sources, strict=True):
             layer.update(source)
         full.update(sources[0])
@@ -228,7 +261,9 @@ class TestWeights:
         assert first.orientation is Orientation.COLUMNS
         assert torch.equal(dequantize(first), dequantize(layers[0].w1))
         second = layers[1].w1_dgrad
-        assert first.codes.data_ptr() == second.codes.data_ptr() != layers[1].w2_dgrad.codes.data_ptr()
+        assert (
+            first.codes.data_ptr() == second.codes.data_ptr() != layers[1].w2_dgrad.codes.data_ptr()
+        )
         assert torch.equal(dequantize(second), dequantize(layers[1].w1))
         with torch.cuda.stream(torch.cuda.Stream()):
             assert layers[0].w1_dgrad.codes.data_ptr() != second.codes.data_ptr()
@@ -237,8 +272,13 @@ class TestWeights:
 
     def test_border(self):
         source = user_weights((2, 256, 128), torch.bfloat16, True, True)
-        down = (source.down[0], torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256))
-        with pytest.raises(LayoutError, match=r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes"):
+        down = (
+            source.down[0],
+            torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256),
+        )
+        with pytest.raises(
+            LayoutError, match=r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes"
+        ):
             gpu.QuantizedWeights().update(WeightSource(source.up, down, True, True))
         with pytest.raises(LayoutError, match=r"up\[0\] is not contiguous"):
             up = (source.up[0].t().contiguous().t(), source.up[1])
@@ -339,7 +379,10 @@ class TestGuard:
         weights.update(source)
         moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), True, True)
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Exception, match="have moved within a CUDA graph capture"), torch.cuda.graph(graph):
+        with (
+            pytest.raises(Exception, match="have moved within a CUDA graph capture"),
+            torch.cuda.graph(graph),
+        ):
             weights.update(moved)
         weights.update(moved)
         check(weights, moved)
@@ -348,9 +391,12 @@ class TestGuard:
         weights = gpu.QuantizedWeights()
         weights.update(source)
         first = [
-            q.codes.view(torch.uint8).clone() for q in (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
+            q.codes.view(torch.uint8).clone()
+            for q in (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
         ]
         for _ in range(10):
             weights.update(source, force=True)
             again = (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
-            assert all(torch.equal(a, b.codes.view(torch.uint8)) for a, b in zip(first, again, strict=True))
+            assert all(
+                torch.equal(a, b.codes.view(torch.uint8)) for a, b in zip(first, again, strict=True)
+            )

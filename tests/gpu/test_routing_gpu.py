@@ -1,4 +1,6 @@
-"""Routing metadata on the GPU against the reference on the host: bit for bit, whatever the memory held before."""
+"""Routing metadata on the GPU against the reference on the host: bit for bit, whatever the memory
+held before.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from sonicmoe.routing.reference import build_routing
 
 pytestmark = pytest.mark.gpu
 
-# The automatic choice, grids of full and of partial tiles, of one CTA, of more CTAs than there are slots for; and Triton.
+# The automatic choice, grids of full and of partial tiles, of one CTA, of more CTAs than there are
+# slots for; and Triton.
 SHAPES = {"auto": 0, "grid132": 132, "grid40": 40, "grid7": 7, "grid1": 1}
 
 
@@ -44,7 +47,9 @@ def expected(indices, probs, num_experts, rows, alignment=128):
     tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, built.tensors(), strict=True))
     for name in ("row_token", "row_slot", "row_prob"):
         short = tensors[name]
-        padding = torch.full((rows - short.shape[0],), 0 if name == "row_prob" else -1, dtype=short.dtype)
+        padding = torch.full(
+            (rows - short.shape[0],), 0 if name == "row_prob" else -1, dtype=short.dtype
+        )
         tensors[name] = torch.cat([short, padding])
     return tensors, built
 
@@ -65,7 +70,9 @@ def check(indices, num_experts, kernels, label, alignment=128, counts_known=Fals
     counts = list(built.host_counts) if counts_known else None
     if counts_known:
         tensors, _ = expected(indices, probs, num_experts, built.num_rows, alignment)
-    routing = build_routing_gpu(device_indices, device_probs, num_experts, counts, alignment=alignment, kernels=kernels)
+    routing = build_routing_gpu(
+        device_indices, device_probs, num_experts, counts, alignment=alignment, kernels=kernels
+    )
     assert routing.num_rows == (built.num_rows if counts_known else rows), label
     assert_equal(routing, tensors, label)
     return routing
@@ -90,7 +97,10 @@ def large_case(name):
         indices, experts = torch.arange(8).expand(524_288, 8).contiguous(), 8
     elif name == "99_percent_invalid":
         rare = torch.rand(524_288, 8, generator=generator) < 0.01
-        indices, experts = torch.where(rare, torch.randint(0, 64, (524_288, 8), generator=generator), -1), 64
+        indices, experts = (
+            torch.where(rare, torch.randint(0, 64, (524_288, 8), generator=generator), -1),
+            64,
+        )
     else:
         tokens, topk, experts = (int(part) for part in name.split("x"))
         local = torch.randint(0, experts + experts // 4 + 1, (tokens, topk), generator=generator)
@@ -100,13 +110,23 @@ def large_case(name):
     return indices, experts, probs, expected(indices, probs, experts, rows)[0]
 
 
-LARGE = ["16384x8x8", "16384x8x512", "131072x8x32", "524288x8x8", "524288x8x128", "524288x8x512", "131072x32x64"]
+LARGE = [
+    "16384x8x8",
+    "16384x8x512",
+    "131072x8x32",
+    "524288x8x8",
+    "524288x8x128",
+    "524288x8x512",
+    "131072x32x64",
+]
 
 
 @pytest.mark.parametrize("name", [*LARGE, "all_on_one", "all_on_each", "99_percent_invalid"])
 def test_large(kernels, name, poisoned):
     indices, experts, probs, tensors = large_case(name)
-    assert_equal(build_routing_gpu(indices.cuda(), probs.cuda(), experts, kernels=kernels), tensors, name)
+    assert_equal(
+        build_routing_gpu(indices.cuda(), probs.cuda(), experts, kernels=kernels), tensors, name
+    )
 
 
 def test_repeats_are_bit_equal(kernels):
@@ -189,7 +209,8 @@ def test_slot_values(kernels, poisoned):
         rows[routing.row_slot < 0] = float("nan")
         plain = backends.PlainKernels()
         assert torch.equal(
-            gather_to_rows(slots, routing, kernels=kernels), gather_to_rows(slots, routing, kernels=plain)
+            gather_to_rows(slots, routing, kernels=kernels),
+            gather_to_rows(slots, routing, kernels=plain),
         )
         ds = scatter_to_slots(rows, routing, kernels=kernels)
         assert torch.equal(ds, scatter_to_slots(rows, routing, kernels=plain)), name
@@ -199,11 +220,15 @@ def test_slot_values(kernels, poisoned):
 @pytest.mark.parametrize("count", [1, 2, 6])
 @pytest.mark.parametrize("shape", [(777, 3), (1, 1), (0, 4)])
 def test_sums_of_parts(shape, count, poisoned):
-    """Part after part in fp32, moved to the slots; what no slot names is not read, and slots without a row get zeros."""
+    """Part after part in fp32, moved to the slots; what no slot names is not read, and slots
+    without a row get zeros.
+    """
     rows = 640
     index = torch.randint(-2, rows + 5, shape, device="cuda")
     parts = torch.randn((count, rows), device="cuda") * torch.rand((count, 1), device="cuda") * 100
-    named = torch.zeros(rows + 5, dtype=torch.bool, device="cuda").index_fill(0, index[index >= 0], True)[:rows]
+    named = torch.zeros(rows + 5, dtype=torch.bool, device="cuda").index_fill(
+        0, index[index >= 0], True
+    )[:rows]
     total = torch.zeros(rows, device="cuda")
     for part in parts:
         total = total + part
@@ -244,7 +269,11 @@ def test_one_launch():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         build_routing_gpu(indices, probs, 8)
         torch.cuda.synchronize()
-    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    launched = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     assert len(launched) == 1, launched
     assert "build_metadata" in launched[0]
 
@@ -255,7 +284,9 @@ def test_automatic_choice_is_cuda_and_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
         build_routing_gpu(indices, probs, 8)
         build_routing_gpu(indices, probs, 8)
-    lines = [record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()
+    ]
     assert lines == ["routing kernels on cuda:0: cuda (compiled for this GPU)"]
 
 
@@ -270,5 +301,9 @@ def test_falls_back_to_triton_with_the_reason(monkeypatch, caplog):
             check(topk_of(500, 4, 16, 0), 8, None, "fallback")
     finally:
         backends._choose.cache_clear()
-    lines = [record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()]
-    assert lines == ["routing kernels on cuda:0: triton (CUDA kernels are unavailable: RuntimeError: no compiler here)"]
+    lines = [
+        record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()
+    ]
+    assert lines == [
+        "routing kernels on cuda:0: triton (CUDA kernels are unavailable: RuntimeError: no compiler here)"
+    ]

@@ -1,4 +1,6 @@
-"""A node on a GPU that is not the thread's current one: launches, allocations and tensor maps belong to its tensors' device."""
+"""A node on a GPU that is not the thread's current one: launches, allocations and tensor maps
+belong to its tensors' device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A nearly idle rank of eight, 48 layers deep, on both GPU engines: six optimizer steps in memory full of NaN change no bit."""
+"""A nearly idle rank of eight, 48 layers deep, on both GPU engines: six optimizer steps in memory
+full of NaN change no bit.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def traces():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_same_bits_in_memory_full_of_nan(traces, engine):
-    """`train` has looked at every tensor of every step: all finite, zeros where nobody computes, idle experts as they were."""
+    """`train` has looked at every tensor of every step: all finite, zeros where nobody computes,
+    idle experts as they were.
+    """
     clean, poisoned = traces[engine]
     assert len(clean.losses) == SIZES.steps >= 5
     assert len(clean.made) == SIZES.steps * SIZES.layers * 3
@@ -40,12 +44,16 @@ def test_same_bits_in_memory_full_of_nan(traces, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss_falls_at_every_step(traces, engine):
     losses = traces[engine][0].losses
-    assert all(math.isfinite(loss) for loss in losses) and losses == sorted(losses, reverse=True), losses
+    assert all(math.isfinite(loss) for loss in losses) and losses == sorted(losses, reverse=True), (
+        losses
+    )
     assert losses[-1] < 0.9 * losses[0], losses
 
 
 def test_engines_train_alike(traces):
-    """FP8 beside BF16 from the same weights: the first loss sees the forward alone, the last one all that was learnt."""
+    """FP8 beside BF16 from the same weights: the first loss sees the forward alone, the last one
+    all that was learnt.
+    """
     ours, theirs = (traces[engine][0].losses for engine in ENGINES)
     assert abs(ours[0] / theirs[0] - 1) < 0.01, (ours[0], theirs[0])
     drop, wanted = ours[0] - ours[-1], theirs[0] - theirs[-1]

@@ -1,4 +1,6 @@
-"""`MoE` and upstream's functions on a GPU engine, eager, compiled and in a CUDA graph: the same numbers, and never stale weights."""
+"""`MoE` and upstream's functions on a GPU engine, eager, compiled and in a CUDA graph: the same
+numbers, and never stale weights.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ def needs_a_gpu_engine(request):
     use_fp8 = request.node.callspec.params["use_fp8"]
     probe = torch.zeros(1, 256, device="cuda", dtype=torch.bfloat16)
     weights = (probe.new_zeros(1, 256, 256), probe.new_zeros(1, 256, 128), None, None)
-    if make_plan(ActivationType.SWIGLU, WeightLayout(), use_fp8).choose(probe, weights).name == "reference":
+    if (
+        make_plan(ActivationType.SWIGLU, WeightLayout(), use_fp8).choose(probe, weights).name
+        == "reference"
+    ):
         pytest.skip("no GPU engine for this precision in this build")
 
 
-def layer(seed: int = 0, activation: str = "swiglu", bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> MoE:
+def layer(
+    seed: int = 0,
+    activation: str = "swiglu",
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> MoE:
     torch.manual_seed(seed)
     moe = MoE(8, 2, 256, 128, activation, bias, std=0.1).to("cuda", dtype)
     with torch.no_grad():
@@ -35,7 +45,9 @@ def layer(seed: int = 0, activation: str = "swiglu", bias: bool = False, dtype: 
 
 
 def batch(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, dout = torch.randn(2, tokens, 256, generator=torch.Generator().manual_seed(tokens)).to("cuda", torch.bfloat16)
+    x, dout = torch.randn(2, tokens, 256, generator=torch.Generator().manual_seed(tokens)).to(
+        "cuda", torch.bfloat16
+    )
     return x.contiguous(), dout.contiguous()
 
 
@@ -43,7 +55,9 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def gradients(moe: MoE, forward, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool) -> list[torch.Tensor]:
+def gradients(
+    moe: MoE, forward, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool
+) -> list[torch.Tensor]:
     """out, dx and every parameter's gradient."""
     x = x.clone().requires_grad_()
     out, _ = forward(x, use_fp8=use_fp8)
@@ -72,14 +86,24 @@ def whole_layer(moe: MoE):
     def forward(x, use_fp8):
         w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
         return moe_TC_softmax_topk_layer(
-            x, moe.router.weight, w1, moe.c_fc.bias, w2, moe.c_proj.bias, 2, moe.stream_id, use_fp8=use_fp8
+            x,
+            moe.router.weight,
+            w1,
+            moe.c_fc.bias,
+            w2,
+            moe.c_proj.bias,
+            2,
+            moe.stream_id,
+            use_fp8=use_fp8,
         )[:2]
 
     return forward
 
 
 def general(moe: MoE):
-    """`moe_general_routing_inputs` of a router of one's own, which has sent one expert's tokens to another rank."""
+    """`moe_general_routing_inputs` of a router of one's own, which has sent one expert's tokens to
+    another rank.
+    """
 
     def forward(x, use_fp8):
         scores, experts = torch.nn.functional.linear(x, moe.router.weight).float().topk(2)
@@ -94,7 +118,9 @@ def general(moe: MoE):
     return forward
 
 
-FACES = pytest.mark.parametrize("face", [lambda moe: moe, whole_layer, general], ids=["MoE", "whole layer", "general"])
+FACES = pytest.mark.parametrize(
+    "face", [lambda moe: moe, whole_layer, general], ids=["MoE", "whole layer", "general"]
+)
 
 
 @MODES
@@ -164,11 +190,15 @@ def test_weights_are_quantised_once_per_update(face, use_fp8: bool, monkeypatch)
 # Whatever engine takes them: the plain PyTorch layer's numbers
 
 
-def against_plain(moe: MoE, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool, bound: float) -> None:
+def against_plain(
+    moe: MoE, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool, bound: float
+) -> None:
     def plain(x, **_):
         return moe(x, KernelBackendMoE.torch)
 
-    for a, b in zip(gradients(moe, moe, x, dout, use_fp8), gradients(moe, plain, x, dout, use_fp8), strict=True):
+    for a, b in zip(
+        gradients(moe, moe, x, dout, use_fp8), gradients(moe, plain, x, dout, use_fp8), strict=True
+    ):
         assert bool(torch.isfinite(a).all()) and relative(a, b) <= bound
 
 
@@ -176,8 +206,12 @@ def against_plain(moe: MoE, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool, 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("activation", [activation.value for activation in ActivationType])
 def test_every_activation(activation: str, bias: bool, use_fp8: bool) -> None:
-    fp8 = 0.25 if "relu" in activation else 0.15  # z rounded across 0 turns a whole gradient on or off
-    against_plain(layer(activation=activation, bias=bias), *batch(300), use_fp8, fp8 if use_fp8 else 0.05)
+    fp8 = (
+        0.25 if "relu" in activation else 0.15
+    )  # z rounded across 0 turns a whole gradient on or off
+    against_plain(
+        layer(activation=activation, bias=bias), *batch(300), use_fp8, fp8 if use_fp8 else 0.05
+    )
 
 
 @MODES

@@ -1,4 +1,6 @@
-"""transformers models on a GPU engine: FP8's error and no more, sentinels that cost nothing and touch nothing."""
+"""transformers models on a GPU engine: FP8's error and no more, sentinels that cost nothing and
+touch nothing.
+"""
 
 from __future__ import annotations
 
@@ -73,10 +75,14 @@ def test_gpt_oss_runs_in_bf16(implementation: str, monkeypatch, caplog) -> None:
     expected = run(model, "eager")
     with caplog.at_level("INFO", logger="sonicmoe"):
         found = errors(run(model, implementation), expected)
-    assert max(found.values()) <= FP8, found  # a z that bf16 rounds across a bound turns its gradient on or off
+    assert max(found.values()) <= FP8, (
+        found
+    )  # a z that bf16 rounds across a bound turns its gradient on or off
     assert found["logits"] <= BF16 and set(names) == {"bf16"}
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warned) == (implementation == "sonicmoe_fp8") and all("not hopper: " in message for message in warned)
+    assert len(warned) == (implementation == "sonicmoe_fp8") and all(
+        "not hopper: " in message for message in warned
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
@@ -94,7 +100,8 @@ def test_compiled_in_one_graph(implementation: str) -> None:
     model = model_of("qwen3-moe")
     expected = run(model, implementation)
     model.forward = torch.compile(model.forward, fullgraph=True)
-    # Other kernels around the experts round elsewhere; a token whose router stood between two experts may take the other.
+    # Other kernels around the experts round elsewhere; a token whose router stood between two
+    # experts may take the other.
     assert errors(run(model, implementation), expected)["logits"] <= 0.05
 
 
@@ -103,7 +110,9 @@ def test_fp8_training_follows_eager() -> None:
         model = model_of("mixtral")
         model.set_experts_implementation(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        ids = torch.randint(3, VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1)).cuda()
+        ids = torch.randint(
+            3, VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1)
+        ).cuda()
         history = []
         for _ in range(5):
             loss = model(input_ids=ids, labels=ids).loss
@@ -132,13 +141,19 @@ def test_fp32_parameters_under_autocast(implementation: str, monkeypatch) -> Non
     model = model_of("mixtral").float()
     with torch.autocast("cuda", torch.bfloat16):
         expected, found = run(model, "eager"), run(model, implementation)
-    assert {dtype for _, dtype in names} == {torch.bfloat16} and "reference" not in {name for name, _ in names}
-    assert max(errors(found, expected).values()) <= (FP8 if implementation == "sonicmoe_fp8" else BF16)
+    assert {dtype for _, dtype in names} == {torch.bfloat16} and "reference" not in {
+        name for name, _ in names
+    }
+    assert max(errors(found, expected).values()) <= (
+        FP8 if implementation == "sonicmoe_fp8" else BF16
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 def test_decoding_with_a_cache(implementation: str) -> None:
-    """Two tokens a step: every step's logits are those of the whole text, up to what other attention kernels round."""
+    """Two tokens a step: every step's logits are those of the whole text, up to what other
+    attention kernels round.
+    """
     model = model_of("qwen3-moe").eval()
     model.set_experts_implementation(implementation)
     ids = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2)).cuda()
@@ -154,7 +169,9 @@ def test_decoding_with_a_cache(implementation: str) -> None:
 
 
 def experts_run(invalid: float, use_fp8: bool, tokens: int = 700) -> list[torch.Tensor]:
-    """Mask of valid slots, out, dx, dprobs, dw1, dw2 of split-half weights as transformers stores them."""
+    """Mask of valid slots, out, dx, dprobs, dw1, dw2 of split-half weights as transformers stores
+    them.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -165,7 +182,9 @@ def experts_run(invalid: float, use_fp8: bool, tokens: int = 700) -> list[torch.
     ids[dropped] = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E + 2)[dropped]
     here = ((ids >= 0) & (ids < E)).cuda()
     probs = torch.rand(tokens, K, generator=generator).cuda()
-    probs = torch.where(here, probs, float("nan")).requires_grad_()  # what an invalid slot carries is nobody's business
+    probs = torch.where(
+        here, probs, float("nan")
+    ).requires_grad_()  # what an invalid slot carries is nobody's business
     x, w1, w2 = normal(tokens, H), normal(E, 2 * I, H) * H**-0.5, normal(E, H, I) * I**-0.5
     leaves = [leaf.requires_grad_() for leaf in (x, w1, w2)]
     out = expert_mlp(
@@ -180,7 +199,9 @@ def experts_run(invalid: float, use_fp8: bool, tokens: int = 700) -> list[torch.
 @pytest.mark.parametrize("invalid", [0.0, 0.5, 0.99, 1.0])
 def test_sentinels_touch_nothing_under_a_poisoned_allocator(use_fp8: bool, invalid: float) -> None:
     clean = experts_run(invalid, use_fp8)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills every fresh `torch.empty` with NaN
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # fills every fresh `torch.empty` with NaN
     try:
         poisoned = experts_run(invalid, use_fp8)
     finally:

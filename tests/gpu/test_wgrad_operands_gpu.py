@@ -1,4 +1,6 @@
-"""FP8 operands of the weight gradients on the GPU against the exact quantiser on the host, bit for bit."""
+"""FP8 operands of the weight gradients on the GPU against the exact quantiser on the host, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from sonicmoe.errors import DTypeError, ShapeError
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair, transpose_codes
+from sonicmoe.quant.gpu_wgrad import (
+    gather_transpose_quantize,
+    gather_transpose_quantize_pair,
+    transpose_codes,
+)
 from sonicmoe.quant.recipes import iso
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.gpu import build_routing_gpu
@@ -18,8 +24,9 @@ from sonicmoe.routing.gpu import build_routing_gpu
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# (T, C, experts here, K, experts everywhere): one tile, a partial last block, blocks of one octet pair, empty experts, a full grid,
-# more tiles of an expert than experts, more experts than tiles of one
+# (T, C, experts here, K, experts everywhere): one tile, a partial last block, blocks of one octet
+# pair, empty experts, a full grid, more tiles of an expert than experts, more experts than tiles of
+# one
 SHAPES = [
     (1, 128, 1, 1, 1),
     (300, 256, 4, 2, 4),
@@ -75,7 +82,9 @@ def test_equals_the_reference(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values(dtype):
-    """NaN keeps its place, infinity makes its block NaN, zero blocks get codes 0, the smallest values are not flushed."""
+    """NaN keeps its place, infinity makes its block NaN, zero blocks get codes 0, the smallest
+    values are not flushed.
+    """
     x, routing = case((900, 400, 5, 2, 5), dtype, seed=3)
     generator = torch.Generator("cuda").manual_seed(1)
     draw = torch.rand(x.shape, generator=generator, device="cuda")
@@ -111,7 +120,9 @@ def test_pair_is_both():
     dout = x.flip(0).contiguous()
     rows = used_rows(routing)
     for got, source in zip(
-        gather_transpose_quantize_pair(x, dout, routing.row_token, routing.padded_offsets), (x, dout), strict=True
+        gather_transpose_quantize_pair(x, dout, routing.row_token, routing.padded_offsets),
+        (x, dout),
+        strict=True,
     ):
         assert_bits(got, on_host(source, routing), rows)
 
@@ -128,7 +139,9 @@ def test_rows_behind_the_last_expert_stay_untouched_and_their_tokens_unread():
     stream = current_stream(x)
     module.gather_transpose_quantize(x, row_token, routing.padded_offsets, codes, scale, stream)
     assert bool((codes[:, used:] == 0xAB).all()) and bool((scale[:, used // 128 :] == -5).all())
-    q = BlockScaledTensor(codes.view(torch.float8_e4m3fn), scale, iso(128), Code.E4M3, Orientation.COLUMNS)
+    q = BlockScaledTensor(
+        codes.view(torch.float8_e4m3fn), scale, iso(128), Code.E4M3, Orientation.COLUMNS
+    )
     assert_bits(q, on_host(x, routing), used)
 
     source = torch.randint(0, 256, (rows, 272), dtype=torch.uint8, device="cuda")
@@ -137,7 +150,9 @@ def test_rows_behind_the_last_expert_stay_untouched_and_their_tokens_unread():
     scale.fill_(-5.0)
     module.transpose_codes(source, blocks, routing.padded_offsets, codes, scale, stream)
     assert torch.equal(codes[:, :used], source[:used].T) and bool((codes[:, used:] == 0xAB).all())
-    assert torch.equal(scale[:, : used // 128], blocks[: used // 128].T) and bool((scale[:, used // 128 :] == -5).all())
+    assert torch.equal(scale[:, : used // 128], blocks[: used // 128].T) and bool(
+        (scale[:, used // 128 :] == -5).all()
+    )
 
 
 def test_views_that_start_anywhere():
@@ -175,10 +190,14 @@ def test_past_two_to_the_31_elements():
     for first in (0, 2**31 // width // 128 * 128, rows - 128):
         block = row_token[first : first + 128]
         want = gather_transpose_quantize(x.cpu(), block.cpu(), torch.tensor([0, 128]))
-        assert torch.equal(q.codes.view(torch.uint8)[:, first : first + 128].cpu(), want.codes.view(torch.uint8)), first
+        assert torch.equal(
+            q.codes.view(torch.uint8)[:, first : first + 128].cpu(), want.codes.view(torch.uint8)
+        ), first
         assert torch.equal(q.scale_inv[:, first // 128].cpu(), want.scale_inv[:, 0]), first
     del q
-    codes = torch.randint(0, 120, (rows, width), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    codes = torch.randint(0, 120, (rows, width), dtype=torch.uint8, device="cuda").view(
+        torch.float8_e4m3fn
+    )
     scale = torch.rand((rows // 128, width // 128), device="cuda")
     got = transpose_codes(BlockScaledTensor(codes, scale, iso(128), Code.E4M3), offsets)
     assert torch.equal(got.codes.view(torch.uint8), codes.view(torch.uint8).T)

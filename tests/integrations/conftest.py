@@ -7,10 +7,16 @@ import importlib.util
 import framework
 
 collect_ignore_glob = (
-    [] if importlib.util.find_spec("transformers") and not framework.IS_PADDLE else ["test_transformers_*"]
+    []
+    if importlib.util.find_spec("transformers") and not framework.IS_PADDLE
+    else ["test_transformers_*"]
 )
 
 
 def pytest_report_header() -> str | None:
     """Say out loud what is not run."""
-    return "NOT RUN: the transformers suites need PyTorch and transformers >= 5.7" if collect_ignore_glob else None
+    return (
+        "NOT RUN: the transformers suites need PyTorch and transformers >= 5.7"
+        if collect_ignore_glob
+        else None
+    )

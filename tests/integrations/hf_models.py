@@ -40,14 +40,24 @@ def _ernie(layers: int) -> Ernie4_5_MoeConfig:
 
 FAMILIES = {
     "qwen3-moe": lambda layers: Qwen3MoeConfig(
-        **COMMON, num_hidden_layers=layers, moe_intermediate_size=40, num_experts=EXPERTS, head_dim=8
+        **COMMON,
+        num_hidden_layers=layers,
+        moe_intermediate_size=40,
+        num_experts=EXPERTS,
+        head_dim=8,
     ),
-    "mixtral": lambda layers: MixtralConfig(**COMMON, num_hidden_layers=layers, num_local_experts=EXPERTS),
+    "mixtral": lambda layers: MixtralConfig(
+        **COMMON, num_hidden_layers=layers, num_local_experts=EXPERTS
+    ),
     "olmoe": lambda layers: OlmoeConfig(**COMMON, num_hidden_layers=layers, num_experts=EXPERTS),
     "deepseek-v3": _deepseek,
     "ernie-4.5-moe": _ernie,
     "gpt-oss": lambda layers: GptOssConfig(
-        **COMMON, num_hidden_layers=layers, num_local_experts=EXPERTS, head_dim=8, rope_parameters=PLAIN_ROPE
+        **COMMON,
+        num_hidden_layers=layers,
+        num_local_experts=EXPERTS,
+        head_dim=8,
+        rope_parameters=PLAIN_ROPE,
     ),
 }
 
@@ -56,7 +66,10 @@ def build(config, implementation: str = "eager", seed: int = 0) -> torch.nn.Modu
     """An fp32 model in training mode whose experts weigh as much as its residual stream."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager", experts_implementation=implementation
+        config,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation=implementation,
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -83,7 +96,9 @@ def errors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 
 
 def relative_rmse(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """||actual - expected|| / ||expected|| in fp64; the norm itself where the expected tensor vanishes."""
+    """||actual - expected|| / ||expected|| in fp64; the norm itself where the expected tensor
+    vanishes.
+    """
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     norm = float(expected.norm())
     return float((actual - expected).norm()) / (norm or 1.0)

@@ -1,4 +1,6 @@
-"""One experts module in every arrangement that transformers has, against its own eager forward; sentinels, DTensors, refusals."""
+"""One experts module in every arrangement that transformers has, against its own eager forward;
+sentinels, DTensors, refusals.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from sonicmoe.integrations.transformers import check_model, register, unsupporte
 
 T, K, E, H, I = 37, 3, 5, 32, 24
 LAYOUTS = [
-    {"is_transposed": transposed, "is_concatenated": concatenated, "has_bias": bias, "has_gate": gate}
+    {
+        "is_transposed": transposed,
+        "is_concatenated": concatenated,
+        "has_bias": bias,
+        "has_gate": gate,
+    }
     for transposed in (False, True)
     for concatenated, gate in ((True, True), (False, True), (True, False))
     for bias in (False, True)
@@ -40,7 +47,9 @@ def experts_class(is_transposed=False, is_concatenated=True, has_bias=False, has
             width = 2 * I if has_gate else I
             for name, rows, columns in ((up, width, H), ("down_proj", H, I)):
                 weight = torch.randn(E, rows, columns) * columns**-0.5
-                setattr(self, name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight))
+                setattr(
+                    self, name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight)
+                )
                 if has_bias:
                     setattr(self, f"{name}_bias", nn.Parameter(0.3 * torch.randn(E, rows)))
             self.act_fn = ACT2FN[config.hidden_act]
@@ -64,7 +73,10 @@ def experts_class(is_transposed=False, is_concatenated=True, has_bias=False, has
             return out
 
     return use_experts_implementation(
-        is_transposed=is_transposed, is_concatenated=is_concatenated, has_bias=has_bias, has_gate=has_gate
+        is_transposed=is_transposed,
+        is_concatenated=is_concatenated,
+        has_bias=has_bias,
+        has_gate=has_gate,
     )(Experts)
 
 
@@ -75,7 +87,9 @@ def make(hidden_act="silu", **options):
 
 
 def make_gpt_oss(gate=None, is_concatenated=False, **attributes):
-    """GPT-OSS's experts, pre-activations beyond the clamps; `gate` replaces theirs, under a name that says nothing."""
+    """GPT-OSS's experts, pre-activations beyond the clamps; `gate` replaces theirs, under a name
+    that says nothing.
+    """
     torch.manual_seed(0)
     register()
     kind = GptOssExperts
@@ -99,7 +113,10 @@ def gate_in_halves(self, gate_up):
 
 
 def gate_without_one(self, gate_up):
-    gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
+    gate, up = (
+        gate_up[..., ::2].clamp(max=self.limit),
+        gate_up[..., 1::2].clamp(-self.limit, self.limit),
+    )
     return up * gate * torch.sigmoid(gate * self.alpha)
 
 
@@ -170,12 +187,18 @@ def test_plain_activations(hidden_act):
 @pytest.mark.parametrize("invalid", [0.3, 0.99, 1.0])
 @pytest.mark.parametrize("garbage", [0.0, float("nan")], ids=["zero weight", "NaN weight"])
 def test_sentinels_of_expert_parallelism(implementation, invalid, garbage):
-    """Another rank's slots add nothing, whatever their weight says, and get a gradient of exactly zero."""
+    """Another rank's slots add nothing, whatever their weight says, and get a gradient of exactly
+    zero.
+    """
     experts = make()
     x, ids, weights, dout = batch(invalid)
     here = (ids >= 0) & (ids < E)
     found = run(experts, implementation, x, ids, torch.where(here, weights, garbage), dout)
-    assert_close(found, run(experts, "eager", x, ids, weights, dout), 1e-6 if implementation == "sonicmoe" else 0.15)
+    assert_close(
+        found,
+        run(experts, "eager", x, ids, weights, dout),
+        1e-6 if implementation == "sonicmoe" else 0.15,
+    )
     assert not found["weights"][~here].any()
     assert not found["out"][~here.any(-1)].any() and not found["x"][~here.any(-1)].any()
 
@@ -210,7 +233,9 @@ def distributed(tmp_path):
     mesh = init_device_mesh("cpu", (1,))
     experts = make(has_bias=True)
     for name, parameter in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        setattr(
+            experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        )
     yield experts
     dist.destroy_process_group()
 
@@ -326,5 +351,7 @@ def test_registering_without_transformers_says_what_is_needed(monkeypatch):
 @pytest.mark.parametrize("version", ["4.57.0", "5.6.2"])
 def test_registering_with_an_old_transformers_names_its_version(version, monkeypatch):
     monkeypatch.setattr("transformers.__version__", version)
-    with pytest.raises(FrameworkError, match=rf"transformers {version} is too old: .* from transformers 5\.7 on"):
+    with pytest.raises(
+        FrameworkError, match=rf"transformers {version} is too old: .* from transformers 5\.7 on"
+    ):
         register()

@@ -1,4 +1,6 @@
-"""Whole transformers models on the engine: `eager`'s numbers in full precision, FP8's error in FP8, in every way of training."""
+"""Whole transformers models on the engine: `eager`'s numbers in full precision, FP8's error in FP8,
+in every way of training.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_logits_and_every_gradient_in_full_precision(family, recipes):
         assert error <= EXACT, f"{name}: {error:.2e}"
     assert recipes == [None, None], "two MoE layers, nothing quantised"
     experts = [name for name in expected if ".experts." in name]
-    assert len(experts) == (8 if family == "gpt-oss" else 4), "weights of two layers, and biases where there are any"
+    assert len(experts) == (8 if family == "gpt-oss" else 4), (
+        "weights of two layers, and biases where there are any"
+    )
     assert all(expected[name].any() for name in experts)
 
 
@@ -160,7 +164,9 @@ def test_bf16():
 
 def gate_of_deepseek_v4(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+    return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(
+        min=-self.limit, max=self.limit
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
@@ -170,9 +176,13 @@ def test_a_gate_of_its_own_is_refused(implementation, monkeypatch):
     check_model(model)
     with monkeypatch.context() as patch:
         patch.setattr(GptOssExperts, "_apply_gate", gate_of_deepseek_v4)
-        with pytest.raises(LayoutError, match=r"GptOssForCausalLM: GptOssExperts has a gate of its own"):
+        with pytest.raises(
+            LayoutError, match=r"GptOssForCausalLM: GptOssExperts has a gate of its own"
+        ):
             check_model(model)
-        with pytest.raises(LayoutError, match=r"cannot run this model: GptOssExperts has a gate of its own"):
+        with pytest.raises(
+            LayoutError, match=r"cannot run this model: GptOssExperts has a gate of its own"
+        ):
             run(model, implementation)
     check_model(model)
 
@@ -238,7 +248,8 @@ def test_another_activation_is_refused():
     config = FAMILIES["qwen3-moe"](1)
     config.hidden_act = "gelu_pytorch_tanh"
     with pytest.raises(
-        LayoutError, match=r"Qwen3MoeExperts has the activation GELUTanh; needed: one of \['gelu', 'relu', 'silu'\]"
+        LayoutError,
+        match=r"Qwen3MoeExperts has the activation GELUTanh; needed: one of \['gelu', 'relu', 'silu'\]",
     ):
         check_model(build(config))
 
@@ -246,5 +257,9 @@ def test_another_activation_is_refused():
 def test_registration_may_be_repeated_and_reaches_every_reader():
     register()
     assert {"sonicmoe", "sonicmoe_fp8"} <= set(hf_moe.ALL_EXPERTS_FUNCTIONS)
-    assert hf_moe.ALL_EXPERTS_FUNCTIONS["sonicmoe"].__module__ == "sonicmoe.integrations.transformers"
-    assert hf_moe.ExpertsInterface()["sonicmoe_fp8"].__module__ == "sonicmoe.integrations.transformers"
+    assert (
+        hf_moe.ALL_EXPERTS_FUNCTIONS["sonicmoe"].__module__ == "sonicmoe.integrations.transformers"
+    )
+    assert (
+        hf_moe.ExpertsInterface()["sonicmoe_fp8"].__module__ == "sonicmoe.integrations.transformers"
+    )

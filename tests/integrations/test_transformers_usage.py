@@ -1,4 +1,6 @@
-"""What users do with a model around training: mixed precision, decoding with a cache, saving and loading."""
+"""What users do with a model around training: mixed precision, decoding with a cache, saving and
+loading.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,18 @@ def prompt() -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @IMPLEMENTATIONS
-def test_autocast_lowers_the_experts_whatever_the_norms_return(family, implementation, token_dtypes):
+def test_autocast_lowers_the_experts_whatever_the_norms_return(
+    family, implementation, token_dtypes
+):
     """fp32 parameters: as near to the exact run as `eager` under autocast, gradients in fp32."""
     model = build(FAMILIES[family](1))
     exact = run(model, "eager")
     with torch.autocast("cpu", torch.bfloat16):
         rounded, found = run(model, "eager"), run(model, implementation)
     assert set(token_dtypes) == {torch.bfloat16}
-    assert {name: value.dtype for name, value in found.items()} == {name: t.dtype for name, t in rounded.items()}
+    assert {name: value.dtype for name, value in found.items()} == {
+        name: t.dtype for name, t in rounded.items()
+    }
     limit = max(errors(rounded, exact).values())
     limit = 1.5 * limit if implementation == "sonicmoe" else limit + 0.1
     assert 1e-4 < max(errors(found, exact).values()) <= limit
@@ -64,12 +70,16 @@ def test_autocast_in_a_compiled_graph():
 @pytest.mark.parametrize("family", FAMILIES)
 @IMPLEMENTATIONS
 def test_decoding_with_a_cache_equals_one_forward(family, implementation):
-    """One token per sequence and step: the logits of every step are those of the whole text, and greedy text is `eager`'s."""
+    """One token per sequence and step: the logits of every step are those of the whole text, and
+    greedy text is `eager`'s.
+    """
     model = build(FAMILIES[family](2)).eval()
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "use_cache": True}
     expected = model.generate(prompt(), **options)
     model.set_experts_implementation(implementation)
-    generated = model.generate(prompt(), **options, output_scores=True, return_dict_in_generate=True)
+    generated = model.generate(
+        prompt(), **options, output_scores=True, return_dict_in_generate=True
+    )
     with torch.inference_mode():
         whole = model(generated.sequences).logits[:, 4:-1]
     assert generated.sequences.shape == (2, 13)
@@ -80,21 +90,31 @@ def test_decoding_with_a_cache_equals_one_forward(family, implementation):
 
 @IMPLEMENTATIONS
 def test_saved_and_loaded(implementation, tmp_path):
-    """The same bits after a round trip; a checkpoint names no implementation, so that it loads where this package is missing."""
+    """The same bits after a round trip; a checkpoint names no implementation, so that it loads
+    where this package is missing.
+    """
     model = build(FAMILIES["qwen3-moe"](2), implementation).eval()
     expected = model(prompt()).logits
     model.save_pretrained(tmp_path)
     assert "sonicmoe" not in (tmp_path / "config.json").read_text(encoding="utf-8")
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=implementation, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation=implementation, **options
+    )
     assert torch.equal(loaded(prompt()).logits, expected)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager", **options)
-    assert relative_rmse(plain(prompt()).logits, expected) <= (1e-5 if implementation == "sonicmoe" else 0.2)
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="eager", **options
+    )
+    assert relative_rmse(plain(prompt()).logits, expected) <= (
+        1e-5 if implementation == "sonicmoe" else 0.2
+    )
     assert not torch.equal(plain(prompt()).logits, expected)
 
 
 def test_loading_new_weights_into_a_model_in_use():
-    model, other = (build(FAMILIES["mixtral"](1), "sonicmoe_fp8", seed=seed).eval() for seed in (0, 1))
+    model, other = (
+        build(FAMILIES["mixtral"](1), "sonicmoe_fp8", seed=seed).eval() for seed in (0, 1)
+    )
     before = model(prompt()).logits
     model.load_state_dict(other.state_dict())
     after = model(prompt()).logits

@@ -12,7 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"pytorch": "torch", "transformers": "transformers"}
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 def run(script: str) -> str:
@@ -41,7 +47,9 @@ def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    targets = re.findall(
+        r"\]\(([^)#:]+)\)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    )
     assert targets
     assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
 

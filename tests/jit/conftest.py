@@ -25,7 +25,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def mounts() -> tuple[str, ...]:
-    """A command prefix that runs a shell line in a mount namespace of its own: real read-only and full file systems."""
+    """A command prefix that runs a shell line in a mount namespace of its own: real read-only and
+    full file systems.
+    """
     allowed = shutil.which("unshare") and subprocess.run(
         [*WITH_MOUNTS, "mount -t tmpfs -o size=64k none /mnt"], capture_output=True, check=False
     ).returncode == 0  # fmt: skip

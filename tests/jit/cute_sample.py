@@ -19,7 +19,9 @@ def compile_scale_add(threads: int) -> Any:
     @cute.jit
     def launch(x: cute.Tensor, y: cute.Tensor, a: cutlass.Float32, stream):
         n = cute.size(x)
-        scale_add(x, y, a, n).launch(grid=(cute.ceil_div(n, threads), 1, 1), block=(threads, 1, 1), stream=stream)
+        scale_add(x, y, a, n).launch(
+            grid=(cute.ceil_div(n, threads), 1, 1), block=(threads, 1, 1), stream=stream
+        )
 
     n = cute.sym_int()
     x, y = (make_fake_compact_tensor(cutlass.Float32, (n,)) for _ in range(2))

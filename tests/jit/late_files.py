@@ -1,4 +1,6 @@
-"""A network-like file system by fault injection: a rename shows at once where it was made, later elsewhere."""
+"""A network-like file system by fault injection: a rename shows at once where it was made, later
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from sonicmoe.jit.files import StoreFiles
 class LateFiles(StoreFiles):
     """Hides a directory that another host published less than `delay_s` seconds ago.
 
-    `ledger` is a directory that plays the server: it knows who published what and when (the monotonic clock is one
-    for all processes of the machine).
+    `ledger` is a directory that plays the server: it knows who published what and when (the
+    monotonic clock is one for all processes of the machine).
     """
 
     def __init__(self, ledger: Path, host: str, delay_s: float) -> None:

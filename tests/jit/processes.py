@@ -21,7 +21,11 @@ NOT_RUN = "NOT RUN: "  # begins the reason of a skip that the summary repeats
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), str(RACER.parent)]), **more}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), str(RACER.parent)]),
+        **more,
+    }
 
 
 @dataclass
@@ -42,14 +46,25 @@ class Field:
         self.root, self.local, self.log = folder / "cache", folder / "local", folder / "builds.log"
         self._numbers = itertools.count()
 
-    def start(self, *, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None, **request: Any) -> Racer:
-        request = {"root": str(self.root), "local": str(self.local), "log": str(self.log), **request}
+    def start(
+        self, *, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None, **request: Any
+    ) -> Racer:
+        request = {
+            "root": str(self.root),
+            "local": str(self.local),
+            "log": str(self.log),
+            **request,
+        }
         path = self.folder / f"request-{next(self._numbers)}.json"
         path.write_text(json.dumps(request))
         command = [*prefix, sys.executable, str(RACER), str(path)]
         return Racer(
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**(env or {}))
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment(**(env or {})),
             )
         )
 

@@ -1,6 +1,8 @@
-"""One process of a test: `python racer.py REQUEST.json` builds one key with a fake compiler and prints what happened.
+"""One process of a test: `python racer.py REQUEST.json` builds one key with a fake compiler and
+prints what happened.
 
-The fake compiler appends a line to a log, so that builds can be counted whatever becomes of the process.
+The fake compiler appends a line to a log, so that builds can be counted whatever becomes of the
+process.
 """
 
 from __future__ import annotations
@@ -35,9 +37,20 @@ class FakeCompiler:
     """Writes an artefact in two halves, `seconds` apart, and counts itself in `log`."""
 
     def __init__(
-        self, key: CompileKey, log: Path, seconds: float = 0.0, count: int = ARTEFACT_BYTES, own_words: bool = False
+        self,
+        key: CompileKey,
+        log: Path,
+        seconds: float = 0.0,
+        count: int = ARTEFACT_BYTES,
+        own_words: bool = False,
     ):
-        self.key, self.log, self.seconds, self.count, self.own_words = key, log, seconds, count, own_words
+        self.key, self.log, self.seconds, self.count, self.own_words = (
+            key,
+            log,
+            seconds,
+            count,
+            own_words,
+        )
 
     def __call__(self, folder: Path) -> None:
         with open(self.log, "a") as handle:
@@ -58,7 +71,9 @@ class FakeCompiler:
 
 def load(artefact: Artefact) -> int:
     content = artefact.file("kernel.so").read_bytes()
-    assert content == content_of(artefact.key, len(content)), "the artefact is not what its key says"
+    assert content == content_of(artefact.key, len(content)), (
+        "the artefact is not what its key says"
+    )
     return len(content)
 
 
@@ -69,7 +84,11 @@ def wait_for(path: Path) -> None:
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    files = LateFiles(Path(request["late"]), request["host"], request["late_s"]) if "late" in request else None
+    files = (
+        LateFiles(Path(request["late"]), request["host"], request["late_s"])
+        if "late" in request
+        else None
+    )
     cache = CompileCache(
         Path(request["root"]), Path(request["local"]), lock_timeout_s=request.get("timeout", 60.0),
         visibility_timeout_s=request.get("visibility", 10.0), files=files, host=request.get("host", ""),
@@ -92,7 +111,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error)}
     artefact = cache.try_load(key)
-    return {"bytes": loaded, "path": str(artefact.path) if artefact else None, "seconds": time.monotonic() - started}
+    return {
+        "bytes": loaded,
+        "path": str(artefact.path) if artefact else None,
+        "seconds": time.monotonic() - started,
+    }
 
 
 if __name__ == "__main__":

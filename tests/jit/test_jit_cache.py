@@ -25,7 +25,9 @@ def quarantined(field: Field) -> list[Path]:
     return sorted((field.root / "quarantine").glob("*"))
 
 
-def test_build_is_idempotent(cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field) -> None:
+def test_build_is_idempotent(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
+) -> None:
     assert cache.try_load(key) is None
     first, second = cache.build(key, compiler(key)), cache.build(key, compiler(key))
     assert first.path == second.path == field.root / "artefacts" / "fake" / key.digest
@@ -45,7 +47,9 @@ def test_get_loads_once_and_threads_share(
 
     found: list[object] = []
     threads = [
-        threading.Thread(target=lambda: found.append(cache.get(key, compiler(key, seconds=0.1), loader)))
+        threading.Thread(
+            target=lambda: found.append(cache.get(key, compiler(key, seconds=0.1), loader))
+        )
         for _ in range(6)
     ]
     for thread in threads:
@@ -107,20 +111,26 @@ def test_damage_is_a_miss_then_quarantined_and_rebuilt(
     assert "damaged artefact of fake[H=1" in caplog.text
 
 
-def test_quarantine_stays_small(cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field) -> None:
+def test_quarantine_stays_small(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
+) -> None:
     for _ in range(6):
         damage_truncate(cache.build(key, compiler(key)).path)
     cache.build(key, compiler(key))
     assert len(quarantined(field)) == 3
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(content=st.one_of(st.binary(max_size=200), st.recursive(
     st.none() | st.integers() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["key", "files", "size", "x"]), inner),
     max_leaves=8,
 ).map(lambda value: json.dumps(value).encode())))  # fmt: skip
-def test_try_load_never_raises(cache: CompileCache, key: CompileKey, compiler: Compilers, content: bytes) -> None:
+def test_try_load_never_raises(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, content: bytes
+) -> None:
     path = cache.build(key, compiler(key)).path
     (path / "manifest.json").write_bytes(content)
     assert cache.try_load(key) is None
@@ -133,7 +143,9 @@ def test_try_load_survives_odd_directories(tmp_path: Path, key: CompileKey) -> N
         assert CompileCache(root, tmp_path / "local").try_load(key) is None
 
 
-def test_another_architecture_or_version_is_a_miss(cache: CompileCache, compiler: Compilers, field: Field) -> None:
+def test_another_architecture_or_version_is_a_miss(
+    cache: CompileCache, compiler: Compilers, field: Field
+) -> None:
     variants = [make_key(), make_key(arch="sm_100a"), make_key(compiler="2")]
     cache.build(variants[0], compiler(variants[0]))
     assert [cache.try_load(key) is not None for key in variants] == [True, False, False]
@@ -142,7 +154,9 @@ def test_another_architecture_or_version_is_a_miss(cache: CompileCache, compiler
     assert all(load(artefact) for key in variants if (artefact := cache.try_load(key)))
 
 
-def test_without_a_compiler_any_toolchain_loads_and_none_builds(cache: CompileCache, compiler: Compilers) -> None:
+def test_without_a_compiler_any_toolchain_loads_and_none_builds(
+    cache: CompileCache, compiler: Compilers
+) -> None:
     here = make_key(compiler=None)
     with pytest.raises(ToolchainError, match=r"fake\[H=1.*no artefact in.*sonicmoe warmup"):
         cache.build(here, compiler(here))
@@ -180,7 +194,11 @@ def test_scratch_is_not_published(cache: CompileCache, key: CompileKey) -> None:
 
 
 def test_artefact_that_does_not_load_here_is_built_for_this_host_only(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, caplog: pytest.LogCaptureFixture
+    cache: CompileCache,
+    key: CompileKey,
+    compiler: Compilers,
+    field: Field,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     shared = cache.build(key, compiler(key)).path
 
@@ -197,7 +215,9 @@ def test_artefact_that_does_not_load_here_is_built_for_this_host_only(
     assert field.builds() == {1: 2}
 
 
-def test_artefact_that_never_loads_is_explained(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+def test_artefact_that_never_loads_is_explained(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
     def loader(artefact: Artefact) -> None:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
@@ -205,7 +225,9 @@ def test_artefact_that_never_loads_is_explained(cache: CompileCache, key: Compil
         cache.get(key, compiler(key), loader)
 
 
-def test_local_directory_that_others_can_write_is_refused(field: Field, key: CompileKey, compiler: Compilers) -> None:
+def test_local_directory_that_others_can_write_is_refused(
+    field: Field, key: CompileKey, compiler: Compilers
+) -> None:
     local_only = CompileCache(field.local, field.folder / "other")
     local_only.build(key, compiler(key))
     reader = CompileCache(field.root, field.local)
@@ -214,7 +236,9 @@ def test_local_directory_that_others_can_write_is_refused(field: Field, key: Com
     assert reader.try_load(key) is None
 
 
-def test_published_files_are_what_the_manifest_says(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+def test_published_files_are_what_the_manifest_says(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
     manifest = json.loads((cache.build(key, compiler(key)).path / "manifest.json").read_text())
     assert manifest["key"] == json.loads(json.dumps(key.record()))
     assert manifest["files"]["kernel.so"]["size"] == 4096

@@ -1,4 +1,6 @@
-"""CUDA sources with the real nvcc, cross-compiled for sm_90a, on a machine that need not have a GPU."""
+"""CUDA sources with the real nvcc, cross-compiled for sm_90a, on a machine that need not have a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs 
 DIMENSIONS = ["--E", "8", "--H", "256", "--I", "128"]
 ENGINE = "reference"  # whose plan has CUDA sources only: the probe, and what takes long to compile
 LARGE = (*cuda_sources(), flush_source())
-# Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to keep them in.
+# Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to
+# keep them in.
 SPILLING = """\
 __global__ void __launch_bounds__(1024) hungry(float* x) {
   float v[96];
@@ -44,7 +47,9 @@ __global__ void __launch_bounds__(1024) hungry(float* x) {
 def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "sonicmoe.cli.warmup", *DIMENSIONS, "--json", *arguments]
     # The machine's own node-local cache may be warm.
-    env.setdefault("SONIC_MOE_LOCAL_CACHE_DIR", f"{arguments[arguments.index('--cache-dir') + 1]}-local")
+    env.setdefault(
+        "SONIC_MOE_LOCAL_CACHE_DIR", f"{arguments[arguments.index('--cache-dir') + 1]}-local"
+    )
     env.setdefault("SONIC_MOE_ENGINE", ENGINE)
     return subprocess.run(line, env=environment(**env), capture_output=True, text=True, check=False)
 
@@ -60,12 +65,16 @@ def warmed(tmp_path_factory: pytest.TempPathFactory, artefacts: CompileCache) ->
     root = tmp_path_factory.mktemp("warmed")
     for source in LARGE:
         made = source.compile(artefacts)
-        CompileCache(root, root / "local").build(source.key(), lambda folder, made=made: copy_files(made, folder))
+        CompileCache(root, root / "local").build(
+            source.key(), lambda folder, made=made: copy_files(made, folder)
+        )
     done = command("--cache-dir", str(root))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     states = {kernel["kernel"]: kernel["state"] for kernel in report["kernels"]}
-    assert report["complete"] and states == {"toolchain_probe": "built"} | {source.name: "cached" for source in LARGE}
+    assert report["complete"] and states == {"toolchain_probe": "built"} | {
+        source.name: "cached" for source in LARGE
+    }
     assert json.loads(Path(report["record"]).read_text())["model"]["E"] == 8
     return root
 
@@ -85,12 +94,16 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warmed_directory_needs_no_compile_afterwards(warmed: Path) -> None:
     done = command("--cache-dir", str(warmed), SONIC_MOE_FORBID_COMPILE="1")
-    assert done.returncode == 0 and {kernel["state"] for kernel in json.loads(done.stdout)["kernels"]} == {"cached"}
+    assert done.returncode == 0 and {
+        kernel["state"] for kernel in json.loads(done.stdout)["kernels"]
+    } == {"cached"}
 
 
 def test_cold_directory_under_forbid_compile_is_one_line(tmp_path: Path) -> None:
     done = command("--cache-dir", str(tmp_path), SONIC_MOE_FORBID_COMPILE="1")
-    assert done.returncode == 2 and done.stderr.startswith("Error: SONIC_MOE_FORBID_COMPILE=1 is in force")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "Error: SONIC_MOE_FORBID_COMPILE=1 is in force"
+    )
     assert "routing_metadata[" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -155,7 +168,9 @@ def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(
         toolchain_probe(threads=128).load(warm_cache)
 
 
-def test_toolkit_is_found_through_a_wrapper_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolkit_is_found_through_a_wrapper_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = find_toolkit()
     assert real is not None
     wrapper = tmp_path / "nvcc"

@@ -83,4 +83,6 @@ def test_key_follows_statics_and_source(tmp_path: Path) -> None:
     copy.write_text(SAMPLE.read_text() + "# changed\n")
     assert moved.key().family not in keys
     with pytest.raises(KeyFieldError, match="num_tokens"):
-        CuteKernel.make("scale_add", "cute_sample:compile_scale_add", {"num_tokens": 1}, SAMPLE).key()
+        CuteKernel.make(
+            "scale_add", "cute_sample:compile_scale_add", {"num_tokens": 1}, SAMPLE
+        ).key()

@@ -1,4 +1,6 @@
-"""Choices of kernels per device: lasting ones once, those that a passing error forced again and again, at growing pauses."""
+"""Choices of kernels per device: lasting ones once, those that a passing error forced again and
+again, at growing pauses.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,17 @@ from sonicmoe.jit.errors import (
     ToolchainError,
 )
 
-LASTING = [ToolchainError("no nvcc"), CompileError("nvcc"), CacheUnwritableError("full"), ImportError("no triton")]
-PASSING = [RuntimeError("CUDA out of memory"), OSError("unreadable"), ArtefactLoadError("cannot allocate memory")]
+LASTING = [
+    ToolchainError("no nvcc"),
+    CompileError("nvcc"),
+    CacheUnwritableError("full"),
+    ImportError("no triton"),
+]
+PASSING = [
+    RuntimeError("CUDA out of memory"),
+    OSError("unreadable"),
+    ArtefactLoadError("cannot allocate memory"),
+]
 
 
 class Clock:
@@ -73,7 +84,9 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
 def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compiler(
     cache: CompileCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = CompileKey.make("fake", arch="sm_90a", statics={}, fingerprint={}, toolchain={"nvcc": "13.0"})
+    made = CompileKey.make(
+        "fake", arch="sm_90a", statics={}, fingerprint={}, toolchain={"nvcc": "13.0"}
+    )
     cache.build(made, lambda folder: (folder / "kernel.so").write_bytes(b"kernel") and None)
     key = CompileKey.make("fake", arch="sm_90a", statics={}, fingerprint={}, toolchain=None)
     attempts = [OSError("cannot allocate memory")] * 2
@@ -88,5 +101,7 @@ def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compile
             cache.get(key, lambda folder: None, load)
         assert may_pass(caught.value)
     assert cache.get(key, lambda folder: None, load) == "kernel"
-    assert sum("does not load on this host" in record.getMessage() for record in caplog.records) == 1
+    assert (
+        sum("does not load on this host" in record.getMessage() for record in caplog.records) == 1
+    )
     assert not may_pass(ToolchainError("no nvcc")) and not may_pass(CompileLockTimeout("waited"))

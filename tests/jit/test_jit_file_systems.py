@@ -1,4 +1,6 @@
-"""Read-only, full and network-like file systems: real mounts where permitted, and injected faults everywhere."""
+"""Read-only, full and network-like file systems: real mounts where permitted, and injected faults
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,18 @@ def test_read_only_prewarmed_works_in_silence(field: Field, mounts: tuple[str, .
     assert result["path"].startswith(str(field.root)) and not field.local.exists()
 
 
-def test_read_only_miss_is_explained_and_goes_to_the_node(field: Field, mounts: tuple[str, ...]) -> None:
+def test_read_only_miss_is_explained_and_goes_to_the_node(
+    field: Field, mounts: tuple[str, ...]
+) -> None:
     field.run(size=1)
     prefix = shell(mounts, read_only(field.root))
     results = field.race([{"size": 2, "seconds": 0.2, "prefix": prefix} for _ in range(PROCESSES)])
     assert all(result["path"].startswith(str(field.local)) for result in results)
     assert field.builds() == {1: 1, 2: 1}, "the processes of a node share its fallback"
-    assert "read-only file system (EROFS)" in results[0]["log"] and "SONIC_MOE_CACHE_DIR" in results[0]["log"]
+    assert (
+        "read-only file system (EROFS)" in results[0]["log"]
+        and "SONIC_MOE_CACHE_DIR" in results[0]["log"]
+    )
     again = field.run(size=2, prefix=prefix)
     assert again["bytes"] == 4096 and again["log"] == ""
 
@@ -85,7 +92,9 @@ def test_full_disk_goes_to_the_node(field: Field, mounts: tuple[str, ...], own_w
     assert "the file system is full (ENOSPC)" in result["log"]
 
 
-def test_full_disk_without_a_fallback_is_one_clear_error(field: Field, mounts: tuple[str, ...]) -> None:
+def test_full_disk_without_a_fallback_is_one_clear_error(
+    field: Field, mounts: tuple[str, ...]
+) -> None:
     setup = f"{small(field.root, 128)} && {small(field.local, 128)} && chmod 700 {field.local}"
     result = field.run(prefix=shell(mounts, setup), bytes=1 << 20)
     assert result["error"] == "CacheUnwritableError" and result["message"].count("ENOSPC") == 2
@@ -128,9 +137,16 @@ class FailingFiles(StoreFiles):
 
 
 @pytest.mark.parametrize("operation", ["make_dir", "write_text", "sync_tree", "publish"])
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(
+    "number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE]
+)
 def test_any_storage_fault_at_any_step_goes_to_the_node(
-    field: Field, key: CompileKey, compiler: Compilers, operation: str, number: int, caplog: pytest.LogCaptureFixture
+    field: Field,
+    key: CompileKey,
+    compiler: Compilers,
+    operation: str,
+    number: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     files = FailingFiles(field.root, operation, number)
     cache = CompileCache(field.root, field.local, visibility_timeout_s=0.02, files=files)
@@ -144,8 +160,12 @@ def test_any_storage_fault_at_any_step_goes_to_the_node(
     assert not leftovers.exists() or list(leftovers.iterdir()) == []
 
 
-def test_both_directories_failing_is_one_clear_error(field: Field, key: CompileKey, compiler: Compilers) -> None:
-    cache = CompileCache(field.root, field.local, files=FailingFiles(field.folder, "make_dir", errno.ENOSPC))
+def test_both_directories_failing_is_one_clear_error(
+    field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    cache = CompileCache(
+        field.root, field.local, files=FailingFiles(field.folder, "make_dir", errno.ENOSPC)
+    )
     with pytest.raises(CacheUnwritableError) as raised:
         cache.build(key, compiler(key))
     for part in (str(key), str(field.root), str(field.local), "ENOSPC", "SONIC_MOE_CACHE_DIR"):
@@ -153,15 +173,22 @@ def test_both_directories_failing_is_one_clear_error(field: Field, key: CompileK
 
 
 def test_rename_visible_late_is_waited_for(field: Field) -> None:
-    """Eight hosts; what one publishes the others see a second later, although they already hold the lock."""
+    """Eight hosts; what one publishes the others see a second later, although they already hold the
+    lock.
+    """
     ledger = field.folder / "ledger"
     ledger.mkdir()
     results = field.race(
-        [{"late": str(ledger), "late_s": 1.0, "host": f"node{index}", "seconds": 0.1} for index in range(PROCESSES)]
+        [
+            {"late": str(ledger), "late_s": 1.0, "host": f"node{index}", "seconds": 0.1}
+            for index in range(PROCESSES)
+        ]
     )
     assert [result.get("bytes") for result in results] == [4096] * PROCESSES
     assert field.builds() == {1: 1}
-    assert max(result["seconds"] for result in results) >= 1.0, "somebody had to wait for the rename to show"
+    assert max(result["seconds"] for result in results) >= 1.0, (
+        "somebody had to wait for the rename to show"
+    )
 
 
 def test_rename_that_never_shows_is_not_waited_for_without_bound(field: Field) -> None:
@@ -183,7 +210,9 @@ def test_removed_artefact_costs_no_wait_on_the_same_host(
         path.unlink()
     artefact.path.rmdir()
     done = threading.Event()
-    worker = threading.Thread(target=lambda: (slow_to_give_up.build(key, compiler(key)), done.set()), daemon=True)
+    worker = threading.Thread(
+        target=lambda: (slow_to_give_up.build(key, compiler(key)), done.set()), daemon=True
+    )
     worker.start()
     assert done.wait(5)
 
@@ -212,8 +241,12 @@ def test_loser_of_a_race_uses_the_winners_artefact(
     assert list((field.root / "staging").iterdir()) == []
 
 
-def test_rename_that_worked_and_reports_an_error(field: Field, key: CompileKey, compiler: Compilers) -> None:
-    """A repeated network request: the first one did it, the answer to the second says that the source is gone."""
+def test_rename_that_worked_and_reports_an_error(
+    field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    """A repeated network request: the first one did it, the answer to the second says that the
+    source is gone.
+    """
 
     class Repeating(StoreFiles):
         def publish(self, source: Path, target: Path) -> None:
@@ -228,7 +261,9 @@ def test_rename_that_worked_and_reports_an_error(field: Field, key: CompileKey, 
 def test_staging_swept_by_a_new_holder_ends_well(
     cache: CompileCache, field: Field, key: CompileKey, compiler: Compilers
 ) -> None:
-    """This process's lock was lost (a network lease ran out): the next holder removed our directory and published."""
+    """This process's lock was lost (a network lease ran out): the next holder removed our directory
+    and published.
+    """
 
     def build(folder: Path) -> None:
         publish_first(field, key, compiler)(folder)
@@ -241,10 +276,20 @@ def test_staging_swept_by_a_new_holder_ends_well(
 
 
 @pytest.mark.parametrize(
-    "fault", [OSError(errno.ENOLCK, "No locks available"), OSError(errno.ENOSYS, "flock"), NotImplementedError("flock")]
+    "fault",
+    [
+        OSError(errno.ENOLCK, "No locks available"),
+        OSError(errno.ENOSYS, "flock"),
+        NotImplementedError("flock"),
+    ],
 )
 def test_file_system_without_locks_still_publishes(
-    field: Field, key: CompileKey, compiler: Compilers, fault: Exception, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    field: Field,
+    key: CompileKey,
+    compiler: Compilers,
+    fault: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise fault

@@ -1,4 +1,6 @@
-"""On the GPU: what was compiled ahead is what a launch finds, at every length, under `no_compile()`."""
+"""On the GPU: what was compiled ahead is what a launch finds, at every length, under
+`no_compile()`.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ def test_cuda_source(tmp_path: Path) -> None:
 def test_triton_kernel(tmp_path: Path) -> None:
     import triton_sample
 
-    with SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local").activate():
-        TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}).compile(default_cache())
+    with SonicMoEConfig(
+        cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local"
+    ).activate():
+        TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}).compile(
+            default_cache()
+        )
 
         def scale_add(x: Any, y: Any) -> None:
             if len(x):
@@ -52,7 +58,9 @@ def test_triton_kernel(tmp_path: Path) -> None:
             check_launches(scale_add)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason=f"{NOT_RUN}needs nvidia-cutlass-dsl")
+@pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason=f"{NOT_RUN}needs nvidia-cutlass-dsl"
+)
 def test_cute_kernel(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", tmp_path / "local")
     source = Path(__file__).with_name("cute_sample.py")

@@ -22,7 +22,9 @@ def test_compile_raises_and_names_kernel_and_key(
     with no_compile(), pytest.raises(CompileForbiddenError) as raised:
         cache.get(key, compiler(key), load)
     assert (
-        str(key) in str(raised.value) and "no_compile()" in str(raised.value) and "sonicmoe warmup" in str(raised.value)
+        str(key) in str(raised.value)
+        and "no_compile()" in str(raised.value)
+        and "sonicmoe warmup" in str(raised.value)
     )
     assert not field.log.exists()
 
@@ -33,7 +35,9 @@ def test_cached_kernels_load(cache: CompileCache, key: CompileKey, compiler: Com
         assert cache.get(key, compiler(key), load) == 4096
 
 
-def test_other_threads_are_covered(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+def test_other_threads_are_covered(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
     errors: list[Exception] = []
 
     def compile_elsewhere() -> None:
@@ -59,10 +63,17 @@ def test_nesting_and_leaving(cache: CompileCache, key: CompileKey, compiler: Com
     cache.build(key, compiler(key))
 
 
-def test_damaged_artefact_counts_as_a_compile(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+def test_damaged_artefact_counts_as_a_compile(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
     path = cache.build(key, compiler(key)).path
     (path / "kernel.so").write_bytes(b"")
-    with no_compile(), pytest.raises(CompileForbiddenError, match=r"damaged: kernel\.so has 0 bytes instead of 4096"):
+    with (
+        no_compile(),
+        pytest.raises(
+            CompileForbiddenError, match=r"damaged: kernel\.so has 0 bytes instead of 4096"
+        ),
+    ):
         cache.build(key, compiler(key))
 
 
@@ -74,19 +85,27 @@ def test_rebuild_after_failed_load_counts_as_a_compile(
     def refuse(artefact: object) -> None:
         raise OSError("bad ELF")
 
-    with no_compile(), pytest.raises(CompileForbiddenError, match="does not load on this host: bad ELF"):
+    with (
+        no_compile(),
+        pytest.raises(CompileForbiddenError, match="does not load on this host: bad ELF"),
+    ):
         cache.get(key, compiler(key), refuse)
 
 
 def test_environment_variable_covers_a_process(field: Field) -> None:
     forbidden = field.run(env={"SONIC_MOE_FORBID_COMPILE": "1"})
     assert forbidden["error"] == "CompileForbiddenError"
-    assert "SONIC_MOE_FORBID_COMPILE=1" in forbidden["message"] and str(make_key()) in forbidden["message"]
+    assert (
+        "SONIC_MOE_FORBID_COMPILE=1" in forbidden["message"]
+        and str(make_key()) in forbidden["message"]
+    )
     assert field.builds() == {}
     field.run()
     assert field.run(env={"SONIC_MOE_FORBID_COMPILE": "1"})["bytes"] == 4096
 
 
-def test_configuration_field_forbids(cache: CompileCache, key: CompileKey, compiler: Compilers) -> None:
+def test_configuration_field_forbids(
+    cache: CompileCache, key: CompileKey, compiler: Compilers
+) -> None:
     with SonicMoEConfig(forbid_compile=True).activate(), pytest.raises(CompileForbiddenError):
         cache.build(key, compiler(key))

@@ -19,7 +19,13 @@ from sonicmoe.jit.key import source_fingerprint
 
 BASE: dict[str, Any] = {
     "arch": "sm_90a",
-    "statics": {"H": 3072, "E": 8, "activation": ActivationType.SWIGLU, "tile": [128, 192], "fast": True},
+    "statics": {
+        "H": 3072,
+        "E": 8,
+        "activation": ActivationType.SWIGLU,
+        "tile": [128, 192],
+        "fast": True,
+    },
     "fingerprint": {"sources": "abc", "abi": "x86_64-glibc"},
     "toolchain": {"nvcc": "13.0.88"},
 }
@@ -36,7 +42,9 @@ def test_digest_is_the_same_in_every_process_and_order() -> None:
     )
     for seed in ("1", "2"):
         env = environment(PYTHONHASHSEED=seed)
-        printed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        printed = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
         assert printed.stdout.strip() == key.digest
 
 
@@ -52,7 +60,10 @@ def test_digest_is_the_same_in_every_process_and_order() -> None:
     ],
 )
 def test_every_part_counts(change: dict[str, Any]) -> None:
-    assert CompileKey.make("gemm", **{**BASE, **change}).digest != CompileKey.make("gemm", **BASE).digest
+    assert (
+        CompileKey.make("gemm", **{**BASE, **change}).digest
+        != CompileKey.make("gemm", **BASE).digest
+    )
 
 
 def test_toolchain_does_not_change_the_family() -> None:
@@ -77,7 +88,8 @@ def test_token_counts_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["E", "H", "I", "K", "topk", "tile_m", "rows_per_cta", "tokens_per_block", "dtype", "stages"]
+    "name",
+    ["E", "H", "I", "K", "topk", "tile_m", "rows_per_cta", "tokens_per_block", "dtype", "stages"],
 )
 def test_static_dimensions_pass(name: str) -> None:
     assert dict(CompileKey.make("gemm", **{**BASE, "statics": {name: 4}}).statics) == {name: 4}
@@ -90,7 +102,8 @@ def test_values_without_a_stable_spelling_are_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "arch"), [("../evil", "sm_90a"), ("Gemm", "sm_90a"), ("", "sm_90a"), ("gemm", "../x")]
+    ("kernel", "arch"),
+    [("../evil", "sm_90a"), ("Gemm", "sm_90a"), ("", "sm_90a"), ("gemm", "../x")],
 )
 def test_names_cannot_leave_the_cache(kernel: str, arch: str) -> None:
     with pytest.raises(KeyFieldError):

@@ -25,7 +25,9 @@ def published(field: Field) -> list[str]:
 def hold(lock: Path) -> subprocess.Popen[str]:
     """A process that holds a lock file, knows nothing of the cache, and never ends by itself."""
     program = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None and holder.stdout.readline() == "1\n"
     return holder
 
@@ -61,7 +63,10 @@ def test_kill_in_the_middle_of_a_build_then_restart(field: Field) -> None:
     assert len(list((field.root / "staging").iterdir())) == 1, "the victim left its half behind"
     result = field.run()
     assert result["bytes"] == 4096 and result["seconds"] < 5
-    assert f"pid {victim.process.pid}" in result["log"] and "ended before it was complete" in result["log"]
+    assert (
+        f"pid {victim.process.pid}" in result["log"]
+        and "ended before it was complete" in result["log"]
+    )
     assert list((field.root / "staging").iterdir()) == []
     assert field.builds() == {1: 2}
 
@@ -91,7 +96,9 @@ def test_bounded_wait_names_the_holder(field: Field) -> None:
 
 
 def test_waiter_goes_on_when_the_artefact_appears_under_a_held_lock(field: Field) -> None:
-    """A holder that published and then hangs, for example on its way out of a network file system call."""
+    """A holder that published and then hangs, for example on its way out of a network file system
+    call.
+    """
     field.run()
     artefact, key = field.root / "artefacts" / "fake" / make_key().digest, make_key()
     hidden = artefact.with_name("hidden")
@@ -109,7 +116,9 @@ def test_waiter_goes_on_when_the_artefact_appears_under_a_held_lock(field: Field
 
 
 def test_forked_child_of_a_dead_holder_does_not_keep_the_lock(field: Field) -> None:
-    """A data loader forked in the middle of a build inherits the descriptor, and must not inherit the lock."""
+    """A data loader forked in the middle of a build inherits the descriptor, and must not inherit
+    the lock.
+    """
     program = (
         "import os, time; from pathlib import Path; from racer import *\n"
         "def build(folder):\n"
@@ -118,7 +127,9 @@ def test_forked_child_of_a_dead_holder_does_not_keep_the_lock(field: Field) -> N
         "    print(child, flush=True); os.kill(os.getpid(), 9)\n"
         f"CompileCache(Path({str(field.root)!r}), Path({str(field.local)!r})).build(make_key(), build)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment())
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment()
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     assert parent.wait() == -signal.SIGKILL
@@ -156,4 +167,6 @@ def test_clocks_do_not_matter(field: Field, moment: int) -> None:
         os.utime(path, (moment, moment))
     results = field.race([{"size": 1 + index % 2} for index in range(PROCESSES)])
     assert [result.get("bytes") for result in results] == [4096] * PROCESSES
-    assert field.builds() == {1: 1, 2: 2}, "the killed build was redone once, the good artefact not at all"
+    assert field.builds() == {1: 1, 2: 2}, (
+        "the killed build was redone once, the good artefact not at all"
+    )

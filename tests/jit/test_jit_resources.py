@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sonicmoe.jit.errors import SpillError
-from sonicmoe.jit.resources import KernelResources, parse_ptxas, performance_losses, require_no_spills
+from sonicmoe.jit.resources import (
+    KernelResources,
+    parse_ptxas,
+    performance_losses,
+    require_no_spills,
+)
 
 REPORT = """\
 [1/2] nvcc -Xptxas -v -c gemm.cu
@@ -39,7 +44,9 @@ def test_spills_raise_and_name_the_kernel() -> None:
     gemm, clean = parse_ptxas(REPORT)
     require_no_spills([clean])
     require_no_spills([gemm], allowed_bytes=2000)
-    with pytest.raises(SpillError, match="_Z4gemmPKf spills 504 bytes of stores and 620 of loads at 168 registers"):
+    with pytest.raises(
+        SpillError, match="_Z4gemmPKf spills 504 bytes of stores and 620 of loads at 168 registers"
+    ):
         require_no_spills([gemm, clean])
 
 
@@ -50,7 +57,9 @@ def test_serialised_wgmma_raises() -> None:
 
 def test_performance_losses_are_read_once_each() -> None:
     ignored = "(C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry."
-    found = performance_losses(f"ptxas info    : {ignored}\n{REPORT}ptxas info    : {ignored}\n{SERIALISED}")
+    found = performance_losses(
+        f"ptxas info    : {ignored}\n{REPORT}ptxas info    : {ignored}\n{SERIALISED}"
+    )
     assert found[0] == ignored and found[1].startswith("(C7514) Potential Performance Loss: wgmma")
     assert len(found) == 2
     assert performance_losses(REPORT) == ()

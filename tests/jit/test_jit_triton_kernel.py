@@ -77,7 +77,10 @@ def test_warmed_kernel_is_what_a_launch_looks_for_at_any_token_count(launches: N
 
 
 def test_cold_variant_raises_under_no_compile(launches: None) -> None:
-    with no_compile(), pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90\]"):
+    with (
+        no_compile(),
+        pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90\]"),
+    ):
         launch(1000, block=512)
 
 
@@ -123,5 +126,7 @@ def test_interpreter_runs_the_same_kernel() -> None:
         "assert y.tolist() == [1, 3, 5, 7, 9], y"
     )
     env = environment(TRITON_INTERPRET="1")
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,9 @@ def states(kernels: tuple[KernelOutcome, ...]) -> dict[str, str]:
     return {outcome.kernel: outcome.state for outcome in kernels}
 
 
-def test_everything_is_compiled_in_other_processes_then_forbidden(cache: CompileCache, field: Field) -> None:
+def test_everything_is_compiled_in_other_processes_then_forbidden(
+    cache: CompileCache, field: Field
+) -> None:
     jobs = [FakeJob(size, field.log, 0.1) for size in range(1, 7)]
     seen: list[KernelOutcome] = []
     report = warm_up(SPEC, cache, jobs=3, compile_jobs=jobs, progress=seen.append)
@@ -55,14 +57,20 @@ def test_everything_is_compiled_in_other_processes_then_forbidden(cache: Compile
         assert all(load(job.compile(cache)) == 4096 for job in jobs)
 
 
-def test_what_only_this_node_has_is_copied_and_not_compiled(cache: CompileCache, field: Field) -> None:
+def test_what_only_this_node_has_is_copied_and_not_compiled(
+    cache: CompileCache, field: Field
+) -> None:
     jobs = [FakeJob(size, field.log) for size in (1, 2)]
     warm_up(SPEC, CompileCache(field.local, field.local), compile_jobs=jobs)
     report = warm_up(SPEC, cache, compile_jobs=jobs)
-    assert set(states(report.kernels).values()) == {"cached"} and set(field.builds().values()) == {1}
+    assert set(states(report.kernels).values()) == {"cached"} and set(field.builds().values()) == {
+        1
+    }
     elsewhere = CompileCache(field.root, field.root.with_name("another_node"))
     assert (
-        check(SPEC, elsewhere, jobs).complete and report.record is not None and report.record.is_relative_to(field.root)
+        check(SPEC, elsewhere, jobs).complete
+        and report.record is not None
+        and report.record.is_relative_to(field.root)
     )
     assert all(load(elsewhere.try_load(job.key())) == 4096 for job in jobs)
 
@@ -86,7 +94,9 @@ def test_failures_do_not_stop_the_others(cache: CompileCache, field: Field) -> N
 
 
 def test_a_job_that_cannot_be_sent_fails_alone(cache: CompileCache, field: Field) -> None:
-    report = warm_up(SPEC, cache, jobs=1, compile_jobs=[UnsendableJob(1, field.log), FakeJob(2, field.log)])
+    report = warm_up(
+        SPEC, cache, jobs=1, compile_jobs=[UnsendableJob(1, field.log), FakeJob(2, field.log)]
+    )
     assert states(report.kernels) == {"fake_1": "failed", "fake_2": "built"} and not report.complete
     assert "this job stays here" in report.kernels[0].message
 
@@ -98,13 +108,17 @@ def test_workers_that_do_not_start_fail_every_kernel(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(worker_module.subprocess, "Popen", refuse)
-    report = warm_up(SPEC, cache, jobs=2, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)])
+    report = warm_up(
+        SPEC, cache, jobs=2, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)]
+    )
     assert states(report.kernels) == {"fake_1": "failed", "fake_2": "failed", "fake_3": "failed"}
     assert all("Resource temporarily unavailable" in outcome.message for outcome in report.kernels)
     assert not report.complete and report.record is None
 
 
-def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(cache: CompileCache, field: Field) -> None:
+def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(
+    cache: CompileCache, field: Field
+) -> None:
     seen = []
 
     def progress(outcome: KernelOutcome) -> None:
@@ -114,7 +128,11 @@ def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(cache: C
     jobs = [FakeJob(size, field.log) for size in (1, 2, 3)]
     with pytest.raises(BrokenPipeError, match="stdout is gone"):
         warm_up(SPEC, cache, jobs=1, compile_jobs=jobs, progress=progress)
-    assert len(seen) == 1 and check(SPEC, cache, jobs).complete and find_record(SPEC, cache, SELECTED) is None
+    assert (
+        len(seen) == 1
+        and check(SPEC, cache, jobs).complete
+        and find_record(SPEC, cache, SELECTED) is None
+    )
 
 
 def test_a_job_without_an_outcome_is_not_warm(
@@ -122,7 +140,11 @@ def test_a_job_without_an_outcome_is_not_warm(
 ) -> None:
     monkeypatch.setattr(warmup_module, "_work", lambda *arguments: None)
     report = warm_up(SPEC, cache, compile_jobs=[FakeJob(1, field.log)])
-    assert states(report.kernels) == {"fake_1": "failed"} and not report.complete and report.record is None
+    assert (
+        states(report.kernels) == {"fake_1": "failed"}
+        and not report.complete
+        and report.record is None
+    )
 
 
 def test_fewer_threads_than_asked_for_do_the_work(
@@ -138,7 +160,9 @@ def test_fewer_threads_than_asked_for_do_the_work(
             super().start()
 
     monkeypatch.setattr(warmup_module.threading, "Thread", Scarce)
-    assert warm_up(SPEC, cache, jobs=3, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)]).complete
+    assert warm_up(
+        SPEC, cache, jobs=3, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)]
+    ).complete
 
 
 def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: Field) -> None:
@@ -157,22 +181,31 @@ def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: F
     }
     assert record["kernels"] == [{"kernel": "fake_1", "key": str(job.key())}]
     assert {"sonicmoe", "apache-tvm-ffi", "triton"} <= set(record["versions"])
-    assert record["precision"] == SELECTED and find_record(SPEC, cache) is None, "picked kernels warm no precision"
+    assert record["precision"] == SELECTED and find_record(SPEC, cache) is None, (
+        "picked kernels warm no precision"
+    )
     assert find_record(ModelSpec(16, 3072, 1536), cache, SELECTED) is None
 
 
 def test_a_second_precision_has_a_record_of_its_own(cache: CompileCache, field: Field) -> None:
     for size, precision in enumerate(["fp8", "bf16"], start=1):
         warm_up(SPEC, cache, compile_jobs=WarmUpPlan((FakeJob(size, field.log),), precision))
-        assert find_record(SPEC, cache, precision) is not None and find_record(SPEC, cache, BOTH) is None
-    kernels = {record["precision"]: record["kernels"][0]["kernel"] for record in read_records(field.root)}
+        assert (
+            find_record(SPEC, cache, precision) is not None
+            and find_record(SPEC, cache, BOTH) is None
+        )
+    kernels = {
+        record["precision"]: record["kernels"][0]["kernel"] for record in read_records(field.root)
+    }
     assert kernels == {"fp8": "fake_1", "bf16": "fake_2"}
 
 
 def test_a_warm_up_for_both_serves_each(cache: CompileCache, field: Field) -> None:
     planned = WarmUpPlan((FakeJob(1, field.log),), BOTH)
     record = warm_up(SPEC, cache, compile_jobs=planned).record
-    assert record is not None and {find_record(SPEC, cache, precision) for precision in PRECISIONS} == {record}
+    assert record is not None and {
+        find_record(SPEC, cache, precision) for precision in PRECISIONS
+    } == {record}
     assert check(SPEC, cache, WarmUpPlan(planned.jobs, "fp8")).record == record
 
 
@@ -197,7 +230,10 @@ def test_plan_is_static_and_distinct() -> None:
 
 
 FP8_KERNELS = {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "wgrad_operands"}
-BF16_KERNELS = {f"bf16_{name}" for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")}
+BF16_KERNELS = {
+    f"bf16_{name}"
+    for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")
+}
 EVERY_RUN = {"routing_metadata", "aggregate", "flush"}
 needs_quack = pytest.mark.skipif(missing_package() is not None, reason=str(missing_package()))
 
@@ -212,7 +248,9 @@ def names(planned: WarmUpPlan) -> set[str]:
     {}, {"fp8_wgrad": False}, {"recompute_z": True}, {"fp8_wgrad": False, "recompute_z": True},
     {"stagewise_memory": True}, {"iso_weight": True},
 ])  # fmt: skip
-def test_default_plan_covers_whatever_a_run_chooses(dtype: str, fp8_mode: str | None, changes: dict[str, Any]) -> None:
+def test_default_plan_covers_whatever_a_run_chooses(
+    dtype: str, fp8_mode: str | None, changes: dict[str, Any]
+) -> None:
     spec = ModelSpec(8, 3072, 1536, dtype)
     needed = plan(spec, current_config(SonicMoEConfig(fp8_mode=fp8_mode or "off", **changes)))
     assert {job.name for job in needed} >= EVERY_RUN and set(needed) <= set(warm_up_plan(spec).jobs)
@@ -226,7 +264,9 @@ def test_what_each_precision_compiles() -> None:
     plain_wgrad = {"bf16_wgrad_down", "bf16_wgrad_up"}
     assert names(fp8) & (FP8_KERNELS | BF16_KERNELS) == FP8_KERNELS | plain_wgrad
     assert names(bf16) & (FP8_KERNELS | BF16_KERNELS) == BF16_KERNELS
-    assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs) and len(set(both.jobs)) == len(both.jobs)
+    assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs) and len(set(both.jobs)) == len(
+        both.jobs
+    )
 
 
 def test_the_plan_does_not_depend_on_the_mode_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +293,9 @@ def test_what_has_no_fp8_kernels_is_left_out_unless_asked_for(
     planned = warm_up_plan(ModelSpec(**sizes), config=current_config(SonicMoEConfig(**config)))
     assert planned.left_out[0].startswith(words) and planned.precision != "both"
     assert names(planned) >= EVERY_RUN and not FP8_KERNELS & names(planned)
-    assert not any(line.startswith("fp8 with fp8_wgrad=0") for line in planned.left_out), "said once"
+    assert not any(line.startswith("fp8 with fp8_wgrad=0") for line in planned.left_out), (
+        "said once"
+    )
     with pytest.raises(ConfigError, match="precision='fp8' has no kernels for this model: fp8: "):
         warmup_jit(**sizes, precision="fp8", config=SonicMoEConfig(cache_dir=tmp_path, **config))
 
@@ -263,7 +305,10 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.Monk
     for module in (limits, quack_gemm):
         monkeypatch.setattr(module, "missing_package", lambda: why)
     planned = warm_up_plan(SPEC)
-    assert planned.precision == "fp8" and planned.left_out == (f"fp8 with fp8_wgrad=0: {why}", f"bf16: {why}")
+    assert planned.precision == "fp8" and planned.left_out == (
+        f"fp8 with fp8_wgrad=0: {why}",
+        f"bf16: {why}",
+    )
     assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
 
 
@@ -309,15 +354,28 @@ def test_in_process_plans_both_unless_the_configuration_or_the_caller_says_which
     provider = lambda spec, config: seen.append(config.fp8_mode) or ()  # noqa: E731
     monkeypatch.setattr(plan_module, "_PROVIDERS", {"seen": provider})
     monkeypatch.setattr(limits, "missing_package", lambda: None)
-    assert warmup_jit(8, 64, 64, cache_dir=tmp_path, **options).precision == precision and set(seen) == modes
+    assert (
+        warmup_jit(8, 64, 64, cache_dir=tmp_path, **options).precision == precision
+        and set(seen) == modes
+    )
 
 
 def test_command_checks_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))  # this machine's own may be warm
-    result = CliRunner().invoke(warmup, [*DIMENSIONS, "--cache-dir", str(tmp_path), "--check", "--json"])
+    monkeypatch.setenv(
+        "SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local")
+    )  # this machine's own may be warm
+    result = CliRunner().invoke(
+        warmup, [*DIMENSIONS, "--cache-dir", str(tmp_path), "--check", "--json"]
+    )
     report = json.loads(result.stdout)
-    assert result.exit_code == 1 and not report["complete"] and report["kernels"][0]["state"] == "missing"
-    assert {kernel["kernel"] for kernel in report["kernels"]} >= FP8_KERNELS, "though no FP8 mode is in force"
+    assert (
+        result.exit_code == 1
+        and not report["complete"]
+        and report["kernels"][0]["state"] == "missing"
+    )
+    assert {kernel["kernel"] for kernel in report["kernels"]} >= FP8_KERNELS, (
+        "though no FP8 mode is in force"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -327,9 +385,14 @@ def test_command_says_what_it_leaves_out_and_refuses_it_when_asked_for(
     monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
     sizes = ["--E", "8", "--H", "3080", "--I", "1536", "--cache-dir", str(tmp_path), "--check"]
     said = CliRunner().invoke(warmup, sizes)
-    assert said.exit_code == 1 and "left out, fp8: H is 3080 and I is 1536, and it needs multiples" in said.output
+    assert (
+        said.exit_code == 1
+        and "left out, fp8: H is 3080 and I is 1536, and it needs multiples" in said.output
+    )
     refused = CliRunner().invoke(main, ["warmup", *sizes, "--precision", "fp8"])
-    assert refused.exit_code == 2 and refused.output.startswith("Error: precision='fp8' has no kernels for this model")
+    assert refused.exit_code == 2 and refused.output.startswith(
+        "Error: precision='fp8' has no kernels for this model"
+    )
 
 
 def test_command_reports_a_misspelt_flag(tmp_path: Path) -> None:
@@ -355,6 +418,10 @@ def test_package_and_command_import_no_framework_and_no_compiler() -> None:
         "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "[]"

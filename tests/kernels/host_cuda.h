@@ -1,4 +1,5 @@
-// Runs CUDA kernels on the host: CTAs one after the other, a host thread for each thread of a CTA. Slow, and exact in its indices.
+// Runs CUDA kernels on the host: CTAs one after the other, a host thread for each thread of a CTA.
+// Slow, and exact in its indices.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,7 +32,8 @@ auto launch(Kernel kernel, unsigned blocks, unsigned threads, int, cudaStream_t)
     grid.x = blocks;
     cta = std::make_unique<std::barrier<>>(threads);
     warps.clear();
-    for (unsigned warp = 0; warp < threads / 32; ++warp) warps.push_back(std::make_unique<std::barrier<>>(32));
+    for (unsigned warp = 0; warp < threads / 32; ++warp)
+      warps.push_back(std::make_unique<std::barrier<>>(32));
     shuffled.assign(threads, 0);
     std::vector<std::thread> pool;
     for (unsigned number = 0; number < threads; ++number) {
@@ -55,9 +57,13 @@ inline uint8_t e4m3(float x) {
   if (magnitude >= 448.f) return sign | 0x7e;
   const int exponent = magnitude == 0.f ? -6 : std::max(std::ilogb(magnitude), -6);
   const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
-  return sign | static_cast<uint8_t>(((exponent + 6) << 3) + steps);  // 8 steps to the next exponent, which carries by itself
+  return sign |
+         static_cast<uint8_t>(((exponent + 6) << 3) +
+                              steps);  // 8 steps to the next exponent, which carries by itself
 }
-inline uint16_t e4m3x2(float high, float low) { return static_cast<uint16_t>(e4m3(high) << 8 | e4m3(low)); }
+inline uint16_t e4m3x2(float high, float low) {
+  return static_cast<uint16_t>(e4m3(high) << 8 | e4m3(low));
+}
 
 inline void load16(uint32_t (&word)[4], const void* address) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) std::abort();
@@ -108,14 +114,17 @@ T __shfl_xor_sync(unsigned, T value, int distance) {
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t out = 0;
-  for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  for (int i = 0; i < 4; ++i)
+    out |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return out;
 }
 template <typename T>
 T __ldg(const T* address) {
   return *address;
 }
-inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* address, int value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }

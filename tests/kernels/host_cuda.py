@@ -1,7 +1,8 @@
-"""CUDA sources rewritten for the host compiler, so that the very kernels run, on host tensors, where there is no GPU.
+"""CUDA sources rewritten for the host compiler, so that the very kernels run, on host tensors,
+where there is no GPU.
 
-Launches become loops over host threads (`host_cuda.h`); the few PTX instructions and runtime calls become functions of the same
-meaning. A source that uses anything else does not compile.
+Launches become loops over host threads (`host_cuda.h`); the few PTX instructions and runtime calls
+become functions of the same meaning. A source that uses anything else does not compile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ HEADER = Path(__file__).with_name("host_cuda.h")
 NUM_SMS = 2
 
 REWRITES = (
-    (r"([\w:]+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", r"host_cuda::launch([](auto... a) { \1(a...); }, \2)("),
+    (r"([\w:]+(?:<[^<>;]*>)?)\s*<<<(.*?)>>>\(", r"host_cuda::launch([](auto... a) { \1(a...); }, \2)("),
     (r'asm volatile\("ld\.global\.nc\..*?: "l"\(address\)\);', "host_cuda::load16(word, address);"),
     (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 [^;]*;" : "=h"\((\w+)\) : "f"\((\w)\), "f"\((\w)\)\);',
      r"\1 = host_cuda::e4m3x2(\2, \3);"),
@@ -38,7 +39,9 @@ def rewritten(source: str) -> str:
 
 
 def load(sources: tuple[Path, ...], folder: Path, cuda_include: Path) -> Any:
-    """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder` by the first process; streams are ignored."""
+    """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder` by the
+    first process; streams are ignored.
+    """
     import tvm_ffi
 
     folder.mkdir(exist_ok=True)
@@ -54,10 +57,18 @@ def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: 
     import tvm_ffi
 
     for file in (*sources, *sources[0].parent.glob("*.cuh")):
-        target = folder / file.with_suffix(".cpp").name if file.suffix == ".cu" else folder / file.name
+        target = (
+            folder / file.with_suffix(".cpp").name if file.suffix == ".cu" else folder / file.name
+        )
         target.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")
     unfinished = folder / "unfinished.so"
-    headers = [Path(path) for path in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
+    headers = [
+        Path(path)
+        for path in (
+            tvm_ffi.libinfo.find_include_path(),
+            tvm_ffi.libinfo.find_dlpack_include_path(),
+        )
+    ]
     command = [
         "g++",
         "-std=c++20",

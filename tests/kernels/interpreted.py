@@ -1,4 +1,6 @@
-"""Run under TRITON_INTERPRET=1: the Triton kernels on the CPU against plain tensor operations. `python -m kernels.interpreted CHECK...`."""
+"""Run under TRITON_INTERPRET=1: the Triton kernels on the CPU against plain tensor operations.
+`python -m kernels.interpreted CHECK...`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def both(indices, probs, num_experts, counts=None, alignment=128):
 
 
 def metadata_and_slot_values() -> int:
-    """The interpreter takes a while per expert: 129 experts have the idle lanes of 511, and 512 are the most."""
+    """The interpreter takes a while per expert: 129 experts have the idle lanes of 511, and 512 are
+    the most.
+    """
     checked = 0
     for name, indices, experts in corpus():
         if experts in (256, 511):
@@ -33,9 +37,14 @@ def metadata_and_slot_values() -> int:
             if dtype == torch.int32 and (name == "ids_past_32_bits" or experts > 32):
                 continue
             ours, plain = both(
-                indices.to(dtype), distinct_probs(indices, experts), experts, alignment=128 << (checked % 3)
+                indices.to(dtype),
+                distinct_probs(indices, experts),
+                experts,
+                alignment=128 << (checked % 3),
             )
-            for field, one, other in zip(ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True):
+            for field, one, other in zip(
+                ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True
+            ):
                 assert one.dtype == other.dtype, (name, field)
                 assert torch.equal(one, other), (name, field)
             if dtype == torch.int64 and experts <= 64:
@@ -58,7 +67,9 @@ def slot_values(name, indices, ours) -> None:
     slots = torch.randn(tuple(indices.shape), generator=torch.Generator().manual_seed(7))
     rows = torch.randn(ours.num_rows, generator=torch.Generator().manual_seed(8))
     rows[ours.row_slot < 0] = float("nan")
-    assert torch.equal(gather_to_rows(slots, ours, kernels=TRITON), gather_to_rows(slots, ours, kernels=PLAIN)), name
+    assert torch.equal(
+        gather_to_rows(slots, ours, kernels=TRITON), gather_to_rows(slots, ours, kernels=PLAIN)
+    ), name
     ds = scatter_to_slots(rows, ours, kernels=TRITON)
     assert torch.equal(ds, scatter_to_slots(rows, ours, kernels=PLAIN)), name
     assert bool((ds[ours.slot_row < 0] == 0).all()), name
@@ -75,7 +86,9 @@ def aggregation() -> int:
             for weighted in (True, False):
                 rows = exact.to(dtype)
                 ours = aggregate(rows, routing, weighted=weighted, kernels=TRITON)
-                assert torch.equal(ours, aggregate(rows, routing, weighted=weighted, kernels=PLAIN)), (
+                assert torch.equal(
+                    ours, aggregate(rows, routing, weighted=weighted, kernels=PLAIN)
+                ), (
                     width,
                     dtype,
                     weighted,
@@ -84,23 +97,28 @@ def aggregation() -> int:
 
 
 def conversions() -> int:
-    """The repaired conversions against PyTorch's, over every exponent, ties, carries, zeros and infinities."""
+    """The repaired conversions against PyTorch's, over every exponent, ties, carries, zeros and
+    infinities.
+    """
     from kernels.triton_interpreter import convert_float
 
     bits = torch.arange(0, 2**32, 65521, dtype=torch.int64).to(torch.int32)
     ties = (torch.arange(0, 65536, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
     values = torch.cat([bits, ties]).view(torch.float32)
     values = values[~values.isnan()]
-    ours = torch.from_numpy(convert_float(values.numpy(), "fp32", "bf16", None).copy().view("int16")).view(
-        torch.bfloat16
-    )
+    ours = torch.from_numpy(
+        convert_float(values.numpy(), "fp32", "bf16", None).copy().view("int16")
+    ).view(torch.bfloat16)
     assert torch.equal(ours, values.to(torch.bfloat16))
     back = convert_float(ours.view(torch.int16).numpy(), "bf16", "fp32", None)
     assert torch.equal(torch.from_numpy(back), ours.to(torch.float32))
     return len(values)
 
 
-CHECKS = {check.__name__: check for check in (metadata_and_slot_values, counts_too_small, aggregation, conversions)}
+CHECKS = {
+    check.__name__: check
+    for check in (metadata_and_slot_values, counts_too_small, aggregation, conversions)
+}
 
 if __name__ == "__main__":
     for check in sys.argv[1:]:

@@ -1,6 +1,8 @@
-"""Compile variants of the BF16 GEMMs in one process and print what ptxas says: `python -P quack_variants.py ARCH PTXAS < requests`.
+"""Compile variants of the BF16 GEMMs in one process and print what ptxas says: `python -P
+quack_variants.py ARCH PTXAS < requests`.
 
-A request is one JSON line `[number, entry, statics]`; the answer `[number, report]`. One import of CuTe DSL serves them all.
+A request is one JSON line `[number, entry, statics]`; the answer `[number, report]`. One import of
+CuTe DSL serves them all.
 """
 
 from __future__ import annotations
@@ -16,8 +18,14 @@ from pathlib import Path
 
 
 def main(arch: str, ptxas: str) -> int:
-    gc.disable()  # tracing makes millions of objects, few of them in cycles: collecting costs a seventh of the time
-    os.environ |= {"CUTE_DSL_ARCH": arch, "QUACK_ARCH": arch.removeprefix("sm_").rstrip("af"), "CUTE_DSL_KEEP": "ptx"}
+    # tracing makes millions of objects, few of them in cycles: collecting costs a seventh of the
+    # time
+    gc.disable()
+    os.environ |= {
+        "CUTE_DSL_ARCH": arch,
+        "QUACK_ARCH": arch.removeprefix("sm_").rstrip("af"),
+        "CUTE_DSL_KEEP": "ptx",
+    }
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUTE_DSL_DUMP_DIR"] = folder
         ptx = Path(folder) / "kernel.ptx"

@@ -1,4 +1,6 @@
-"""Inputs of the routing contract, shared by the interpreter's and the GPU's tests: every kind that the contract calls ordinary."""
+"""Inputs of the routing contract, shared by the interpreter's and the GPU's tests: every kind that
+the contract calls ordinary.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,16 @@ Case = tuple[str, torch.Tensor, int]
 
 
 def distinct_probs(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Another probability in every valid slot, so that no permutation goes unnoticed; NaN where nothing is routed."""
+    """Another probability in every valid slot, so that no permutation goes unnoticed; NaN where
+    nothing is routed.
+    """
     size = indices.shape[0] * indices.shape[1]
-    probs = (torch.arange(size, dtype=torch.float64) + 1).div(size + 1).to(torch.float32).reshape(indices.shape)
+    probs = (
+        (torch.arange(size, dtype=torch.float64) + 1)
+        .div(size + 1)
+        .to(torch.float32)
+        .reshape(indices.shape)
+    )
     valid = (indices >= 0) & (indices < num_experts)
     return torch.where(valid, probs, torch.full_like(probs, float("nan")))
 
@@ -42,7 +51,11 @@ def corpus(scale: int = 1) -> Iterator[Case]:
         yield f"experts{experts}", sentinels(local, experts, experts % 3), experts
     yield "all_invalid", torch.full((100 * scale, 4), -1), 8
     yield "all_on_one", torch.full((300 * scale, 1), 5), 8
-    yield "repeated_ids", torch.randint(-1, 6, (150 * scale, 4), generator=torch.Generator().manual_seed(1)), 5
+    yield (
+        "repeated_ids",
+        torch.randint(-1, 6, (150 * scale, 4), generator=torch.Generator().manual_seed(1)),
+        5,
+    )
     rare = torch.rand(200 * scale, 8, generator=torch.Generator().manual_seed(2)) < 0.01
     yield "99_percent_invalid", torch.where(rare, topk_of(200 * scale, 8, 16, 3), -1), 16
     extreme = topk_of(64, 4, 8, 4)

@@ -1,4 +1,6 @@
-"""The CUDA sources compile for Hopper without a GPU, spill nothing, and refuse to run without one with words."""
+"""The CUDA sources compile for Hopper without a GPU, spill nothing, and refuse to run without one
+with words.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from sonicmoe.kernels.sm90 import gemm_sources
 SOURCES = (*cuda_sources(), quantize_source(), *gemm_sources())
 
 EXPORTS = {
-    "routing_metadata": ("build_metadata", "gather_or_zero", "sum_or_zero", "scratch_per_expert", "max_experts"),
+    "routing_metadata": (
+        "build_metadata",
+        "gather_or_zero",
+        "sum_or_zero",
+        "scratch_per_expert",
+        "max_experts",
+    ),
     "aggregate": ("aggregate_rows",),
     "quantize": (
         "quantize_rows",
@@ -32,9 +40,9 @@ EXPORTS = {
     "fp8_dgated": ("gather_dgated_gemm",),
     "fp8_wgrad": ("grouped_wgrad",),
 }
-# entry functions: {int32, int64}, the gather and its sum; 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
-# ... rows and weights of 3 dtypes each, transposition, guard, addresses
-# ... the plain GEMM, {SwiGLU, GeGLU, ReGLU} x {with z, without}
+# entry functions: {int32, int64}, the gather and its sum; 7 pairs of rows' and result's dtype x {3
+# vectors, 4 vectors, one element} ... rows and weights of 3 dtypes each, transposition, guard,
+# addresses ... the plain GEMM, {SwiGLU, GeGLU, ReGLU} x {with z, without}
 # ... {SwiGLU, GeGLU, ReGLU} x {FP8, plain} operands of wgrad
 KERNELS = {
     "routing_metadata": 4,

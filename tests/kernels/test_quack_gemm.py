@@ -1,4 +1,6 @@
-"""The BF16 GEMMs without a GPU: what is chosen, planned and refused, and that every variant compiles for Hopper without spills."""
+"""The BF16 GEMMs without a GPU: what is chosen, planned and refused, and that every variant
+compiles for Hopper without spills.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ SWIGLU = ActivationType.SWIGLU
 SHAPE = MlpShape(3072, 1536, SWIGLU)
 PARTS = 2  # of the variants, so that parallel workers share them
 needs_quack = pytest.mark.skipif(
-    missing_package() is not None or importlib.util.find_spec("tvm_ffi") is None or find_toolkit() is None,
+    missing_package() is not None
+    or importlib.util.find_spec("tvm_ffi") is None
+    or find_toolkit() is None,
     reason="needs quack-kernels, nvidia-cutlass-dsl, apache-tvm-ffi and nvcc",
 )
 
@@ -60,13 +64,20 @@ def cache(tmp_path: Path) -> CompileCache:
 
 
 def tiled(product: str, config: GemmConfig, shape: MlpShape = SHAPE):
-    make, options = getattr(quack_gemm, f"{product}_kernel"), {"store_z": True} if product == "up" else {}
+    make, options = (
+        getattr(quack_gemm, f"{product}_kernel"),
+        {"store_z": True} if product == "up" else {},
+    )
     return make(shape, config=config, **options)
 
 
 def every_variant() -> tuple[CuteKernel, ...]:
-    """Each tiling of each product; each activation and bias with each tiling of `up` and one of the others; another dtype."""
-    variants = [tiled(product, config) for product, found in CANDIDATES.items() for config, _ in found]
+    """Each tiling of each product; each activation and bias with each tiling of `up` and one of the
+    others; another dtype.
+    """
+    variants = [
+        tiled(product, config) for product, found in CANDIDATES.items() for config, _ in found
+    ]
     for activation in ActivationType:
         for bias in (False, True):
             shape = MlpShape(3072, 1536, activation, bias=bias)
@@ -80,9 +91,11 @@ TILING = ("tile", "cluster", "pingpong", "swizzle")
 
 
 def pairs_of(kernel: CuteKernel) -> set[tuple]:
-    """What one variant shows: its builder's name with every two of its choices, a tiling being one choice.
+    """What one variant shows: its builder's name with every two of its choices, a tiling being one
+    choice.
 
-    Without z `up` has registers to spare: such a variant shows only that beside a tiling, or a bias, z may be left out.
+    Without z `up` has registers to spare: such a variant shows only that beside a tiling, or a
+    bias, z may be left out.
     """
     statics = dict(kernel.statics)
     choices = {name: value for name, value in statics.items() if name not in (*TILING, "gated")}
@@ -95,7 +108,9 @@ def pairs_of(kernel: CuteKernel) -> set[tuple]:
 
 
 def covering_variants() -> tuple[CuteKernel, ...]:
-    """A small set of variants, found greedily, that shows every pair of choices which all of them show."""
+    """A small set of variants, found greedily, that shows every pair of choices which all of them
+    show.
+    """
     left = {kernel: pairs_of(kernel) for kernel in every_variant()}
     missing, chosen = set().union(*left.values()), []
     while missing:
@@ -109,16 +124,24 @@ def test_a_covering_set_leaves_no_pair_out() -> None:
     variants, chosen = every_variant(), covering_variants()
     assert set(chosen) < set(variants) and len(chosen) <= 0.65 * len(variants)
     statics, whole = (
-        [dict(kernel.statics) | {"product": kernel.name} for kernel in set_] for set_ in (chosen, variants)
+        [dict(kernel.statics) | {"product": kernel.name} for kernel in set_]
+        for set_ in (chosen, variants)
     )
     assert {(s["product"], s["tile"], s.get("store_z")) for s in statics} == {
         (s["product"], s["tile"], s.get("store_z")) for s in whole
     }
     for activation in ActivationType:
         for product in ("bf16_up", "bf16_dgated"):
-            assert any(s["product"] == product and s["activation"] == activation.value for s in statics)
+            assert any(
+                s["product"] == product and s["activation"] == activation.value for s in statics
+            )
         for choice in ({"bias": False}, {"bias": True}, {"tile": (128, 256)}, {"tile": (128, 128)}):
-            wanted = {"product": "bf16_up", "activation": activation.value, "store_z": True, **choice}
+            wanted = {
+                "product": "bf16_up",
+                "activation": activation.value,
+                "store_z": True,
+                **choice,
+            }
             assert any(wanted.items() <= s.items() for s in statics), wanted
 
 
@@ -130,7 +153,9 @@ def test_variants_compile_for_hopper_without_spills(part: int, pytestconfig: pyt
     found = every_variant() if pytestconfig.getoption("--every-variant") else covering_variants()
     toolkit, variants = find_toolkit(), found[part::PARTS]
     assert toolkit is not None and variants
-    requests = [[number, kernel.entry, dict(kernel.statics)] for number, kernel in enumerate(variants)]
+    requests = [
+        [number, kernel.entry, dict(kernel.statics)] for number, kernel in enumerate(variants)
+    ]
     done = subprocess.run(
         [sys.executable, "-P", str(Path(__file__).with_name("quack_variants.py")), ARCH, str(toolkit.home / "bin" / "ptxas")],
         input="\n".join(map(json.dumps, requests)), capture_output=True, text=True, check=False,
@@ -185,7 +210,12 @@ def test_row_kernels_compile_without_spills(artefacts: CompileCache) -> None:
     counts = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(Exception, match="row_token must be on a CUDA device"):
         module.index_rows(
-            counts, counts, torch.zeros(3, dtype=torch.int64), counts, torch.zeros(3, dtype=torch.int32), 0
+            counts,
+            counts,
+            torch.zeros(3, dtype=torch.int64),
+            counts,
+            torch.zeros(3, dtype=torch.int32),
+            0,
         )
 
 
@@ -202,13 +232,17 @@ def test_row_kernels_compile_without_spills(artefacts: CompileCache) -> None:
     ],
 )
 def test_tiles_fit_the_width(hidden: int, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
-    """3072 is 8 pairs of 192; 2880 and 5120 are 15 and 27 tiles of 192, pairs of which would end outside; 2048 is 8 of 256."""
+    """3072 is 8 pairs of 192; 2880 and 5120 are 15 and 27 tiles of 192, pairs of which would end
+    outside; 2048 is 8 of 256.
+    """
     config = choose_config("down", replace(SHAPE, hidden=hidden))
     assert (config.tile, config.cluster) == (tile, cluster)
 
 
 @pytest.mark.parametrize("hidden", [2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192])
-@pytest.mark.parametrize("intermediate", [512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336])
+@pytest.mark.parametrize(
+    "intermediate", [512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336]
+)
 def test_no_tiling_computes_much_for_nothing(hidden: int, intermediate: int) -> None:
     shape = MlpShape(hidden, intermediate, SWIGLU)
     for product in CANDIDATES:
@@ -224,7 +258,9 @@ def test_tilings_keep_to_what_the_kernels_can_do() -> None:
         for config, _ in found:
             assert config.tile[0] % 128 == 0, "experts are padded to 128 rows"
             assert config.tile[1] % 32 == 0, "gated stores take 32 columns"
-            assert config.cluster[1] == 1 or product in ("down", "dgrad"), "a gather takes no cluster along N"
+            assert config.cluster[1] == 1 or product in ("down", "dgrad"), (
+                "a gather takes no cluster along N"
+            )
             assert config.accumulators <= 192, "a thread has at most 240 registers"
 
 
@@ -236,13 +272,18 @@ def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation() -> None:
 
 
 def test_no_variant_depends_on_sizes_but_through_its_tiling() -> None:
-    large, wide = replace(SHAPE, hidden=6144, intermediate=3072), replace(SHAPE, hidden=2880, intermediate=2880)
+    large, wide = (
+        replace(SHAPE, hidden=6144, intermediate=3072),
+        replace(SHAPE, hidden=2880, intermediate=2880),
+    )
     assert all_kernels(large) == all_kernels(SHAPE) != all_kernels(wide)
 
 
 def test_plan_covers_a_training_run_with_and_without_biases() -> None:
     def planned(spec: ModelSpec, **config: object) -> set[str]:
-        return {job.name for job in plan(spec, current_config(SonicMoEConfig(**config)))} & BF16_NAMES
+        return {
+            job.name for job in plan(spec, current_config(SonicMoEConfig(**config)))
+        } & BF16_NAMES
 
     BF16_NAMES = {kernel.name for kernel in all_kernels(SHAPE, recompute_z=True)} | {"expert_rows"}
     spec = ModelSpec(8, 3072, 1536)
@@ -286,7 +327,9 @@ def test_a_cache_is_warm_when_nothing_is_missing(cache: CompileCache) -> None:
 )
 def test_shapes_without_a_variant_say_why(shape: MlpShape, words: str) -> None:
     assert words in (shape.problem() or "")
-    assert SHAPE.problem() is None and all(replace(SHAPE, dtype=dtype).problem() is None for dtype in DTYPES)
+    assert SHAPE.problem() is None and all(
+        replace(SHAPE, dtype=dtype).problem() is None for dtype in DTYPES
+    )
 
 
 def test_widths_of_z() -> None:
@@ -306,7 +349,9 @@ def test_why_the_engine_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     capability[0] = (10, 0)
     assert "compute capability 10.0" in (bf16_unavailable("cuda:0") or "")
     capability[0] = (9, 0)
-    monkeypatch.setattr(bf16, "missing_package", lambda: "quack-kernels 0.6.5 compiles its GEMMs, and it is absent")
+    monkeypatch.setattr(
+        bf16, "missing_package", lambda: "quack-kernels 0.6.5 compiles its GEMMs, and it is absent"
+    )
     monkeypatch.setattr(bf16, "is_warm", lambda shape: shape == SHAPE)
     assert bf16_unavailable("cuda:0", shape=SHAPE) is None
     assert "quack-kernels 0.6.5" in (bf16_unavailable("cuda:0") or "")

@@ -1,6 +1,8 @@
-"""The quantisers' CUDA kernels themselves, compiled for the host, against the reference quantiser bit for bit.
+"""The quantisers' CUDA kernels themselves, compiled for the host, against the reference quantiser
+bit for bit.
 
-Proves indices, edges, layouts and the guard; rounding, NaN and infinity are the GPU's own in tests/gpu/test_quantize_gpu.py.
+Proves indices, edges, layouts and the guard; rounding, NaN and infinity are the GPU's own in
+tests/gpu/test_quantize_gpu.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def module(session_folder):
-    return host_cuda.load(quantize_source().files, session_folder / "host_cuda", find_toolkit().home / "include")
+    return host_cuda.load(
+        quantize_source().files, session_folder / "host_cuda", find_toolkit().home / "include"
+    )
 
 
 def values(shape, dtype, seed=0):
@@ -74,7 +78,10 @@ def test_rows(module, dtype, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_bit_pattern(module, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(-1, 128)
-    codes, scale_inv = torch.full(tuple(x.shape), UNWRITTEN, dtype=torch.uint8), torch.full((x.shape[0], 1), -1.0)
+    codes, scale_inv = (
+        torch.full(tuple(x.shape), UNWRITTEN, dtype=torch.uint8),
+        torch.full((x.shape[0], 1), -1.0),
+    )
     module.quantize_rows(x, codes, scale_inv, 0)
     assert_same(quantize(x, rows(128)), codes, scale_inv)
 
@@ -100,16 +107,24 @@ class Weights:
         )
         up = deinterleave_gate_up(self.w1) if split_half else self.w1
         order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
-        self.matrices = [matrix.clone() for stacked in (order(up), order(self.w2)) for matrix in stacked]
+        self.matrices = [
+            matrix.clone() for stacked in (order(up), order(self.w2)) for matrix in stacked
+        ]
         self.table = torch.zeros(2 * experts, dtype=torch.int64)
         module.store_addresses([matrix.data_ptr() for matrix in self.matrices], self.table, 0)
         forward = (experts, self.n1, self.hidden), (experts, self.hidden, self.inner)
         self.forward = [unwritten(*shape) for shape in forward]
-        self.dgrad = [unwritten(shape[0], shape[2], shape[1]) for shape in forward] if both else [(None, None)] * 2
+        self.dgrad = (
+            [unwritten(shape[0], shape[2], shape[1]) for shape in forward]
+            if both
+            else [(None, None)] * 2
+        )
         self.state = torch.zeros(2, dtype=torch.int32)
         sizes = (self.n1, self.hidden, self.inner)
         self.checksums = torch.full(
-            (int(module.num_checksums(self.table, *sizes, transposed, self.element)),), -1, dtype=torch.int32
+            (int(module.num_checksums(self.table, *sizes, transposed, self.element)),),
+            -1,
+            dtype=torch.int32,
         )
 
     def check_guard(self):
@@ -128,7 +143,9 @@ class Weights:
         return changed
 
     def check(self):
-        for native, forward, dgrad in zip((self.w1, self.w2), self.forward, self.dgrad, strict=True):
+        for native, forward, dgrad in zip(
+            (self.w1, self.w2), self.forward, self.dgrad, strict=True
+        ):
             q = quantize(native, iso(128))
             assert_same(q, *forward)
             if dgrad[0] is not None:

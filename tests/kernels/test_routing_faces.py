@@ -1,4 +1,6 @@
-"""The Python faces of the routing kernels where no GPU is needed: sizes, counts, the choice of kernels and its one log line."""
+"""The Python faces of the routing kernels where no GPU is needed: sizes, counts, the choice of
+kernels and its one log line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from sonicmoe.routing.reference import build_routing
 
 def dispatch(seed=0, tokens=300, topk=3, experts=5):
     rng = np.random.default_rng(seed)
-    return tensor(rng.integers(-1, experts + 1, (tokens, topk))), tensor(rng.random((tokens, topk)), torch.float32)
+    return tensor(rng.integers(-1, experts + 1, (tokens, topk))), tensor(
+        rng.random((tokens, topk)), torch.float32
+    )
 
 
 @pytest.fixture
@@ -52,7 +56,11 @@ def test_host_tensors_give_the_reference_and_padding(alignment):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.sampled_from([128, 256, 512]), st.integers(0, 50))
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=9),
+    st.sampled_from([128, 256, 512]),
+    st.integers(0, 50),
+)
 def test_row_bound_holds_and_is_whole_tiles(counts, alignment, invalid):
     bound = num_rows_bound(sum(counts) + invalid, len(counts), alignment)
     assert bound % alignment == 0
@@ -63,13 +71,17 @@ def test_row_bound_holds_and_is_whole_tiles(counts, alignment, invalid):
 def test_row_bound_is_reached(slots):
     """No smaller bound would do: some routing of so many slots needs every row."""
     assert num_rows_bound(slots, 1, 128) == round_up(slots, 128)
-    two_experts = (round_up(count, 128) + round_up(slots - count, 128) for count in range(slots + 1))
+    two_experts = (
+        round_up(count, 128) + round_up(slots - count, 128) for count in range(slots + 1)
+    )
     assert num_rows_bound(slots, 2, 128) == max(two_experts)
 
 
 @pytest.mark.parametrize("counts", [[3, 2], [0, 0], [128, 256], [128, 1]])
 def test_given_counts_size_the_rows_and_are_not_taken_for_true(counts):
-    """They may be rounded up, or wrong: only `validate` looks, and then the host knows the counts of the indices."""
+    """They may be rounded up, or wrong: only `validate` looks, and then the host knows the counts
+    of the indices.
+    """
     indices, probs = tensor(np.zeros((0, 2), np.int64)), tensor(np.zeros((0, 2)), torch.float32)
     routing = build_routing_gpu(indices, probs, 2, counts)
     assert routing.host_counts is None and routing.counts_on_host() == (0, 0)
@@ -137,7 +149,9 @@ def test_without_a_cuda_compiler_triton_takes_over_and_says_why(monkeypatch, cap
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_without_either_plain_operations_take_over_and_name_both_reasons(monkeypatch, caplog, fresh_choice):
+def test_without_either_plain_operations_take_over_and_name_both_reasons(
+    monkeypatch, caplog, fresh_choice
+):
     monkeypatch.setattr(backends, "_make_cuda", broken(ToolchainError("no nvcc")))
     monkeypatch.setattr(backends, "_make_triton", broken(ImportError("no triton")))
     with caplog.at_level(logging.INFO, logger="sonicmoe"):

@@ -1,4 +1,6 @@
-"""The Triton kernels compile for Hopper without a GPU, one artefact per number of experts and none per number of tokens."""
+"""The Triton kernels compile for Hopper without a GPU, one artefact per number of experts and none
+per number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ I32, I64, F32, BF16 = (MockTensor(dtype) for dtype in (tl.int32, tl.int64, tl.fl
 
 
 def requests(num_slots, experts, ids=I64):
-    """Every kernel of a build, of the slot values and of the aggregation, as launched for so many slots."""
+    """Every kernel of a build, of the slot values and of the aggregation, as launched for so many
+    slots.
+    """
     expert_block, block = max(experts, 2), min(256, max(16, 8192 // max(experts, 2)))
-    yield triton_routing._count.ahead(ids, I32, num_slots, num_slots // 7, experts, BLOCK=block, EXPERTS=expert_block)
+    yield triton_routing._count.ahead(
+        ids, I32, num_slots, num_slots // 7, experts, BLOCK=block, EXPERTS=expert_block
+    )
     yield triton_routing._scan_programs.ahead(I32, I32, num_slots // 100, experts, BLOCK=256)
     yield triton_routing._write.ahead(
         ids, F32, I32, I32, I64, I32, I64, I32, I64, I64, F32,
@@ -29,7 +35,17 @@ def requests(num_slots, experts, ids=I64):
     )  # fmt: skip
     yield triton_routing._gather_or_zero.ahead(I64, F32, F32, num_slots, num_slots + 3, BLOCK=1024)
     yield triton_aggregate._aggregate.ahead(
-        BF16, I64, F32, BF16, num_slots + 1000, 3072, 8, 3, WEIGHTED=True, COLUMNS=1024, enable_fp_fusion=False
+        BF16,
+        I64,
+        F32,
+        BF16,
+        num_slots + 1000,
+        3072,
+        8,
+        3,
+        WEIGHTED=True,
+        COLUMNS=1024,
+        enable_fp_fusion=False,
     )
 
 

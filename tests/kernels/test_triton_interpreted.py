@@ -22,8 +22,17 @@ pytestmark = [
 def test_interpreted() -> None:
     checks = ["metadata_and_slot_values", "counts_too_small", "aggregation", "conversions"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "kernels.interpreted", *checks]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith("checked")] == checks
+    assert [
+        line.split()[0] for line in done.stdout.splitlines() if line.endswith("checked")
+    ] == checks

@@ -1,4 +1,6 @@
-"""The CUDA sources around the weight gradients compile for Hopper without a GPU, spill nothing, and refuse host tensors by name."""
+"""The CUDA sources around the weight gradients compile for Hopper without a GPU, spill nothing, and
+refuse host tensors by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_jobs, wgrad_operands_source
 
 EXPORTS = {
-    "wgrad_operands": ("gather_transpose_quantize", "gather_transpose_quantize_pair", "transpose_codes"),
+    "wgrad_operands": (
+        "gather_transpose_quantize",
+        "gather_transpose_quantize_pair",
+        "transpose_codes",
+    ),
     "flush": ("flush_gradients",),
 }
 # {bf16, fp16, fp32, codes}; {transposed, native}
@@ -31,15 +37,21 @@ needs_compiler = [
 ]
 
 
-@pytest.mark.parametrize("source", [pytest.param(s, marks=needs_compiler, id=s.name) for s in SOURCES])
+@pytest.mark.parametrize(
+    "source", [pytest.param(s, marks=needs_compiler, id=s.name) for s in SOURCES]
+)
 def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> None:
     resources = resource_usage(source.compile(artefacts))
     assert len(resources) == KERNELS[source.name]
     assert {item.arch for item in resources} == {"sm_90a"}
     require_no_spills(resources)
     assert all(item.stack_bytes == 0 for item in resources)
-    # Memory-bound: four CTAs of 256 threads keep enough loads under way. The rare fp32 tokens have twice the values in registers.
-    assert sorted(item.registers for item in resources)[-2 if source.name == "wgrad_operands" else -1] <= 64
+    # Memory-bound: four CTAs of 256 threads keep enough loads under way. The rare fp32 tokens have
+    # twice the values in registers.
+    assert (
+        sorted(item.registers for item in resources)[-2 if source.name == "wgrad_operands" else -1]
+        <= 64
+    )
     module = source.load(artefacts)
     assert all(callable(getattr(module, name)) for name in EXPORTS[source.name])
 
@@ -48,7 +60,9 @@ def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> 
 def test_host_tensors_are_refused_by_name(source, artefacts: CompileCache) -> None:
     module = source.load(artefacts)
     with pytest.raises(Exception, match="dw1 must be on a CUDA device"):
-        module.flush_gradients(torch.zeros((1, 4, 4)), torch.zeros((1, 4, 4)), [0] * 4, True, True, 0)
+        module.flush_gradients(
+            torch.zeros((1, 4, 4)), torch.zeros((1, 4, 4)), [0] * 4, True, True, 0
+        )
 
 
 def test_formats_are_those_of_the_kernel() -> None:

@@ -18,9 +18,15 @@ def convert_float(data: np.ndarray, source: Any, target: Any, rounding_mode: Any
     names = (str(source), str(target))
     if names == ("fp32", "bf16"):
         values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
-        return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+        return (
+            values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+        )
     if names == ("bf16", "fp32"):
-        return (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(data.shape)
+        return (
+            (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16)
+            .view(np.float32)
+            .reshape(data.shape)
+        )
     raise NotImplementedError(f"interpreter conversion {names}")
 
 

@@ -1,4 +1,6 @@
-"""One layer under test: the node on experts of either arrangement, its problem, and what came out, as numpy arrays."""
+"""One layer under test: the node on experts of either arrangement, its problem, and what came out,
+as numpy arrays.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,27 @@ class Layer:
         p = self.problem
         if fused:
             self.weights = list(fused_weights(p.up_gate, p.down, self.dtype))
-            self.node = SonicMoEMlpNode.from_fused(*self.weights, p.activation, config=config, flush=flush)
+            self.node = SonicMoEMlpNode.from_fused(
+                *self.weights, p.activation, config=config, flush=flush
+            )
         else:
             self.experts = expert_modules(p.up_gate, p.down, self.dtype)
-            self.weights = [e.up_gate_proj.weight for e in self.experts] + [e.down_proj.weight for e in self.experts]
-            sizes = {"n_experts": p.num_experts, "hidden_size": p.x.shape[1], "intermediate_size": p.intermediate}
-            self.node = SonicMoEMlpNode(self.experts, **sizes, activation_type=p.activation, config=config, flush=flush)
+            self.weights = [e.up_gate_proj.weight for e in self.experts] + [
+                e.down_proj.weight for e in self.experts
+            ]
+            sizes = {
+                "n_experts": p.num_experts,
+                "hidden_size": p.x.shape[1],
+                "intermediate_size": p.intermediate,
+            }
+            self.node = SonicMoEMlpNode(
+                self.experts, **sizes, activation_type=p.activation, config=config, flush=flush
+            )
 
     def call(self, problem=None, *, x_grad=True, probs_grad=True, counts="list", index_dtype=None):
-        return Call(self, problem or self.problem, x_grad, probs_grad, counts, index_dtype or torch.int64)
+        return Call(
+            self, problem or self.problem, x_grad, probs_grad, counts, index_dtype or torch.int64
+        )
 
     def run(self, problem=None, **options):
         """Forward and backward of one micro-batch."""
@@ -52,7 +66,11 @@ class Layer:
     def set_main_grad(self, value):
         """A private fp32 `main_grad` full of `value`, or None, on every weight."""
         for weight in self.weights:
-            weight.main_grad = None if value is None else tensor(np.full(tuple(weight.shape), value), torch.float32)
+            weight.main_grad = (
+                None
+                if value is None
+                else tensor(np.full(tuple(weight.shape), value), torch.float32)
+            )
         return [weight.main_grad for weight in self.weights]
 
     def gradients(self, attribute):
@@ -68,7 +86,9 @@ class Layer:
 
     def overwrite(self, problem):
         """Other values into the same parameters, in place, as an optimizer does."""
-        arrays = [problem.up_gate, problem.down] if self.fused else [*problem.up_gate, *problem.down]
+        arrays = (
+            [problem.up_gate, problem.down] if self.fused else [*problem.up_gate, *problem.down]
+        )
         with torch.no_grad():
             for weight, array in zip(self.weights, arrays, strict=True):
                 weight.copy_(tensor(array, torch.float32).to(weight.dtype))

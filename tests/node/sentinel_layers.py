@@ -1,9 +1,12 @@
-"""Deep, hot and nearly idle: 48 layers of nodes on a rank that holds an eighth of the experts, 99 of 100 tokens without any of them.
+"""Deep, hot and nearly idle: 48 layers of nodes on a rank that holds an eighth of the experts, 99
+of 100 tokens without any of them.
 
-What a rank of an expert-parallel group of eight sees at its worst. NaN that leaks through one invalid slot reaches the loss, the
-router or a weight within a few optimizer steps, and every byte of memory that the framework hands out is NaN beforehand.
+What a rank of an expert-parallel group of eight sees at its worst. NaN that leaks through one
+invalid slot reaches the loss, the router or a weight within a few optimizer steps, and every byte
+of memory that the framework hands out is NaN beforehand.
 
-As a program: `PYTHONPATH=.:tests python tests/node/sentinel_layers.py hopper` (or `bf16`, or `reference` on a host) prints the losses.
+As a program: `PYTHONPATH=.:tests python tests/node/sentinel_layers.py hopper` (or `bf16`, or
+`reference` on a host) prints the losses.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ UNTOUCHED = 7.0  # what waits in its main_grad
 
 @dataclass(frozen=True)
 class Scenario:
-    """Sizes of the stack on one rank, `experts` being the local ones; `served` tokens of `tokens` have a valid slot in a layer."""
+    """Sizes of the stack on one rank, `experts` being the local ones; `served` tokens of `tokens`
+    have a valid slot in a layer.
+    """
 
     config: SonicMoEConfig
     device: str = "cuda"
@@ -47,7 +52,9 @@ class Scenario:
 
 @dataclass
 class Trace:
-    """Of one training run: the losses, every tensor that a step made by its name, and the tensors as they are after the last step."""
+    """Of one training run: the losses, every tensor that a step made by its name, and the tensors
+    as they are after the last step.
+    """
 
     losses: list[float] = field(default_factory=list)
     made: list[tuple[str, torch.Tensor]] = field(default_factory=list)
@@ -61,8 +68,13 @@ class Expert(nn.Module):
         super().__init__()
         hidden, inner = scenario.hidden, scenario.intermediate
         self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        for module, shape in ((self.up_gate_proj, (hidden, 2 * inner)), (self.down_proj, (inner, hidden))):
-            values = torch.randn(shape, generator=generator, device=scenario.device) * shape[0] ** -0.5
+        for module, shape in (
+            (self.up_gate_proj, (hidden, 2 * inner)),
+            (self.down_proj, (inner, hidden)),
+        ):
+            values = (
+                torch.randn(shape, generator=generator, device=scenario.device) * shape[0] ** -0.5
+            )
             module.weight = nn.Parameter(values)
             module.weight.main_grad = torch.zeros_like(values)
 
@@ -75,7 +87,9 @@ class Layer(nn.Module):
         self.experts = nn.ModuleList(Expert(scenario, generator) for _ in range(scenario.experts))
         sizes = scenario.experts, scenario.hidden, scenario.intermediate
         self.node = SonicMoEMlpNode(self.experts, *sizes, config=scenario.config)
-        self.gate = nn.Parameter(torch.randn(scenario.hidden, generator=generator, device=scenario.device))
+        self.gate = nn.Parameter(
+            torch.randn(scenario.hidden, generator=generator, device=scenario.device)
+        )
         self.bias = nn.Parameter(torch.linspace(-1, 1, scenario.topk, device=scenario.device))
         self.indices = draw_indices(scenario, generator)
 
@@ -97,13 +111,17 @@ class Layer(nn.Module):
 
 
 def draw_indices(scenario: Scenario, generator: torch.Generator) -> torch.Tensor:
-    """int64 `[T, K]`: `served` tokens with one valid slot or more, all others without; both sentinels everywhere."""
+    """int64 `[T, K]`: `served` tokens with one valid slot or more, all others without; both
+    sentinels everywhere.
+    """
     assert scenario.topk < scenario.experts, "some slot would have to pick the idle expert"
     size, device = (scenario.tokens, scenario.topk), scenario.device
     scores = torch.rand((scenario.tokens, scenario.experts), generator=generator, device=device)
     scores[:, IDLE % scenario.experts] = -1.0
     here = scores.topk(scenario.topk, 1).indices
-    foreign = torch.randint(scenario.experts, GROUP * scenario.experts, size, generator=generator, device=device)
+    foreign = torch.randint(
+        scenario.experts, GROUP * scenario.experts, size, generator=generator, device=device
+    )
     absent = torch.where(torch.rand(size, generator=generator, device=device) < 0.5, -1, foreign)
     valid = torch.rand(size, generator=generator, device=device) < 1 / scenario.topk
     valid[:, scenario.topk // 2] = True
@@ -113,15 +131,25 @@ def draw_indices(scenario: Scenario, generator: torch.Generator) -> torch.Tensor
 
 
 def train(scenario: Scenario, before_step: Callable[[], None] = lambda: None) -> Trace:
-    """Train the stack from one seed to move the served tokens towards a fixed target; asserts at every step what must hold."""
+    """Train the stack from one seed to move the served tokens towards a fixed target; asserts at
+    every step what must hold.
+    """
     generator = torch.Generator(scenario.device).manual_seed(11)
     layers = nn.ModuleList(Layer(scenario, generator) for _ in range(scenario.layers))
     x = torch.randn((scenario.tokens, scenario.hidden), generator=generator, device=scenario.device)
-    target = torch.randn((scenario.tokens, scenario.hidden), generator=generator, device=scenario.device)
+    target = torch.randn(
+        (scenario.tokens, scenario.hidden), generator=generator, device=scenario.device
+    )
     served = torch.stack([(~layer.invalid).any(1) for layer in layers]).any(0).to(torch.float32)
     parameters = dict(layers.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), lr=scenario.lr, weight_decay=0.0, fused=scenario.device != "cpu")
-    idle = {name: p.detach().clone() for name, p in parameters.items() if f"experts.{IDLE % scenario.experts}." in name}
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=scenario.lr, weight_decay=0.0, fused=scenario.device != "cpu"
+    )
+    idle = {
+        name: p.detach().clone()
+        for name, p in parameters.items()
+        if f"experts.{IDLE % scenario.experts}." in name
+    }
     trace, x = Trace(), x.requires_grad_()
     for _ in range(scenario.steps):
         before_step()
@@ -155,11 +183,27 @@ def train(scenario: Scenario, before_step: Callable[[], None] = lambda: None) ->
 
 def check_step(layers, parameters, idle, made, dx) -> None:
     """Everything is finite, what nobody computed is zero, and what nobody touched is as it was."""
-    assert_finite({f"{name} {number}": tensor for number, (name, tensor) in enumerate(made)} | {"dx of the stack": dx})
-    assert_finite({f"gradient of {name}": getattr(p, "main_grad", p.grad) for name, p in parameters.items()})
-    by_name = {name: [tensor for found, tensor in made if found == name] for name in ("out", "dx", "dprobs")}
+    assert_finite(
+        {f"{name} {number}": tensor for number, (name, tensor) in enumerate(made)}
+        | {"dx of the stack": dx}
+    )
+    assert_finite(
+        {f"gradient of {name}": getattr(p, "main_grad", p.grad) for name, p in parameters.items()}
+    )
+    by_name = {
+        name: [tensor for found, tensor in made if found == name]
+        for name in ("out", "dx", "dprobs")
+    }
     assert {len(tensors) for tensors in by_name.values()} == {len(layers)}
-    backwards = [*zip(layers, reversed(by_name["dx"]), reversed(by_name["dprobs"]), by_name["out"], strict=True)]
+    backwards = [
+        *zip(
+            layers,
+            reversed(by_name["dx"]),
+            reversed(by_name["dprobs"]),
+            by_name["out"],
+            strict=True,
+        )
+    ]
     leaks = []
     for layer, dx_rows, dprobs, out in backwards:
         alone = layer.invalid.all(1)
@@ -168,7 +212,9 @@ def check_step(layers, parameters, idle, made, dx) -> None:
     assert not bool(torch.stack(leaks).any()), torch.stack(leaks).nonzero().flatten().tolist()
     for name in idle:
         gradient = parameters[name].main_grad
-        assert torch.equal(gradient, torch.full_like(gradient, UNTOUCHED)), f"main_grad of {name} was touched"
+        assert torch.equal(gradient, torch.full_like(gradient, UNTOUCHED)), (
+            f"main_grad of {name} was touched"
+        )
 
 
 def assert_finite(tensors: dict[str, torch.Tensor]) -> None:
@@ -188,13 +234,17 @@ def assert_same_bits(one: Trace, other: Trace) -> None:
 
 @contextmanager
 def memory_full_of(nan: bool, device: str) -> Iterator[None]:
-    """PyTorch's deterministic mode; with `nan` its other half too: every new tensor is full of NaN, or of the largest integer."""
+    """PyTorch's deterministic mode; with `nan` its other half too: every new tensor is full of NaN,
+    or of the largest integer.
+    """
     memory = torch.utils.deterministic
     before = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = nan
     try:
-        assert not nan or bool(torch.isnan(torch.empty(7, device=device)).all()), "the poison is not active"
+        assert not nan or bool(torch.isnan(torch.empty(7, device=device)).all()), (
+            "the poison is not active"
+        )
         yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -202,11 +252,18 @@ def memory_full_of(nan: bool, device: str) -> Iterator[None]:
 
 
 def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
-    """In clean memory, then in memory full of NaN; on a GPU what earlier tensors freed is overwritten before every step too."""
+    """In clean memory, then in memory full of NaN; on a GPU what earlier tensors freed is
+    overwritten before every step too.
+    """
     traces = []
     for nan in (False, True):
         with memory_full_of(nan, scenario.device):
-            traces.append(train(scenario, lambda byte=0xFF if nan else 0: overwrite_free_memory(byte, scenario.device)))
+            traces.append(
+                train(
+                    scenario,
+                    lambda byte=0xFF if nan else 0: overwrite_free_memory(byte, scenario.device),
+                )
+            )
     return traces[0], traces[1]
 
 
@@ -218,7 +275,9 @@ def overwrite_free_memory(byte: int, device: str) -> None:
 
 
 CONFIGS = {
-    "hopper": SonicMoEConfig(fp8_mode="perf", engine="hopper"),  # by name: a fallback would prove nothing
+    "hopper": SonicMoEConfig(
+        fp8_mode="perf", engine="hopper"
+    ),  # by name: a fallback would prove nothing
     "bf16": SonicMoEConfig(fp8_mode="off", engine="bf16"),
     "reference": SonicMoEConfig(fp8_mode="perf", engine="reference"),
 }
@@ -231,7 +290,9 @@ def main(engine: str) -> None:
     started = time.perf_counter()
     clean, poisoned = train_twice(scenario)
     assert_same_bits(clean, poisoned)
-    print(f"{engine}: losses {[round(loss, 4) for loss in clean.losses]}, the same bits in memory full of NaN")
+    print(
+        f"{engine}: losses {[round(loss, 4) for loss in clean.losses]}, the same bits in memory full of NaN"
+    )
     print(
         f"{scenario.layers} layers, {scenario.served} of {scenario.tokens} tokens served, {time.perf_counter() - started:.1f} s"
     )

@@ -1,4 +1,6 @@
-"""`SonicMoEMlpNode` under either framework: gradients, `main_grad`, micro-batches, flush modes, frozen inputs."""
+"""`SonicMoEMlpNode` under either framework: gradients, `main_grad`, micro-batches, flush modes,
+frozen inputs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class TestGradients:
         assert_close(layer.result(call), golden(layer.problem))
 
     @pytest.mark.parametrize(
-        "config", [FULL, FP8, SonicMoEConfig(fp8_mode="mem", engine="reference")], ids=["full", "perf", "mem"]
+        "config",
+        [FULL, FP8, SonicMoEConfig(fp8_mode="mem", engine="reference")],
+        ids=["full", "perf", "mem"],
     )
     def test_the_node_adds_nothing_to_the_engine(self, config):
         """The same bits as the engine alone, in bf16 and in FP8."""
@@ -72,7 +76,9 @@ class TestGradients:
         assert tuple(call.out.shape) == problem.x.shape
         for name, got in layer.result(call).items():
             assert not got.any(), name
-        assert all(weight.main_grad is not None for weight in layer.weights), "every weight gets its zero gradient"
+        assert all(weight.main_grad is not None for weight in layer.weights), (
+            "every weight gets its zero gradient"
+        )
 
     def test_garbage_at_invalid_slots(self):
         layer = Layer()
@@ -197,7 +203,9 @@ class TestMicroBatches:
             layer.run(problem)
             layer.node.flush_grads()
         assert len(prepared) == 1
-        for got, want in zip(layer.gradients("main_grad"), summed(map(golden, batches)), strict=True):
+        for got, want in zip(
+            layer.gradients("main_grad"), summed(map(golden, batches)), strict=True
+        ):
             assert relative_rmse(got, want) < 1e-5
 
 

@@ -20,12 +20,21 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, FlushMode, ZCode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError, LayoutError, RoutingError, ShapeError
+from sonicmoe.errors import (
+    ConfigError,
+    DTypeError,
+    EngineUnavailableError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+)
 from sonicmoe.quant.recipes import RECIPES
 
 
 class TestConfiguration:
-    """An explicit configuration beats the activated one, which beats the environment, which beats the default."""
+    """An explicit configuration beats the activated one, which beats the environment, which beats
+    the default.
+    """
 
     def recipe_used(self, layer):
         return layer.node._current()[1].recipe
@@ -68,7 +77,9 @@ class TestConfiguration:
         monkeypatch.delenv("SONIC_MOE_FP8_MODE")
         call.backward()
         layer.node.step()
-        assert_same_bits(layer.result(call), run_engine(layer.problem, EngineSettings(recipe=RECIPES["iso128"])))
+        assert_same_bits(
+            layer.result(call), run_engine(layer.problem, EngineSettings(recipe=RECIPES["iso128"]))
+        )
 
     def test_impossible_settings_are_refused_at_construction(self):
         with pytest.raises(ConfigError, match="iso_weight"):
@@ -102,7 +113,9 @@ class TestConfiguration:
         assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode
 
     def test_unknown_flush_mode(self):
-        with pytest.raises(ConfigError, match=r"flush is 'sometimes'; needed: one of \['step', 'backward'\]"):
+        with pytest.raises(
+            ConfigError, match=r"flush is 'sometimes'; needed: one of \['step', 'backward'\]"
+        ):
             Layer(flush="sometimes")
 
     def test_activation_by_value_or_member(self):
@@ -113,12 +126,16 @@ class TestConfiguration:
         assert by_value.activation_type is layer.node.activation_type is ActivationType.GEGLU
 
     def test_unknown_activation(self):
-        with pytest.raises(ConfigError, match=r"activation_type is 'tanh'; needed: one of \['swiglu', "):
+        with pytest.raises(
+            ConfigError, match=r"activation_type is 'tanh'; needed: one of \['swiglu', "
+        ):
             SonicMoEMlpNode(Layer().experts, 4, 80, 48, "tanh")
 
     @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "activated"])
     def test_is_in_force_inside_both_passes(self, explicit, monkeypatch, tmp_path):
-        """Kernels are loaded inside the passes: from the node's own cache directory, and under its own ban on compiling."""
+        """Kernels are loaded inside the passes: from the node's own cache directory, and under its
+        own ban on compiling.
+        """
         seen = []
 
         def watch(name, original):
@@ -137,7 +154,9 @@ class TestConfiguration:
             with config.activate():
                 call = Layer(config=None).call()
             call.backward()
-        assert seen == [(name, tmp_path, True) for name in ("forward", "backward_dx", "backward_dw")]
+        assert seen == [
+            (name, tmp_path, True) for name in ("forward", "backward_dx", "backward_dw")
+        ]
 
 
 class TestRefusals:
@@ -170,23 +189,39 @@ class TestRefusals:
         )
 
     def test_shapes(self):
-        self.refused(ShapeError, r"x has shape \(36, 80\); 37 rows", x=tensor(np.zeros((36, 80)), torch.float32))
-        self.refused(ShapeError, r"x has shape \(37, 81\).*hidden_size 80", x=tensor(np.zeros((37, 81)), torch.float32))
-        self.refused(ShapeError, "tokens_per_expert has 3 entries; needed: 4", tokens_per_expert=[1, 2, 3])
+        self.refused(
+            ShapeError,
+            r"x has shape \(36, 80\); 37 rows",
+            x=tensor(np.zeros((36, 80)), torch.float32),
+        )
+        self.refused(
+            ShapeError,
+            r"x has shape \(37, 81\).*hidden_size 80",
+            x=tensor(np.zeros((37, 81)), torch.float32),
+        )
+        self.refused(
+            ShapeError, "tokens_per_expert has 3 entries; needed: 4", tokens_per_expert=[1, 2, 3]
+        )
 
     def test_dtypes(self):
         self.refused(DTypeError, "x is float64", x=tensor(np.zeros((37, 80)), torch.float64))
         self.refused(
-            DTypeError, "dispatched_indices is float32", dispatched_indices=tensor(np.zeros((37, 3)), torch.float32)
+            DTypeError,
+            "dispatched_indices is float32",
+            dispatched_indices=tensor(np.zeros((37, 3)), torch.float32),
         )
         self.refused(
-            DTypeError, "dispatched_probs is bfloat16", dispatched_probs=tensor(np.zeros((37, 3)), torch.bfloat16)
+            DTypeError,
+            "dispatched_probs is bfloat16",
+            dispatched_probs=tensor(np.zeros((37, 3)), torch.bfloat16),
         )
 
     def test_counts_left_out(self):
         layer = Layer()
         given = self.arguments(layer)
-        with pytest.raises(RoutingError, match="the second argument, tokens_per_expert, has two axes"):
+        with pytest.raises(
+            RoutingError, match="the second argument, tokens_per_expert, has two axes"
+        ):
             layer.node(given["x"], given["dispatched_indices"], given["dispatched_probs"])
 
     def test_no_tensor(self):
@@ -196,7 +231,9 @@ class TestRefusals:
         layer = Layer()
         counts = counts_of(layer.problem)
         counts[3] += 1
-        with pytest.raises(RoutingError, match=rf"tokens_per_expert\[3\] is {counts[3]} .* {counts[3] - 1} tokens"):
+        with pytest.raises(
+            RoutingError, match=rf"tokens_per_expert\[3\] is {counts[3]} .* {counts[3] - 1} tokens"
+        ):
             layer.node(**self.arguments(layer, tokens_per_expert=counts))
 
     def test_experts(self):
@@ -218,13 +255,19 @@ class TestRefusals:
     def test_transposed_experts(self):
         p = make_problem()
         modules = expert_modules([w.T.copy() for w in p.up_gate], [w.T.copy() for w in p.down])
-        with pytest.raises(ShapeError, match=r"shape \(96, 80\); needed: \[H, 2I\] = \(80, 96\); it looks transposed"):
+        with pytest.raises(
+            ShapeError,
+            match=r"shape \(96, 80\); needed: \[H, 2I\] = \(80, 96\); it looks transposed",
+        ):
             SonicMoEMlpNode(modules, 4, 80, 48)
 
     @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
     def test_weights_without_memory(self):
         layer = Layer()
-        weights = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in ((4, 80, 96), (4, 48, 80))]
+        weights = [
+            torch.nn.Parameter(torch.empty(shape, device="meta"))
+            for shape in ((4, 80, 96), (4, 48, 80))
+        ]
         node = SonicMoEMlpNode.from_fused(*weights)
         with pytest.raises(LayoutError, match="on the meta device"):
             node(**self.arguments(layer))
@@ -232,6 +275,10 @@ class TestRefusals:
     def test_other_ranks_experts_are_skipped(self):
         p = make_problem()
         modules = expert_modules(p.up_gate, p.down)
-        node = SonicMoEMlpNode([None, *modules[:2], None, None, *modules[2:]], 4, 80, 48, config=FULL)
-        out = node(tensor(p.x, torch.float32), None, tensor(p.indices), tensor(p.probs, torch.float32))
+        node = SonicMoEMlpNode(
+            [None, *modules[:2], None, None, *modules[2:]], 4, 80, 48, config=FULL
+        )
+        out = node(
+            tensor(p.x, torch.float32), None, tensor(p.indices), tensor(p.probs, torch.float32)
+        )
         assert relative_rmse(numpy(out), golden(p).out) < 1e-5

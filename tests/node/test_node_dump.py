@@ -15,7 +15,12 @@ def assert_inputs(step, call, layer):
     problem = call.problem
     valid = (problem.indices >= 0) & (problem.indices < problem.num_experts)
     w1, w2 = (numpy(matrix) for matrix in layer.node._experts.source.native())
-    for found, given in ((step.x, numpy(call.x)), (step.indices, problem.indices), (step.w1, w1), (step.w2, w2)):
+    for found, given in (
+        (step.x, numpy(call.x)),
+        (step.indices, problem.indices),
+        (step.w1, w1),
+        (step.w2, w2),
+    ):
         np.testing.assert_array_equal(found, given)
     np.testing.assert_array_equal(step.probs[valid], numpy(call.probs)[valid])
 
@@ -30,7 +35,10 @@ def test_holds_forward_then_backward_of_the_next_step(tmp_path, fused, config):
     step = load_dump(path)
     assert_inputs(step, call, layer)
     assert step.dout is None
-    assert step.settings.recipe == ("iso128" if config is FP8 else None) and step.settings.dtype == "float32"
+    assert (
+        step.settings.recipe == ("iso128" if config is FP8 else None)
+        and step.settings.dtype == "float32"
+    )
     call.backward()
     step = load_dump(path)
     assert_inputs(step, call, layer)

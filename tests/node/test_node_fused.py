@@ -1,4 +1,6 @@
-"""Stacked parameters `weight1 [E, H, 2I]`, `weight2 [E, I, H]`: never moved, copied over or re-laid out, and trained like single ones."""
+"""Stacked parameters `weight1 [E, H, 2I]`, `weight2 [E, I, H]`: never moved, copied over or re-laid
+out, and trained like single ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def storage(tensors):
 
 
 def buffer_slices(layer, guard=5):
-    """`main_grad`s that are slices of one communication buffer with guard elements between; returns the buffer and where they lie."""
+    """`main_grad`s that are slices of one communication buffer with guard elements between; returns
+    the buffer and where they lie.
+    """
     sizes = [int(np.prod(tuple(weight.shape))) for weight in layer.weights]
     buffer = tensor(np.full(sum(sizes) + guard * (len(sizes) + 1), 3.0), torch.float32)
     spans, start = [], guard
@@ -74,7 +78,9 @@ def test_slices_of_a_communication_buffer(flush):
 
 @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
 def test_trains_like_single_experts_with_no_layout_switch_anywhere(config):
-    """Plain gradient descent on the parameters as they lie: the same bits as per-expert parameters, step after step."""
+    """Plain gradient descent on the parameters as they lie: the same bits as per-expert parameters,
+    step after step.
+    """
     batches = problems(3)
     fused, single = Layer(batches[0], fused=True, config=config), Layer(batches[0], config=config)
     for layer in (fused, single):
@@ -92,7 +98,10 @@ def test_trains_like_single_experts_with_no_layout_switch_anywhere(config):
     assert not np.array_equal(fused.outs[0], numpy(fused.run(batches[0]).out))
     stacked = [
         np.stack([numpy(w) for w in half])
-        for half in (single.weights[: len(single.weights) // 2], single.weights[len(single.weights) // 2 :])
+        for half in (
+            single.weights[: len(single.weights) // 2],
+            single.weights[len(single.weights) // 2 :],
+        )
     ]
     for weight, wanted in zip(fused.weights, stacked, strict=True):
         assert np.array_equal(numpy(weight), wanted)

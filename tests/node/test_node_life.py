@@ -1,4 +1,6 @@
-"""What the node keeps and leaves alone over a training run: memory, the caller's tensors, weight caches."""
+"""What the node keeps and leaves alone over a training run: memory, the caller's tensors, weight
+caches.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from node.node_harness import (
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.node import mlp_node
 from sonicmoe.experts import ExpertWeights
 from sonicmoe.interop import data_ptr
+from sonicmoe.node import mlp_node
 
 both_sources = pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 both_flushes = pytest.mark.parametrize("flush", ["step", "backward"])
@@ -159,7 +161,9 @@ class TestCaches:
         layer.set_main_grad(0.0)
         layer.run()
         layer.node.step()
-        new = layer.problem.but(up_gate=layer.problem.up_gate * -0.5, down=layer.problem.down + 0.25)
+        new = layer.problem.but(
+            up_gate=layer.problem.up_gate * -0.5, down=layer.problem.down + 0.25
+        )
         layer.overwrite(new)
         layer.set_main_grad(0.0)
         call = layer.run(new)
@@ -192,7 +196,9 @@ class TestCaches:
     @both_flushes
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
     def test_it_trains(self, flush, config):
-        """Gradient descent on a fixed batch: the loss falls only if gradients are right and the new weights are really used."""
+        """Gradient descent on a fixed batch: the loss falls only if gradients are right and the new
+        weights are really used.
+        """
         problem = make_problem(tokens=64, hidden=32, intermediate=24, empty=())
         layer = Layer(problem, flush=flush, config=config)
         target = np.random.default_rng(5).standard_normal(problem.x.shape)
@@ -213,7 +219,9 @@ class TestCaches:
 
 
 def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, tmp_path):
-    """The choice of the engine, the weight caches and the flush load kernels too: from the node's own cache, and under its bans."""
+    """The choice of the engine, the weight caches and the flush load kernels too: from the node's
+    own cache, and under its bans.
+    """
     seen = {}
 
     def spied(name, original):

@@ -1,4 +1,6 @@
-"""When gradients move: a `step()` that comes too late is named, and `split_wgrad` hands dx over before dw is computed."""
+"""When gradients move: a `step()` that comes too late is named, and `split_wgrad` hands dx over
+before dw is computed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from node_harness import Layer, make_problem, problems
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.node.wgrad_queue import WgradQueue, tensors_in
 from sonicmoe.errors import ConfigError, LayoutError
+from sonicmoe.node.wgrad_queue import WgradQueue, tensors_in
 
 
 @pytest.fixture
@@ -21,7 +23,9 @@ def said(caplog):
     logger = logging.getLogger("sonicmoe")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.WARNING, "sonicmoe")
-    yield lambda: [line for line in dict.fromkeys(caplog.messages) if "step() came too late" in line]
+    yield lambda: [
+        line for line in dict.fromkeys(caplog.messages) if "step() came too late" in line
+    ]
     logger.removeHandler(caplog.handler)
 
 
@@ -48,7 +52,10 @@ def optimizer_step(layer):
     layer.overwrite(make_problem(seed=99))
 
 
-LATE = {"in place": (halve, "reduced, scaled or replaced"), "rebound": (replace, "reduced, scaled or replaced")}
+LATE = {
+    "in place": (halve, "reduced, scaled or replaced"),
+    "rebound": (replace, "reduced, scaled or replaced"),
+}
 LATE["after the optimizer"] = (optimizer_step, "an optimizer changed the expert weights")
 if not IS_PADDLE:  # whose numpy() is a copy
     LATE["inside a buffer"] = (reduce_in_buffer, "reduced, scaled or replaced")
@@ -80,7 +87,9 @@ def test_a_late_step_of_plain_gradients_is_named(said):
 
 
 def test_steps_in_time_say_nothing(said):
-    """Several micro-batches, flushes between them, reduction and optimizer afterwards, main_grad created on the way."""
+    """Several micro-batches, flushes between them, reduction and optimizer afterwards, main_grad
+    created on the way.
+    """
     for value in (0.0, 1.0, None):
         layer = Layer()
         layer.set_main_grad(value)
@@ -105,7 +114,9 @@ def test_steps_in_time_say_nothing(said):
 
 
 def test_a_replaced_parameter_is_no_reduction(said):
-    """A module may get another parameter between a forward and its step(); and the watch goes on after that."""
+    """A module may get another parameter between a forward and its step(); and the watch goes on
+    after that.
+    """
     layer = Layer()
     layer.set_main_grad(0.0)
     call = layer.call(layer.problem)
@@ -126,9 +137,13 @@ def split_layer(problem=None, **options):
     layer = Layer(problem, **options)
     sizes = (layer.problem.num_experts, layer.problem.x.shape[1], layer.problem.intermediate)
     if options.get("fused"):
-        layer.node = SonicMoEMlpNode.from_fused(*layer.weights, layer.problem.activation, split_wgrad=True)
+        layer.node = SonicMoEMlpNode.from_fused(
+            *layer.weights, layer.problem.activation, split_wgrad=True
+        )
     else:
-        layer.node = SonicMoEMlpNode(layer.experts, *sizes, activation_type=layer.problem.activation, split_wgrad=True)
+        layer.node = SonicMoEMlpNode(
+            layer.experts, *sizes, activation_type=layer.problem.activation, split_wgrad=True
+        )
     return layer
 
 
@@ -153,7 +168,9 @@ def test_dx_comes_first_and_dw_when_asked(monkeypatch):
     for name in ("backward_dx", "backward_dw"):
         original = getattr(ReferenceEngine, name)
         monkeypatch.setattr(
-            ReferenceEngine, name, lambda self, *a, _n=name, _o=original: (order.append(_n), _o(self, *a))[1]
+            ReferenceEngine,
+            name,
+            lambda self, *a, _n=name, _o=original: (order.append(_n), _o(self, *a))[1],
         )
     layer = split_layer()
     main_grads = layer.set_main_grad(0.0)
@@ -162,7 +179,9 @@ def test_dx_comes_first_and_dw_when_asked(monkeypatch):
     assert order == ["backward_dx"] * 2
     layer.node.finish_wgrad()
     assert order == ["backward_dx"] * 2 + ["backward_dw"] * 2
-    assert not any(numpy(main_grad).any() for main_grad in main_grads), "finish_wgrad() fills the accumulators only"
+    assert not any(numpy(main_grad).any() for main_grad in main_grads), (
+        "finish_wgrad() fills the accumulators only"
+    )
     layer.node.step()
     assert any(numpy(main_grad).any() for main_grad in main_grads)
     assert len(order) == 4
@@ -183,7 +202,9 @@ def test_release_waits_for_what_was_put_off():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split):
-    """dw2 added, then out of memory: neither step() nor a release takes it for a gradient, and the node goes on after discard_grads()."""
+    """dw2 added, then out of memory: neither step() nor a release takes it for a gradient, and the
+    node goes on after discard_grads().
+    """
     layer, wanted = split_layer() if split else Layer(), Layer()
     add = ReferenceEngine.backward_dw
 
@@ -196,12 +217,16 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split
         each.set_main_grad(0.0)
     layer.run()
     monkeypatch.setattr(ReferenceEngine, "backward_dw", fail)
-    with pytest.raises((MemoryError, OSError), match="no room for dw1"):  # what Paddle makes of an error in a backward
+    with pytest.raises(
+        (MemoryError, OSError), match="no room for dw1"
+    ):  # what Paddle makes of an error in a backward
         layer.run()
         layer.node.finish_wgrad()
     monkeypatch.setattr(ReferenceEngine, "backward_dw", add)
     for refused in (layer.node.step, layer.node.flush_grads):
-        with pytest.raises(RuntimeError, match=r"left a part of them in the node; call node.discard_grads\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"left a part of them in the node; call node.discard_grads\(\)"
+        ):
             refused()
     with pytest.raises(RuntimeError, match="discard_grads"):
         layer.node.release_grads()
@@ -211,7 +236,9 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split
     for each in (layer, wanted):
         each.run()
         each.node.step()
-    for ours, theirs in zip(layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True):
+    for ours, theirs in zip(
+        layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True
+    ):
         assert np.array_equal(ours, theirs)
     layer.node.release_grads()
 

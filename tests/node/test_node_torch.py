@@ -1,4 +1,6 @@
-"""The node as a PyTorch citizen: torch autograd as the reference, hooks, checkpointing, graphs run twice, memory, autocast."""
+"""The node as a PyTorch citizen: torch autograd as the reference, hooks, checkpointing, graphs run
+twice, memory, autocast.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from node.node_harness import FP8, FULL, Layer, problems
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.node.wgrad_queue import WgradQueue
 from sonicmoe.errors import DeviceError, RoutingError
+from sonicmoe.node.wgrad_queue import WgradQueue
 
 if IS_PADDLE:
     pytest.skip("what only PyTorch has; tests/paddle has Paddle's", allow_module_level=True)
@@ -70,7 +72,9 @@ def test_against_torch_autograd(activation):
 
 
 class TestHooks:
-    """Post-accumulate-grad hooks are where communication overlap starts: one per weight and backward, with the gradient complete."""
+    """Post-accumulate-grad hooks are where communication overlap starts: one per weight and
+    backward, with the gradient complete.
+    """
 
     def count(self, layer, attribute):
         fired = []
@@ -92,9 +96,13 @@ class TestHooks:
         fired = self.count(layer, attribute)
         for micro_batch, problem in enumerate(batches, start=1):
             layer.run(problem)
-            assert sorted(i for i, _ in fired) == sorted(list(range(len(layer.weights))) * micro_batch)
+            assert sorted(i for i, _ in fired) == sorted(
+                list(range(len(layer.weights))) * micro_batch
+            )
         for i, seen in fired[-len(layer.weights) :]:
-            assert torch.equal(seen, getattr(layer.weights[i], attribute)), "the hook saw an incomplete gradient"
+            assert torch.equal(seen, getattr(layer.weights[i], attribute)), (
+                "the hook saw an incomplete gradient"
+            )
         layer.node.step()
         assert len(fired) == 2 * len(layer.weights)
 
@@ -110,7 +118,10 @@ class TestHooks:
 def test_main_grad_on_another_device_is_refused_and_nothing_is_half_added():
     layer = Layer()
     layer.set_main_grad(0.0)
-    good, layer.weights[-1].main_grad = layer.weights[-1].main_grad, torch.zeros(layer.weights[-1].shape, device="meta")
+    good, layer.weights[-1].main_grad = (
+        layer.weights[-1].main_grad,
+        torch.zeros(layer.weights[-1].shape, device="meta"),
+    )
     layer.run()
     with pytest.raises(DeviceError, match="main_grad is on meta but the gradient is on cpu"):
         layer.node.step()
@@ -132,7 +143,12 @@ class TestCheckpoint:
         plain.node.step()
         call = recomputed.call()
         call.out = checkpoint(
-            recomputed.node, call.x, call.counts, call.indices, call.probs, use_reentrant=use_reentrant
+            recomputed.node,
+            call.x,
+            call.counts,
+            call.indices,
+            call.probs,
+            use_reentrant=use_reentrant,
         )
         call.backward()
         recomputed.node.step()
@@ -145,7 +161,9 @@ class TestCheckpoint:
         layer.set_main_grad(0.0)
         calls = [layer.call(problem) for problem in batches]
         for call in calls:
-            call.out = checkpoint(layer.node, call.x, None, call.indices, call.probs, use_reentrant=use_reentrant)
+            call.out = checkpoint(
+                layer.node, call.x, None, call.indices, call.probs, use_reentrant=use_reentrant
+            )
         for call in reversed(calls):
             call.backward()
         layer.node.step()
@@ -153,7 +171,9 @@ class TestCheckpoint:
             assert relative_rmse(got, sum(getattr(golden(p), name) for p in batches)) < 1e-5
 
     def test_a_router_that_changes_its_mind_is_named(self):
-        """The recomputed forward routes one token elsewhere; counts stay the same, so shapes cannot give it away."""
+        """The recomputed forward routes one token elsewhere; counts stay the same, so shapes cannot
+        give it away.
+        """
         problem = make_problem(tokens=8, topk=1, empty=()).but(
             indices=np.array([[0], [1], [2], [3], [0], [1], [2], [3]])
         )
@@ -188,7 +208,9 @@ class TestGraphsRunTwice:
         single.set_main_grad(0.0)
         single.run()
         single.node.step()
-        for twice, once in zip(layer.gradients("main_grad"), single.gradients("main_grad"), strict=True):
+        for twice, once in zip(
+            layer.gradients("main_grad"), single.gradients("main_grad"), strict=True
+        ):
             np.testing.assert_allclose(twice, 2 * once, rtol=1e-6)
 
     def test_stagewise_memory_says_why_not(self):
@@ -222,7 +244,9 @@ class TestGraphsRunTwice:
     @pytest.mark.parametrize("flush", ["step", "backward"])
     @pytest.mark.parametrize("split", [True, False])
     def test_backward_to_other_inputs_only_adds_nothing(self, flush, split):
-        """Penalties on the gradient of the tokens, saliency: what follows is the gradient of the real backwards alone."""
+        """Penalties on the gradient of the tokens, saliency: what follows is the gradient of the
+        real backwards alone.
+        """
         if split and flush == "backward":
             pytest.skip("refused together")
         wanted, layer = Layer(flush=flush), Layer(flush=flush)
@@ -237,7 +261,9 @@ class TestGraphsRunTwice:
         expected = [wanted.run(), wanted.run()]
         for each in (wanted, layer):
             each.node.step()
-        for ours, theirs in zip(layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True):
+        for ours, theirs in zip(
+            layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True
+        ):
             assert np.array_equal(ours, theirs)
         assert np.array_equal(call.dprobs, expected[0].dprobs)
 
@@ -319,7 +345,9 @@ def test_an_optimizer_trains_through_grad():
 
 
 class TestOptimizerSteps:
-    """What an optimizer skips, because `step()` has not filled its gradient, would never train and never say so."""
+    """What an optimizer skips, because `step()` has not filled its gradient, would never train and
+    never say so.
+    """
 
     @pytest.fixture
     def said(self, caplog):
@@ -328,7 +356,9 @@ class TestOptimizerSteps:
         caplog.set_level(logging.WARNING, "sonicmoe")
         words = "an optimizer of the expert weights stepped"
         # A record may be there twice.
-        yield lambda: list({id(r): r.getMessage() for r in caplog.records if words in r.getMessage()}.values())
+        yield lambda: list(
+            {id(r): r.getMessage() for r in caplog.records if words in r.getMessage()}.values()
+        )
         logger.removeHandler(caplog.handler)
 
     @pytest.mark.parametrize("late", [True, False], ids=["late", "forgotten"])

@@ -1,4 +1,6 @@
-"""48 stacked nodes of a nearly idle rank, trained on the host in memory full of NaN; tests/gpu has the same on GPU engines."""
+"""48 stacked nodes of a nearly idle rank, trained on the host in memory full of NaN; tests/gpu has
+the same on GPU engines.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import pytest
 from framework import IS_PADDLE
 
 if IS_PADDLE:
-    pytest.skip("PyTorch's switch that fills uninitialised memory with NaN", allow_module_level=True)
+    pytest.skip(
+        "PyTorch's switch that fills uninitialised memory with NaN", allow_module_level=True
+    )
 
 import torch
 from node.sentinel_layers import Scenario, assert_same_bits, memory_full_of, train, train_twice
@@ -16,14 +20,24 @@ from sonicmoe.node.mlp_call import MlpCall
 
 FP8 = SonicMoEConfig(fp8_mode="perf", engine="reference")
 FULL = SonicMoEConfig(fp8_mode="off", engine="reference")
-SIZES = {"device": "cpu", "tokens": 130, "hidden": 48, "intermediate": 32, "experts": 3, "topk": 2, "steps": 3}
+SIZES = {
+    "device": "cpu",
+    "tokens": 130,
+    "hidden": 48,
+    "intermediate": 32,
+    "experts": 3,
+    "topk": 2,
+    "steps": 3,
+}
 
 
 @pytest.mark.parametrize("config", [FP8, FULL], ids=["fp8", "full"])
 def test_trains_the_same_bits_in_memory_full_of_nan(config):
     clean, poisoned = train_twice(Scenario(config, **SIZES))
     assert_same_bits(clean, poisoned)
-    assert clean.losses[-1] < 0.95 * clean.losses[0] and clean.losses == sorted(clean.losses, reverse=True)
+    assert clean.losses[-1] < 0.95 * clean.losses[0] and clean.losses == sorted(
+        clean.losses, reverse=True
+    )
 
 
 @pytest.mark.parametrize("place", ["out", "dx", "dprobs"])

@@ -1,4 +1,6 @@
-"""Tests of what only Paddle has. They run with `SONICMOE_TEST_FRAMEWORK=paddle` and say so where they do not."""
+"""Tests of what only Paddle has. They run with `SONICMOE_TEST_FRAMEWORK=paddle` and say so where
+they do not.
+"""
 
 from __future__ import annotations
 

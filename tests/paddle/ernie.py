@@ -1,4 +1,5 @@
-"""What an ERNIE training loop brings to the node: expert layers, dispatched batches, and a golden in plain Paddle autograd.
+"""What an ERNIE training loop brings to the node: expert layers, dispatched batches, and a golden
+in plain Paddle autograd.
 
 Importing this module skips the importing test module where the Paddle suites cannot run.
 """
@@ -36,20 +37,26 @@ class Projection(paddle.nn.Layer):
     def __init__(self, values, dtype):
         super().__init__()
         constant = paddle.nn.initializer.Constant(0.0)
-        self.weight = self.create_parameter(list(values.shape), dtype=dtype, default_initializer=constant)
+        self.weight = self.create_parameter(
+            list(values.shape), dtype=dtype, default_initializer=constant
+        )
         self.weight.set_value(paddle.to_tensor(values).astype(dtype))
 
 
 class Expert(paddle.nn.Layer):
-    """`up_gate_proj.weight [H, 2I]` (gate first) and `down_proj.weight [I, H]`; the node does the arithmetic."""
+    """`up_gate_proj.weight [H, 2I]` (gate first) and `down_proj.weight [I, H]`; the node does the
+    arithmetic.
+    """
 
     def __init__(self, hidden, intermediate, rng, dtype="float32"):
         super().__init__()
         self.up_gate_proj = Projection(
-            (rng.standard_normal((hidden, 2 * intermediate)) * hidden**-0.5).astype("float32"), dtype
+            (rng.standard_normal((hidden, 2 * intermediate)) * hidden**-0.5).astype("float32"),
+            dtype,
         )
         self.down_proj = Projection(
-            (rng.standard_normal((intermediate, hidden)) * intermediate**-0.5).astype("float32"), dtype
+            (rng.standard_normal((intermediate, hidden)) * intermediate**-0.5).astype("float32"),
+            dtype,
         )
 
 
@@ -69,12 +76,16 @@ def make_node(experts, config=PRECISE, flush="step"):
     """A node with its sizes read from the experts."""
     weights = weights_of(experts)
     hidden, intermediate = weights[0].shape[0], weights[-1].shape[0]
-    return SonicMoEMlpNode(experts, len(weights) // 2, hidden, intermediate, config=config, flush=flush)
+    return SonicMoEMlpNode(
+        experts, len(weights) // 2, hidden, intermediate, config=config, flush=flush
+    )
 
 
 @dataclass
 class Batch:
-    """One dispatched micro-batch in numpy: x `[T, H]`, indices `[T, K]`, probs `[T, K]`, the gradient of out, counts."""
+    """One dispatched micro-batch in numpy: x `[T, H]`, indices `[T, K]`, probs `[T, K]`, the
+    gradient of out, counts.
+    """
 
     x: np.ndarray
     indices: np.ndarray
@@ -84,14 +95,18 @@ class Batch:
 
 
 def make_batch(tokens=40, hidden=32, experts=3, topk=2, seed=1, here=0.7, only=None):
-    """Distinct ids per row, about `here` of the slots local, probabilities 0 elsewhere (as legacy DeepEP delivers them).
+    """Distinct ids per row, about `here` of the slots local, probabilities 0 elsewhere (as legacy
+    DeepEP delivers them).
 
     only: experts that may be chosen; the others stay empty.
     """
     rng = np.random.default_rng(seed)
     local = np.array(range(experts) if only is None else only, dtype=np.int64)
     remote = experts + np.arange(max(topk, 4))
-    chance = np.r_[np.full(len(local), here / max(len(local), 1)), np.full(len(remote), (1 - here) / len(remote))]
+    chance = np.r_[
+        np.full(len(local), here / max(len(local), 1)),
+        np.full(len(remote), (1 - here) / len(remote)),
+    ]
     world = np.r_[local, remote]
     rows = [rng.choice(world, topk, replace=False, p=chance / chance.sum()) for _ in range(tokens)]
     ids = np.array(rows, dtype=np.int64).reshape(tokens, topk)
@@ -120,7 +135,16 @@ class Pending:
     """A forward that waits for its backward."""
 
     def __init__(
-        self, node, batch, *, dtype="float32", index_dtype="int64", counts=True, x_grad=True, probs_grad=True, call=None
+        self,
+        node,
+        batch,
+        *,
+        dtype="float32",
+        index_dtype="int64",
+        counts=True,
+        x_grad=True,
+        probs_grad=True,
+        call=None,
     ):
         self.batch, self.dtype = batch, dtype
         self.x = tensor(batch.x).astype(dtype)
@@ -138,7 +162,10 @@ class Pending:
 
     def result(self):
         """What has arrived by now."""
-        return Result(numpy(self.out), *(None if t.grad is None else numpy(t.grad) for t in (self.x, self.probs)))
+        return Result(
+            numpy(self.out),
+            *(None if t.grad is None else numpy(t.grad) for t in (self.x, self.probs)),
+        )
 
 
 def run(node, batch, **options):
@@ -155,7 +182,9 @@ class Golden:
 
 
 def golden(experts, batches, dtype="float32"):
-    """fp32 Paddle autograd over plain operations; x rounded to `dtype` first. Rows without a valid slot get zeros whatever x holds."""
+    """fp32 Paddle autograd over plain operations; x rounded to `dtype` first. Rows without a valid
+    slot get zeros whatever x holds.
+    """
     copies = [tensor(numpy(w).astype("float32"), grad=True) for w in weights_of(experts)]
     ups, downs = copies[: len(copies) // 2], copies[len(copies) // 2 :]
     results = []
@@ -171,12 +200,16 @@ def golden(experts, batches, dtype="float32"):
 
 
 def plain_moe(x, indices, probs, ups, downs):
-    """Every expert on every token, weighted by the probability of the slot that chose it (0 where none did)."""
+    """Every expert on every token, weighted by the probability of the slot that chose it (0 where
+    none did).
+    """
     out = paddle.zeros_like(x)
     for expert, (up_gate, down) in enumerate(zip(ups, downs, strict=True)):
         gate, up = paddle.chunk(paddle.matmul(x, up_gate), 2, axis=-1)
         y = paddle.matmul(F.silu(gate) * up, down)
-        weight = (paddle.where(indices == expert, probs, paddle.zeros_like(probs))).sum(-1, keepdim=True)
+        weight = (paddle.where(indices == expert, probs, paddle.zeros_like(probs))).sum(
+            -1, keepdim=True
+        )
         out = out + weight * y
     return out
 
@@ -209,5 +242,8 @@ def assert_weight_gradients(gradients, wanted, bound):
     """Every weight on its own: an expert may not hide in another's norm."""
     for position, (gradient, expected) in enumerate(zip(gradients, wanted, strict=True)):
         assert_close(
-            numpy(gradient) if isinstance(gradient, paddle.Tensor) else gradient, expected, bound, f"weight {position}"
+            numpy(gradient) if isinstance(gradient, paddle.Tensor) else gradient,
+            expected,
+            bound,
+            f"weight {position}",
         )

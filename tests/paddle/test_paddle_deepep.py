@@ -1,6 +1,8 @@
-"""The node on tensors that a real two-rank DeepEP dispatch delivered, and on what its other modes deliver.
+"""The node on tensors that a real two-rank DeepEP dispatch delivered, and on what its other modes
+deliver.
 
-tests/data/deepep: T=160 tokens a rank, H=256, 8 experts on 2 ranks, K=2; inputs and outputs of `Buffer.dispatch`.
+tests/data/deepep: T=160 tokens a rank, H=256, 8 experts on 2 ranks, K=2; inputs and outputs of
+`Buffer.dispatch`.
 """
 
 from __future__ import annotations
@@ -55,9 +57,20 @@ def received(rank):
 
 
 def with_worst_case_tail(batch, rows=64, garbage=np.nan):
-    """`num_worst_tokens`: more rows, ids -1, everything else uninitialised; DeepEP then returns no counts."""
-    tail = lambda array, value: np.concatenate([array, np.full((rows, array.shape[1]), value, array.dtype)])  # noqa: E731
-    return Batch(tail(batch.x, garbage), tail(batch.indices, -1), tail(batch.probs, garbage), tail(batch.dout, 1.0), [])
+    """`num_worst_tokens`: more rows, ids -1, everything else uninitialised; DeepEP then returns no
+    counts.
+    """
+
+    def tail(array, value):
+        return np.concatenate([array, np.full((rows, array.shape[1]), value, array.dtype)])
+
+    return Batch(
+        tail(batch.x, garbage),
+        tail(batch.indices, -1),
+        tail(batch.probs, garbage),
+        tail(batch.dout, 1.0),
+        [],
+    )
 
 
 def experts_of(rank, dtype="float32"):
@@ -80,7 +93,10 @@ def test_the_recording_is_what_the_contract_says(rank):
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("mode", ["precise", "fp8"])
 def test_dispatched_tokens(rank, mode):
-    config, dtype, bound = {"precise": (PRECISE, "float32", PRECISE_BOUND), "fp8": (FP8, "bfloat16", FP8_BOUND)}[mode]
+    config, dtype, bound = {
+        "precise": (PRECISE, "float32", PRECISE_BOUND),
+        "fp8": (FP8, "bfloat16", FP8_BOUND),
+    }[mode]
     experts, batch = experts_of(rank, dtype), received(rank)
     node, main_grads = make_node(experts, config), bind_main_grads(experts)
     result = run(node, batch, dtype=dtype)
@@ -96,7 +112,10 @@ def test_lists_rounded_up_to_expert_alignment(alignment):
     """Only the list is padded, never the rows."""
     batch = received(0)
     node = make_node(experts_of(0))
-    exact, aligned = run(node, batch), run(node, batch, counts=[-(-c // alignment) * alignment for c in batch.counts])
+    exact, aligned = (
+        run(node, batch),
+        run(node, batch, counts=[-(-c // alignment) * alignment for c in batch.counts]),
+    )
     for name in ("out", "dx", "dprobs"):
         assert np.array_equal(getattr(exact, name), getattr(aligned, name)), name
 
@@ -124,7 +143,9 @@ def test_worst_case_rows_are_never_read(mode, garbage):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_weights_of_other_ranks_slots_are_ignored(rank):
-    """ElasticBuffer delivers the source's raw weights at -1 slots: they must neither weight, nor count, nor get a gradient."""
+    """ElasticBuffer delivers the source's raw weights at -1 slots: they must neither weight, nor
+    count, nor get a gradient.
+    """
     batch = received(rank)
     raw = np.where(batch.indices < 0, np.float32(0.61), batch.probs)
     node = make_node(experts_of(rank))
@@ -140,7 +161,9 @@ def global_batches():
 
 
 def test_both_ranks_combined_equal_the_undispatched_layer():
-    """DeepEP's combine sums rows over ranks unweighted, its backward sums dprobs per slot: then nothing may be missing or counted twice."""
+    """DeepEP's combine sums rows over ranks unweighted, its backward sums dprobs per slot: then
+    nothing may be missing or counted twice.
+    """
     all_experts = experts_of(0) + experts_of(1)
     sources = global_batches()
     x, ids, probs = (np.concatenate(parts) for parts in zip(*sources, strict=True))
@@ -169,13 +192,22 @@ def test_both_ranks_combined_equal_the_undispatched_layer():
 
 
 def test_row_order_is_kept():
-    """Row t of out belongs to row t of x: permuting the dispatched rows permutes out and dx, nothing else."""
+    """Row t of out belongs to row t of x: permuting the dispatched rows permutes out and dx,
+    nothing else.
+    """
     batch = received(0)
     order = np.random.default_rng(5).permutation(len(batch.x))
     node = make_node(experts_of(0))
     plain = run(node, batch)
     shuffled = run(
-        node, Batch(batch.x[order], batch.indices[order], batch.probs[order], batch.dout[order], batch.counts)
+        node,
+        Batch(
+            batch.x[order],
+            batch.indices[order],
+            batch.probs[order],
+            batch.dout[order],
+            batch.counts,
+        ),
     )
     for name in ("out", "dx", "dprobs"):
         assert_close(getattr(shuffled, name), getattr(plain, name)[order], 1e-6, name)
@@ -198,10 +230,14 @@ def test_metadata_face_reads_the_same_tensors():
     from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 
     batch = received(1)
-    metadata = deepep_topk_to_sonic_metadata(tensor(batch.indices), tensor(batch.probs), EXPERTS, batch.counts)
+    metadata = deepep_topk_to_sonic_metadata(
+        tensor(batch.indices), tensor(batch.probs), EXPERTS, batch.counts
+    )
     assert metadata.counts_on_host() == tuple(batch.counts)
     rows = numpy(metadata.row_token)
     for expert, (first, count, _) in enumerate(metadata.expert_slices()):
         expected = np.nonzero((batch.indices == expert).any(1))[0]
-        assert np.array_equal(rows[first : first + count], expected), "tokens ascend inside an expert"
+        assert np.array_equal(rows[first : first + count], expected), (
+            "tokens ascend inside an expert"
+        )
     assert Pending(make_node(experts_of(1)), batch).out.shape == list(batch.x.shape)

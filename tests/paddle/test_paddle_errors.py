@@ -1,4 +1,6 @@
-"""Wrong input is refused at the border, in words that name the argument, what came and what is needed."""
+"""Wrong input is refused at the border, in words that name the argument, what came and what is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,28 @@ import re
 
 import numpy as np
 import pytest
-from ernie import PRECISE, Pending, bind_main_grads, make_batch, make_experts, make_node, paddle, run
+from ernie import (
+    PRECISE,
+    Pending,
+    bind_main_grads,
+    make_batch,
+    make_experts,
+    make_node,
+    paddle,
+    run,
+)
 from framework import numpy, tensor
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import ConfigError, DTypeError, FrameworkError, LayoutError, RoutingError, ShapeError
+from sonicmoe.errors import (
+    ConfigError,
+    DTypeError,
+    FrameworkError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+)
 from sonicmoe.interop import check_paddle_version
 
 
@@ -77,7 +95,11 @@ ROUTING_CASES = {
         ShapeError,
         ["dispatched_probs has shape (40,)", "HybridEP", "top-k"],
     ),
-    "HybridEP no indices": ({"indices": lambda b: None}, RoutingError, ["dispatched_indices missing", "HybridEP"]),
+    "HybridEP no indices": (
+        {"indices": lambda b: None},
+        RoutingError,
+        ["dispatched_indices missing", "HybridEP"],
+    ),
     "no probs": ({"probs": lambda b: None}, RoutingError, ["dispatched_probs missing"]),
     "float indices": (
         {"indices": lambda b: tensor(b.indices.astype("float32"))},
@@ -89,10 +111,26 @@ ROUTING_CASES = {
         DTypeError,
         ["dispatched_probs is bfloat16", "float32"],
     ),
-    "other shape": ({"probs": lambda b: tensor(b.probs[:, :1])}, ShapeError, ["(40, 2)", "(40, 1)"]),
-    "too few counts": ({"counts": lambda b: b.counts[:2]}, ShapeError, ["tokens_per_expert has 2 entries", "3"]),
-    "negative count": ({"counts": lambda b: [-1, *b.counts[1:]]}, RoutingError, ["tokens_per_expert[0] is -1"]),
-    "fraction": ({"counts": lambda b: [0.5, *b.counts[1:]]}, RoutingError, ["tokens_per_expert[0] is 0.5"]),
+    "other shape": (
+        {"probs": lambda b: tensor(b.probs[:, :1])},
+        ShapeError,
+        ["(40, 2)", "(40, 1)"],
+    ),
+    "too few counts": (
+        {"counts": lambda b: b.counts[:2]},
+        ShapeError,
+        ["tokens_per_expert has 2 entries", "3"],
+    ),
+    "negative count": (
+        {"counts": lambda b: [-1, *b.counts[1:]]},
+        RoutingError,
+        ["tokens_per_expert[0] is -1"],
+    ),
+    "fraction": (
+        {"counts": lambda b: [0.5, *b.counts[1:]]},
+        RoutingError,
+        ["tokens_per_expert[0] is 0.5"],
+    ),
     "a number": ({"counts": lambda b: 7}, RoutingError, ["tokens_per_expert is int"]),
 }
 
@@ -109,7 +147,10 @@ def test_routing_arguments(node, batch, case):
 def test_counts_that_disagree_name_the_expert_and_both_counts(node, batch, change, as_tensor):
     wrong = [batch.counts[0], batch.counts[1] + change, batch.counts[2]]
     with refused(
-        RoutingError, f"tokens_per_expert[1] is {wrong[1]}", f"{batch.counts[1]} tokens for expert 1", str(batch.counts)
+        RoutingError,
+        f"tokens_per_expert[1] is {wrong[1]}",
+        f"{batch.counts[1]} tokens for expert 1",
+        str(batch.counts),
     ):
         call(node, batch, counts=paddle.to_tensor(wrong) if as_tensor else wrong)
 
@@ -133,7 +174,10 @@ def test_a_refused_call_leaves_no_trace(batch):
 
 
 VALIDATION_CASES = {
-    "repeated id": (lambda b: b.indices.__setitem__((5, slice(None)), 1), "row 5 names expert 1 twice"),
+    "repeated id": (
+        lambda b: b.indices.__setitem__((5, slice(None)), 1),
+        "row 5 names expert 1 twice",
+    ),
     "id below -1": (lambda b: b.indices.__setitem__((7, 0), -3), "dispatched_indices[7, 0] is -3"),
     "nan prob": (
         lambda b: (b.indices.__setitem__(3, [2, -1]), b.probs.__setitem__((3, 0), np.nan)),
@@ -154,7 +198,9 @@ def test_validation_names_the_row(batch, case, monkeypatch):
 
 
 def test_gradient_of_another_dtype_is_refused_in_backward(node, batch):
-    """What an FP8 combine would hand back; Paddle reports errors of a backward under its own exception."""
+    """What an FP8 combine would hand back; Paddle reports errors of a backward under its own
+    exception.
+    """
 
     class Fp8Gradient(paddle.autograd.PyLayer):
         @staticmethod
@@ -179,7 +225,9 @@ class Unfused(paddle.nn.Layer):
 
 
 def build(experts=None, n=3, hidden=32, intermediate=24, **options):
-    return SonicMoEMlpNode(make_experts() if experts is None else experts, n, hidden, intermediate, **options)
+    return SonicMoEMlpNode(
+        make_experts() if experts is None else experts, n, hidden, intermediate, **options
+    )
 
 
 def with_weight(change):
@@ -190,7 +238,9 @@ def with_weight(change):
 
 def set_weight(projection, value):
     constant = paddle.nn.initializer.Constant(0.0)
-    projection.weight = projection.create_parameter(value[0], dtype=value[1], default_initializer=constant)
+    projection.weight = projection.create_parameter(
+        value[0], dtype=value[1], default_initializer=constant
+    )
 
 
 EXPERT_CASES = {
@@ -227,7 +277,10 @@ def test_experts(case):
 
 def test_slices_of_a_fused_weight_are_refused():
     """Their gradient would be lost: a slice is no leaf."""
-    weight1, weight2 = paddle.create_parameter([2, 32, 48], "float32"), paddle.create_parameter([2, 24, 32], "float32")
+    weight1, weight2 = (
+        paddle.create_parameter([2, 32, 48], "float32"),
+        paddle.create_parameter([2, 24, 32], "float32"),
+    )
 
     class Slice:
         def __init__(self, weight):

@@ -1,4 +1,6 @@
-"""out, dx, dprobs and dw of the node against Paddle's own autograd, over everything a dispatched batch may look like."""
+"""out, dx, dprobs and dw of the node against Paddle's own autograd, over everything a dispatched
+batch may look like.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_index_dtypes(index_dtype, flush):
     check([make_batch()], index_dtype=index_dtype, flush=flush)
 
 
-@pytest.mark.parametrize("only", [[], [0], [1, 2]], ids=["no expert here", "all on one", "one empty"])
+@pytest.mark.parametrize(
+    "only", [[], [0], [1, 2]], ids=["no expert here", "all on one", "one empty"]
+)
 @pytest.mark.parametrize("flush", ["step", "backward"])
 def test_empty_experts_get_exact_zero_gradients(only, flush):
     experts = make_experts()
@@ -103,7 +107,9 @@ def test_no_tokens_at_all(mode, flush):
     node.step()
     assert result.out.shape == (0, 32)
     assert result.dx.shape == (0, 32) and result.dprobs.shape == (0, 2)
-    for weight in weights_of(experts):  # every local expert gets its (zero) main_grad: reducers index all of them
+    for weight in weights_of(
+        experts
+    ):  # every local expert gets its (zero) main_grad: reducers index all of them
         assert tuple(weight.main_grad.shape) == tuple(weight.shape)
         assert not numpy(weight.main_grad).any()
 
@@ -114,13 +120,17 @@ def test_a_batch_without_tokens_between_others():
 
 @pytest.mark.parametrize("marker", [-1, 3, 2**31 - 1])
 def test_invalid_slots_cost_and_give_nothing(marker):
-    """Any id outside 0..E-1 is "not here"; its probability (kept by ElasticBuffer) must not matter, and its gradient is exactly 0."""
+    """Any id outside 0..E-1 is "not here"; its probability (kept by ElasticBuffer) must not matter,
+    and its gradient is exactly 0.
+    """
     batch = make_batch()
     invalid = batch.indices < 0
     assert 0.2 < invalid.mean() < 0.8
     clean = run(make_node(make_experts()), batch)
     raw_probs = np.where(invalid, np.float32(0.37), batch.probs)
-    dirty = Batch(batch.x, np.where(invalid, marker, batch.indices), raw_probs, batch.dout, batch.counts)
+    dirty = Batch(
+        batch.x, np.where(invalid, marker, batch.indices), raw_probs, batch.dout, batch.counts
+    )
     result = check([dirty])[0]
     for name in ("out", "dx", "dprobs"):
         assert np.array_equal(getattr(result, name), getattr(clean, name)), name
@@ -131,7 +141,11 @@ def test_invalid_slots_cost_and_give_nothing(marker):
 def test_nan_probability_at_an_invalid_slot():
     batch = make_batch()
     poisoned = Batch(
-        batch.x, batch.indices, np.where(batch.indices < 0, np.float32(np.nan), batch.probs), batch.dout, batch.counts
+        batch.x,
+        batch.indices,
+        np.where(batch.indices < 0, np.float32(np.nan), batch.probs),
+        batch.dout,
+        batch.counts,
     )
     node = make_node(make_experts())
     clean, result = run(node, batch), run(node, poisoned)
@@ -183,15 +197,22 @@ def test_three_forwards_before_three_backwards(order, mode):
 
 
 def test_interleaved_backwards_of_two_nodes():
-    """Two layers in one process share nothing, in whatever order a pipeline schedule runs their passes."""
+    """Two layers in one process share nothing, in whatever order a pipeline schedule runs their
+    passes.
+    """
     layers = [make_experts(seed=seed) for seed in (1, 2)]
     nodes = [make_node(layers[0]), make_node(layers[1], flush="backward")]
     for experts in layers:
         bind_main_grads(experts)
     batches = [
-        [make_batch(20 + 7 * layer + micro, seed=10 * layer + micro) for micro in range(3)] for layer in range(2)
+        [make_batch(20 + 7 * layer + micro, seed=10 * layer + micro) for micro in range(3)]
+        for layer in range(2)
     ]
-    pending = {(layer, micro): Pending(nodes[layer], batches[layer][micro]) for micro in range(3) for layer in (1, 0)}
+    pending = {
+        (layer, micro): Pending(nodes[layer], batches[layer][micro])
+        for micro in range(3)
+        for layer in (1, 0)
+    }
     order = [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
     results = {key: pending[key].backward() for key in order}
     nodes[0].step()
@@ -199,7 +220,9 @@ def test_interleaved_backwards_of_two_nodes():
         wanted = golden(experts, batches[layer])
         for micro in range(3):
             assert_results(results[layer, micro], wanted.results[micro], PRECISE_BOUND)
-        assert_weight_gradients([w.main_grad for w in weights_of(experts)], wanted.dw, PRECISE_BOUND)
+        assert_weight_gradients(
+            [w.main_grad for w in weights_of(experts)], wanted.dw, PRECISE_BOUND
+        )
 
 
 def test_two_layers_chained():
@@ -208,26 +231,37 @@ def test_two_layers_chained():
     nodes, batch = (make_node(first), make_node(second)), make_batch()
     for experts in (first, second):
         bind_main_grads(experts)
-    x, indices, probs = tensor(batch.x, grad=True), tensor(batch.indices), tensor(batch.probs, grad=True)
+    x, indices, probs = (
+        tensor(batch.x, grad=True),
+        tensor(batch.indices),
+        tensor(batch.probs, grad=True),
+    )
     out = nodes[1](nodes[0](x, None, indices, probs) + x, None, indices, probs)
     out.backward(tensor(batch.dout))
     for node in nodes:
         node.step()
     gx, gprobs = tensor(batch.x, grad=True), tensor(batch.probs, grad=True)
-    copies = [[tensor(numpy(w).astype("float32"), grad=True) for w in weights_of(e)] for e in (first, second)]
+    copies = [
+        [tensor(numpy(w).astype("float32"), grad=True) for w in weights_of(e)]
+        for e in (first, second)
+    ]
     middle = plain_moe(gx, indices, gprobs, copies[0][:3], copies[0][3:]) + gx
     plain_moe(middle, indices, gprobs, copies[1][:3], copies[1][3:]).backward(tensor(batch.dout))
     assert_close(numpy(x.grad), numpy(gx.grad), PRECISE_BOUND, "dx")
     assert_close(numpy(probs.grad), numpy(gprobs.grad), PRECISE_BOUND, "dprobs")
     for experts, golds in zip((first, second), copies, strict=True):
         assert_weight_gradients(
-            [w.main_grad for w in weights_of(experts)], [numpy(w.grad) for w in golds], PRECISE_BOUND
+            [w.main_grad for w in weights_of(experts)],
+            [numpy(w.grad) for w in golds],
+            PRECISE_BOUND,
         )
 
 
 @pytest.mark.parametrize("x_grad,probs_grad", [(False, True), (True, False), (False, False)])
 def test_frozen_inputs_do_not_cut_off_the_weights(x_grad, probs_grad):
-    """A frozen embedding in front of the layer: PyLayers run backward only for inputs that want gradients, so weights are inputs."""
+    """A frozen embedding in front of the layer: PyLayers run backward only for inputs that want
+    gradients, so weights are inputs.
+    """
     experts, batch = make_experts(), make_batch()
     node, main_grads = make_node(experts), bind_main_grads(experts)
     result = run(node, batch, x_grad=x_grad, probs_grad=probs_grad)
@@ -259,7 +293,9 @@ def test_frozen_experts(flush):
 
 @pytest.mark.parametrize("flush", ["step", "backward"])
 def test_partly_frozen_experts(flush):
-    """One trainable matrix among frozen ones gets its gradient, once; the frozen get neither gradient, main_grad nor hook call."""
+    """One trainable matrix among frozen ones gets its gradient, once; the frozen get neither
+    gradient, main_grad nor hook call.
+    """
     experts, batch = make_experts(), make_batch()
     weights, calls = weights_of(experts), []
     for position, weight in enumerate(weights):
@@ -275,7 +311,9 @@ def test_partly_frozen_experts(flush):
     assert_close(numpy(weights[4].main_grad), wanted.dw[4], PRECISE_BOUND, "dw")
     assert calls == [4]
     assert all(
-        weight.main_grad is None and weight.grad is None for position, weight in enumerate(weights) if position != 4
+        weight.main_grad is None and weight.grad is None
+        for position, weight in enumerate(weights)
+        if position != 4
     )
 
 
@@ -344,7 +382,10 @@ def test_strided_inputs():
     out = node(wide_x[:, ::2], batch.counts, indices, wide_probs[:, ::2])
     out.backward(tensor(batch.dout))
     assert np.array_equal(numpy(out), plain.out)
-    assert np.array_equal(numpy(wide_x.grad)[:, ::2], plain.dx) and not numpy(wide_x.grad)[:, 1::2].any()
+    assert (
+        np.array_equal(numpy(wide_x.grad)[:, ::2], plain.dx)
+        and not numpy(wide_x.grad)[:, 1::2].any()
+    )
     assert np.array_equal(numpy(wide_probs.grad)[:, ::2], plain.dprobs)
 
 
@@ -372,7 +413,9 @@ def amp_levels(monkeypatch):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_automatic_mixed_precision_stays_outside(grad, amp_levels, monkeypatch):
-    """Autocast around the layer must not reach routing, engine, caches or flush. On CPU it only warns, so the tracer is told itself."""
+    """Autocast around the layer must not reach routing, engine, caches or flush. On CPU it only
+    warns, so the tracer is told itself.
+    """
     tracer, level = paddle.base.framework._dygraph_tracer(), paddle.base.core.AmpLevel
     experts, batch = make_experts(), make_batch()
     node, main_grads = make_node(experts), bind_main_grads(experts)
@@ -384,7 +427,9 @@ def test_automatic_mixed_precision_stays_outside(grad, amp_levels, monkeypatch):
         pending.backward()
     node.step()
     assert tracer._amp_level == level.O2, "the caller's setting is back"
-    ran = {"_grouped", "_build", "stack", "weight_fingerprint"} | ({"user_w2_from_native"} if grad else set())
+    ran = {"_grouped", "_build", "stack", "weight_fingerprint"} | (
+        {"user_w2_from_native"} if grad else set()
+    )
     assert amp_levels == {name: {level.O0} for name in ran}
     assert pending.out.dtype == paddle.float32
     wanted = golden(make_experts(), [batch])

@@ -1,4 +1,6 @@
-"""Import orders and installations, each in a process of its own: an interpreter imports a framework once."""
+"""Import orders and installations, each in a process of its own: an interpreter imports a framework
+once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
 
-# The path finder of an interpreter that has no PyTorch: it finds everything else, and Paddle's own finder stays in charge of its proxy.
+# The path finder of an interpreter that has no PyTorch: it finds everything else, and Paddle's own
+# finder stays in charge of its proxy.
 WITHOUT_TORCH = """
 import sys
 from importlib.machinery import PathFinder
@@ -75,10 +78,23 @@ def refuses(error, words, call, *arguments):
 def python(*parts, **environment):
     """Run the parts as one script; its output is the failure message."""
     script = "\n".join(textwrap.dedent(part) for part in parts) + "\nprint('done')\n"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))}
-    clean |= {"PYTHONPATH": str(ROOT), "GLOG_minloglevel": "3", "OMP_NUM_THREADS": "1", **environment}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))
+    }
+    clean |= {
+        "PYTHONPATH": str(ROOT),
+        "GLOG_minloglevel": "3",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=clean, cwd=ROOT, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=clean,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0 and done.stdout.endswith("done\n"), f"{done.stdout}\n{done.stderr}"
 
@@ -86,7 +102,9 @@ def python(*parts, **environment):
 @needs_torch
 @pytest.mark.parametrize("first", ["paddle", "torch"])
 def test_scoped_proxy_beside_real_torch(first):
-    """Either import order: the package runs on Paddle, everything else keeps the real PyTorch, and their tensors are told apart."""
+    """Either import order: the package runs on Paddle, everything else keeps the real PyTorch, and
+    their tensors are told apart.
+    """
     second = {"paddle": "torch", "torch": "paddle"}[first]
     python(
         WORKS,
@@ -111,7 +129,9 @@ def test_scoped_proxy_beside_real_torch(first):
 
 
 def test_scoped_proxy_without_torch():
-    """PyTorch not installed; then the trap that PaddleFormers sets, which must not matter to a package whose imports are done."""
+    """PyTorch not installed; then the trap that PaddleFormers sets, which must not matter to a
+    package whose imports are done.
+    """
     python(
         WITHOUT_TORCH,
         WORKS,
@@ -164,7 +184,9 @@ def test_global_proxy(installed):
 
 @needs_torch
 def test_package_imported_with_torch_explains_itself_to_paddle_users():
-    """Paddle came first, but nobody enabled the proxy: the package took PyTorch and says what to do when Paddle objects arrive."""
+    """Paddle came first, but nobody enabled the proxy: the package took PyTorch and says what to do
+    when Paddle objects arrive.
+    """
     python(
         WORKS,
         """
@@ -190,7 +212,9 @@ def test_package_imported_with_torch_explains_itself_to_paddle_users():
 
 
 def test_frameworks_that_are_missing_or_too_old():
-    """One process, the package forgotten between the cases: no proxy enabled, a Paddle from before the proxy, no framework at all."""
+    """One process, the package forgotten between the cases: no proxy enabled, a Paddle from before
+    the proxy, no framework at all.
+    """
     python(
         WITHOUT_TORCH,
         WORKS,

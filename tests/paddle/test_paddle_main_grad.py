@@ -1,4 +1,6 @@
-"""Where weight gradients go: every kind of `main_grad`, both flush modes, and the framework's hooks."""
+"""Where weight gradients go: every kind of `main_grad`, both flush modes, and the framework's
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def wanted(experts, batch):
 
 
 class FusedBuffer:
-    """One fp32 communication buffer; every weight's `main_grad` is a shaped slice of it with guard elements around."""
+    """One fp32 communication buffer; every weight's `main_grad` is a shaped slice of it with guard
+    elements around.
+    """
 
     GUARD = 7
 
@@ -58,18 +62,25 @@ class FusedBuffer:
             weight.main_grad.fill_(fill)
         self.bound = [weight.main_grad for weight in self.weights]
         self.pointers = [piece.data_ptr() for piece in self.bound]
-        assert self.pointers[0] == self.buffer.data_ptr() + 4 * self.starts[0], "slices must alias the buffer"
+        assert self.pointers[0] == self.buffer.data_ptr() + 4 * self.starts[0], (
+            "slices must alias the buffer"
+        )
 
     def gradients(self):
         """Read out of the buffer itself, as a reducer does."""
         flat = numpy(self.buffer)
         sizes = [int(np.prod(w.shape)) for w in self.weights]
-        return [flat[s : s + n].reshape(w.shape) for s, n, w in zip(self.starts, sizes, self.weights, strict=True)]
+        return [
+            flat[s : s + n].reshape(w.shape)
+            for s, n, w in zip(self.starts, sizes, self.weights, strict=True)
+        ]
 
     def assert_only_slices_changed(self):
         """Same objects, addresses and shapes; guards untouched."""
         inside = np.zeros(self.buffer.shape[0], dtype=bool)
-        for weight, start, piece, pointer in zip(self.weights, self.starts, self.bound, self.pointers, strict=True):
+        for weight, start, piece, pointer in zip(
+            self.weights, self.starts, self.bound, self.pointers, strict=True
+        ):
             inside[start : start + int(np.prod(weight.shape))] = True
             assert weight.main_grad is piece
             assert weight.main_grad.data_ptr() == pointer
@@ -109,7 +120,9 @@ def test_main_grad_none_is_created_and_then_kept(experts, batch, wanted, flush):
     assert all(c.dtype == paddle.float32 for c in created)
     run(node, batch)
     node.step()
-    assert all(weight.main_grad is c for weight, c in zip(weights_of(experts), created, strict=True))
+    assert all(
+        weight.main_grad is c for weight, c in zip(weights_of(experts), created, strict=True)
+    )
     assert_weight_gradients(created, [2 * w for w in wanted], PRECISE_BOUND)
     assert len({c.data_ptr() for c in created}) == len(created)
     assert all(w.grad is None for w in weights_of(experts))
@@ -146,7 +159,9 @@ def test_step_is_idempotent(experts, batch, wanted, flush):
 
 @pytest.mark.parametrize("flush", FLUSHES)
 def test_flush_between_micro_batches(experts, flush):
-    """Between forwards, backwards and other batches' flushes, anything may be flushed any number of times."""
+    """Between forwards, backwards and other batches' flushes, anything may be flushed any number of
+    times.
+    """
     batches = [make_batch(seed=s) for s in range(3)]
     node, main_grads = make_node(experts, flush=flush), bind_main_grads(experts)
     first, second = Pending(node, batches[0]), Pending(node, batches[1])
@@ -162,14 +177,18 @@ def test_flush_between_micro_batches(experts, flush):
 
 
 def test_main_grad_rebound_by_the_framework_between_micro_batches(experts, batch, wanted):
-    """Pipelines scale by rebinding and sharding releases buffers: the node must read the attribute anew every time."""
+    """Pipelines scale by rebinding and sharding releases buffers: the node must read the attribute
+    anew every time.
+    """
     node = make_node(experts, flush="backward")
     bind_main_grads(experts)
     run(node, batch)
     for weight in weights_of(experts):
         weight.main_grad = weight.main_grad.scale(0.5)
     run(node, batch)
-    assert_weight_gradients([w.main_grad for w in weights_of(experts)], [1.5 * w for w in wanted], PRECISE_BOUND)
+    assert_weight_gradients(
+        [w.main_grad for w in weights_of(experts)], [1.5 * w for w in wanted], PRECISE_BOUND
+    )
     for weight in weights_of(experts):
         weight.main_grad._clear()
         weight.main_grad = None
@@ -180,7 +199,11 @@ def test_main_grad_rebound_by_the_framework_between_micro_batches(experts, batch
 @pytest.mark.parametrize(
     "bad,error,words",
     [
-        (lambda w: paddle.zeros(w.shape, dtype="bfloat16"), DTypeError, ["main_grad", "bfloat16", "float32"]),
+        (
+            lambda w: paddle.zeros(w.shape, dtype="bfloat16"),
+            DTypeError,
+            ["main_grad", "bfloat16", "float32"],
+        ),
         (
             lambda w: paddle.zeros([w.shape[1], w.shape[0]], dtype="float32"),
             ShapeError,
@@ -190,7 +213,9 @@ def test_main_grad_rebound_by_the_framework_between_micro_batches(experts, batch
     ],
     ids=["dtype", "transposed", "broadcastable"],
 )
-def test_unusable_main_grad_is_refused_and_nothing_is_half_added(experts, batch, wanted, bad, error, words):
+def test_unusable_main_grad_is_refused_and_nothing_is_half_added(
+    experts, batch, wanted, bad, error, words
+):
     node, main_grads = make_node(experts), bind_main_grads(experts)
     weight, good = weights_of(experts)[1], main_grads[1]
     run(node, batch)
@@ -225,7 +250,9 @@ class Hooks:
 @pytest.mark.parametrize("kind", ["fused", "None", "absent"])
 @pytest.mark.parametrize("only", [None, [1], []], ids=["all experts", "two empty", "all empty"])
 def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only):
-    """Overlapped reduction counts calls: one per weight and micro-batch, zero-token experts included, data complete at that moment."""
+    """Overlapped reduction counts calls: one per weight and micro-batch, zero-token experts
+    included, data complete at that moment.
+    """
     batches = [make_batch(seed=s, only=only) for s in range(3)]
     if kind == "fused":
         FusedBuffer(experts)
@@ -285,7 +312,9 @@ def test_freezing_after_the_backward_drops_the_gradient(experts, batch, wanted, 
 
 
 def test_fused_parameters(batch):
-    """Two stacked parameters, as Fleet's grouped experts hold them: same gradients, in place, hooks once."""
+    """Two stacked parameters, as Fleet's grouped experts hold them: same gradients, in place, hooks
+    once.
+    """
     from sonicmoe.ernie_compat import SonicMoEMlpNode
 
     experts = make_experts()
@@ -301,9 +330,9 @@ def test_fused_parameters(batch):
     for weight in stacked:
         weight._register_backward_hook(lambda *_: calls.append(1))
     node = SonicMoEMlpNode.from_fused(*stacked, flush="backward")
-    node(tensor(batch.x, grad=True), batch.counts, tensor(batch.indices), tensor(batch.probs)).backward(
-        tensor(batch.dout)
-    )
+    node(
+        tensor(batch.x, grad=True), batch.counts, tensor(batch.indices), tensor(batch.probs)
+    ).backward(tensor(batch.dout))
     assert calls == [1, 1]
     assert all(w.main_grad is k and w.grad is None for w, k in zip(stacked, kept, strict=True))
     gradients = [piece for main_grad in kept for piece in numpy(main_grad)]
@@ -322,5 +351,7 @@ def test_release_refuses_to_lose_gradients(experts, batch):
     run(node, batch)
     node.step()
     assert_weight_gradients(
-        [w.main_grad for w in weights_of(experts)], [2 * w for w in golden(experts, [batch]).dw], PRECISE_BOUND
+        [w.main_grad for w in weights_of(experts)],
+        [2 * w for w in golden(experts, [batch]).dw],
+        PRECISE_BOUND,
     )

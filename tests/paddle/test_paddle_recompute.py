@@ -39,17 +39,23 @@ def dtype_of(config):
 
 
 def outcome(config, batches, *, flush="step", reentrant=None, together=False, experts=None):
-    """Every bit that comes out: out, dx, dprobs per batch and all weight gradients; plus hook calls per weight."""
+    """Every bit that comes out: out, dx, dprobs per batch and all weight gradients; plus hook calls
+    per weight.
+    """
     experts = experts or make_experts(dtype=dtype_of(config))
     main_grads, calls = bind_main_grads(experts), [0] * (2 * len(experts))
     for position, weight in enumerate(weights_of(experts)):
-        weight._register_backward_hook(lambda *_, position=position: calls.__setitem__(position, calls[position] + 1))
+        weight._register_backward_hook(
+            lambda *_, position=position: calls.__setitem__(position, calls[position] + 1)
+        )
     node = make_node(experts, config, flush)
 
     def call(x, counts, indices, probs):
         if reentrant is None:
             return node(x, counts, indices, probs)
-        return recompute(lambda x, probs: node(x, counts, indices, probs), x, probs, use_reentrant=reentrant)
+        return recompute(
+            lambda x, probs: node(x, counts, indices, probs), x, probs, use_reentrant=reentrant
+        )
 
     bits = []
     if together:
@@ -72,7 +78,12 @@ def same_bits(first, second):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("flush", ["step", "backward"])
 def test_recompute_gives_the_same_bits_and_accumulates_once(name, reentrant, flush):
-    batches = [make_batch(seed=1), make_batch(0), make_batch(seed=2, only=[2]), make_batch(seed=3, only=[])]
+    batches = [
+        make_batch(seed=1),
+        make_batch(0),
+        make_batch(seed=2, only=[2]),
+        make_batch(seed=3, only=[]),
+    ]
     plain, plain_calls = outcome(CONFIGS[name], batches, flush=flush)
     again, calls = outcome(CONFIGS[name], batches, flush=flush, reentrant=reentrant)
     assert same_bits(plain, again)
@@ -110,7 +121,9 @@ def test_recompute_around_a_block_that_holds_the_node(reentrant):
 
 
 def test_reentrant_first_pass_keeps_nothing(monkeypatch):
-    """The forward under no_grad must save nothing, or recompute would cost memory instead of sparing it."""
+    """The forward under no_grad must save nothing, or recompute would cost memory instead of
+    sparing it.
+    """
     saves, forward = [], ReferenceEngine.forward
 
     def spy(self, *args, save=True):
@@ -124,7 +137,9 @@ def test_reentrant_first_pass_keeps_nothing(monkeypatch):
 
 @pytest.fixture
 def saved_z(monkeypatch):
-    """Weak references to every z an engine kept for backward, and their number alive when wgrad starts."""
+    """Weak references to every z an engine kept for backward, and their number alive when wgrad
+    starts.
+    """
     references, alive_at_wgrad = [], []
     forward, backward_dw = ReferenceEngine.forward, ReferenceEngine.backward_dw
 
@@ -146,7 +161,9 @@ def saved_z(monkeypatch):
     return references, alive, alive_at_wgrad
 
 
-@pytest.mark.parametrize("name,kept", [("fp8", 1), ("fp8 mem", 0), ("precise", 1), ("precise stagewise", 0)])
+@pytest.mark.parametrize(
+    "name,kept", [("fp8", 1), ("fp8 mem", 0), ("precise", 1), ("precise stagewise", 0)]
+)
 def test_stagewise_memory_drops_z_before_wgrad(name, kept, saved_z):
     _, alive, alive_at_wgrad = saved_z
     pending = Pending(
@@ -163,7 +180,9 @@ def test_stagewise_memory_drops_z_before_wgrad(name, kept, saved_z):
 @pytest.mark.parametrize("name", ["fp8", "fp8 mem"])
 @pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
 def test_recompute_keeps_no_z_between_the_passes(name, reentrant, saved_z):
-    """Everything kept goes through `save_for_backward`: a tensor on the context would survive recompute's discarding."""
+    """Everything kept goes through `save_for_backward`: a tensor on the context would survive
+    recompute's discarding.
+    """
     _, alive, _ = saved_z
     node, batch = make_node(make_experts(), CONFIGS[name]), make_batch()
 
@@ -188,7 +207,8 @@ def test_memory_modes_give_the_bits_of_the_default(name, together):
     batches = [make_batch(seed=s) for s in range(2)]
     default = PRECISE if name.startswith("precise") else FP8
     assert same_bits(
-        outcome(default, batches, together=together)[0], outcome(CONFIGS[name], batches, together=together)[0]
+        outcome(default, batches, together=together)[0],
+        outcome(CONFIGS[name], batches, together=together)[0],
     )
 
 

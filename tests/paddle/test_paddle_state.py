@@ -10,13 +10,15 @@ from framework import tensor
 
 from sonicmoe import interop
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.node import mlp_call
 from sonicmoe.interop import torch
+from sonicmoe.node import mlp_call
 
 
 @contextmanager
 def mixed_precision():
-    """The state that `paddle.amp.auto_cast` makes on a GPU; on a host it refuses to, and no operator there looks at it."""
+    """The state that `paddle.amp.auto_cast` makes on a GPU; on a host it refuses to, and no
+    operator there looks at it.
+    """
     tracer = paddle.base.framework._dygraph_tracer()
     before = tracer._amp_level, tracer._amp_dtype
     tracer._amp_level, tracer._amp_dtype = paddle.base.core.AmpLevel.O1, "bfloat16"
@@ -57,12 +59,19 @@ def test_a_forward_under_mixed_precision_runs_without(monkeypatch, grad):
     monkeypatch.setattr(mlp_call, "build_metadata", noted(mlp_call.build_metadata))
     monkeypatch.setattr(ReferenceEngine, "forward", noted(ReferenceEngine.forward))
     with mixed_precision():
-        node(tensor(batch.x, grad=grad), batch.counts, tensor(batch.indices), tensor(batch.probs, grad=grad))
+        node(
+            tensor(batch.x, grad=grad),
+            batch.counts,
+            tensor(batch.indices),
+            tensor(batch.probs, grad=grad),
+        )
         assert paddle.is_autocast_enabled()
     assert seen == [False, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
+)
 @pytest.mark.parametrize("shape", [(3, 5), (0,), (2, 0), (1,)])
 def test_empty(shape, dtype):
     like = paddle.ones([1])

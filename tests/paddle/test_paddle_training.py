@@ -1,4 +1,6 @@
-"""Optimizer steps: the experts really train, and no call ever reads weights that are no longer there."""
+"""Optimizer steps: the experts really train, and no call ever reads weights that are no longer
+there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from ernie import (
     weights_of,
 )
 from framework import numpy, tensor
-from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+from paddle.distributed.fleet.utils.mix_precision_utils import (
+    MixPrecisionLayer,
+    MixPrecisionOptimizer,
+)
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import LayoutError
@@ -53,14 +58,17 @@ class Task:
         self.batches = [make_batch(seed=s) for s in (1, 2)]
         teacher = [tensor(numpy(w).astype("float32")) for w in weights_of(make_experts(seed=99))]
         self.targets = [
-            plain_moe(tensor(b.x), tensor(b.indices), tensor(b.probs), teacher[:3], teacher[3:]) for b in self.batches
+            plain_moe(tensor(b.x), tensor(b.indices), tensor(b.probs), teacher[:3], teacher[3:])
+            for b in self.batches
         ]
 
     def losses(self, forward, dtype="float32"):
         """Loss tensor per micro-batch of `forward(x, counts, indices, probs)`."""
         for batch, target in zip(self.batches, self.targets, strict=True):
             x = tensor(batch.x).astype(dtype)
-            out = forward(x, batch.counts, tensor(batch.indices), tensor(batch.probs)).astype("float32")
+            out = forward(x, batch.counts, tensor(batch.indices), tensor(batch.probs)).astype(
+                "float32"
+            )
             yield (out - target).square().mean() * 10
 
 
@@ -74,7 +82,11 @@ def reference_training(task, steps):
     optimizer, history = AdamW(0.01, parameters=weights), []
     for _ in range(steps):
         losses = list(
-            task.losses(lambda x, counts, indices, probs: plain_moe(x, indices, probs, weights[:3], weights[3:]))
+            task.losses(
+                lambda x, counts, indices, probs: plain_moe(
+                    x, indices, probs, weights[:3], weights[3:]
+                )
+            )
         )
         for loss in losses:
             loss.backward()
@@ -102,7 +114,9 @@ def train(model, experts, optimizer, task, steps, node, dtype="float32", **clear
 @pytest.mark.parametrize("set_to_zero", [True, False])
 @pytest.mark.parametrize("flush", ["step", "backward"])
 def test_mix_precision_wrappers_train_the_experts_exactly(flush, set_to_zero):
-    """Fleet's layer and optimizer wrappers, which know `main_grad` only, follow plain autograd step by step."""
+    """Fleet's layer and optimizer wrappers, which know `main_grad` only, follow plain autograd step
+    by step.
+    """
     task, layer = Task(), Layer(PRECISE, flush)
     model = MixPrecisionLayer(layer, dtype="bfloat16")
     experts = list(layer.experts)
@@ -142,7 +156,9 @@ def inference(node, batch, config):
 
 def assert_current(node, experts, batch, config):
     """The node computes what a node without any past computes from the weights as they are now."""
-    assert np.array_equal(inference(node, batch, config), inference(make_node(experts, config), batch, config))
+    assert np.array_equal(
+        inference(node, batch, config), inference(make_node(experts, config), batch, config)
+    )
 
 
 OPTIMIZERS = {
@@ -165,14 +181,18 @@ def test_caches_follow_the_optimizer(name, config):
     events = [(w.inplace_version, w.data_ptr()) for w in weights_of(experts)]
     node.step()
     optimizer.step()
-    assert events == [(w.inplace_version, w.data_ptr()) for w in weights_of(experts)], "the premise of this test"
+    assert events == [(w.inplace_version, w.data_ptr()) for w in weights_of(experts)], (
+        "the premise of this test"
+    )
     assert not np.array_equal(inference(node, batch, config), before)
     assert_current(node, experts, batch, config)
 
 
 @pytest.mark.parametrize("config", [PRECISE, FP8], ids=["precise", "fp8"])
 def test_forward_between_step_and_optimizer_does_not_pin_old_weights(config):
-    """A validation forward after `node.step()` fills the cache anew, from weights the optimizer is about to change."""
+    """A validation forward after `node.step()` fills the cache anew, from weights the optimizer is
+    about to change.
+    """
     experts, batch = make_experts(), make_batch()
     node, optimizer = make_node(experts, config), OPTIMIZERS["AdamW"](weights_of(experts))
     bind_main_grads(experts)
@@ -213,7 +233,9 @@ CHANGES = (swap_columns, negate, swap_two_values, change_one_value)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("position", [0, 5])
 def test_caches_follow_values_written_in_evaluation(config, change, position):
-    """Loading, EMA swaps and pruning write into the same storage without any event, and may keep every sum of values."""
+    """Loading, EMA swaps and pruning write into the same storage without any event, and may keep
+    every sum of values.
+    """
     experts, batch = make_experts(), make_batch(200)
     node = make_node(experts, config)
     before = inference(node, batch, config)
@@ -228,7 +250,10 @@ def test_two_experts_exchanged_by_set_state_dict():
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     names = ("up_gate_proj.weight", "down_proj.weight")
     for name in names:
-        state[f"experts.0.{name}"], state[f"experts.1.{name}"] = state[f"experts.1.{name}"], state[f"experts.0.{name}"]
+        state[f"experts.0.{name}"], state[f"experts.1.{name}"] = (
+            state[f"experts.1.{name}"],
+            state[f"experts.0.{name}"],
+        )
     layer.set_state_dict(state)
     assert not np.array_equal(inference(layer.node, batch, FP8), before)
     assert_current(layer.node, list(layer.experts), batch, FP8)
@@ -248,7 +273,9 @@ def test_parameter_objects_replaced_in_their_modules():
 
 
 def test_weights_freed_after_the_forward():
-    """Frameworks may free weights once they are used and bring them back elsewhere in `optimizer.step()`."""
+    """Frameworks may free weights once they are used and bring them back elsewhere in
+    `optimizer.step()`.
+    """
     experts, batch = make_experts(), make_batch()
     node, main_grads = make_node(experts), bind_main_grads(experts)
     pending = Pending(node, batch)
@@ -257,7 +284,9 @@ def test_weights_freed_after_the_forward():
         weight._clear_data()
     result = pending.backward()
     node.step()
-    with pytest.raises(LayoutError, match=r"weights \[0, 1, 2, 3, 4, 5\] of the experts hold no memory"):
+    with pytest.raises(
+        LayoutError, match=r"weights \[0, 1, 2, 3, 4, 5\] of the experts hold no memory"
+    ):
         Pending(node, batch)
     for weight, values in zip(weights_of(experts), kept, strict=True):
         values._share_buffer_to(weight)
@@ -271,7 +300,9 @@ def test_invalidate_caches_forgets(monkeypatch):
     experts, batch = make_experts(), make_batch()
     node, prepared = make_node(experts, FP8), []
     prepare = ReferenceEngine.prepare_weights
-    monkeypatch.setattr(ReferenceEngine, "prepare_weights", lambda *a: prepared.append(1) or prepare(*a))
+    monkeypatch.setattr(
+        ReferenceEngine, "prepare_weights", lambda *a: prepared.append(1) or prepare(*a)
+    )
     inference(node, batch, FP8)
     inference(node, batch, FP8)
     assert len(prepared) == 1
@@ -283,7 +314,9 @@ def test_invalidate_caches_forgets(monkeypatch):
 def test_weights_are_quantised_once_per_optimizer_step(monkeypatch):
     experts, prepared = make_experts(), []
     prepare = ReferenceEngine.prepare_weights
-    monkeypatch.setattr(ReferenceEngine, "prepare_weights", lambda *a: prepared.append(1) or prepare(*a))
+    monkeypatch.setattr(
+        ReferenceEngine, "prepare_weights", lambda *a: prepared.append(1) or prepare(*a)
+    )
     node, optimizer = make_node(experts, FP8), OPTIMIZERS["AdamW"](weights_of(experts))
     bind_main_grads(experts)
     for step in range(1, 4):
@@ -316,8 +349,12 @@ def test_forgotten_step_is_warned_about_once(caplog):
 
 
 def test_forgotten_step_is_warned_about_although_no_weight_moves(caplog, monkeypatch):
-    """Optimizers skip parameters without gradients, so weights of a node that never steps stay as they are."""
-    assert ExpertWeights.FORGOTTEN_STEP_BACKWARDS >= 512, "longer than anybody accumulates micro-batches"
+    """Optimizers skip parameters without gradients, so weights of a node that never steps stay as
+    they are.
+    """
+    assert ExpertWeights.FORGOTTEN_STEP_BACKWARDS >= 512, (
+        "longer than anybody accumulates micro-batches"
+    )
     monkeypatch.setattr(ExpertWeights, "FORGOTTEN_STEP_BACKWARDS", 4)
     experts, batch = make_experts(), make_batch()
     node, optimizer = make_node(experts), AdamW(0.05, parameters=weights_of(experts))
@@ -334,7 +371,10 @@ def test_a_correct_loop_warns_about_nothing(caplog):
     bind_main_grads(experts)
     with caplog.at_level(logging.WARNING, "sonicmoe"):
         for flush in ("step", "backward"):
-            node, optimizer = make_node(experts, flush=flush), OPTIMIZERS["AdamW"](weights_of(experts))
+            node, optimizer = (
+                make_node(experts, flush=flush),
+                OPTIMIZERS["AdamW"](weights_of(experts)),
+            )
             for _ in range(3):
                 run(node, batch)
                 run(node, batch)

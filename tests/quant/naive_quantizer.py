@@ -1,6 +1,8 @@
-"""The quantiser written a second time, from the formats' definitions: numpy and Python numbers only, block by block.
+"""The quantiser written a second time, from the formats' definitions: numpy and Python numbers
+only, block by block.
 
-Shares nothing with the package. E4M3 codes come from a table of the 127 non-negative finite values and its midpoints in fp64.
+Shares nothing with the package. E4M3 codes come from a table of the 127 non-negative finite values
+and its midpoints in fp64.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ AMAX_FLOOR = np.float32(2.0**-100)
 
 
 def decode_e4m3(code: int) -> float:
-    """The value of one byte: sign, 4 exponent bits with bias 7, 3 mantissa bits; exponent 0 is subnormal, 0x7F and 0xFF are NaN."""
+    """The value of one byte: sign, 4 exponent bits with bias 7, 3 mantissa bits; exponent 0 is
+    subnormal, 0x7F and 0xFF are NaN.
+    """
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = (code >> 3) & 15, code & 7
     if exponent == 15 and mantissa == 7:
@@ -30,7 +34,9 @@ E4M3_MIDPOINTS = (E4M3_VALUES[1:] + E4M3_VALUES[:-1]) / 2
 
 
 def encode_e4m3(values: np.ndarray) -> np.ndarray:
-    """Nearest code of values within +-448; a tie goes to the even code, NaN to 0x7F; zero keeps its sign."""
+    """Nearest code of values within +-448; a tie goes to the even code, NaN to 0x7F; zero keeps its
+    sign.
+    """
     magnitude = np.abs(values.astype(np.float64))
     below = np.searchsorted(E4M3_MIDPOINTS, np.nan_to_num(magnitude), side="left")
     tie = np.isin(magnitude, E4M3_MIDPOINTS) & (below % 2 == 1)
@@ -56,7 +62,9 @@ def scales(amax: np.float32, code: str, scale_format: str) -> tuple[np.float32, 
     return np.float32(power), np.float32(1 / power)
 
 
-def quantize_block(block: np.ndarray, code: str, scale_format: str) -> tuple[np.ndarray, np.float32]:
+def quantize_block(
+    block: np.ndarray, code: str, scale_format: str
+) -> tuple[np.ndarray, np.float32]:
     """Codes and scale of one block of fp32 values."""
     finite_or_inf = np.abs(block[~np.isnan(block)])
     amax = np.float32(max([AMAX_FLOOR, *finite_or_inf.ravel().tolist()]))
@@ -80,12 +88,18 @@ def quantize(
     codes = np.zeros(matrices.shape, np.uint8 if code == "e4m3" else np.int8)
     scale_inv = np.zeros((len(matrices), *grid), np.float32)
     for b, i, j in np.ndindex(len(matrices), *grid):
-        part = (b, slice(i * block_rows, (i + 1) * block_rows), slice(j * block_cols, (j + 1) * block_cols))
+        part = (
+            b,
+            slice(i * block_rows, (i + 1) * block_rows),
+            slice(j * block_cols, (j + 1) * block_cols),
+        )
         codes[part], scale_inv[b, i, j] = quantize_block(matrices[part], code, scale_format)
     return codes.reshape(x.shape), scale_inv.reshape(*lead, *grid)
 
 
-def dequantize(codes: np.ndarray, scale_inv: np.ndarray, block_rows: int, block_cols: int) -> np.ndarray:
+def dequantize(
+    codes: np.ndarray, scale_inv: np.ndarray, block_rows: int, block_cols: int
+) -> np.ndarray:
     """fp32 `code * scale_inv`, element by element."""
     if codes.dtype == np.uint8:
         table = np.array([decode_e4m3(code) for code in range(256)], np.float32)
@@ -93,6 +107,8 @@ def dequantize(codes: np.ndarray, scale_inv: np.ndarray, block_rows: int, block_
     else:
         values = codes.astype(np.float32)
     n_rows, n_cols = codes.shape[-2:]
-    spread = scale_inv[..., np.arange(n_rows) // block_rows, :][..., np.arange(n_cols) // block_cols]
+    spread = scale_inv[..., np.arange(n_rows) // block_rows, :][
+        ..., np.arange(n_cols) // block_cols
+    ]
     with np.errstate(invalid="ignore", over="ignore"):
         return (values * spread).astype(np.float32)

@@ -1,4 +1,6 @@
-"""`BlockScaledTensor` refuses what does not belong together and whatever would read its bytes as plain numbers."""
+"""`BlockScaledTensor` refuses what does not belong together and whatever would read its bytes as
+plain numbers.
+"""
 
 import operator
 
@@ -15,7 +17,9 @@ ROW_128 = BlockShape(1, 128)
 
 
 def example(shape=(2, 130, 200), block=ROW_128, code=Code.E4M3):
-    return quantize(tensor(np.random.default_rng(0).standard_normal(shape).astype(np.float32)), block, code)
+    return quantize(
+        tensor(np.random.default_rng(0).standard_normal(shape).astype(np.float32)), block, code
+    )
 
 
 def test_codes_have_the_range_and_storage_of_their_format():
@@ -75,7 +79,9 @@ def test_rows_of_one_matrix_cannot_be_sliced():
 def test_codes_of_another_format_are_refused(stored, claimed):
     q = example(code=stored)
     found, needed = ("float8_e4m3fn", "int8") if stored is Code.E4M3 else ("int8", "float8_e4m3fn")
-    with pytest.raises(DTypeError, match=f"codes are {found}, the {claimed.value} code needs {needed}"):
+    with pytest.raises(
+        DTypeError, match=f"codes are {found}, the {claimed.value} code needs {needed}"
+    ):
         BlockScaledTensor(q.codes, q.scale_inv, q.block, claimed)
 
 
@@ -83,7 +89,9 @@ def test_codes_of_another_format_are_refused(stored, claimed):
 def test_plain_tensors_are_no_codes(dtype):
     values = tensor(np.ones((4, 128), np.float32)).to(getattr(torch, dtype))
     with pytest.raises(DTypeError, match=f"codes are {dtype}"):
-        BlockScaledTensor(values, tensor(np.ones((4, 1), np.float32)), BlockShape(1, 128), Code.E4M3)
+        BlockScaledTensor(
+            values, tensor(np.ones((4, 1), np.float32)), BlockShape(1, 128), Code.E4M3
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -98,7 +106,12 @@ def test_a_scale_grid_of_the_wrong_shape_is_refused_with_both_shapes():
     with pytest.raises(ShapeError) as caught:
         BlockScaledTensor(q.codes, q.scale_inv.transpose(-2, -1).contiguous(), q.block, q.code)
     message = str(caught.value)
-    for part in ("scale_inv has shape (2, 2, 130)", "codes (2, 130, 200)", "1x128 blocks", "need (2, 130, 2)"):
+    for part in (
+        "scale_inv has shape (2, 2, 130)",
+        "codes (2, 130, 200)",
+        "1x128 blocks",
+        "need (2, 130, 2)",
+    ):
         assert part in message
 
 
@@ -108,7 +121,9 @@ def test_scales_of_the_other_orientation_are_refused():
         BlockScaledTensor(q.codes, q.scale_inv, q.block, q.code, Orientation.COLUMNS)
 
 
-@pytest.mark.parametrize("operation", [operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul])
+@pytest.mark.parametrize(
+    "operation", [operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul]
+)
 @pytest.mark.parametrize("code", list(Code))
 def test_arithmetic_is_refused_on_both_sides(operation, code):
     q = example(shape=(128, 128), code=code)

@@ -1,4 +1,6 @@
-"""Codes and scales of the quantiser, bit for bit against one written from the formats' definitions, and its properties."""
+"""Codes and scales of the quantiser, bit for bit against one written from the formats' definitions,
+and its properties.
+"""
 
 import math
 
@@ -12,14 +14,21 @@ from hypothesis import strategies as st
 from sonicmoe.errors import DTypeError
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import BlockShape, ScaleFormat, iso
-from sonicmoe.quant.reference import AMAX_FLOOR, dequantize, encode_e4m3, quantize, transpose_storage
+from sonicmoe.quant.reference import (
+    AMAX_FLOOR,
+    dequantize,
+    encode_e4m3,
+    quantize,
+    transpose_storage,
+)
 
 CODES, SCALES = list(Code), list(ScaleFormat)
 FLT_MAX = float(np.finfo(np.float32).max)
 both = pytest.mark.parametrize("code", CODES, ids=lambda c: c.value)
 scale_formats = pytest.mark.parametrize("scale_format", SCALES, ids=lambda s: s.value)
 
-# Shapes leave partial blocks at the right edge, the bottom edge, both, or none; some have a batch axis.
+# Shapes leave partial blocks at the right edge, the bottom edge, both, or none; some have a batch
+# axis.
 BLOCKS_AND_SHAPES = [
     (BlockShape(1, 128), (5, 384)),
     (BlockShape(1, 128), (3, 300)),
@@ -55,19 +64,26 @@ def as_fp32(value):
 
 
 def assert_same_bits(x, block, code, scale_format):
-    """`x`: a tensor of the framework; returns its quantisation after comparing it with the naive one."""
+    """`x`: a tensor of the framework; returns its quantisation after comparing it with the naive
+    one.
+    """
     q = quantize(x, block, code, scale_format)
-    codes, scale_inv = naive.quantize(as_fp32(x), block.rows, block.cols, code.value, scale_format.value)
+    codes, scale_inv = naive.quantize(
+        as_fp32(x), block.rows, block.cols, code.value, scale_format.value
+    )
     np.testing.assert_array_equal(code_bits(q), codes)
     np.testing.assert_array_equal(bits(as_fp32(q.scale_inv)), bits(scale_inv))
     np.testing.assert_array_equal(
-        bits(as_fp32(dequantize(q))), bits(naive.dequantize(codes, scale_inv, block.rows, block.cols))
+        bits(as_fp32(dequantize(q))),
+        bits(naive.dequantize(codes, scale_inv, block.rows, block.cols)),
     )
     return q
 
 
 def wide_range(shape, seed=0):
-    """Values over 24 octaves with both signs, some exact zeros: reaches the subnormal codes of every block."""
+    """Values over 24 octaves with both signs, some exact zeros: reaches the subnormal codes of
+    every block.
+    """
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * 2.0 ** rng.uniform(-20, 4, shape)
     return np.where(rng.random(shape) < 0.02, 0.0, values).astype(np.float32)
@@ -75,7 +91,9 @@ def wide_range(shape, seed=0):
 
 @both
 @scale_formats
-@pytest.mark.parametrize(("block", "shape"), BLOCKS_AND_SHAPES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(
+    ("block", "shape"), BLOCKS_AND_SHAPES, ids=lambda v: str(v).replace(" ", "")
+)
 def test_bits_match_the_naive_quantizer(block, shape, code, scale_format):
     assert_same_bits(tensor(wide_range(shape)), block, code, scale_format)
 
@@ -122,36 +140,58 @@ def test_special_values_have_the_defined_bits(values, code, scale_format):
 
 @scale_formats
 def test_rounding_ties_go_to_the_even_code(scale_format):
-    """amax 448 makes the scale 1, so the midpoints between codes arrive exactly at the rounding step."""
+    """amax 448 makes the scale 1, so the midpoints between codes arrive exactly at the rounding
+    step.
+    """
     ties = np.concatenate([naive.E4M3_MIDPOINTS, -naive.E4M3_MIDPOINTS]).astype(np.float32)
     values = np.concatenate(
-        [ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf)), [448.0]]
+        [
+            ties,
+            np.nextafter(ties, np.float32(np.inf)),
+            np.nextafter(ties, np.float32(-np.inf)),
+            [448.0],
+        ]
     )
-    q = assert_same_bits(tensor(values.reshape(1, -1)), BlockShape(1, len(values)), Code.E4M3, scale_format)
+    q = assert_same_bits(
+        tensor(values.reshape(1, -1)), BlockShape(1, len(values)), Code.E4M3, scale_format
+    )
     assert (code_bits(q)[0, : len(ties)] % 2 == 0).all()
     halves = np.arange(-126.5, 127, 1.0, dtype=np.float32)
-    q = assert_same_bits(tensor(np.append(halves, 127.0).reshape(1, -1)), BlockShape(1, 255), Code.INT8, scale_format)
+    q = assert_same_bits(
+        tensor(np.append(halves, 127.0).reshape(1, -1)), BlockShape(1, 255), Code.INT8, scale_format
+    )
     assert (code_bits(q)[0, : len(halves)] % 2 == 0).all()
 
 
 @both
 @scale_formats
 def test_values_a_rounding_away_from_a_tie_have_the_naive_bits(code, scale_format):
-    """Here the last bit of the multiplier decides the code: it must be its own division, not the inverse of the scale."""
+    """Here the last bit of the multiplier decides the code: it must be its own division, not the
+    inverse of the scale.
+    """
     rng = np.random.default_rng(8)
     amax = rng.uniform(1.0, 2.0, (1500, 1)).astype(np.float32)
     midpoints = naive.E4M3_MIDPOINTS[60:] if code is Code.E4M3 else np.arange(60) + 0.5
     near = (rng.choice(midpoints, (1500, 3)) * (amax / code.max)).astype(np.float32)
-    assert_same_bits(tensor(np.concatenate([amax, near], axis=1)), BlockShape(1, 4), code, scale_format)
+    assert_same_bits(
+        tensor(np.concatenate([amax, near], axis=1)), BlockShape(1, 4), code, scale_format
+    )
 
 
 def test_every_e4m3_code_survives_decoding_and_encoding():
     every = np.arange(256, dtype=np.uint8)
     codes = tensor(every.astype(np.int64)).to(torch.uint8).view(torch.float8_e4m3fn)
     values = dequantize(
-        BlockScaledTensor(codes.reshape([1, 256]), tensor(np.ones((1, 1), np.float32)), BlockShape(1, 256), Code.E4M3)
+        BlockScaledTensor(
+            codes.reshape([1, 256]),
+            tensor(np.ones((1, 1), np.float32)),
+            BlockShape(1, 256),
+            Code.E4M3,
+        )
     )
-    np.testing.assert_array_equal(bits(as_fp32(values)), bits([[naive.decode_e4m3(int(code)) for code in every]]))
+    np.testing.assert_array_equal(
+        bits(as_fp32(values)), bits([[naive.decode_e4m3(int(code)) for code in every]])
+    )
     back = numpy(encode_e4m3(values).view(torch.uint8))
     expected = np.where(every == 0xFF, 0x7F, every)  # NaN has no sign to keep
     np.testing.assert_array_equal(back[0], expected)
@@ -191,7 +231,9 @@ def test_transposing_storage_moves_bytes_only(block, code, scale_format):
     assert flipped.shape == q.shape
     assert flipped.nbytes == q.nbytes
     np.testing.assert_array_equal(code_bits(flipped), code_bits(q).transpose(0, 2, 1))
-    np.testing.assert_array_equal(as_fp32(flipped.scale_inv), as_fp32(q.scale_inv).transpose(0, 2, 1))
+    np.testing.assert_array_equal(
+        as_fp32(flipped.scale_inv), as_fp32(q.scale_inv).transpose(0, 2, 1)
+    )
     np.testing.assert_array_equal(bits(as_fp32(dequantize(flipped))), bits(as_fp32(dequantize(q))))
     back = transpose_storage(flipped)
     assert back.orientation is Orientation.ROWS
@@ -212,7 +254,9 @@ def test_isotropic_blocks_commute_with_transposition(size, code, scale_format):
 
 @both
 def test_row_blocks_do_not_commute_with_transposition(code):
-    """The counterpart of the test above: it would pass on anything if the two quantisations were always equal."""
+    """The counterpart of the test above: it would pass on anything if the two quantisations were
+    always equal.
+    """
     x = wide_range((128, 128), seed=7)
     q = quantize(tensor(x), BlockShape(1, 128), code)
     of_transposed = quantize(tensor(np.ascontiguousarray(x.T)), BlockShape(1, 128), code)
@@ -254,7 +298,9 @@ def one_block(values):
 
 
 @quick
-@given(st.lists(any_float, min_size=1, max_size=24), st.sampled_from(CODES), st.sampled_from(SCALES))
+@given(
+    st.lists(any_float, min_size=1, max_size=24), st.sampled_from(CODES), st.sampled_from(SCALES)
+)
 def test_any_row_has_the_naive_bits(values, code, scale_format):
     assert_same_bits(tensor(one_block(values)), BlockShape(1, 8), code, scale_format)
 
@@ -262,12 +308,18 @@ def test_any_row_has_the_naive_bits(values, code, scale_format):
 @quick
 @given(rows_of, st.sampled_from(CODES), st.sampled_from(SCALES))
 def test_error_of_every_element_is_bounded(values, code, scale_format):
-    """E4M3: half a unit in the last of 3 mantissa bits, or half a subnormal step; INT8: half a step. Plus fp32 rounding."""
+    """E4M3: half a unit in the last of 3 mantissa bits, or half a subnormal step; INT8: half a
+    step. Plus fp32 rounding.
+    """
     x = one_block(values)
     q = quantize(tensor(x), BlockShape(1, x.shape[1]), code, scale_format)
     scale = float(numpy(q.scale_inv)[0, 0])
     error = np.abs(numpy(dequantize(q)) - x.astype(np.float64))
-    bound = np.maximum(np.abs(x) / 16, scale * 2.0**-10) if code is Code.E4M3 else np.full(x.shape, scale / 2)
+    bound = (
+        np.maximum(np.abs(x) / 16, scale * 2.0**-10)
+        if code is Code.E4M3
+        else np.full(x.shape, scale / 2)
+    )
     assert (error <= bound * (1 + 1e-5) + np.abs(x) * 2.0**-21).all()
 
 
@@ -285,7 +337,11 @@ def test_powers_of_two_scale_out(values, exponent, code, scale_format):
 
 
 @quick
-@given(rows_of, st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=3), st.data())
+@given(
+    rows_of,
+    st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=3),
+    st.data(),
+)
 def test_nothing_non_finite_is_laundered(values, poison, data):
     x = one_block([*values, *poison])
     order = data.draw(st.permutations(range(x.shape[1])))
@@ -315,4 +371,6 @@ def test_the_floor_is_where_the_naive_quantizer_puts_it():
 
 
 def test_storage_is_one_type():
-    assert isinstance(quantize(tensor(np.ones((1, 4), np.float32)), BlockShape(1, 4)), BlockScaledTensor)
+    assert isinstance(
+        quantize(tensor(np.ones((1, 4), np.float32)), BlockShape(1, 4)), BlockScaledTensor
+    )

@@ -1,4 +1,6 @@
-"""The faces of the GPU quantisers where no GPU is needed: host tensors, layouts, and what they refuse."""
+"""The faces of the GPU quantisers where no GPU is needed: host tensors, layouts, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ EXPERTS, HIDDEN, INTER = 2, 48, 144
 
 def native_weights(seed=0, n1=2 * INTER):
     rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal(s).astype(np.float32) for s in ((EXPERTS, n1, HIDDEN), (EXPERTS, HIDDEN, INTER)))
+    return tuple(
+        rng.standard_normal(s).astype(np.float32)
+        for s in ((EXPERTS, n1, HIDDEN), (EXPERTS, HIDDEN, INTER))
+    )
 
 
 def source_of(w1, w2, transposed, split_half):
@@ -47,10 +52,15 @@ def test_every_layout_gives_the_native_codes(transposed, split_half, iso_weight)
     native = native_weights()
     weights = gpu.QuantizedWeights(iso_weight)
     weights.update(source_of(*native, transposed, split_half))
-    for ours, dgrad, values in zip((weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), native, strict=True):
+    for ours, dgrad, values in zip(
+        (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), native, strict=True
+    ):
         wanted = quantize(tensor(values), iso(128))
         same(ours, wanted)
-        assert dgrad.orientation is Orientation.COLUMNS and tuple(dgrad.codes.shape[1:]) == values.shape[:0:-1]
+        assert (
+            dgrad.orientation is Orientation.COLUMNS
+            and tuple(dgrad.codes.shape[1:]) == values.shape[:0:-1]
+        )
         assert np.array_equal(numpy(dequantize(dgrad)), numpy(dequantize(wanted)))
 
 
@@ -80,9 +90,17 @@ def test_iso_weight_holds_half():
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (np.zeros((4, 24), np.float32), ShapeError, r"x has shape \(4, 24\); needed: \[T, C\] with C a multiple of 16"),
+        (
+            np.zeros((4, 24), np.float32),
+            ShapeError,
+            r"x has shape \(4, 24\); needed: \[T, C\] with C a multiple of 16",
+        ),
         (np.zeros((2, 4, 16), np.float32), ShapeError, r"x has shape \(2, 4, 16\)"),
-        (np.zeros((4, 16), np.float64), DTypeError, "x is float64; needed: bfloat16, float16 or float32"),
+        (
+            np.zeros((4, 16), np.float64),
+            DTypeError,
+            "x is float64; needed: bfloat16, float16 or float32",
+        ),
     ],
 )
 def test_rows_border(x, error, message):
@@ -97,10 +115,34 @@ def zeros(*shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ("up", "down", "transposed", "error", "message"),
     [
-        (zeros(16, 64), zeros(24, 16), True, ShapeError, "N1=64, H=16, I=24; needed: multiples of 16"),
-        (zeros(16, 64), zeros(16, 16), True, ShapeError, "split halves need N1 = 2 I, got N1=64 and I=16"),
-        (zeros(32, 16), zeros(32, 16), False, ShapeError, r"down\[0\] has shape \(32, 16\); needed: \(16, 16\)"),
-        (zeros(16, 32), zeros(16, 16, dtype=np.float64), True, DTypeError, r"down\[0\] is float64, up\[0\] is float32"),
+        (
+            zeros(16, 64),
+            zeros(24, 16),
+            True,
+            ShapeError,
+            "N1=64, H=16, I=24; needed: multiples of 16",
+        ),
+        (
+            zeros(16, 64),
+            zeros(16, 16),
+            True,
+            ShapeError,
+            "split halves need N1 = 2 I, got N1=64 and I=16",
+        ),
+        (
+            zeros(32, 16),
+            zeros(32, 16),
+            False,
+            ShapeError,
+            r"down\[0\] has shape \(32, 16\); needed: \(16, 16\)",
+        ),
+        (
+            zeros(16, 32),
+            zeros(16, 16, dtype=np.float64),
+            True,
+            DTypeError,
+            r"down\[0\] is float64, up\[0\] is float32",
+        ),
         (zeros(16, 32, dtype=np.int32), zeros(16, 16), True, DTypeError, r"up\[0\] is int32"),
     ],
 )
@@ -114,5 +156,7 @@ def test_a_weight_off_the_boundary_is_refused():
     shifted = base[1:].reshape([16, 16])
     if shifted.data_ptr() % 16 == 0:
         pytest.skip("this framework copies slices")
-    with pytest.raises(LayoutError, match=r"down\[0\] starts at 0x\w+; needed: a multiple of 16 bytes"):
+    with pytest.raises(
+        LayoutError, match=r"down\[0\] starts at 0x\w+; needed: a multiple of 16 bytes"
+    ):
         gpu._check_source(WeightSource((zeros(16, 32),), (shifted,), True, True))

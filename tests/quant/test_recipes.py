@@ -47,7 +47,9 @@ def test_every_recipe_exists_with_both_scale_formats(recipe):
         twin = recipe.with_scales(scale_format)
         assert RECIPES[twin.name] == twin
         assert all(getattr(twin, name) == getattr(recipe, name) for name in BLOCK_FIELDS)
-    assert recipe.with_scales(ScaleFormat.POW2).with_scales(ScaleFormat.FP32).name == recipe.name.removesuffix("-pow2")
+    assert recipe.with_scales(ScaleFormat.POW2).with_scales(
+        ScaleFormat.FP32
+    ).name == recipe.name.removesuffix("-pow2")
 
 
 @every_recipe
@@ -58,7 +60,9 @@ def test_padding_keeps_blocks_of_rows_inside_one_expert(recipe):
 
 @every_recipe
 def test_gathered_operands_are_scaled_per_row(recipe):
-    """x and dout are quantised once per token and gathered afterwards: a block of several rows would mix experts."""
+    """x and dout are quantised once per token and gathered afterwards: a block of several rows
+    would mix experts.
+    """
     assert recipe.x.rows == recipe.dout.rows == 1
 
 
@@ -69,7 +73,9 @@ def test_saved_z_is_scaled_per_row_and_128(recipe):
 
 @every_recipe
 def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
-    """Both operands of a weight gradient share their extent along tokens, so one product of scales serves a whole k-block."""
+    """Both operands of a weight gradient share their extent along tokens, so one product of scales
+    serves a whole k-block.
+    """
     assert recipe.wgrad_x.rows == recipe.wgrad_dz.rows
     assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
 
@@ -80,7 +86,14 @@ def test_isotropic_recipes_share_buffers(size):
     assert recipe.shares_weight_buffers
     assert recipe.shares_dz
     assert recipe.row_alignment == size
-    assert {recipe.w1, recipe.w2, recipe.dz, recipe.wgrad_x, recipe.wgrad_dout, recipe.wgrad_y1s} == {iso(size)}
+    assert {
+        recipe.w1,
+        recipe.w2,
+        recipe.dz,
+        recipe.wgrad_x,
+        recipe.wgrad_dout,
+        recipe.wgrad_y1s,
+    } == {iso(size)}
 
 
 @pytest.mark.parametrize("size", [128, 256, 512])
@@ -104,13 +117,22 @@ def test_a_weight_block_that_differs_in_dgrad_is_not_shared():
 def test_deepseek_v3_has_strips_for_activations_and_square_weight_blocks():
     """arXiv:2412.19437, section 3.3.2: 1x128 tiles for activations, 128x128 blocks for weights."""
     assert (DEEPSEEK_V3.x, DEEPSEEK_V3.y1, DEEPSEEK_V3.dout, DEEPSEEK_V3.dz) == (rows(128),) * 4
-    assert {DEEPSEEK_V3.wgrad_x, DEEPSEEK_V3.wgrad_dz, DEEPSEEK_V3.wgrad_dout, DEEPSEEK_V3.wgrad_y1s} == {columns(128)}
-    assert {DEEPSEEK_V3.w1, DEEPSEEK_V3.w2, DEEPSEEK_V3.w1_dgrad, DEEPSEEK_V3.w2_dgrad} == {iso(128)}
+    assert {
+        DEEPSEEK_V3.wgrad_x,
+        DEEPSEEK_V3.wgrad_dz,
+        DEEPSEEK_V3.wgrad_dout,
+        DEEPSEEK_V3.wgrad_y1s,
+    } == {columns(128)}
+    assert {DEEPSEEK_V3.w1, DEEPSEEK_V3.w2, DEEPSEEK_V3.w1_dgrad, DEEPSEEK_V3.w2_dgrad} == {
+        iso(128)
+    }
     assert DEEPSEEK_V3.scale_format is ScaleFormat.FP32
 
 
 def test_dx256_shares_its_oblong_blocks_too():
-    """A block need not be square to be read in both orientations: transposing codes and scales rounds nothing."""
+    """A block need not be square to be read in both orientations: transposing codes and scales
+    rounds nothing.
+    """
     recipe = RECIPES["dx256"]
     assert (recipe.dz, recipe.w1) == (BlockShape(128, 256), BlockShape(256, 128))
     assert recipe.shares_weight_buffers

@@ -1,4 +1,6 @@
-"""The host's face of the weight-gradient operands: the exact quantiser on gathered rows, transposed; and the checks at its border."""
+"""The host's face of the weight-gradient operands: the exact quantiser on gathered rows,
+transposed; and the checks at its border.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from framework import numpy, tensor, torch
 
 from sonicmoe.errors import DTypeError, ShapeError
 from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair, transpose_codes
+from sonicmoe.quant.gpu_wgrad import (
+    gather_transpose_quantize,
+    gather_transpose_quantize_pair,
+    transpose_codes,
+)
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import dequantize, quantize
 
@@ -34,7 +40,9 @@ def test_rows_are_gathered_and_padding_is_zero():
     assert tuple(q.codes.shape) == (144, 256) and tuple(q.scale_inv.shape) == (2, 2)
     gathered = np.where(row_token[:, None] >= 0, x[row_token], 0)
     want = quantize(tensor(gathered), iso(128))
-    np.testing.assert_array_equal(numpy(q.codes.view(torch.uint8)), numpy(want.codes.view(torch.uint8)).T)
+    np.testing.assert_array_equal(
+        numpy(q.codes.view(torch.uint8)), numpy(want.codes.view(torch.uint8)).T
+    )
     np.testing.assert_array_equal(numpy(q.scale_inv), numpy(want.scale_inv).T)
     np.testing.assert_array_equal(numpy(dequantize(q)), numpy(dequantize(want)))
 
@@ -50,17 +58,23 @@ def test_tokens_without_a_row_are_not_read():
 def test_pair_is_both():
     x, dout, row_token = tokens(), tokens(seed=5), tensor(row_tokens())
     for got, source in zip(
-        gather_transpose_quantize_pair(tensor(x), tensor(dout), row_token, OFFSETS), (x, dout), strict=True
+        gather_transpose_quantize_pair(tensor(x), tensor(dout), row_token, OFFSETS),
+        (x, dout),
+        strict=True,
     ):
         want = gather_transpose_quantize(tensor(source), row_token, OFFSETS)
-        np.testing.assert_array_equal(numpy(got.codes.view(torch.uint8)), numpy(want.codes.view(torch.uint8)))
+        np.testing.assert_array_equal(
+            numpy(got.codes.view(torch.uint8)), numpy(want.codes.view(torch.uint8))
+        )
 
 
 def test_transpose_codes_moves_bytes():
     q = quantize(tensor(tokens(144, 256)), iso(128))
     got = transpose_codes(q, OFFSETS)
     np.testing.assert_array_equal(numpy(dequantize(got)), numpy(dequantize(q)))
-    np.testing.assert_array_equal(numpy(got.codes.view(torch.uint8)), numpy(q.codes.view(torch.uint8)).T)
+    np.testing.assert_array_equal(
+        numpy(got.codes.view(torch.uint8)), numpy(q.codes.view(torch.uint8)).T
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +87,9 @@ def test_transpose_codes_moves_bytes():
 )
 def test_border(width, token, size, error, words):
     with pytest.raises(error, match=words):
-        gather_transpose_quantize(tensor(tokens(width)), tensor(row_tokens(size=256)[:size].astype(token)), OFFSETS)
+        gather_transpose_quantize(
+            tensor(tokens(width)), tensor(row_tokens(size=256)[:size].astype(token)), OFFSETS
+        )
 
 
 def test_border_of_values_offsets_and_pairs():

@@ -1,4 +1,6 @@
-"""Routing metadata by three nested Python loops: what `build_routing` must equal, written so that nobody has to trust it."""
+"""Routing metadata by three nested Python loops: what `build_routing` must equal, written so that
+nobody has to trust it.
+"""
 
 from __future__ import annotations
 

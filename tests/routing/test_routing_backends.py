@@ -1,4 +1,6 @@
-"""The choice of routing kernels: what a passing error forced is not for ever, and a lock timeout reaches the caller."""
+"""The choice of routing kernels: what a passing error forced is not for ever, and a lock timeout
+reaches the caller.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_a_lasting_error_decides_once_though_a_passing_one_hit_the_next_choice(m
 def test_a_lock_timeout_is_raised_and_the_next_call_tries_again(maker, monkeypatch):
     monkeypatch.setattr(backends, "_make_cuda", failing("cuda", ToolchainError("no nvcc")))
     monkeypatch.setattr(backends, "_make_triton", failing("triton"))
-    monkeypatch.setattr(backends, maker, failing("late", CompileLockTimeout("waited 600 s for pid 7 on host a")))
+    monkeypatch.setattr(
+        backends, maker, failing("late", CompileLockTimeout("waited 600 s for pid 7 on host a"))
+    )
     with pytest.raises(CompileLockTimeout, match="pid 7 on host a"):
         chosen(1)
     assert chosen(1)[0] != "reference"

@@ -1,4 +1,6 @@
-"""`build_routing` against a naive builder, on every kind of input the routing contract calls ordinary."""
+"""`build_routing` against a naive builder, on every kind of input the routing contract calls
+ordinary.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def distinct_probs(indices, num_experts, invalid=np.nan):
-    """A different probability in every slot, so that no permutation goes unnoticed; `invalid` where nothing is routed."""
-    probs = (1 + np.arange(indices.size, dtype=np.float32).reshape(indices.shape)) / np.float32(indices.size + 1)
-    return np.where((indices >= 0) & (indices < num_experts), probs, np.float32(invalid)).astype(np.float32)
+    """A different probability in every slot, so that no permutation goes unnoticed; `invalid` where
+    nothing is routed.
+    """
+    probs = (1 + np.arange(indices.size, dtype=np.float32).reshape(indices.shape)) / np.float32(
+        indices.size + 1
+    )
+    return np.where((indices >= 0) & (indices < num_experts), probs, np.float32(invalid)).astype(
+        np.float32
+    )
 
 
 def build(indices, probs, num_experts, counts=None, **options):
-    return build_routing(tensor(indices), tensor(probs, torch.float32), num_experts, counts, **options)
+    return build_routing(
+        tensor(indices), tensor(probs, torch.float32), num_experts, counts, **options
+    )
 
 
 def assert_equals_naive(metadata: RoutingMetadata, expected: dict) -> None:
@@ -57,13 +67,17 @@ def check(indices, num_experts, alignment=128, counts=None):
 
 @st.composite
 def dispatches(draw):
-    """`(indices, num_experts, alignment)`; ids of every kind in every position, repeated ids included."""
+    """`(indices, num_experts, alignment)`; ids of every kind in every position, repeated ids
+    included.
+    """
     num_experts = draw(st.integers(1, 6))
     topk = draw(st.integers(1, 8))
     num_tokens = draw(st.integers(0, 12))
     dtype = draw(st.sampled_from([np.int32, np.int64]))
     limits = np.iinfo(dtype)
-    odd = st.sampled_from([-1, -2, -7, num_experts, num_experts + 1, 1000, int(limits.max), int(limits.min)])
+    odd = st.sampled_from(
+        [-1, -2, -7, num_experts, num_experts + 1, 1000, int(limits.max), int(limits.min)]
+    )
     ids = st.one_of(st.integers(0, num_experts - 1), odd)
     flat = draw(st.lists(ids, min_size=num_tokens * topk, max_size=num_tokens * topk))
     indices = np.asarray(flat, dtype=dtype).reshape(num_tokens, topk)
@@ -82,7 +96,9 @@ def test_equals_the_naive_builder(dispatch):
 @given(dispatches())
 def test_rows_and_slots_are_inverse_and_padding_is_marked(dispatch):
     indices, num_experts, alignment = dispatch
-    metadata = build(indices, distinct_probs(indices, num_experts), num_experts, alignment=alignment)
+    metadata = build(
+        indices, distinct_probs(indices, num_experts), num_experts, alignment=alignment
+    )
     row_slot, slot_row = numpy(metadata.row_slot), numpy(metadata.slot_row).ravel()
     row_token, row_prob = numpy(metadata.row_token), numpy(metadata.row_prob)
     real = np.flatnonzero(row_slot >= 0)
@@ -97,13 +113,21 @@ def test_rows_and_slots_are_inverse_and_padding_is_marked(dispatch):
     for expert, (first, count, padded) in enumerate(metadata.expert_slices()):
         assert first % alignment == 0
         assert padded % alignment == 0
-        assert np.array_equal(np.flatnonzero(row_slot[first : first + padded] >= 0), np.arange(count))
-        assert np.array_equal(indices.ravel()[row_slot[first : first + count]], np.full(count, expert))
-        assert (np.diff(row_slot[first : first + count]) > 0).all(), "rows of an expert are not in token order"
+        assert np.array_equal(
+            np.flatnonzero(row_slot[first : first + padded] >= 0), np.arange(count)
+        )
+        assert np.array_equal(
+            indices.ravel()[row_slot[first : first + count]], np.full(count, expert)
+        )
+        assert (np.diff(row_slot[first : first + count]) > 0).all(), (
+            "rows of an expert are not in token order"
+        )
 
 
 @pytest.mark.parametrize("alignment", [128, 256, 512])
-@pytest.mark.parametrize("counts", [(0, 1, 127, 128, 129), (129, 0, 0, 0, 128), (0, 0, 0, 0, 1), (127, 127, 1, 1, 0)])
+@pytest.mark.parametrize(
+    "counts", [(0, 1, 127, 128, 129), (129, 0, 0, 0, 128), (0, 0, 0, 0, 1), (127, 127, 1, 1, 0)]
+)
 def test_counts_around_the_tile(counts, alignment):
     rng = np.random.default_rng(sum(counts))
     experts = np.repeat(np.arange(len(counts)), counts)
@@ -116,7 +140,9 @@ def test_counts_around_the_tile(counts, alignment):
 @pytest.mark.parametrize("topk", range(1, 9))
 def test_every_topk(topk):
     rng = np.random.default_rng(topk)
-    indices = np.stack([rng.permutation(12)[:topk] for _ in range(50)]).astype(np.int64)  # 4 of 12 experts are not here
+    indices = np.stack([rng.permutation(12)[:topk] for _ in range(50)]).astype(
+        np.int64
+    )  # 4 of 12 experts are not here
     check(np.where(indices < 8, indices, -1), 8)
 
 
@@ -135,7 +161,9 @@ def test_every_sentinel_in_every_position_is_the_same(sentinel, position):
     indices = np.stack([rng.permutation(4)[:3] for _ in range(40)]).astype(np.int64)
     indices[::2, position] = sentinel
     metadata = check(indices, 4)
-    with_minus_one = build(np.where(indices == sentinel, -1, indices), np.zeros((40, 3), np.float32), 4)
+    with_minus_one = build(
+        np.where(indices == sentinel, -1, indices), np.zeros((40, 3), np.float32), 4
+    )
     assert np.array_equal(numpy(metadata.slot_row), numpy(with_minus_one.slot_row))
 
 
@@ -155,7 +183,10 @@ def test_invalid_slots_decide_by_index_not_by_probability():
 
 def test_repeated_builds_are_equal_and_inputs_stay():
     rng = np.random.default_rng(0)
-    indices, probs = tensor(rng.integers(-1, 6, (200, 4))), tensor(rng.random((200, 4)), torch.float32)
+    indices, probs = (
+        tensor(rng.integers(-1, 6, (200, 4))),
+        tensor(rng.random((200, 4)), torch.float32),
+    )
     before = numpy(indices).copy(), numpy(probs).copy()
     first, second = build_routing(indices, probs, 5), build_routing(indices, probs, 5)
     for one, other in zip(first.tensors(), second.tensors(), strict=True):
@@ -167,12 +198,16 @@ def test_repeated_builds_are_equal_and_inputs_stay():
 def test_non_contiguous_inputs():
     rng = np.random.default_rng(1)
     indices, probs = rng.integers(-1, 5, (3, 40)), rng.random((3, 40)).astype(np.float32)
-    metadata = build_routing(tensor(indices).transpose(0, 1), tensor(probs, torch.float32).transpose(0, 1), 4)
+    metadata = build_routing(
+        tensor(indices).transpose(0, 1), tensor(probs, torch.float32).transpose(0, 1), 4
+    )
     assert_equals_naive(metadata, naive_routing(indices.T, probs.T, 4, 128))
 
 
 def test_no_byte_depends_on_old_memory():
-    """Memory full of NaN is freed right before each build; later builds reuse it and must not show it."""
+    """Memory full of NaN is freed right before each build; later builds reuse it and must not show
+    it.
+    """
     rng = np.random.default_rng(2)
     indices = rng.integers(-1, 5, (130, 2))
     probs = distinct_probs(indices, 4)
@@ -188,7 +223,8 @@ def test_no_byte_depends_on_old_memory():
 
 
 @pytest.mark.skipif(
-    IS_PADDLE, reason="PyTorch's switch that fills uninitialised memory with NaN and the largest integers"
+    IS_PADDLE,
+    reason="PyTorch's switch that fills uninitialised memory with NaN and the largest integers",
 )
 def test_every_element_is_written():
     indices = np.random.default_rng(3).integers(-1, 5, (130, 2))
@@ -204,16 +240,24 @@ def test_every_element_is_written():
 
 def test_counts_on_host_reads_the_tensor_when_the_builder_did_not_know():
     metadata = build(np.array([[0], [2], [2]]), np.ones((3, 1), np.float32), 3)
-    numbers = {name: getattr(metadata, name) for name in ("num_tokens", "topk", "num_experts", "alignment", "num_rows")}
+    numbers = {
+        name: getattr(metadata, name)
+        for name in ("num_tokens", "topk", "num_experts", "alignment", "num_rows")
+    }
     tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, metadata.tensors(), strict=True))
     blind = RoutingMetadata(**numbers, **tensors)
     assert blind.host_counts is None
     assert blind.counts_on_host() == (1, 0, 2)
-    assert blind.expert_slices() == metadata.expert_slices() == [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
+    assert (
+        blind.expert_slices()
+        == metadata.expert_slices()
+        == [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "multiple", "expected"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)]
+    ("value", "multiple", "expected"),
+    [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)],
 )
 def test_round_up(value, multiple, expected):
     assert round_up(value, multiple) == expected

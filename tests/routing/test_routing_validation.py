@@ -10,18 +10,22 @@ from hypothesis import strategies as st
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
-from sonicmoe.routing.deepep import check_dispatched_tokens
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.routing.deepep import check_dispatched_tokens
 from sonicmoe.routing.reference import build_routing
 from sonicmoe.routing.validation import host_counts_of
 
-INDICES = np.array([[0, 2], [2, -1], [2, 0], [-1, 9]], np.int64)  # counts (2, 0, 3) of three experts
+INDICES = np.array(
+    [[0, 2], [2, -1], [2, 0], [-1, 9]], np.int64
+)  # counts (2, 0, 3) of three experts
 COUNTS = [2, 0, 3]
 
 
 def build(indices=INDICES, probs=None, num_experts=3, counts=None, **options):
     probs = np.full(indices.shape, 0.5, np.float32) if probs is None else probs
-    return build_routing(tensor(indices), tensor(probs, torch.float32), num_experts, counts, **options)
+    return build_routing(
+        tensor(indices), tensor(probs, torch.float32), num_experts, counts, **options
+    )
 
 
 class TestCounts:
@@ -78,10 +82,14 @@ class TestCounts:
 
     @pytest.mark.parametrize("counts", [[2], [2, 0, 3, 0], np.zeros(2, np.int64)], ids=str)
     def test_wrong_length(self, counts):
-        with pytest.raises(ShapeError, match=f"tokens_per_expert has {len(counts)} entries; needed: 3"):
+        with pytest.raises(
+            ShapeError, match=f"tokens_per_expert has {len(counts)} entries; needed: 3"
+        ):
             build(counts=counts)
 
-    @pytest.mark.parametrize("bad", [-1, 2.5, float("nan"), float("inf"), "2", "two", None, True, [2]], ids=str)
+    @pytest.mark.parametrize(
+        "bad", [-1, 2.5, float("nan"), float("inf"), "2", "two", None, True, [2]], ids=str
+    )
     def test_an_entry_that_is_no_count_is_named(self, bad):
         with pytest.raises(RoutingError, match=r"tokens_per_expert\[1\] is .*needed: an int >= 0"):
             build(counts=[2, bad, 3])
@@ -90,9 +98,13 @@ class TestCounts:
         with pytest.raises(RoutingError, match="tokens_per_expert"):
             build(counts=tensor(np.zeros((3, 2), np.int64)))
 
-    @pytest.mark.parametrize("bad", ["203", 5, {0: 2}, iter(COUNTS)], ids=["str", "int", "dict", "iterator"])
+    @pytest.mark.parametrize(
+        "bad", ["203", 5, {0: 2}, iter(COUNTS)], ids=["str", "int", "dict", "iterator"]
+    )
     def test_something_else_is_refused(self, bad):
-        with pytest.raises(RoutingError, match=f"tokens_per_expert is {type(bad).__name__}; needed: a list"):
+        with pytest.raises(
+            RoutingError, match=f"tokens_per_expert is {type(bad).__name__}; needed: a list"
+        ):
             build(counts=bad)
 
     def test_integral_floats_become_ints(self):
@@ -113,10 +125,13 @@ class TestContents:
         indices = np.tile(np.array([0, 1, 2, 3], np.int64), (6, 1))
         indices[4, slots[1]] = indices[4, slots[0]]
         with pytest.raises(
-            RoutingError, match=rf"row 4 names expert {slots[0]} twice \(slots {slots[0]} and {slots[1]}\)"
+            RoutingError,
+            match=rf"row 4 names expert {slots[0]} twice \(slots {slots[0]} and {slots[1]}\)",
         ):
             build(indices, num_experts=4, validate=True)
-        assert build(indices, num_experts=4).host_counts is not None, "without validation it is not looked for"
+        assert build(indices, num_experts=4).host_counts is not None, (
+            "without validation it is not looked for"
+        )
 
     @pytest.mark.parametrize("sentinel", [-1, 3, 50])
     def test_sentinels_may_repeat(self, sentinel):
@@ -147,9 +162,14 @@ class TestShapesAndDtypes:
     @pytest.mark.parametrize("name", ["dispatched_indices", "dispatched_probs"])
     @pytest.mark.parametrize("shape", [(4,), (4, 2, 1), ()])
     def test_rank(self, name, shape):
-        arrays = {"dispatched_indices": np.zeros((4, 2), np.int64), "dispatched_probs": np.zeros((4, 2), np.float32)}
+        arrays = {
+            "dispatched_indices": np.zeros((4, 2), np.int64),
+            "dispatched_probs": np.zeros((4, 2), np.float32),
+        }
         arrays[name] = np.zeros(shape, arrays[name].dtype)
-        with pytest.raises(ShapeError, match=rf"{name} has shape .*needed: \[tokens, topk\]") as caught:
+        with pytest.raises(
+            ShapeError, match=rf"{name} has shape .*needed: \[tokens, topk\]"
+        ) as caught:
             build_routing(*(tensor(array) for array in arrays.values()), 3)
         assert ("HybridEP" in str(caught.value)) == (len(shape) == 1)
 
@@ -160,7 +180,9 @@ class TestShapesAndDtypes:
     @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.bool])
     def test_indices_dtype(self, dtype):
         with pytest.raises(DTypeError, match=r"dispatched_indices is .*needed: int32 or int64"):
-            build_routing(tensor(np.ones((4, 2)), dtype), tensor(np.zeros((4, 2)), torch.float32), 3)
+            build_routing(
+                tensor(np.ones((4, 2)), dtype), tensor(np.zeros((4, 2)), torch.float32), 3
+            )
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
     def test_probs_dtype(self, dtype):
@@ -169,7 +191,10 @@ class TestShapesAndDtypes:
 
     @pytest.mark.parametrize("name", ["dispatched_indices", "dispatched_probs"])
     def test_not_a_tensor(self, name):
-        arguments = {"dispatched_indices": tensor(INDICES), "dispatched_probs": tensor(np.zeros((4, 2)), torch.float32)}
+        arguments = {
+            "dispatched_indices": tensor(INDICES),
+            "dispatched_probs": tensor(np.zeros((4, 2)), torch.float32),
+        }
         arguments[name] = np.zeros((4, 2))
         with pytest.raises(TypeError, match=f"{name} must be a .* tensor, got ndarray"):
             build_routing(*arguments.values(), 3)
@@ -181,7 +206,9 @@ class TestShapesAndDtypes:
 
     @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
     def test_device(self):
-        with pytest.raises(DeviceError, match="dispatched_probs is on meta but dispatched_indices is on cpu"):
+        with pytest.raises(
+            DeviceError, match="dispatched_probs is on meta but dispatched_indices is on cpu"
+        ):
             build_routing(tensor(INDICES), torch.zeros((4, 2), device="meta"), 3)
 
 
@@ -192,7 +219,11 @@ class TestPublicFace:
 
     def face(self, indices=INDICES, counts=None, **options):
         return deepep_topk_to_sonic_metadata(
-            tensor(indices), tensor(np.full(indices.shape, 0.5), torch.float32), 3, counts, **options
+            tensor(indices),
+            tensor(np.full(indices.shape, 0.5), torch.float32),
+            3,
+            counts,
+            **options,
         )
 
     @pytest.mark.parametrize("alignment", [128, 256])

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Time the BF16 engine on the GPU: every kernel of a forward and backward, the GPU's busy time, and the wall time.
+"""Time the BF16 engine on the GPU: every kernel of a forward and backward, the GPU's busy time, and
+the wall time.
 
-Busy time is the sum of the kernels' times, from the profiler; wall time is the host's clock; both over rows of steps that take turns,
-so their ratio says how much of a step the GPU waits. `--sweep` times every product alone with every tiling that quack offers: from
-there come the relative times in the table of `quack_gemm`.
+Busy time is the sum of the kernels' times, from the profiler; wall time is the host's clock; both
+over rows of steps that take turns, so their ratio says how much of a step the GPU waits. `--sweep`
+times every product alone with every tiling that quack offers: from there come the relative times in
+the table of `quack_gemm`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,17 @@ REFERENCE = (8192, 3072, 1536, 8, 8)
 STEPS, ROUNDS, REST_S = 20, 5, 0.3
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 FORWARD = ("index", "up", "down", "combine")
-BACKWARD = ("index", "dgated", "dprob sums", "dgrad", "combine dx", "dprobs", "index", "wgrad down", "wgrad up")
+BACKWARD = (
+    "index",
+    "dgated",
+    "dprob sums",
+    "dgrad",
+    "combine dx",
+    "dprobs",
+    "index",
+    "wgrad down",
+    "wgrad up",
+)
 PRODUCTS = ("up", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")
 GATHERS = ("up", "dgated", "wgrad_down", "wgrad_up")
 TILES = [((m, n), False) for m, n in ((128, 224), (128, 256), (256, 128), (256, 160), (256, 192))]
@@ -61,13 +73,19 @@ class Step:
         self.settings, self.engine = EngineSettings(), Bf16Engine()
         w1 = torch.randn((experts, 2 * intermediate, hidden), device="cuda") * hidden**-0.5
         w2 = torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5
-        self.weights = self.engine.prepare_weights(w1.bfloat16(), w2.bfloat16(), None, None, self.settings)
-        self.x, self.dout = (torch.randn((tokens, hidden), device="cuda").bfloat16() for _ in range(2))
+        self.weights = self.engine.prepare_weights(
+            w1.bfloat16(), w2.bfloat16(), None, None, self.settings
+        )
+        self.x, self.dout = (
+            torch.randn((tokens, hidden), device="cuda").bfloat16() for _ in range(2)
+        )
         indices = torch.rand((tokens, experts), device="cuda").topk(topk, 1).indices
         counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
         probs = torch.rand((tokens, topk), device="cuda")
         self.routing: RoutingMetadata = build_routing_gpu(indices, probs, experts, counts)
-        self.accumulators = GradAccumulators.zeros(experts, 2 * intermediate, hidden, intermediate, False, "cuda")
+        self.accumulators = GradAccumulators.zeros(
+            experts, 2 * intermediate, hidden, intermediate, False, "cuda"
+        )
 
     def forward(self) -> Any:
         """One forward that keeps what backward needs."""
@@ -87,7 +105,10 @@ class Step:
         z, dz = (torch.randn((r, 2 * intermediate), device="cuda").bfloat16() for _ in range(2))
         y1, y1s = (torch.randn((r, intermediate), device="cuda").bfloat16() for _ in range(2))
         y2, dx = (torch.empty((r, hidden), dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        partials, target = torch.empty((r * -(-intermediate // 64),), device="cuda"), torch.empty_like(z)
+        partials, target = (
+            torch.empty((r * -(-intermediate // 64),), device="cuda"),
+            torch.empty_like(z),
+        )
         cu, index, acc = rows.cu_rows, rows.gather_index, self.accumulators
 
         def dgated(gemms: Any) -> Callable[[], None]:
@@ -99,7 +120,9 @@ class Step:
             "down": lambda gemms: lambda: gemms.down(y1, w2, y2, None, cu),
             "dgated": dgated,
             "dgrad": lambda gemms: lambda: gemms.dgrad(dz, w1, dx, cu),
-            "wgrad_down": lambda gemms: lambda: gemms.wgrad_down(self.dout, y1s, acc.dw2, cu, index),
+            "wgrad_down": lambda gemms: (
+                lambda: gemms.wgrad_down(self.dout, y1s, acc.dw2, cu, index)
+            ),
             "wgrad_up": lambda gemms: lambda: gemms.wgrad_up(self.x, dz, acc.dw1, cu, index),
         }
 
@@ -118,7 +141,9 @@ class Timing:
 
 
 def timed(step: Callable[[], Any], labels: tuple[str, ...]) -> Timing:
-    """Medians over rounds, each a row of steps by the clock, then one under the profiler, both on a GPU that has just rested."""
+    """Medians over rounds, each a row of steps by the clock, then one under the profiler, both on a
+    GPU that has just rested.
+    """
     for _ in range(3):
         step()
     walls, profiles = [], []
@@ -142,12 +167,17 @@ def wall_row(step: Callable[[], Any]) -> float:
 
 
 def profiled_row(step: Callable[[], Any]) -> list[tuple[str, float]]:
-    """`(kernel, microseconds)` of a step's launches in their order: means over the row, as the clocks fall within it."""
+    """`(kernel, microseconds)` of a step's launches in their order: means over the row, as the
+    clocks fall within it.
+    """
     for _ in range(3):
         kernels = profiled_kernels(step)
         count, surplus = divmod(len(kernels), STEPS)
         if count and not surplus:
-            return [(kernels[i][0], statistics.fmean(us for _, us in kernels[i::count])) for i in range(count)]
+            return [
+                (kernels[i][0], statistics.fmean(us for _, us in kernels[i::count]))
+                for i in range(count)
+            ]
     raise click.ClickException(f"the profiler saw {len(kernels)} kernels in {STEPS} equal steps")
 
 
@@ -158,7 +188,9 @@ def profiled_kernels(step: Callable[[], Any]) -> list[tuple[str, float]]:
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     events.sort(key=lambda event: event.time_range.start)
     return [(event.name[:40], event.time_range.elapsed_us()) for event in events]
 
@@ -170,14 +202,22 @@ def tilings(product: str) -> list[GemmConfig]:
     if product == "dgated":
         tiles = [((m, n), pingpong) for (m, n), pingpong in tiles if n <= 160]
         tiles += [((128, 96), True), ((128, 128), False), ((128, 192), False), ((128, 256), False)]
-    found = [GemmConfig(tile, cluster, pingpong) for (tile, pingpong), cluster in itertools.product(tiles, clusters)]
+    found = [
+        GemmConfig(tile, cluster, pingpong)
+        for (tile, pingpong), cluster in itertools.product(tiles, clusters)
+    ]
     return found + [replace(config, swizzle=16) for config in found if config.tile in SWIZZLED]
 
 
 def compile_all(jobs: list[CompileJob]) -> set[str]:
-    """Build everything in parallel; returns the keys that failed, with the compiler's words on stderr."""
+    """Build everything in parallel; returns the keys that failed, with the compiler's words on
+    stderr.
+    """
     report = warm_up(
-        ModelSpec(8, 64, 64), default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs))
+        ModelSpec(8, 64, 64),
+        default_cache(),
+        jobs=os.cpu_count(),
+        compile_jobs=tuple(dict.fromkeys(jobs)),
     )
     failed = [outcome for outcome in report.kernels if outcome.message]
     for outcome in failed:
@@ -204,7 +244,9 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
             continue
         quack_gemm.CANDIDATES[product] = ((config, 1.0),)
         launch = launchers[product](
-            quack_gemm.GroupedGemms(step.mlp, torch.cuda.get_device_properties(0).multi_processor_count)
+            quack_gemm.GroupedGemms(
+                step.mlp, torch.cuda.get_device_properties(0).multi_processor_count
+            )
         )
         factor = 4.0 if product in ("up", "dgrad", "wgrad_up") else 2.0
         try:
@@ -223,11 +265,23 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 @click.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here.")
 @click.option(
-    "--sweep", "do_sweep", is_flag=True, help="Also time every product with every tiling, at the first shape."
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
 )
-@click.option("--tokens", multiple=True, type=int, default=TOKENS, show_default=True, help="T of the timed steps.")
+@click.option(
+    "--sweep",
+    "do_sweep",
+    is_flag=True,
+    help="Also time every product with every tiling, at the first shape.",
+)
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=int,
+    default=TOKENS,
+    show_default=True,
+    help="T of the timed steps.",
+)
 def main(json_path: Path | None, do_sweep: bool, tokens: tuple[int, ...]) -> None:
     """Time forward, and forward and backward, of the BF16 engine at H=3072 I=1536 E=8 K=8."""
     _, hidden, intermediate, _, topk = REFERENCE
@@ -237,18 +291,32 @@ def main(json_path: Path | None, do_sweep: bool, tokens: tuple[int, ...]) -> Non
     for count in tokens:
         step = Step((count, *REFERENCE[1:]))
         flops = 18.0 * count * topk * hidden * intermediate
-        for name, run, labels in (("forward", step.forward, FORWARD), ("both", step.both, FORWARD + BACKWARD)):
+        for name, run, labels in (
+            ("forward", step.forward, FORWARD),
+            ("both", step.both, FORWARD + BACKWARD),
+        ):
             timing = timed(run, labels)
             busy, wall = timing.busy, timing.wall
             work = flops if name == "both" else flops / 3
-            report.append({"T": count, "what": name, "busy_us": busy, "wall_us": wall, "kernels": timing.kernels})
+            report.append(
+                {
+                    "T": count,
+                    "what": name,
+                    "busy_us": busy,
+                    "wall_us": wall,
+                    "kernels": timing.kernels,
+                }
+            )
             click.echo(
                 f"T={count:<6} {name:8} wall {wall:8.0f} us  busy {busy:8.0f} us  wall/busy {wall / busy:.3f}"
                 f"  {work / wall / 1e6:5.0f} TFLOPS"
             )
             if count == REFERENCE[0]:
                 click.echo(
-                    "".join(f"    {kernel:14} {time_us:8.1f} us\n" for kernel, time_us in timing.kernels), nl=False
+                    "".join(
+                        f"    {kernel:14} {time_us:8.1f} us\n" for kernel, time_us in timing.kernels
+                    ),
+                    nl=False,
                 )
         del step
     if do_sweep:

@@ -1,6 +1,7 @@
 """The phases of the core tests: each measures figures, core_tests.py judges them.
 
-Figures of precision are named by what was computed, not by who did it: every engine of this machine is held to one gate.
+Figures of precision are named by what was computed, not by who did it: every engine of this machine
+is held to one gate.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Phase:
-    """One mechanism. `only_slow`: prefixes of figures that the fast run leaves out; `gates`: (suffix, gate) of new baselines."""
+    """One mechanism. `only_slow`: prefixes of figures that the fast run leaves out; `gates`:
+    (suffix, gate) of new baselines.
+    """
 
     name: str
     measure: Callable[[bool], dict[str, Any]]
@@ -65,13 +68,17 @@ class Phase:
 
     def default_gate(self, figure: str) -> dict[str, Any]:
         """How a figure without a baseline is to be gated."""
-        return next((gate for suffix, gate in self.gates if figure.endswith(suffix)), {"gate": "equal"})
+        return next(
+            (gate for suffix, gate in self.gates if figure.endswith(suffix)), {"gate": "equal"}
+        )
 
 
 def engines() -> list[Variant]:
     """The reference engine in both precisions, and every GPU engine of this machine."""
     found = [Variant(EngineName.REFERENCE, mode) for mode in ("perf", "off")]
-    return found + [v for v in available_variants(find_device()) if v.engine is not EngineName.REFERENCE]
+    return found + [
+        v for v in available_variants(find_device()) if v.engine is not EngineName.REFERENCE
+    ]
 
 
 def precision(fast: bool) -> dict[str, Any]:
@@ -83,7 +90,9 @@ def precision(fast: bool) -> dict[str, Any]:
         wanted = golden(case).tensors
         for variant in engines():
             settings = StepSettings(recipe=DEFAULT_RECIPE if variant.fp8 else None)
-            step = StepDump(kind, settings, case.x, case.indices, case.probs, case.w1, case.w2, case.dout)
+            step = StepDump(
+                kind, settings, case.x, case.indices, case.probs, case.w1, case.w2, case.dout
+            )
             run = run_stages(step, choose_engine(device, variant.engine).engine, device)
             if run.error is not None:
                 raise RuntimeError(f"{variant}: {run.error}")
@@ -140,13 +149,16 @@ def determinism(fast: bool) -> dict[str, Any]:
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
             figures[f"process: {variant} differing results"] = sum(
-                a != b for a, b in zip(first, json.loads(answer.stdout.splitlines()[-1]), strict=True)
+                a != b
+                for a, b in zip(first, json.loads(answer.stdout.splitlines()[-1]), strict=True)
             )
     return figures
 
 
 def layers(fast: bool) -> dict[str, Any]:
-    """A deep residual stack on mostly invalid slots, uninitialised memory full of NaN: finite, and the bits of a clean run."""
+    """A deep residual stack on mostly invalid slots, uninitialised memory full of NaN: finite, and
+    the bits of a clean run.
+    """
     device, depth = find_device(), FAST_LAYERS if fast else ALL_LAYERS
     figures: dict[str, Any] = {}
     for variant in engines():
@@ -182,9 +194,11 @@ def stack_gradient(variant: Variant, device: str, depth: int) -> torch.Tensor:
 
 
 def quantisers(fast: bool) -> dict[str, Any]:
-    """Digests of codes and scales of fixed inputs, all block shapes and codes in use, NaN, infinity and zeros among them.
+    """Digests of codes and scales of fixed inputs, all block shapes and codes in use, NaN, infinity
+    and zeros among them.
 
-    Taken on the host, so that every machine has the same; on a GPU its kernel must give the host's codes and scales.
+    Taken on the host, so that every machine has the same; on a GPU its kernel must give the host's
+    codes and scales.
     """
     rng = np.random.default_rng(7)
     values = rng.standard_normal((256, 512)) * 2.0 ** rng.uniform(-20, 20, (256, 1))
@@ -208,13 +222,18 @@ def quantisers(fast: bool) -> dict[str, Any]:
         ours, wanted = quantize_rows(x.to(find_device())), quantize(x, rows(128))
         for name in ("codes", "scale_inv"):
             a, b = (getattr(q, name).to(torch.float32).cpu() for q in (ours, wanted))
-            figures[f"gpu {name} differing from the host"] = int((~torch.isclose(a, b, 0, 0, equal_nan=True)).sum())
+            figures[f"gpu {name} differing from the host"] = int(
+                (~torch.isclose(a, b, 0, 0, equal_nan=True)).sum()
+            )
     return figures
 
 
 def jit(fast: bool) -> dict[str, Any]:
     """Cold, warm, reload and reuse of the compile cache, and a race, as ratios within this run."""
-    for need, found in (("nvcc", shutil.which("nvcc")), ("apache-tvm-ffi", importlib.util.find_spec("tvm_ffi"))):
+    for need, found in (
+        ("nvcc", shutil.which("nvcc")),
+        ("apache-tvm-ffi", importlib.util.find_spec("tvm_ffi")),
+    ):
         if not found:
             raise NotHere(f"needs {need}")
     size = ["--processes", "2", "--repeat", "1"] if fast else []
@@ -230,8 +249,9 @@ def jit(fast: bool) -> dict[str, Any]:
 
 
 def memory(fast: bool) -> dict[str, Any]:
-    """Bytes saved between the passes per element of z (padding rows included), flat in expert granularity; on a GPU the peak at
-    the reference shape."""
+    """Bytes saved between the passes per element of z (padding rows included), flat in expert
+    granularity; on a GPU the peak at the reference shape.
+    """
     device = find_device()
     figures: dict[str, Any] = {}
     for variant in engines():
@@ -239,7 +259,11 @@ def memory(fast: bool) -> dict[str, Any]:
             continue  # its temporaries are its own business
         for name, shape in MEMORY_SHAPES.items():
             batch = Batch.random(shape, device)
-            elements = sum(-(-count // TILE_ROWS) * TILE_ROWS for count in batch.counts) * 2 * shape.intermediate
+            elements = (
+                sum(-(-count // TILE_ROWS) * TILE_ROWS for count in batch.counts)
+                * 2
+                * shape.intermediate
+            )
             saved = settled_memory(variant, shape, batch, device).saved
             figures[f"{variant} saved bytes per z, {name}"] = round(saved * MIB / elements, 4)
         if device != "cpu":
@@ -257,17 +281,27 @@ def settled_memory(variant: Variant, shape: Shape, batch: Batch, device: str) ->
 
 
 def performance(fast: bool) -> dict[str, Any]:
-    """FP8 against BF16 in one run, and wall against busy time of training steps; never an absolute time."""
+    """FP8 against BF16 in one run, and wall against busy time of training steps; never an absolute
+    time.
+    """
     device = find_device()
     variants = {v.engine: v for v in available_variants(device)}
     if not {EngineName.BF16, EngineName.HOPPER} <= set(variants):
-        raise NotHere(f"needs both GPU engines; this machine runs {[name.value for name in variants]}")
+        raise NotHere(
+            f"needs both GPU engines; this machine runs {[name.value for name in variants]}"
+        )
     figures: dict[str, Any] = {}
     for shape in (SHAPES["reference-1k"], SHAPES["reference-2k"], SHAPES["reference"]):
-        bf16, fp8 = measure(shape, [variants[EngineName.BF16], variants[EngineName.HOPPER]], rounds=10, warmup=3)
+        bf16, fp8 = measure(
+            shape, [variants[EngineName.BF16], variants[EngineName.HOPPER]], rounds=10, warmup=3
+        )
         if not (bf16.steady and bf16.steady_busy and fp8.steady and fp8.steady_busy):
-            raise NotHere("needs a profiler; the driver lets nobody profile here (NVreg_RestrictProfilingToAdminUsers)")
-        figures[f"T={shape.tokens} busy fp8 over bf16"] = fp8.steady_busy.median / bf16.steady_busy.median
+            raise NotHere(
+                "needs a profiler; the driver lets nobody profile here (NVreg_RestrictProfilingToAdminUsers)"
+            )
+        figures[f"T={shape.tokens} busy fp8 over bf16"] = (
+            fp8.steady_busy.median / bf16.steady_busy.median
+        )
         figures[f"T={shape.tokens} wall fp8 over bf16"] = fp8.steady.median / bf16.steady.median
         if shape.tokens >= WALL_BAR_TOKENS:
             figures[f"T={shape.tokens} wall over busy fp8"] = fp8.steady_ratio
@@ -280,11 +314,18 @@ def processes(fast: bool) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "multicard_smoke.py"), "--json", *size]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
-        raise RuntimeError(f"multicard_smoke.py ended with {answer.returncode}:\n{answer.stdout}{answer.stderr}")
+        raise RuntimeError(
+            f"multicard_smoke.py ended with {answer.returncode}:\n{answer.stdout}{answer.stderr}"
+        )
     found = json.loads(answer.stdout)
     return {
         name: found[name]
-        for name in ("failed_ranks", "unmoved_parameters", "differing_parameters", "gap_to_one_process")
+        for name in (
+            "failed_ranks",
+            "unmoved_parameters",
+            "differing_parameters",
+            "gap_to_one_process",
+        )
     }
 
 
@@ -293,7 +334,9 @@ def gpu_suites(fast: bool) -> dict[str, Any]:
     if find_device() == "cpu":
         raise NotHere("needs an NVIDIA Hopper GPU")
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
+    answer = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=HERE.parents[1]
+    )
     return {"exit code": answer.returncode}
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Run the phases of core_phases.py, gate every figure against baselines.json, and say what was not run and why.
+"""Run the phases of core_phases.py, gate every figure against baselines.json, and say what was not
+run and why.
 
-A gate holds a figure to `value`: "most" fails above it, "least" below it, "equal" on any difference; `tolerance` is a share of
-the value. Its name is a figure's, or a pattern of several. A figure without a gate fails: `--record` writes one. Exit code 1 when a
-phase fails.
+A gate holds a figure to `value`: "most" fails above it, "least" below it, "equal" on any
+difference; `tolerance` is a share of the value. Its name is a figure's, or a pattern of several. A
+figure without a gate fails: `--record` writes one. Exit code 1 when a phase fails.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ class Outcome:
 
 
 def judge(figures: Mapping[str, Any], gates: Mapping[str, Any]) -> list[str]:
-    """Every figure that misses its gate or has none, and every gate (patterns apart) without a figure."""
-    misses = [f"{name} was not measured" for name in gates if name not in figures and "*" not in name]
+    """Every figure that misses its gate or has none, and every gate (patterns apart) without a
+    figure.
+    """
+    misses = [
+        f"{name} was not measured" for name in gates if name not in figures and "*" not in name
+    ]
     for name, found in figures.items():
         gate = gate_for(name, gates)
         if gate is None:
@@ -59,7 +64,9 @@ def judge(figures: Mapping[str, Any], gates: Mapping[str, Any]) -> list[str]:
 
 def gate_for(name: str, gates: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The gate of that name, else the first whose pattern fits."""
-    return gates.get(name) or next((gate for pattern, gate in gates.items() if fnmatchcase(name, pattern)), None)
+    return gates.get(name) or next(
+        (gate for pattern, gate in gates.items() if fnmatchcase(name, pattern)), None
+    )
 
 
 def within(found: Any, gate: Mapping[str, Any]) -> bool:
@@ -94,12 +101,18 @@ def run_phase(phase: Phase, fast: bool, gates: Mapping[str, Any]) -> Outcome:
 
 def chosen(names: tuple[str, ...], fast: bool) -> list[Phase]:
     """Phases by name, or all; `--fast` leaves the slow ones to the whole run."""
-    return [phase for phase in PHASES if (phase.name in names if names else not (fast and phase.slow))]
+    return [
+        phase for phase in PHASES if (phase.name in names if names else not (fast and phase.slow))
+    ]
 
 
 def gates_of(phase: Phase, baselines: Mapping[str, Any], fast: bool) -> dict[str, Any]:
     """The phase's gates without those of figures that only the whole run measures."""
-    return {name: gate for name, gate in baselines.get(phase.name, {}).items() if phase.measures(name, fast)}
+    return {
+        name: gate
+        for name, gate in baselines.get(phase.name, {}).items()
+        if phase.measures(name, fast)
+    }
 
 
 def record(outcomes: list[Outcome], baselines: dict[str, Any], phases: Mapping[str, Phase]) -> None:
@@ -115,7 +128,10 @@ def record(outcomes: list[Outcome], baselines: dict[str, Any], phases: Mapping[s
 def show(outcome: Outcome) -> None:
     """A line per phase, and what went wrong below it."""
     tail = f"  {outcome.reason}" if outcome.reason else ""
-    click.secho(f"{outcome.state:<8} {outcome.phase:<14} {outcome.seconds:6.1f} s{tail}", fg=COLOURS[outcome.state])
+    click.secho(
+        f"{outcome.state:<8} {outcome.phase:<14} {outcome.seconds:6.1f} s{tail}",
+        fg=COLOURS[outcome.state],
+    )
     for miss in outcome.misses:
         click.echo("         " + miss.replace("\n", "\n         "))
 
@@ -126,13 +142,28 @@ COLOURS = {PASSED: "green", FAILED: "red", NOT_RUN: "yellow"}
 @click.command()
 @click.option("--fast", is_flag=True, help="What needs no GPU and no minutes.")
 @click.option(
-    "--phase", "names", multiple=True, type=click.Choice([phase.name for phase in PHASES]), help="Only these."
+    "--phase",
+    "names",
+    multiple=True,
+    type=click.Choice([phase.name for phase in PHASES]),
+    help="Only these.",
 )
-@click.option("--json", "summary", type=click.Path(path_type=Path, dir_okay=False), help="Write the summary to a file.")
-@click.option("--record", "recording", is_flag=True, help="Write a gate for every figure that has none.")
+@click.option(
+    "--json",
+    "summary",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the summary to a file.",
+)
+@click.option(
+    "--record", "recording", is_flag=True, help="Write a gate for every figure that has none."
+)
 @click.option("--figures", is_flag=True, help="Print every figure.")
-def main(fast: bool, names: tuple[str, ...], summary: Path | None, recording: bool, figures: bool) -> None:
-    """Measure every core mechanism and gate it against its baseline. Exit code 1 when a phase fails."""
+def main(
+    fast: bool, names: tuple[str, ...], summary: Path | None, recording: bool, figures: bool
+) -> None:
+    """Measure every core mechanism and gate it against its baseline. Exit code 1 when a phase
+    fails.
+    """
     baselines: dict[str, Any] = json.loads(BASELINES.read_text()) if BASELINES.exists() else {}
     outcomes = []
     for phase in chosen(names, fast):
@@ -144,7 +175,11 @@ def main(fast: bool, names: tuple[str, ...], summary: Path | None, recording: bo
     if recording:
         record(outcomes, baselines, {phase.name: phase for phase in PHASES})
     if summary is not None:
-        data = {"fast": fast, "passed": not any(o.misses for o in outcomes), "phases": [asdict(o) for o in outcomes]}
+        data = {
+            "fast": fast,
+            "passed": not any(o.misses for o in outcomes),
+            "phases": [asdict(o) for o in outcomes],
+        }
         summary.write_text(json.dumps(data, indent=2) + "\n")
     left = [outcome.phase for outcome in outcomes if outcome.state == NOT_RUN]
     if left:

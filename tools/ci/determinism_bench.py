@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""The price of equal bits: the engine's sums in a fixed order beside the same sums by atomics, at the reference shape.
+"""The price of equal bits: the engine's sums in a fixed order beside the same sums by atomics, at
+the reference shape.
 
     python tools/ci/determinism_bench.py [--shape T,H,I,E,K] [--json]
 
-Two sums of a step have an order to fix. Per token, the rows of its experts (out and dx): each token gathers its rows in slot order;
-atomics scatter every row into a zeroed fp32 result instead, which is then rounded to bf16. Per slot, the tiles' parts of its dprob:
-parts are summed and moved to the slots; atomics add every part into zeroed slots (that parts are written at all, or added where they
-arise, is not timed). Weight gradients have no such choice: one thread block owns a tile of them. The variants of one sum are
-captured in CUDA graphs and replayed in turns; the price is the time of the fixed order over that of the fastest atomics, less one.
+Two sums of a step have an order to fix. Per token, the rows of its experts (out and dx): each token
+gathers its rows in slot order; atomics scatter every row into a zeroed fp32 result instead, which
+is then rounded to bf16. Per slot, the tiles' parts of its dprob: parts are summed and moved to the
+slots; atomics add every part into zeroed slots (that parts are written at all, or added where they
+arise, is not timed). Weight gradients have no such choice: one thread block owns a tile of them.
+The variants of one sum are captured in CUDA graphs and replayed in turns; the price is the time of
+the fixed order over that of the fastest atomics, less one.
 """
 
 from __future__ import annotations
@@ -46,8 +49,12 @@ AGREEMENT = 2e-3  # relative RMSE between orders of addition, after one rounding
 
 
 @triton.jit
-def _scatter_add(rows, row_token, row_prob, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """`out[row_token[r]] += rows[r]`, times `row_prob[r]` if WEIGHTED; rows of no token are skipped."""
+def _scatter_add(
+    rows, row_token, row_prob, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`out[row_token[r]] += rows[r]`, times `row_prob[r]` if WEIGHTED; rows of no token are
+    skipped.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(row_token + row).to(tl.int64)
     if token >= 0:
@@ -67,12 +74,16 @@ class Sums:
         self.tokens, self.hidden, intermediate, experts, self.topk = shape
         self.routing = route(self.tokens, experts, self.topk)
         rows, padding = self.routing.num_rows, self.routing.row_token < 0
-        spread = torch.arange(rows, device=DEVICE)  # padding rows are zeros: wherever they go, on no one token together
+        spread = torch.arange(
+            rows, device=DEVICE
+        )  # padding rows are zeros: wherever they go, on no one token together
         self.rows = torch.randn((rows, self.hidden), device=DEVICE).to(torch.bfloat16)
         self.rows[padding] = 0
         self.parts = torch.randn((-(-intermediate // DPROB_COLUMNS), rows), device=DEVICE)
         self.parts[:, padding] = 0
-        self.token = torch.where(padding, spread % self.tokens, self.routing.row_token.to(torch.int64))
+        self.token = torch.where(
+            padding, spread % self.tokens, self.routing.row_token.to(torch.int64)
+        )
         slot = torch.where(padding, spread % (self.tokens * self.topk), self.routing.row_slot)
         self.slot = slot.repeat(len(self.parts))
 
@@ -86,7 +97,9 @@ class Sums:
         def atomics() -> Tensor:
             total, routing = zeros(), self.routing
             grid = (routing.num_rows, triton.cdiv(self.hidden, BLOCK))
-            _scatter_add[grid](self.rows, routing.row_token, routing.row_prob, total, self.hidden, weighted, BLOCK)
+            _scatter_add[grid](
+                self.rows, routing.row_token, routing.row_prob, total, self.hidden, weighted, BLOCK
+            )
             return total.to(torch.bfloat16)
 
         def index_add() -> Tensor:
@@ -117,7 +130,9 @@ class Sums:
 
         return {
             OURS: ours,
-            "index_add_": lambda: zeros().index_add_(0, self.slot, self.parts.reshape(-1)).reshape(shape),
+            "index_add_": lambda: (
+                zeros().index_add_(0, self.slot, self.parts.reshape(-1)).reshape(shape)
+            ),
             NO_SUMS: lambda: zeros().reshape(shape),
         }
 
@@ -141,19 +156,27 @@ def check_agreement(name: str, variants: Variants) -> None:
     for variant, call in variants.items():
         error = float((call().double() - wanted).norm() / wanted.norm())
         if variant != NO_SUMS and not error <= AGREEMENT:
-            raise RuntimeError(f"{name}: {variant!r} differs from {OURS!r} by {error:.2e} of its norm")
+            raise RuntimeError(
+                f"{name}: {variant!r} differs from {OURS!r} by {error:.2e} of its norm"
+            )
 
 
 def measure(name: str, variants: Variants, rounds: int) -> dict[str, Any]:
-    """Microseconds, repeatability, and the price of the fixed order in percent of the fastest atomics."""
+    """Microseconds, repeatability, and the price of the fixed order in percent of the fastest
+    atomics.
+    """
     check_agreement(name, variants)
     timed = {variant: (lambda _, call=call: call()) for variant, call in variants.items()}
-    times = {variant: median for variant, (median, _) in interleaved_us(timed, CALLS, rounds).items()}
+    times = {
+        variant: median for variant, (median, _) in interleaved_us(timed, CALLS, rounds).items()
+    }
     fastest = min(time for variant, time in times.items() if variant not in (OURS, NO_SUMS))
     return {
         "sum": name,
         "us": {variant: round(time, 2) for variant, time in times.items()},
-        "equal_bits": {variant: repeats(call) for variant, call in variants.items() if variant != NO_SUMS},
+        "equal_bits": {
+            variant: repeats(call) for variant, call in variants.items() if variant != NO_SUMS
+        },
         "price_percent": round(100 * (times[OURS] / fastest - 1), 1),
         "price_us": round(times[OURS] - fastest, 2),
     }
@@ -161,7 +184,11 @@ def measure(name: str, variants: Variants, rounds: int) -> dict[str, Any]:
 
 def lines(result: dict[str, Any]) -> list[str]:
     """One aligned line per variant, then the price."""
-    said = {True: "equal bits", False: "bits differ between runs", None: "the least that atomics cost"}
+    said = {
+        True: "equal bits",
+        False: "bits differ between runs",
+        None: "the least that atomics cost",
+    }
     table = [
         f"{result['sum']:8} {variant:20} {time:9.1f} us  {said[result['equal_bits'].get(variant)]}"
         for variant, time in result["us"].items()

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Time the FP8 grouped GEMMs on the GPU, beside cuBLAS' tensor-wise FP8 product of 8192 x 8192 x 8192 in the same run.
+"""Time the FP8 grouped GEMMs on the GPU, beside cuBLAS' tensor-wise FP8 product of 8192 x 8192 x
+8192 in the same run.
 
-A figure is the median over launches of one launch's GPU time, from CUDA events, after an idle pause; variants are timed in turns.
+A figure is the median over launches of one launch's GPU time, from CUDA events, after an idle
+pause; variants are timed in turns.
 """
 
 from __future__ import annotations
@@ -26,12 +28,19 @@ from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.gpu import build_routing_gpu
 
-SHAPES = ((8192, 3072, 1536, 8, 8), (2048, 3072, 1536, 8, 8), (8192, 3072, 1536, 32, 8), (16384, 2048, 768, 128, 8))
+SHAPES = (
+    (8192, 3072, 1536, 8, 8),
+    (2048, 3072, 1536, 8, 8),
+    (8192, 3072, 1536, 32, 8),
+    (16384, 2048, 768, 128, 8),
+)
 E4M3 = torch.float8_e4m3fn
 
 
 def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], float]]:
-    """`name -> (launch, floating-point operations)` at `(T, H, I, E, K)`, on random data and balanced random routing."""
+    """`name -> (launch, floating-point operations)` at `(T, H, I, E, K)`, on random data and
+    balanced random routing.
+    """
     tokens, hidden, intermediate, experts, topk = shape
     module = fp8_grouped_gemm_source().load()
     indices = torch.rand((tokens, experts), device="cuda").topk(topk, 1).indices
@@ -41,11 +50,19 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
     x = quantize(torch.randn((tokens, hidden), device="cuda"), rows(128))
     w1 = quantize(torch.randn((experts, n, hidden), device="cuda") * hidden**-0.5, iso(128))
     w1_dgrad = quantize(torch.randn((experts, hidden, n), device="cuda") * hidden**-0.5, iso(128))
-    w2 = quantize(torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5, iso(128))
+    w2 = quantize(
+        torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5, iso(128)
+    )
     dz = quantize(torch.randn((r, n), device="cuda"), rows(128))
     y = quantize(torch.randn((r, intermediate), device="cuda"), rows(128))
-    z, z_scale = torch.empty((r, n), dtype=torch.int8, device="cuda"), torch.empty((r, n // 128), device="cuda")
-    y1, y1_scale = torch.empty((r, n // 2), dtype=E4M3, device="cuda"), torch.empty((r, n // 256), device="cuda")
+    z, z_scale = (
+        torch.empty((r, n), dtype=torch.int8, device="cuda"),
+        torch.empty((r, n // 128), device="cuda"),
+    )
+    y1, y1_scale = (
+        torch.empty((r, n // 2), dtype=E4M3, device="cuda"),
+        torch.empty((r, n // 256), device="cuda"),
+    )
     out = torch.empty((r, hidden), dtype=torch.bfloat16, device="cuda")
     stream = current_stream(out)
 
@@ -56,7 +73,9 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
         )  # fmt: skip
 
     def plain(a: object, w: object) -> object:
-        return module.grouped_gemm(a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, stream)
+        return module.grouped_gemm(
+            a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, stream
+        )
 
     pairs = tokens * topk
     return {
@@ -83,9 +102,13 @@ def main(as_json: bool) -> None:
         table = {**variants(shape), "cuBLAS tensor-wise, 8192^3": cublas()}
         for name, (launch, operations) in table.items():
             time_us = statistics.median(median_us(launch) for _ in range(2))
-            report.append({"shape": shape, "gemm": name, "us": time_us, "tflops": operations / time_us / 1e6})
+            report.append(
+                {"shape": shape, "gemm": name, "us": time_us, "tflops": operations / time_us / 1e6}
+            )
             if not as_json:
-                click.echo(f"{shape!s:30} {name:32} {time_us:8.1f} us {report[-1]['tflops']:7.0f} TFLOPS")
+                click.echo(
+                    f"{shape!s:30} {name:32} {time_us:8.1f} us {report[-1]['tflops']:7.0f} TFLOPS"
+                )
     if as_json:
         click.echo(json.dumps(report))
 

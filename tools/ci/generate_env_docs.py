@@ -1,4 +1,6 @@
-"""Write docs/env.md from the registry of environment flags; `--check` only compares, exit code 1 when it is out of date."""
+"""Write docs/env.md from the registry of environment flags; `--check` only compares, exit code 1
+when it is out of date.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GPU time of a launch, from CUDA events: of launches in a row, or of CUDA graphs that take turns. The benchmarks here share it."""
+"""GPU time of a launch, from CUDA events: of launches in a row, or of CUDA graphs that take turns.
+The benchmarks here share it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ INPUTS = 4  # what rotates through a graph's calls
 
 
 def median_us(launch: Callable[[], object], *, launches: int = 20, rest: float = 0.3) -> float:
-    """Median microseconds of one of `launches` launches in a row, on a GPU that has rested for `rest` seconds."""
+    """Median microseconds of one of `launches` launches in a row, on a GPU that has rested for
+    `rest` seconds.
+    """
     for _ in range(3):
         launch()
     idle(rest)
@@ -80,7 +84,9 @@ def host_us(call: Callable[[int], Any], calls: int = 200) -> float:
 
 
 def copy_tbps() -> float:
-    """Bytes read and written per second by a large device copy, in TB/s; median of ten, the better of two ways to copy."""
+    """Bytes read and written per second by a large device copy, in TB/s; median of ten, the better
+    of two ways to copy.
+    """
     source = torch.randn(2**29, device="cuda")
     target, zero = torch.empty_like(source), torch.zeros((), device="cuda")
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

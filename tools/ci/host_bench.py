@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Host time of the node's forward and backward on engine hopper, on any machine: its real host code over kernels that do nothing.
+"""Host time of the node's forward and backward on engine hopper, on any machine: its real host code
+over kernels that do nothing.
 
     python tools/ci/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
 
-Where launches take the host longer than the GPU needs for the work, this is what a step costs: below about 2048 tokens at the
-reference shape. Tensors lie on the host and are taken for a GPU's; every stage runs, native passes included, up to the call of a
-kernel. The launches themselves (about 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
+Where launches take the host longer than the GPU needs for the work, this is what a step costs:
+below about 2048 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
+every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
+15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
 `backward()`. Compare figures of one machine only.
 """
 
@@ -36,22 +38,37 @@ KERNELS = (
 
 
 @click.command(help=__doc__)
-@click.option("--framework", type=click.Choice(["torch", "paddle"]), default="torch", show_default=True)
 @click.option(
-    "--experts", multiple=True, default=[8], show_default=True, help="Local experts; may be given several times."
+    "--framework", type=click.Choice(["torch", "paddle"]), default="torch", show_default=True
+)
+@click.option(
+    "--experts",
+    multiple=True,
+    default=[8],
+    show_default=True,
+    help="Local experts; may be given several times.",
 )
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a batch.")
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
-@click.option("--profile", is_flag=True, help="Print where Python's part goes (a profiler's own cost is in it).")
-def main(framework: str, experts: tuple[int, ...], tokens: int, steps: int, stacked: bool, profile: bool) -> None:
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Print where Python's part goes (a profiler's own cost is in it).",
+)
+def main(
+    framework: str, experts: tuple[int, ...], tokens: int, steps: int, stacked: bool, profile: bool
+) -> None:
     """Time steps, or profile them, and print."""
     if framework == "paddle":  # before anything of sonicmoe is imported
         import paddle
 
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
-    made = [(paddle_step if framework == "paddle" else torch_step)(count, tokens, stacked) for count in experts]
+    made = [
+        (paddle_step if framework == "paddle" else torch_step)(count, tokens, stacked)
+        for count in experts
+    ]
     take_host_for_gpu()
     for count, (step, on_one_thread) in zip(experts, made, strict=True):
         step()
@@ -87,7 +104,11 @@ def take_host_for_gpu() -> None:
     """Every module that asks about a device is answered as for `cuda:0`, a Hopper GPU."""
     from sonicmoe import interop
 
-    answers = {"is_cuda": lambda _: True, "device_name": lambda _: "cuda:0", "current_stream": lambda _: 0}
+    answers = {
+        "is_cuda": lambda _: True,
+        "device_name": lambda _: "cuda:0",
+        "current_stream": lambda _: 0,
+    }
     replace_everywhere({name: (getattr(interop, name), answer) for name, answer in answers.items()})
 
 
@@ -119,8 +140,8 @@ def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
     from sonicmoe.engine import hopper, hopper_passes
     from sonicmoe.engine.select import EngineChoice
-    from sonicmoe.node import mlp_node
     from sonicmoe.kernels.sm90 import passes_source
+    from sonicmoe.node import mlp_node
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
 
@@ -128,7 +149,10 @@ def launch_nothing() -> None:
     passes = hopper_passes.make_passes(passes_source().load(), **dict.fromkeys(KERNELS, nothing))
     hopper.passes_on = lambda device: passes
     weight_kernels = SimpleNamespace(
-        num_checksums=lambda *_: 1, store_addresses=nothing, check_weights=nothing, quantize_weights=nothing
+        num_checksums=lambda *_: 1,
+        store_addresses=nothing,
+        check_weights=nothing,
+        quantize_weights=nothing,
     )
     quant_gpu._kernels = lambda device: weight_kernels
     routing = backends.CudaKernels.__new__(backends.CudaKernels)
@@ -151,11 +175,17 @@ def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], N
     """A step, and the context in which backward stays on the calling thread."""
     import torch
 
-    modules = [make_expert(torch.nn.Linear, bias=False, dtype=torch.bfloat16) for _ in range(experts)]
+    modules = [
+        make_expert(torch.nn.Linear, bias=False, dtype=torch.bfloat16) for _ in range(experts)
+    ]
     for module in modules:
         for linear in (module.up_gate_proj, module.down_proj):
             linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
-    node = make_node(modules, stacked, lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])))
+    node = make_node(
+        modules,
+        stacked,
+        lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])),
+    )
     indices = torch.rand(tokens, experts).argsort(1)[:, :TOPK]
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
     x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
@@ -168,7 +198,10 @@ def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], N
         outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
         torch.autograd.backward(outs, [dout] * LAYERS)
 
-    torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = lambda: False, lambda device=None: None
+    torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = (
+        lambda: False,
+        lambda device=None: None,
+    )
     return step, stay_on_thread()
 
 
@@ -206,7 +239,8 @@ def paddle_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], 
 def make_expert(linear: Any, **options: Any) -> SimpleNamespace:
     """The two projections of one expert."""
     return SimpleNamespace(
-        up_gate_proj=linear(HIDDEN, 2 * INNER, **options), down_proj=linear(INNER, HIDDEN, **options)
+        up_gate_proj=linear(HIDDEN, 2 * INNER, **options),
+        down_proj=linear(INNER, HIDDEN, **options),
     )
 
 
@@ -218,7 +252,10 @@ def make_node(modules: list[Any], stacked: bool, stack: Callable[[list[Any]], An
     config = SonicMoEConfig(fp8_mode="perf")
     if not stacked:
         return SonicMoEMlpNode(modules, len(modules), HIDDEN, INNER, config=config)
-    up, down = (stack([getattr(module, name).weight for module in modules]) for name in ("up_gate_proj", "down_proj"))
+    up, down = (
+        stack([getattr(module, name).weight for module in modules])
+        for name in ("up_gate_proj", "down_proj")
+    )
     return SonicMoEMlpNode.from_fused(up, down, config=config)
 
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Times of the compile cache on this machine: cold, warm, reload, reuse, and eight racing processes against one.
+"""Times of the compile cache on this machine: cold, warm, reload, reuse, and eight racing processes
+against one.
 
     python tools/ci/jit_bench.py [--processes 8] [--repeat 3] [--json]
 
-Builds the toolchain probe with the real nvcc (no GPU needed) in temporary cache directories. Medians over `--repeat`.
+Builds the toolchain probe with the real nvcc (no GPU needed) in temporary cache directories.
+Medians over `--repeat`.
 """
 
 from __future__ import annotations
@@ -65,17 +67,30 @@ def child(root: Path) -> None:
         cache.get(key, source.build_into, source.load_artefact)
     mark("reuse_s", moment, REUSES)
     print(
-        json.dumps({**marks, "built_at": built_at, "builder": artefact.manifest["built"]["pid"] == os.getpid()}),
+        json.dumps(
+            {
+                **marks,
+                "built_at": built_at,
+                "builder": artefact.manifest["built"]["pid"] == os.getpid(),
+            }
+        ),
         flush=True,
     )
 
 
 def run_together(root: Path, processes: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds from a common start until all of `processes` children have the artefact, and what each measured."""
+    """Seconds from a common start until all of `processes` children have the artefact, and what
+    each measured.
+    """
     command = [sys.executable, __file__, "--child", str(root)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
     children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         for _ in range(processes)
     ]
     for process in children:
@@ -108,7 +123,8 @@ def measure(processes: int, repeat: int) -> dict[str, Any]:
             racing.append(seconds)
             builds += sum(result["builder"] for result in results)
     figures: dict[str, Any] = {
-        name: statistics.median(single[name] for single in singles if name in single) for name in ROWS
+        name: statistics.median(single[name] for single in singles if name in single)
+        for name in ROWS
     }
     figures |= {
         "cpus": len(os.sched_getaffinity(0)),
@@ -129,7 +145,9 @@ def show(figures: dict[str, Any]) -> None:
         table.add_row(step, f"{figures[name] * 1e3:.3f}", meaning)
     table.add_section()
     table.add_row(
-        "one", f"{figures['one_process_s'] * 1e3:.0f}", "cold start of one process, until it has the artefact"
+        "one",
+        f"{figures['one_process_s'] * 1e3:.0f}",
+        "cold start of one process, until it has the artefact",
     )
     table.add_row(
         f"{figures['processes']} racing",
@@ -141,8 +159,16 @@ def show(figures: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("--processes", type=click.IntRange(2), default=8, show_default=True, help="Racing processes.")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Repetitions; medians are shown.")
+@click.option(
+    "--processes", type=click.IntRange(2), default=8, show_default=True, help="Racing processes."
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Repetitions; medians are shown.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--child", "child_root", type=click.Path(path_type=Path), hidden=True)
 def main(processes: int, repeat: int, as_json: bool, child_root: Path | None) -> None:

@@ -1,4 +1,6 @@
-"""One MoE layer over the ranks of a host, for `multicard_smoke.py`: checks against one rank alone, and times by stage."""
+"""One MoE layer over the ranks of a host, for `multicard_smoke.py`: checks against one rank alone,
+and times by stage.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from sonicmoe.jit import no_compile
 from sonicmoe.jit_warmup import warmup_jit
 
 Tensor = torch.Tensor
-PRECISIONS = {"fp8": ("perf", "hopper"), "bf16": ("off", "bf16")}  # FP8 mode, and the engine that a GPU must run it on
+PRECISIONS = {
+    "fp8": ("perf", "hopper"),
+    "bf16": ("off", "bf16"),
+}  # FP8 mode, and the engine that a GPU must run it on
 POISON_BYTES = 1 << 30
 CHECKED_SHARE = 8
 WARM_UPS = 3
@@ -63,12 +68,21 @@ class World:
         self.on_gpu = device.type == "cuda"
 
     def warm_up(self, precisions: Sequence[str]) -> list[str]:
-        """Rank 0 compiles into the shared cache what all ranks need, every precision at once; names of the kernels."""
+        """Rank 0 compiles into the shared cache what all ranks need, every precision at once; names
+        of the kernels.
+        """
         names: list[str] = []
         if self.rank == 0 and self.on_gpu:
-            shape = (self.sizes.experts // self.size, self.sizes.hidden, self.sizes.intermediate, str(self.device))
+            shape = (
+                self.sizes.experts // self.size,
+                self.sizes.hidden,
+                self.sizes.intermediate,
+                str(self.device),
+            )
             with ThreadPoolExecutor(len(precisions) or 1) as pool:
-                reports = pool.map(lambda precision: warmup_jit(*shape, config=self._config(precision)), precisions)
+                reports = pool.map(
+                    lambda precision: warmup_jit(*shape, config=self._config(precision)), precisions
+                )
                 names = [outcome.kernel for report in reports for outcome in report.kernels]
         self.meet()
         return names
@@ -86,19 +100,27 @@ class World:
         if kind == "deepep" and not self.on_gpu:
             return None, "DeepEP needs GPUs"
         try:
-            return make_dispatcher(self.sizes.experts, self.group, kind=kind, max_tokens=self.sizes.tokens), ""
+            return make_dispatcher(
+                self.sizes.experts, self.group, kind=kind, max_tokens=self.sizes.tokens
+            ), ""
         except EngineUnavailableError as error:
             return None, str(error)
 
     def check(self, dispatcher: Dispatcher, precision: str) -> dict[str, dict[str, Any]]:
-        """Against one rank that holds everything; poisoned memory; repetition. By case: tokens everywhere, an idle last rank."""
+        """Against one rank that holds everything; poisoned memory; repetition. By case: tokens
+        everywhere, an idle last rank.
+        """
         sizes = replace(self.sizes, tokens=max(1, self.sizes.tokens // CHECKED_SHARE))
         return {
-            case: self._check(dispatcher, precision, [self._batch(sizes, rank, idle) for rank in range(self.size)])
+            case: self._check(
+                dispatcher, precision, [self._batch(sizes, rank, idle) for rank in range(self.size)]
+            )
             for case, idle in (("even", False), ("idle_rank", True))
         }
 
-    def _check(self, dispatcher: Dispatcher, precision: str, batches: list[Batch]) -> dict[str, Any]:
+    def _check(
+        self, dispatcher: Dispatcher, precision: str, batches: list[Batch]
+    ) -> dict[str, Any]:
         first = self._run(dispatcher, batches[self.rank], precision)
         again = self._run(dispatcher, batches[self.rank], precision)
         self._poison()
@@ -107,20 +129,28 @@ class World:
             "errors": self._errors(first, batches, precision),
             "finite": all(bool(torch.isfinite(t).all()) for t in poisoned.values()),
             "repeats_bit_identical": all(torch.equal(first[name], again[name]) for name in first),
-            "poison_changes_nothing": all(torch.equal(first[name], poisoned[name]) for name in first),
+            "poison_changes_nothing": all(
+                torch.equal(first[name], poisoned[name]) for name in first
+            ),
         }
 
     def measure(self, dispatcher: Dispatcher, precision: str, repeats: int) -> dict[str, float]:
-        """Milliseconds of forward and backward, medians over repetitions: by stage, and of the whole layer with and without split_wgrad.
+        """Milliseconds of forward and backward, medians over repetitions: by stage, and of the
+        whole layer with and without split_wgrad.
 
-        The combine of dx is the backward of dispatch: what `split_wgrad` can hide of it is `hidden_ms`.
+        The combine of dx is the backward of dispatch: what `split_wgrad` can hide of it is
+        `hidden_ms`.
         """
         batch = self._batch(self.sizes, self.rank)
         node = self._node(dispatcher, precision)
-        stages = [self._staged(dispatcher, node, batch) for _ in range(repeats + WARM_UPS)][WARM_UPS:]
+        stages = [self._staged(dispatcher, node, batch) for _ in range(repeats + WARM_UPS)][
+            WARM_UPS:
+        ]
         medians = {name: _median([stage[name] for stage in stages]) for name in stages[0]}
         total = sum(medians.values())
-        shares = {name: sum(medians[part] for part in parts) / total for name, parts in SHARES.items()}
+        shares = {
+            name: sum(medians[part] for part in parts) / total for name, parts in SHARES.items()
+        }
         whole, split = self._whole_and_split(dispatcher, precision, batch, repeats)
         return {
             **{f"{name}_ms": value for name, value in medians.items()},
@@ -133,13 +163,18 @@ class World:
             "split_tokens_per_s": 1e3 * self.sizes.tokens / split,
         }
 
-    def _staged(self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch) -> dict[str, float]:
+    def _staged(
+        self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch
+    ) -> dict[str, float]:
         """One forward and backward with the stages cut apart."""
         spent: dict[str, float] = {}
         x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
         with self._timed(spent, "dispatch"):
             received = dispatcher.dispatch(x, batch.ids, weights)
-        tokens, probs = received.x.detach().requires_grad_(), received.probs.detach().requires_grad_()
+        tokens, probs = (
+            received.x.detach().requires_grad_(),
+            received.probs.detach().requires_grad_(),
+        )
         with self._timed(spent, "expert"):
             out = node(tokens, received.tokens_per_expert, received.indices, probs)
         rows = out.detach().requires_grad_()
@@ -157,12 +192,17 @@ class World:
     def _whole_and_split(
         self, dispatcher: Dispatcher, precision: str, batch: Batch, repeats: int
     ) -> tuple[float, float]:
-        """Median milliseconds of forward, backward and every weight gradient without and with `split_wgrad`, measured in turn."""
+        """Median milliseconds of forward, backward and every weight gradient without and with
+        `split_wgrad`, measured in turn.
+        """
         nodes = {split: self._node(dispatcher, precision, split) for split in (False, True)}
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(repeats + WARM_UPS):
             for split, node in nodes.items():
-                x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+                x, weights = (
+                    batch.x.clone().requires_grad_(),
+                    batch.weights.clone().requires_grad_(),
+                )
                 spent: dict[str, float] = {}
                 with self._timed(spent, "layer"):
                     self._forward(dispatcher, node, x, batch.ids, weights).backward(batch.dout)
@@ -190,8 +230,16 @@ class World:
         y = self._forward(dispatcher, node, x, batch.ids, weights)
         y.backward(batch.dout)
         node.step()
-        up, down = (torch.stack([e_weight.main_grad for e_weight in half]) for half in self._weights)
-        return {"y": y.detach(), "dx": _grad(x), "dweights": _grad(weights), "up_gate": up, "down": down}
+        up, down = (
+            torch.stack([e_weight.main_grad for e_weight in half]) for half in self._weights
+        )
+        return {
+            "y": y.detach(),
+            "dx": _grad(x),
+            "dweights": _grad(weights),
+            "up_gate": up,
+            "down": down,
+        }
 
     def _forward(
         self, dispatcher: Dispatcher, node: SonicMoEMlpNode, x: Tensor, ids: Tensor, weights: Tensor
@@ -200,12 +248,16 @@ class World:
         out = node(received.x, received.tokens_per_expert, received.indices, received.probs)
         return dispatcher.combine(out, received.handle)
 
-    def _errors(self, mine: dict[str, Tensor], batches: list[Batch], precision: str) -> dict[str, float]:
+    def _errors(
+        self, mine: dict[str, Tensor], batches: list[Batch], precision: str
+    ) -> dict[str, float]:
         """Rank 0 only: relative L2 against all experts and all tokens in this process."""
         gathered = {name: self._gather(tensor) for name, tensor in mine.items()}
         if self.rank:
             return {}
-        together = Batch(*(torch.cat([getattr(b, name) for b in batches]) for name in Batch.__dataclass_fields__))
+        together = Batch(
+            *(torch.cat([getattr(b, name) for b in batches]) for name in Batch.__dataclass_fields__)
+        )
         wanted = self._run(LocalDispatcher(self.sizes.experts), together, precision)
         return {name: _relative(torch.cat(gathered[name]), wanted[name]) for name in wanted}
 
@@ -224,14 +276,24 @@ class World:
         count = dispatcher.num_local_experts
         first = self.rank * count if count < self.sizes.experts else 0
         experts = [self._expert(expert) for expert in range(first, first + count)]
-        self._weights = [[e.up_gate_proj.weight for e in experts], [e.down_proj.weight for e in experts]]
+        self._weights = [
+            [e.up_gate_proj.weight for e in experts],
+            [e.down_proj.weight for e in experts],
+        ]
         config = self._config(precision)
         return SonicMoEMlpNode(
-            experts, count, self.sizes.hidden, self.sizes.intermediate, config=config, split_wgrad=split
+            experts,
+            count,
+            self.sizes.hidden,
+            self.sizes.intermediate,
+            config=config,
+            split_wgrad=split,
         )
 
     def _config(self, precision: str) -> SonicMoEConfig:
-        """On a GPU with the engine by name: another one in its place would be checked and timed unnoticed."""
+        """On a GPU with the engine by name: another one in its place would be checked and timed
+        unnoticed.
+        """
         mode, engine = PRECISIONS[precision]
         return SonicMoEConfig(fp8_mode=mode, engine=engine if self.on_gpu else "reference")
 
@@ -240,7 +302,9 @@ class World:
         hidden, width = self.sizes.hidden, self.sizes.intermediate
 
         def weight(rows: int, columns: int) -> torch.nn.Parameter:
-            values = torch.randn(rows, columns, generator=generator, device=self.device) * rows**-0.5
+            values = (
+                torch.randn(rows, columns, generator=generator, device=self.device) * rows**-0.5
+            )
             made = torch.nn.Parameter(values.to(torch.bfloat16))
             made.main_grad = torch.zeros(rows, columns, device=self.device)  # type: ignore[attr-defined]
             return made
@@ -262,7 +326,10 @@ class World:
         ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
         if idle:
             ids[ids == 0] = -1
-        x, dout = (torch.randn(sizes.tokens, sizes.hidden, generator=generator).to(torch.bfloat16) for _ in range(2))
+        x, dout = (
+            torch.randn(sizes.tokens, sizes.hidden, generator=generator).to(torch.bfloat16)
+            for _ in range(2)
+        )
         weights = torch.rand(ids.shape, generator=generator)
         return Batch(*(tensor[:tokens].to(self.device) for tensor in (x, ids, weights, dout)))
 
@@ -271,7 +338,10 @@ class World:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-            blocks = [torch.full([size], 0xFF, dtype=torch.uint8, device=self.device) for size in _block_sizes()]
+            blocks = [
+                torch.full([size], 0xFF, dtype=torch.uint8, device=self.device)
+                for size in _block_sizes()
+            ]
             torch.cuda.synchronize(self.device)
             del blocks
 

@@ -1,4 +1,6 @@
-"""One rank of `multicard_smoke.py`: `multicard_rank.py DIRECTORY`, with `arguments.json` there and torchrun's variables set."""
+"""One rank of `multicard_smoke.py`: `multicard_rank.py DIRECTORY`, with `arguments.json` there and
+torchrun's variables set.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from ernie_compat.torch_parallel import TorchParallel
 from ernie_compat.trainer import MAIN, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-# One bf16 rounding of a partial sum per rank, and codes of a dgrad quantised from it: noise of rounding, not of FP8.
+# One bf16 rounding of a partial sum per rank, and codes of a dgrad quantised from it: noise of
+# rounding, not of FP8.
 BOUNDS = {"y": 6e-3, "dx": 1.5e-2, "dweights": 1.5e-2, "up_gate": 1.5e-2, "down": 1.5e-2}
 LOSS_BOUND = 5e-3
 
@@ -39,7 +42,12 @@ class Report:
         """Nothing yet."""
         self._file, self._rank, self._entered = file, rank, time.monotonic()
         self.failures: list[str] = []
-        self.figures: dict[str, Any] = {"layers": [], "skipped": {}, "seconds": {}, "failures": self.failures}
+        self.figures: dict[str, Any] = {
+            "layers": [],
+            "skipped": {},
+            "seconds": {},
+            "failures": self.failures,
+        }
 
     def enter(self, stage: str) -> None:
         """What happens from now on."""
@@ -71,7 +79,9 @@ class Report:
             where = f"{dispatcher}, {precision}, {case}"
             for name, error in figures["errors"].items():
                 if not error <= BOUNDS[name]:
-                    self.fail(f"{where}: {name} differs from one rank's by {error:.2e}, bound {BOUNDS[name]:.0e}")
+                    self.fail(
+                        f"{where}: {name} differs from one rank's by {error:.2e}, bound {BOUNDS[name]:.0e}"
+                    )
             for name in ("finite", "poison_changes_nothing", "repeats_bit_identical"):
                 if not figures[name]:
                     self.fail(f"{where}: not {name.replace('_', ' ')}")
@@ -81,7 +91,9 @@ class Report:
     def times(self, dispatcher: str, precision: str, found: dict[str, float]) -> None:
         """Where the time went."""
         self.figures["layers"][-1]["times"] = found
-        shares = "  ".join(f"{n} {100 * found[f'{n}_share']:.0f} %" for n in ("dispatch", "expert", "combine"))
+        shares = "  ".join(
+            f"{n} {100 * found[f'{n}_share']:.0f} %" for n in ("dispatch", "expert", "combine")
+        )
         self._say(
             f"{dispatcher}, {precision}: {found['tokens_per_s']:,.0f} tokens/s a rank, forward and backward "
             f"{found['whole_wgrad_ms']:.2f} ms; stages cut apart {found['total_ms']:.2f} ms: {shares}"
@@ -92,8 +104,12 @@ class Report:
         )
 
     def training(self, losses: dict[str, float], unmoved: int, differing: int) -> None:
-        """A short run: final losses, parameters that did not train, replicated ones that are not the same on all ranks."""
-        self.figures.update(training=losses, unmoved_parameters=unmoved, differing_parameters=differing)
+        """A short run: final losses, parameters that did not train, replicated ones that are not
+        the same on all ranks.
+        """
+        self.figures.update(
+            training=losses, unmoved_parameters=unmoved, differing_parameters=differing
+        )
         for count, words in ((unmoved, "did not train"), (differing, "differ between ranks")):
             if count:
                 self.fail(f"training: {count} parameters {words}")
@@ -101,7 +117,9 @@ class Report:
             gap = abs(losses["ranks"] - losses["alone"]) / losses["alone"]
             self.figures["gap_to_one_process"] = gap
             ranks, alone = losses["ranks"], losses["alone"]
-            self._say(f"training: loss {ranks:.4f} over ranks, {alone:.4f} alone, gap {100 * gap:.3f} %")
+            self._say(
+                f"training: loss {ranks:.4f} over ranks, {alone:.4f} alone, gap {100 * gap:.3f} %"
+            )
             if not gap <= LOSS_BOUND:
                 self.fail(f"training: the losses differ by {100 * gap:.2f} %")
 
@@ -122,10 +140,18 @@ def run(arguments: Namespace, report: Report) -> None:
     launch = read_launch()
     report.enter("joining the ranks")
     parallel = TorchParallel(RankLayout(launch, launch.world_size), arguments.tokens)
-    sizes = LayerSizes(arguments.tokens, arguments.hidden, arguments.intermediate, arguments.experts, arguments.topk)
+    sizes = LayerSizes(
+        arguments.tokens,
+        arguments.hidden,
+        arguments.intermediate,
+        arguments.experts,
+        arguments.topk,
+    )
     world = World(sizes, parallel.device, dist.group.WORLD)
     report.enter("compiling")
-    needed = dict.fromkeys([*arguments.precisions, *(["fp8"] if arguments.steps else [])])  # the training run is FP8
+    needed = dict.fromkeys(
+        [*arguments.precisions, *(["fp8"] if arguments.steps else [])]
+    )  # the training run is FP8
     report.fact("kernels compiled or cached by rank 0", len(world.warm_up(tuple(needed))))
     with world.nothing_compiles():
         for kind in arguments.dispatchers:
@@ -150,7 +176,9 @@ def measure_layers(arguments: Namespace, report: Report, world: World, kind: str
         report.enter(f"{kind}, {precision}: checks")
         report.layer(dispatcher.name, precision, world.check(dispatcher, precision))
         report.enter(f"{kind}, {precision}: times")
-        report.times(dispatcher.name, precision, world.measure(dispatcher, precision, arguments.repeats))
+        report.times(
+            dispatcher.name, precision, world.measure(dispatcher, precision, arguments.repeats)
+        )
 
 
 def train(steps: int, parallel: Parallel, report: Report) -> None:
@@ -160,7 +188,9 @@ def train(steps: int, parallel: Parallel, report: Report) -> None:
         model=ModelConfig(hidden_size=256, intermediate_size=256)
         if on_gpu
         else ModelConfig(hidden_size=64, intermediate_size=64),
-        train=TrainConfig(steps=steps, batch_size=8, micro_batches=2, checkpoint_every=0, eval_batches=0),
+        train=TrainConfig(
+            steps=steps, batch_size=8, micro_batches=2, checkpoint_every=0, eval_batches=0
+        ),
         engine=PRECISIONS["fp8"][1] if on_gpu else "reference",
         ep=parallel.layout.world_size,
     )
@@ -204,12 +234,16 @@ def end_with_the_launcher() -> None:
 
 
 def main() -> None:
-    """Run; end at once after an error, since other ranks may be waiting for this one inside a collective."""
+    """Run; end at once after an error, since other ranks may be waiting for this one inside a
+    collective.
+    """
     workdir = Path(sys.argv[1])
     arguments = Namespace(**json.loads((workdir / "arguments.json").read_text()))
     rank = int(os.environ["RANK"])
     end_with_the_launcher()
-    faulthandler.dump_traceback_later(max(1.0, arguments.timeout - 10))  # where a rank hangs, before it is stopped
+    faulthandler.dump_traceback_later(
+        max(1.0, arguments.timeout - 10)
+    )  # where a rank hangs, before it is stopped
     report = Report(workdir / f"rank{rank}.json", rank)
     try:
         run(arguments, report)

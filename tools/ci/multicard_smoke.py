@@ -4,11 +4,13 @@
     tools/ci/multicard_smoke.py                 # 2 GPUs where there are 2, NCCL and DeepEP; else the same program over gloo, small
     tools/ci/multicard_smoke.py --device cpu    # the same program over gloo: is the program itself right?
 
-Per dispatcher and precision, every rank runs one MoE layer on its own tokens, and rank 0 the same layer on everybody's tokens alone:
-outputs and all gradients must agree within rounding, be free of NaN when fresh memory is full of it, and repeat bit for bit; once
-with tokens everywhere, once with a rank that has none and an expert that gets none. A short training run must reach the loss of one
-rank, and leave all ranks with the same weights. Kernels are compiled by rank 0 once, into a cache that all ranks then read.
-Exit code 0 when everything held, 1 when not, 2 when there are too few GPUs. `--json` prints the figures as one line on stdout, also
+Per dispatcher and precision, every rank runs one MoE layer on its own tokens, and rank 0 the same
+layer on everybody's tokens alone: outputs and all gradients must agree within rounding, be free of
+NaN when fresh memory is full of it, and repeat bit for bit; once with tokens everywhere, once with
+a rank that has none and an expert that gets none. A short training run must reach the loss of one
+rank, and leave all ranks with the same weights. Kernels are compiled by rank 0 once, into a cache
+that all ranks then read. Exit code 0 when everything held, 1 when not, 2 when there are too few
+GPUs. `--json` prints the figures as one line on stdout, also
 when ranks failed, died or were stopped: they are then what was found until there.
 """
 
@@ -30,7 +32,8 @@ ROOT = HERE.parents[1]
 RANK_PROGRAM = HERE / "multicard_rank.py"
 DISPATCHERS = ("collective", "deepep")
 PRECISIONS = ("fp8", "bf16")
-# Sizes of the layer on GPUs and on CPUs: what is timed on a CPU says nothing, so it is only big enough to be checked.
+# Sizes of the layer on GPUs and on CPUs: what is timed on a CPU says nothing, so it is only big
+# enough to be checked.
 DEFAULTS = {
     "tokens": (8192, 128, "tokens per rank, of the timed runs; checks take an eighth"),
     "hidden": (3072, 64, "H"),
@@ -41,7 +44,8 @@ DEFAULTS = {
     "steps": (20, 10, "training steps; 0: none"),
 }
 TOO_FEW_GPUS = 2
-# What ranks need of the caller's shell. A launcher's variables, proxies or another run's settings would change what is measured.
+# What ranks need of the caller's shell. A launcher's variables, proxies or another run's settings
+# would change what is measured.
 PASSED = (
     "PATH",
     "HOME",
@@ -73,7 +77,9 @@ PASSED_FAMILIES += ("TORCH_", "TRITON_", "TVM_FFI_")
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; sizes that were not given are None."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--dispatchers", nargs="*", choices=DISPATCHERS, default=list(DISPATCHERS))
@@ -81,9 +87,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (gpu, cpu, text) in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, help=f"{text} (default {gpu}, on CPUs {cpu})")
     parser.add_argument(
-        "--cache", type=Path, help="compile cache of the ranks (default: a fresh one, so that they start cold)"
+        "--cache",
+        type=Path,
+        help="compile cache of the ranks (default: a fresh one, so that they start cold)",
     )
-    parser.add_argument("--timeout", type=float, default=220, help="seconds until all ranks are stopped (default 220)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=220,
+        help="seconds until all ranks are stopped (default 220)",
+    )
     parser.add_argument("--json", action="store_true", help="figures as JSON on stdout")
     return parser.parse_args(argv)
 
@@ -92,14 +105,19 @@ def launch(arguments: argparse.Namespace) -> int:
     """Run all ranks and report; the exit code."""
     found = 0 if arguments.device == "cpu" else gpu_count()
     if arguments.device == "cuda" and found < arguments.ranks:
-        print(f"multicard_smoke: {found} GPUs here, {arguments.ranks} needed; nothing was run", file=sys.stderr)
+        print(
+            f"multicard_smoke: {found} GPUs here, {arguments.ranks} needed; nothing was run",
+            file=sys.stderr,
+        )
         return TOO_FEW_GPUS
     if arguments.device == "auto":
         arguments.device = "cuda" if found >= arguments.ranks else "cpu"
     for name, (gpu, cpu, _) in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, gpu if arguments.device == "cuda" else cpu)
-    with tempfile.TemporaryDirectory(prefix="sonicmoe-smoke-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="sonicmoe-smoke-", ignore_cleanup_errors=True
+    ) as scratch:
         workdir = Path(scratch)
         (workdir / "arguments.json").write_text(json.dumps(vars(arguments), default=str))
         ranks = start(arguments, workdir)
@@ -109,12 +127,17 @@ def launch(arguments: argparse.Namespace) -> int:
         print(f"FAILED: {failure}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(figures), flush=True)
-    print("failed" if figures["failures"] else "all checks held", file=sys.stderr if arguments.json else sys.stdout)
+    print(
+        "failed" if figures["failures"] else "all checks held",
+        file=sys.stderr if arguments.json else sys.stdout,
+    )
     return 1 if figures["failures"] else 0
 
 
 def start(arguments: argparse.Namespace, workdir: Path) -> list[subprocess.Popen[bytes]]:
-    """One process per rank, with the variables that torchrun would set. Their stdin closes when this process ends, and ends them."""
+    """One process per rank, with the variables that torchrun would set. Their stdin closes when
+    this process ends, and ends them.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     cache = arguments.cache or workdir / "cache"
@@ -127,7 +150,9 @@ def start(arguments: argparse.Namespace, workdir: Path) -> list[subprocess.Popen
         "SONIC_MOE_CACHE_DIR": str(cache),
         "SONIC_MOE_LOCAL_CACHE_DIR": str(workdir / "local"),
     }
-    shared["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(HERE), shared.get("PYTHONPATH", "")]))
+    shared["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), str(HERE), shared.get("PYTHONPATH", "")])
+    )
     if arguments.device == "cpu":
         shared["CUDA_VISIBLE_DEVICES"] = ""
     return [
@@ -143,11 +168,17 @@ def start(arguments: argparse.Namespace, workdir: Path) -> list[subprocess.Popen
 
 def passed_environment(environ: Any) -> dict[str, str]:
     """The whitelisted part of an environment."""
-    return {name: value for name, value in environ.items() if name in PASSED or name.startswith(PASSED_FAMILIES)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in PASSED or name.startswith(PASSED_FAMILIES)
+    }
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
-    """The first bad exit code ends all ranks after a moment for their own words, so does the time limit; the ranks that were stopped."""
+    """The first bad exit code ends all ranks after a moment for their own words, so does the time
+    limit; the ranks that were stopped.
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
         if any(process.poll() for process in ranks):
@@ -160,8 +191,12 @@ def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
     return stopped
 
 
-def gather(codes: list[int], stopped: list[int], arguments: argparse.Namespace, workdir: Path) -> dict[str, Any]:
-    """Rank 0's figures with everybody's failures; ranks that did not come to their end say where they were."""
+def gather(
+    codes: list[int], stopped: list[int], arguments: argparse.Namespace, workdir: Path
+) -> dict[str, Any]:
+    """Rank 0's figures with everybody's failures; ranks that did not come to their end say where
+    they were.
+    """
     found = [read_rank(workdir, rank) for rank in range(len(codes))]
     failures = [failure for each in found for failure in each.get("failures", [])]
     first_to_fail = [rank for rank, code in enumerate(codes) if code and rank not in stopped]
@@ -171,7 +206,13 @@ def gather(codes: list[int], stopped: list[int], arguments: argparse.Namespace, 
             failures.append(f"rank {rank} was stopped after {arguments.timeout:.0f} s, in: {where}")
         elif code and rank not in stopped and not each.get("failures"):
             failures.append(f"rank {rank} ended with exit code {code}, in: {where}")
-    figures = {"ranks": arguments.ranks, "device": arguments.device, "layers": [], "skipped": {}, **found[0]}
+    figures = {
+        "ranks": arguments.ranks,
+        "device": arguments.device,
+        "layers": [],
+        "skipped": {},
+        **found[0],
+    }
     return {**figures, "failed_ranks": sum(code != 0 for code in codes), "failures": failures}
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Time the FP8 quantisers on the GPU, as bandwidth beside that of a plain copy in the same run.
 
-Each variant is captured in a CUDA graph of several calls over rotating inputs; the variants of one shape are replayed in
-turns, so that all see the same clocks. A figure is the median over rounds of one call's GPU time, from CUDA events. A copy of as
-many bytes as the quantiser moves is one of the variants: small tensors stay in the L2 cache for both.
+Each variant is captured in a CUDA graph of several calls over rotating inputs; the variants of one
+shape are replayed in turns, so that all see the same clocks. A figure is the median over rounds of
+one call's GPU time, from CUDA events. A copy of as many bytes as the quantiser moves is one of the
+variants: small tensors stay in the L2 cache for both.
 """
 
 from __future__ import annotations
@@ -44,12 +45,18 @@ def copies_of(num_bytes: int) -> Callable[[int], Any]:
 def print_line(label: str, row: dict[str, Any]) -> None:
     """One aligned line."""
     times = "  ".join(f"{name} {value:7.2f}" for name, value in row["us"].items())
-    shares = "  ".join(f"{name} {row['TB/s'][name]:.2f} ({row['of_copy'][name]:.0%})" for name in row["TB/s"])
+    shares = "  ".join(
+        f"{name} {row['TB/s'][name]:.2f} ({row['of_copy'][name]:.0%})" for name in row["TB/s"]
+    )
     print(f"{label:<34} us: {times}  | TB/s: {shares}  host {row['host_us']:.1f} us")
 
 
-def figures(times: dict[str, tuple[float, float]], moved: dict[str, int], copy: float) -> dict[str, Any]:
-    """Microseconds of all variants; of those that move bytes, bandwidth and its share of a large copy's."""
+def figures(
+    times: dict[str, tuple[float, float]], moved: dict[str, int], copy: float
+) -> dict[str, Any]:
+    """Microseconds of all variants; of those that move bytes, bandwidth and its share of a large
+    copy's.
+    """
     tbps = {name: count / times[name][0] / 1e6 for name, count in moved.items()}
     return {
         "us": {name: round(median, 2) for name, (median, _) in times.items()},
@@ -59,13 +66,19 @@ def figures(times: dict[str, tuple[float, float]], moved: dict[str, int], copy: 
     }
 
 
-def row_results(shapes: tuple[tuple[int, int], ...], copy: float, rounds: int) -> list[dict[str, Any]]:
+def row_results(
+    shapes: tuple[tuple[int, int], ...], copy: float, rounds: int
+) -> list[dict[str, Any]]:
     """Tokens to FP8 in one pass, bf16."""
     results = []
     for tokens, columns in shapes:
-        inputs = [torch.randn(tokens, columns, device="cuda").to(torch.bfloat16) for _ in range(INPUTS)]
+        inputs = [
+            torch.randn(tokens, columns, device="cuda").to(torch.bfloat16) for _ in range(INPUTS)
+        ]
         wanted = quantize(inputs[0], rows(128))
-        assert torch.equal(gpu.quantize_rows(inputs[0]).codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(
+            gpu.quantize_rows(inputs[0]).codes.view(torch.uint8), wanted.codes.view(torch.uint8)
+        )
         num_bytes = inputs[0].numel() * 2 + wanted.nbytes
 
         def ours(number: int, inputs: list[Tensor] = inputs) -> Any:
@@ -73,7 +86,14 @@ def row_results(shapes: tuple[tuple[int, int], ...], copy: float, rounds: int) -
 
         times = interleaved_us({"rows": ours, "copy": copies_of(num_bytes)}, 20, rounds)
         moved = {"rows": num_bytes, "copy": num_bytes}
-        results.append({"T": tokens, "C": columns, **figures(times, moved, copy), "host_us": round(host_us(ours), 1)})
+        results.append(
+            {
+                "T": tokens,
+                "C": columns,
+                **figures(times, moved, copy),
+                "host_us": round(host_us(ours), 1),
+            }
+        )
         print_line(f"rows T={tokens} C={columns}", results[-1])
     return results
 
@@ -93,38 +113,56 @@ def updated(weights: gpu.QuantizedWeights, source: WeightSource, force: bool, _:
     weights.update(source, force=force)
 
 
-def weight_results(shapes: tuple[tuple[int, int, int], ...], copy: float, rounds: int) -> list[dict[str, Any]]:
-    """Both weights into both orders, into one order, one order to the other, and the guard when nothing changed."""
+def weight_results(
+    shapes: tuple[tuple[int, int, int], ...], copy: float, rounds: int
+) -> list[dict[str, Any]]:
+    """Both weights into both orders, into one order, one order to the other, and the guard when
+    nothing changed.
+    """
     results = []
     for experts, hidden, inner in shapes:
-        sources = {name: weight_source(experts, hidden, inner, name == "ernie") for name in ("ernie", "native")}
+        sources = {
+            name: weight_source(experts, hidden, inner, name == "ernie")
+            for name in ("ernie", "native")
+        }
         both = {name: gpu.QuantizedWeights() for name in sources}
         half = gpu.QuantizedWeights(iso_weight=True)
         for name, source in sources.items():
             both[name].update(source)
             wanted = quantize(gpu.native_matrices(source)[0], iso(128))
-            assert torch.equal(both[name].w1.codes.view(torch.uint8), wanted.codes.view(torch.uint8)), name
+            assert torch.equal(
+                both[name].w1.codes.view(torch.uint8), wanted.codes.view(torch.uint8)
+            ), name
         half.update(sources["ernie"])
         variants: dict[str, Callable[[int], Any]] = {
-            f"both_{name}": functools.partial(updated, both[name], source, True) for name, source in sources.items()
+            f"both_{name}": functools.partial(updated, both[name], source, True)
+            for name, source in sources.items()
         }
         variants["forward_only"] = functools.partial(updated, half, sources["ernie"], True)
         variants["transpose"] = lambda _, half=half: (half.w1_dgrad, half.w2_dgrad)  # type: ignore[misc]
         variants["unchanged"] = functools.partial(updated, both["ernie"], sources["ernie"], False)
         read, code = 2 * 3 * experts * hidden * inner, half.nbytes
-        moved = {"both_ernie": read + 2 * code, "both_native": read + 2 * code, "forward_only": read + code}
+        moved = {
+            "both_ernie": read + 2 * code,
+            "both_native": read + 2 * code,
+            "forward_only": read + code,
+        }
         moved |= {"transpose": 2 * code, "copy": read + 2 * code}
         variants["copy"] = copies_of(moved["copy"])
         times = interleaved_us(variants, 6, rounds)
         host = round(host_us(variants["unchanged"]), 1)
-        results.append({"E": experts, "H": hidden, "I": inner, **figures(times, moved, copy), "host_us": host})
+        results.append(
+            {"E": experts, "H": hidden, "I": inner, **figures(times, moved, copy), "host_us": host}
+        )
         print_line(f"weights E={experts} H={hidden} I={inner}", results[-1])
         gpu.release_scratch()
     return results
 
 
 @click.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
+)
 @click.option("--rounds", default=30, show_default=True, help="Timed replays of each variant.")
 def main(json_path: Path | None, rounds: int) -> None:
     """Time the FP8 quantisers on the GPU."""

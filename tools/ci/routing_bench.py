@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Time routing metadata and token aggregation on the GPU, beside a pipeline of PyTorch sorts and beside a plain copy.
+"""Time routing metadata and token aggregation on the GPU, beside a pipeline of PyTorch sorts and
+beside a plain copy.
 
-Each variant is captured in a CUDA graph of several calls over rotating inputs; the variants of one shape are replayed in
-turns, so that all see the same clocks. A figure is the median over rounds of one call's GPU time, from CUDA events.
+Each variant is captured in a CUDA graph of several calls over rotating inputs; the variants of one
+shape are replayed in turns, so that all see the same clocks. A figure is the median over rounds of
+one call's GPU time, from CUDA events.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ AGGREGATE_SHAPES = (
 
 
 def sort_pipeline(indices: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """The least that a sort-based dispatcher computes: order, token of each row, row of each slot, offsets. No padding."""
+    """The least that a sort-based dispatcher computes: order, token of each row, row of each slot,
+    offsets. No padding.
+    """
     slots, topk = indices.numel(), indices.shape[1]
     ids = indices.reshape(-1)
     group = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
@@ -49,7 +53,9 @@ def sort_pipeline(indices: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     return order, (order // topk).to(torch.int32), slot_row, offsets, ordered
 
 
-def padded_sort_pipeline(indices: Tensor, probs: Tensor, num_experts: int, rows: int) -> tuple[Tensor, ...]:
+def padded_sort_pipeline(
+    indices: Tensor, probs: Tensor, num_experts: int, rows: int
+) -> tuple[Tensor, ...]:
     """The same outputs as the kernel, by PyTorch operations and without a host sync."""
     order, token, _, offsets, ordered = sort_pipeline(indices, num_experts)
     slots, device = indices.numel(), indices.device
@@ -58,12 +64,31 @@ def padded_sort_pipeline(indices: Tensor, probs: Tensor, num_experts: int, rows:
     first = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     valid = ordered < num_experts
     expert = ordered.clamp(max=num_experts - 1)
-    row = torch.where(valid, first[expert] + torch.arange(slots, device=device) - offsets[expert], rows)
-    slot_row = torch.empty(slots, dtype=torch.int64, device=device).scatter_(0, order, torch.where(valid, row, -1))
-    row_slot = torch.full((rows + 1,), -1, dtype=torch.int64, device=device).scatter_(0, row, order)[:rows]
-    row_token = torch.full((rows + 1,), -1, dtype=torch.int32, device=device).scatter_(0, row, token)[:rows]
-    row_prob = torch.zeros(rows + 1, device=device).scatter_(0, row, probs.reshape(-1)[order])[:rows]
-    return counts.to(torch.int32), offsets, padded.to(torch.int32), first, row_token, row_slot, slot_row, row_prob
+    row = torch.where(
+        valid, first[expert] + torch.arange(slots, device=device) - offsets[expert], rows
+    )
+    slot_row = torch.empty(slots, dtype=torch.int64, device=device).scatter_(
+        0, order, torch.where(valid, row, -1)
+    )
+    row_slot = torch.full((rows + 1,), -1, dtype=torch.int64, device=device).scatter_(
+        0, row, order
+    )[:rows]
+    row_token = torch.full((rows + 1,), -1, dtype=torch.int32, device=device).scatter_(
+        0, row, token
+    )[:rows]
+    row_prob = torch.zeros(rows + 1, device=device).scatter_(0, row, probs.reshape(-1)[order])[
+        :rows
+    ]
+    return (
+        counts.to(torch.int32),
+        offsets,
+        padded.to(torch.int32),
+        first,
+        row_token,
+        row_slot,
+        slot_row,
+        row_prob,
+    )
 
 
 def routed(tokens: int, topk: int, experts: int) -> list[tuple[Tensor, Tensor]]:
@@ -75,7 +100,9 @@ def routed(tokens: int, topk: int, experts: int) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def metadata_rows(shapes: tuple[tuple[int, int, int], ...], extra: dict[str, int], rounds: int) -> list[dict[str, Any]]:
+def metadata_rows(
+    shapes: tuple[tuple[int, int, int], ...], extra: dict[str, int], rounds: int
+) -> list[dict[str, Any]]:
     """One result per shape; `extra` names further launch shapes to time (see CudaKernels)."""
     arch = arch_of("cuda:0")
     kernels: dict[str, Any] = {"cuda": CudaKernels(arch), "triton": TritonKernels()}
@@ -92,7 +119,9 @@ def metadata_rows(shapes: tuple[tuple[int, int, int], ...], extra: dict[str, int
         def sort(number: int, inputs: Any = inputs, experts: int = experts) -> Any:
             return sort_pipeline(inputs[number][0], experts)
 
-        def sort_padded(number: int, inputs: Any = inputs, experts: int = experts, rows: int = rows) -> Any:
+        def sort_padded(
+            number: int, inputs: Any = inputs, experts: int = experts, rows: int = rows
+        ) -> Any:
             indices, probs = inputs[number]
             return padded_sort_pipeline(indices, probs, experts, rows)
 
@@ -125,17 +154,25 @@ def print_metadata(row: dict[str, Any]) -> None:
     )
 
 
-def aggregate_rows(shapes: tuple[tuple[int, int, int, int], ...], copy: float, rounds: int) -> list[dict[str, Any]]:
-    """Achieved bandwidth of the weighted and the unweighted sum, bf16, and the time of the dprobs scatter."""
+def aggregate_rows(
+    shapes: tuple[tuple[int, int, int, int], ...], copy: float, rounds: int
+) -> list[dict[str, Any]]:
+    """Achieved bandwidth of the weighted and the unweighted sum, bf16, and the time of the dprobs
+    scatter.
+    """
     kernels: dict[str, Any] = {"cuda": CudaKernels(arch_of("cuda:0")), "triton": TritonKernels()}
     results = []
     for tokens, topk, width, everywhere in shapes:
         indices, probs = routed(tokens, topk, everywhere)[0]
-        routing = build_routing_gpu(indices, probs, 32, torch.bincount(indices.reshape(-1), minlength=32).tolist()[:32])
+        routing = build_routing_gpu(
+            indices, probs, 32, torch.bincount(indices.reshape(-1), minlength=32).tolist()[:32]
+        )
         rows = torch.randn(routing.num_rows, width, device="cuda").to(torch.bfloat16)
         row_values = torch.randn(routing.num_rows, device="cuda")
 
-        def combine(choice: Any, weighted: bool, _: int, rows: Any = rows, routing: Any = routing) -> Any:
+        def combine(
+            choice: Any, weighted: bool, _: int, rows: Any = rows, routing: Any = routing
+        ) -> Any:
             return aggregate(rows, routing, weighted=weighted, kernels=choice)
 
         def dprobs(_: int, values: Any = row_values, routing: Any = routing) -> Any:
@@ -149,7 +186,9 @@ def aggregate_rows(shapes: tuple[tuple[int, int, int, int], ...], copy: float, r
         valid, fixed = sum(routing.counts_on_host()), tokens * (8 * topk + 2 * width)
         moved = {True: valid * (2 * width + 4) + fixed, False: valid * 2 * width + fixed}
         tbps = {
-            name: moved["weighted" in name] / median / 1e6 for name, (median, _) in times.items() if name != "dprobs"
+            name: moved["weighted" in name] / median / 1e6
+            for name, (median, _) in times.items()
+            if name != "dprobs"
         }
         result: dict[str, Any] = {
             "T": tokens, "K": topk, "H": width, "TK": valid,
@@ -159,7 +198,8 @@ def aggregate_rows(shapes: tuple[tuple[int, int, int, int], ...], copy: float, r
         }  # fmt: skip
         results.append(result)
         line = "  ".join(
-            f"{n} {result['us'][n]:7.1f} us {result['TB/s'][n]:.2f} ({result['of_copy'][n]:.0%})" for n in tbps
+            f"{n} {result['us'][n]:7.1f} us {result['TB/s'][n]:.2f} ({result['of_copy'][n]:.0%})"
+            for n in tbps
         )
         print(
             f"aggregate T={tokens:<6} K={topk:<2} TK={valid:<6} H={width:<5} {line}  dprobs {result['us']['dprobs']:.1f} us"
@@ -169,7 +209,9 @@ def aggregate_rows(shapes: tuple[tuple[int, int, int, int], ...], copy: float, r
 
 
 @click.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
+)
 @click.option("--rounds", default=30, show_default=True, help="Timed replays of each variant.")
 @click.option("--shapes/--no-shapes", default=False, help="Also time grids of fixed sizes.")
 def main(json_path: Path | None, rounds: int, shapes: bool) -> None:

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Time what is around the weight-gradient GEMMs, operands before and flush behind, beside a copy of as many bytes in the same run.
+"""Time what is around the weight-gradient GEMMs, operands before and flush behind, beside a copy of
+as many bytes in the same run.
 
     python tools/ci/wgrad_operands_bench.py [--json FILE]
 
-The variants of one shape are captured in CUDA graphs and replayed in turns, so that all see the same clocks. Bytes are those a
-perfect cache would move: each token once, each output once; a gradient, its destination and the zeros once.
+The variants of one shape are captured in CUDA graphs and replayed in turns, so that all see the
+same clocks. Bytes are those a
+perfect cache would move: each token once, each output once; a gradient, its destination and the
+zeros once.
 """
 
 from __future__ import annotations
@@ -27,38 +30,60 @@ from sonicmoe import gradients
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
-from sonicmoe.quant.gpu_wgrad import gather_transpose_quantize, gather_transpose_quantize_pair, transpose_codes
+from sonicmoe.quant.gpu_wgrad import (
+    gather_transpose_quantize,
+    gather_transpose_quantize_pair,
+    transpose_codes,
+)
 from sonicmoe.quant.recipes import iso
 from sonicmoe.routing.gpu import build_routing_gpu
 
 Tensor = torch.Tensor
 # (T, H, I, E, K)
-SHAPES = ((8192, 3072, 1536, 8, 8), (2048, 3072, 1536, 8, 8), (8192, 3072, 1536, 32, 8), (16384, 2048, 768, 128, 8))
+SHAPES = (
+    (8192, 3072, 1536, 8, 8),
+    (2048, 3072, 1536, 8, 8),
+    (8192, 3072, 1536, 32, 8),
+    (16384, 2048, 768, 128, 8),
+)
 CALLS = 4  # in one graph
 Variants = dict[str, tuple[Callable[[], object], float]]
 
 
-def operand_variants(tokens: int, hidden: int, intermediate: int, experts: int, topk: int) -> Variants:
+def operand_variants(
+    tokens: int, hidden: int, intermediate: int, experts: int, topk: int
+) -> Variants:
     """`name -> (launch, bytes)`, bf16 tokens and balanced random routing."""
-    indices = torch.rand((tokens, max(experts, topk)), device="cuda").topk(topk, 1).indices % experts
+    indices = (
+        torch.rand((tokens, max(experts, topk)), device="cuda").topk(topk, 1).indices % experts
+    )
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
     routing = build_routing_gpu(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
     rows, n1 = routing.num_rows, 2 * intermediate
     x, dout = (torch.randn((tokens, hidden), device="cuda").to(torch.bfloat16) for _ in range(2))
-    codes = torch.randint(0, 120, (rows, n1), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    dz = BlockScaledTensor(codes, torch.rand((rows // 128, -(-n1 // 128)), device="cuda"), iso(128), Code.E4M3)
+    codes = torch.randint(0, 120, (rows, n1), dtype=torch.uint8, device="cuda").view(
+        torch.float8_e4m3fn
+    )
+    dz = BlockScaledTensor(
+        codes, torch.rand((rows // 128, -(-n1 // 128)), device="cuda"), iso(128), Code.E4M3
+    )
     one = hidden * (2.0 * tokens + rows)
     arguments = routing.row_token, routing.padded_offsets
     return {
         "x^T": (lambda: gather_transpose_quantize(x, *arguments), one),
-        "x^T and dout^T, one launch": (lambda: gather_transpose_quantize_pair(x, dout, *arguments), 2 * one),
+        "x^T and dout^T, one launch": (
+            lambda: gather_transpose_quantize_pair(x, dout, *arguments),
+            2 * one,
+        ),
         "dz^T": (lambda: transpose_codes(dz, routing.padded_offsets), 2.0 * rows * n1),
         "copy of as much as x^T": copy_of(one),
     }
 
 
 def flush_variants(hidden: int, intermediate: int, experts: int) -> Variants:
-    """Added to fp32 main_grad, and written to a fresh bf16 gradient, per expert in the layout of ERNIE's weights."""
+    """Added to fp32 main_grad, and written to a fresh bf16 gradient, per expert in the layout of
+    ERNIE's weights.
+    """
     n1 = 2 * intermediate
     kernel = flush_source().load().flush_gradients
     dw1 = torch.zeros((experts, n1, hidden), device="cuda")
@@ -68,7 +93,9 @@ def flush_variants(hidden: int, intermediate: int, experts: int) -> Variants:
     def launch(dtype: torch.dtype, fresh: bool) -> Callable[[], object]:
         shapes = [(hidden, n1)] * experts + [(intermediate, hidden)] * experts
         targets = [torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes]
-        table = gradients.destination_table([gradients.Destination(t, t, fresh) for t in targets], experts)
+        table = gradients.destination_table(
+            [gradients.Destination(t, t, fresh) for t in targets], experts
+        )
         # `targets` as a default keeps the memory that the table points to.
         return lambda targets=targets: kernel(dw1, dw2, table, True, True, current_stream(dw1))
 
@@ -94,13 +121,19 @@ def measured(shape: tuple[int, ...], variants: Variants, rounds: int) -> list[di
     copy = next(variants[name][1] / us for name, us in times.items() if name.startswith("copy"))
     for name, us in times.items():
         rate = variants[name][1] / us
-        results.append({"shape": shape, "name": name, "us": us, "GB/s": rate / 1e3, "of_copy": rate / copy})
-        click.echo(f"{shape!s:30} {name:32} {us:8.1f} us {rate / 1e3:7.0f} GB/s {rate / copy:5.0%} of copy")
+        results.append(
+            {"shape": shape, "name": name, "us": us, "GB/s": rate / 1e3, "of_copy": rate / copy}
+        )
+        click.echo(
+            f"{shape!s:30} {name:32} {us:8.1f} us {rate / 1e3:7.0f} GB/s {rate / copy:5.0%} of copy"
+        )
     return results
 
 
 @click.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
+)
 @click.option("--rounds", default=20, show_default=True, help="Timed replays of each variant.")
 def main(json_path: Path | None, rounds: int) -> None:
     """Print microseconds and bandwidth of each kernel at every shape."""

@@ -1,4 +1,5 @@
-// What every kernel's entry point needs at its border: argument checks with names, the caller's device and stream.
+// What every kernel's entry point needs at its border: argument checks with names, the caller's
+// device and stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,24 +19,32 @@ inline bool is_type(const TensorView& tensor, DLDataTypeCode code, int bits) {
   return dtype.code == code && dtype.bits == bits && dtype.lanes == 1;
 }
 
-// The address of a contiguous CUDA tensor on `device` with at least `elements` elements of `code`/`bits`.
+// The address of a contiguous CUDA tensor on `device` with at least `elements` elements of
+// `code`/`bits`.
 template <typename T>
-T* checked(const TensorView& tensor, const char* name, DLDataTypeCode code, int bits, DLDevice device, int64_t elements) {
+T* checked(const TensorView& tensor, const char* name, DLDataTypeCode code, int bits,
+           DLDevice device, int64_t elements) {
   TVM_FFI_ICHECK(tensor.device().device_type == kDLCUDA) << name << " must be on a CUDA device";
-  TVM_FFI_ICHECK(tensor.device().device_id == device.device_id) << name << " is on another device than the indices";
-  TVM_FFI_ICHECK(is_type(tensor, code, bits)) << name << " must have " << bits << "-bit elements of DLPack type " << code;
+  TVM_FFI_ICHECK(tensor.device().device_id == device.device_id)
+      << name << " is on another device than the indices";
+  TVM_FFI_ICHECK(is_type(tensor, code, bits))
+      << name << " must have " << bits << "-bit elements of DLPack type " << code;
   TVM_FFI_ICHECK(tensor.IsContiguous()) << name << " must be contiguous";
-  TVM_FFI_ICHECK(tensor.numel() >= elements) << name << " has " << tensor.numel() << " elements; needed: " << elements;
+  TVM_FFI_ICHECK(tensor.numel() >= elements)
+      << name << " has " << tensor.numel() << " elements; needed: " << elements;
   return reinterpret_cast<T*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
 }
 
-inline int32_t* checked_i32(const TensorView& tensor, const char* name, DLDevice device, int64_t elements) {
+inline int32_t* checked_i32(const TensorView& tensor, const char* name, DLDevice device,
+                            int64_t elements) {
   return checked<int32_t>(tensor, name, kDLInt, 32, device, elements);
 }
-inline int64_t* checked_i64(const TensorView& tensor, const char* name, DLDevice device, int64_t elements) {
+inline int64_t* checked_i64(const TensorView& tensor, const char* name, DLDevice device,
+                            int64_t elements) {
   return checked<int64_t>(tensor, name, kDLInt, 64, device, elements);
 }
-inline float* checked_f32(const TensorView& tensor, const char* name, DLDevice device, int64_t elements) {
+inline float* checked_f32(const TensorView& tensor, const char* name, DLDevice device,
+                          int64_t elements) {
   return checked<float>(tensor, name, kDLFloat, 32, device, elements);
 }
 

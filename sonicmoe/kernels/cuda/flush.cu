@@ -1,10 +1,13 @@
-// Weight gradients from the fp32 accumulators into the user's own matrices, and the accumulators back to zero: one pass, one launch.
+// Weight gradients from the fp32 accumulators into the user's own matrices, and the accumulators
+// back to zero: one pass, one launch.
 //
-// Accumulators dw1 [E, N1, H] and dw2 [E, H, I], gate and up rows of dw1 interleaved. Destinations lie anywhere, one matrix per
-// expert, in native orientation or transposed, with gate and up as halves or interleaved; fp32, bf16 or fp16; added to or written.
+// Accumulators dw1 [E, N1, H] and dw2 [E, H, I], gate and up rows of dw1 interleaved. Destinations
+// lie anywhere, one matrix per expert, in native orientation or transposed, with gate and up as
+// halves or interleaved; fp32, bf16 or fp16; added to or written.
 //
-// A CTA has a tile of 64 rows x 64 columns of the contraction: 256 contiguous bytes on both sides. A thread turns 4 x 4 elements in
-// its registers, shared memory takes them from the lanes along the contraction to lanes along the rows, 16 bytes at a time.
+// A CTA has a tile of 64 rows x 64 columns of the contraction: 256 contiguous bytes on both sides.
+// A thread turns 4 x 4 elements in its registers, shared memory takes them from the lanes along the
+// contraction to lanes along the rows, 16 bytes at a time.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -21,8 +24,10 @@ constexpr int kThreads = 256;
 constexpr int kPatch = 4;  // rows and columns of a thread
 constexpr int kTile = 64;
 constexpr int kLanes = kTile / kPatch;
-constexpr int kTilesOfBand = 16;  // of rows whose tiles run at about the same time: the destination is written in stretches as long
-constexpr int kExpertsPerLaunch = 192;  // their addresses travel as kernel arguments: no copy, no buffer that must outlive the call
+constexpr int kTilesOfBand = 16;  // of rows whose tiles run at about the same time: the destination
+                                  // is written in stretches as long
+constexpr int kExpertsPerLaunch = 192;  // their addresses travel as kernel arguments: no copy, no
+                                        // buffer that must outlive the call
 
 // Of a destination: its element type, and whether what it holds is overwritten.
 enum Format : unsigned { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kTypeMask = 3, kFresh = 4 };
@@ -30,7 +35,8 @@ enum Format : unsigned { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kTypeMask = 
 struct Projection {
   float* accumulator;  // of the launch's first expert
   unsigned n, k;       // of one expert's native matrix [n, k]
-  unsigned rows;       // n / 2 with rows gate_0, up_0, ... that go to [gate; up], else n: those of a part
+  unsigned
+      rows;  // n / 2 with rows gate_0, up_0, ... that go to [gate; up], else n: those of a part
   unsigned tiles_n, tiles_k, tiles;
   uint8_t format[kExpertsPerLaunch];
   uint64_t address[kExpertsPerLaunch];  // 0: nobody wants the gradient
@@ -45,21 +51,26 @@ struct Tile {
   unsigned part, n, k;
 };
 
-// Bands of rows, across all columns; both parts of a row at about the same time, because they are neighbours in the accumulator.
+// Bands of rows, across all columns; both parts of a row at about the same time, because they are
+// neighbours in the accumulator.
 __device__ __forceinline__ Tile tile_of(unsigned tile, const Projection& p) {
-  const unsigned band = tile / (kTilesOfBand * p.tiles_k), of_band = tile % (kTilesOfBand * p.tiles_k);
-  const unsigned first = band * kTilesOfBand, height = min(static_cast<unsigned>(kTilesOfBand), p.tiles_n - first);
+  const unsigned band = tile / (kTilesOfBand * p.tiles_k),
+                 of_band = tile % (kTilesOfBand * p.tiles_k);
+  const unsigned first = band * kTilesOfBand,
+                 height = min(static_cast<unsigned>(kTilesOfBand), p.tiles_n - first);
   const unsigned of_n = first + of_band % height;
   const unsigned split = p.rows != p.n;
   return {of_n & split, (of_n >> split) * kTile, of_band / height * kTile};
 }
 
 // Offsets of row n of a part: in the accumulator, and in the destination.
-__device__ __forceinline__ uint64_t native_offset(unsigned part, unsigned n, unsigned k, const Projection& p) {
+__device__ __forceinline__ uint64_t native_offset(unsigned part, unsigned n, unsigned k,
+                                                  const Projection& p) {
   return static_cast<uint64_t>(p.rows == p.n ? n : 2 * n + part) * p.k + k;
 }
 template <bool kTransposed>
-__device__ __forceinline__ uint64_t offset(unsigned part, unsigned n, unsigned k, const Projection& p) {
+__device__ __forceinline__ uint64_t offset(unsigned part, unsigned n, unsigned k,
+                                           const Projection& p) {
   n += part * p.rows;
   return kTransposed ? static_cast<uint64_t>(k) * p.n + n : static_cast<uint64_t>(n) * p.k + k;
 }
@@ -70,20 +81,26 @@ struct alignas(4 * sizeof(T)) Four {
 };
 
 template <typename T>
-__device__ __forceinline__ Four<T> sum(const Four<T>& target, const Four<float>& gradient, bool fresh) {
+__device__ __forceinline__ Four<T> sum(const Four<T>& target, const Four<float>& gradient,
+                                       bool fresh) {
   Four<T> out;
 #pragma unroll
-  for (int i = 0; i < kPatch; ++i) out.at[i] = static_cast<T>(fresh ? gradient.at[i] : static_cast<float>(target.at[i]) + gradient.at[i]);
+  for (int i = 0; i < kPatch; ++i)
+    out.at[i] =
+        static_cast<T>(fresh ? gradient.at[i] : static_cast<float>(target.at[i]) + gradient.at[i]);
   return out;
 }
 
-// From a patch whose rows are of the accumulator to four vectors of the destination's rows. Every thread must come.
-__device__ __forceinline__ void transpose_tile(Four<float> (&patch)[kPatch], Four<float> (&turned)[kTile][kLanes]) {
+// From a patch whose rows are of the accumulator to four vectors of the destination's rows. Every
+// thread must come.
+__device__ __forceinline__ void transpose_tile(Four<float> (&patch)[kPatch],
+                                               Four<float> (&turned)[kTile][kLanes]) {
   const unsigned of_k = threadIdx.x % kLanes, of_n = threadIdx.x / kLanes;
 #pragma unroll
   for (unsigned j = 0; j < kPatch; ++j) {
     // Exchanged by a number that differs between the lanes that write: they meet in no bank.
-    turned[of_k * kPatch + j][of_n ^ of_k % 8] = {{patch[0].at[j], patch[1].at[j], patch[2].at[j], patch[3].at[j]}};
+    turned[of_k * kPatch + j][of_n ^ of_k % 8] = {
+        {patch[0].at[j], patch[1].at[j], patch[2].at[j], patch[3].at[j]}};
   }
   __syncthreads();
 #pragma unroll
@@ -93,27 +110,34 @@ __device__ __forceinline__ void transpose_tile(Four<float> (&patch)[kPatch], Fou
   }
 }
 
-// A tile in 16-byte accesses (8-byte ones of 16-bit types); everything is asked for before anything is waited for. Zeros are written
-// last, when their lines have arrived: a store to a line whose load is under way is queued behind it.
+// A tile in 16-byte accesses (8-byte ones of 16-bit types); everything is asked for before anything
+// is waited for. Zeros are written last, when their lines have arrived: a store to a line whose
+// load is under way is queued behind it.
 template <typename T, bool kTransposed>
-__device__ __forceinline__ void flush_vectors(float* accumulator, T* destination, bool fresh, Tile tile, const Projection& p,
+__device__ __forceinline__ void flush_vectors(float* accumulator, T* destination, bool fresh,
+                                              Tile tile, const Projection& p,
                                               Four<float> (&turned)[kTile][kLanes]) {
   const unsigned lane = threadIdx.x % kLanes * kPatch, line = threadIdx.x / kLanes;
-  // Line i of a thread: row 4 line + i of the accumulator; of a transposed destination, column line + 16 i.
+  // Line i of a thread: row 4 line + i of the accumulator; of a transposed destination, column line
+  // + 16 i.
   const unsigned row = tile.n + line * kPatch, column = tile.k + lane;
-  const unsigned to_row = kTransposed ? tile.n + lane : row, to_column = kTransposed ? tile.k + line : column;
+  const unsigned to_row = kTransposed ? tile.n + lane : row,
+                 to_column = kTransposed ? tile.k + line : column;
   float* from = accumulator + native_offset(tile.part, row, column, p);
   T* to = destination + offset<kTransposed>(tile.part, to_row, to_column, p);
   const uint64_t from_step = p.rows == p.n ? p.k : 2 * static_cast<uint64_t>(p.k);
   const uint64_t to_step = kTransposed ? static_cast<uint64_t>(kLanes) * p.n : p.k;
   const bool held = row < p.rows && column < p.k;  // rows and columns come in fours
-  const auto wanted = [&](unsigned i) { return kTransposed ? to_row < p.rows && to_column + i * kLanes < p.k : held; };
+  const auto wanted = [&](unsigned i) {
+    return kTransposed ? to_row < p.rows && to_column + i * kLanes < p.k : held;
+  };
 
   Four<float> gradient[kPatch] = {};
   Four<T> target[kPatch];
   if (held) {
 #pragma unroll
-    for (unsigned i = 0; i < kPatch; ++i) gradient[i] = *reinterpret_cast<const Four<float>*>(from + i * from_step);
+    for (unsigned i = 0; i < kPatch; ++i)
+      gradient[i] = *reinterpret_cast<const Four<float>*>(from + i * from_step);
   }
 #pragma unroll
   for (unsigned i = 0; i < kPatch; ++i) {
@@ -122,17 +146,20 @@ __device__ __forceinline__ void flush_vectors(float* accumulator, T* destination
   if constexpr (kTransposed) transpose_tile(gradient, turned);
 #pragma unroll
   for (unsigned i = 0; i < kPatch; ++i) {
-    if (wanted(i)) *reinterpret_cast<Four<T>*>(to + i * to_step) = sum(target[i], gradient[i], fresh);
+    if (wanted(i))
+      *reinterpret_cast<Four<T>*>(to + i * to_step) = sum(target[i], gradient[i], fresh);
   }
   if (held) {
 #pragma unroll
-    for (unsigned i = 0; i < kPatch; ++i) *reinterpret_cast<Four<float>*>(from + i * from_step) = Four<float>{};
+    for (unsigned i = 0; i < kPatch; ++i)
+      *reinterpret_cast<Four<float>*>(from + i * from_step) = Four<float>{};
   }
 }
 
 // Matrices that no 16-byte access fits.
 template <typename T, bool kTransposed>
-__device__ __forceinline__ void flush_elements(float* accumulator, T* destination, bool fresh, Tile tile, const Projection& p) {
+__device__ __forceinline__ void flush_elements(float* accumulator, T* destination, bool fresh,
+                                               Tile tile, const Projection& p) {
 #pragma unroll 1
   for (unsigned element = threadIdx.x; element < kTile * kTile; element += kThreads) {
     const unsigned n = tile.n + element / kTile, k = tile.k + element % kTile;
@@ -153,7 +180,8 @@ __device__ __forceinline__ void clear_tile(float* accumulator, Tile tile, const 
 }
 
 template <typename T, bool kTransposed>
-__device__ __forceinline__ void flush_tile(float* accumulator, uint64_t address, bool fresh, Tile tile, const Projection& p,
+__device__ __forceinline__ void flush_tile(float* accumulator, uint64_t address, bool fresh,
+                                           Tile tile, const Projection& p,
                                            Four<float> (&turned)[kTile][kLanes]) {
   const bool fours = p.k % kPatch == 0 && p.rows % kPatch == 0 && address % sizeof(Four<T>) == 0;
   T* destination = reinterpret_cast<T*>(address);
@@ -185,15 +213,19 @@ __global__ void __launch_bounds__(kThreads, 4) flush_tiles(const __grid_constant
 }
 
 Projection projection_of(const TensorView& accumulator, const char* name, bool split_half) {
-  TVM_FFI_ICHECK(accumulator.ndim() == 3) << name << " has " << accumulator.ndim() << " axes; needed: [E, N, K]";
+  TVM_FFI_ICHECK(accumulator.ndim() == 3)
+      << name << " has " << accumulator.ndim() << " axes; needed: [E, N, K]";
   const int64_t n = accumulator.size(1), k = accumulator.size(2), parts = split_half ? 2 : 1;
   const int64_t tiles_n = parts * ceil_div(n / parts, kTile), tiles_k = ceil_div(k, kTile);
-  TVM_FFI_ICHECK(std::max(n, k) < (int64_t(1) << 31)) << name << " is a matrix of " << n << " x " << k;
+  TVM_FFI_ICHECK(std::max(n, k) < (int64_t(1) << 31))
+      << name << " is a matrix of " << n << " x " << k;
   Projection p{};
   p.accumulator = checked_f32(accumulator, name, accumulator.device(), accumulator.numel());
-  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(p.accumulator) % 16 == 0) << name << " must start at a multiple of 16 bytes";
+  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(p.accumulator) % 16 == 0)
+      << name << " must start at a multiple of 16 bytes";
   const int64_t tiles = tiles_n * tiles_k;
-  TVM_FFI_ICHECK(tiles * kExpertsPerLaunch < (int64_t(1) << 30)) << name << " is a matrix of " << n << " x " << k;
+  TVM_FFI_ICHECK(tiles * kExpertsPerLaunch < (int64_t(1) << 30))
+      << name << " is a matrix of " << n << " x " << k;
   p.n = static_cast<unsigned>(n);
   p.k = static_cast<unsigned>(k);
   p.rows = static_cast<unsigned>(n / parts);
@@ -203,17 +235,23 @@ Projection projection_of(const TensorView& accumulator, const char* name, bool s
   return p;
 }
 
-// Adds dw1 fp32 [E, N1, H] and dw2 fp32 [E, H, I] into one destination per expert and projection, and zeroes them.
+// Adds dw1 fp32 [E, N1, H] and dw2 fp32 [E, H, I] into one destination per expert and projection,
+// and zeroes them.
 //
-// destinations: E pairs for dw1, then E for dw2, of address (0: none) and format (0 fp32, 1 bf16, 2 fp16; + 4: written, not added
-// to). A destination is contiguous and has the shape of the native matrix, or of its transpose; with `split_half`, dw1's rows
-// [gate_0, up_0, gate_1, ...] are [gate; up] in it. 16-bit destinations are added to in fp32 and rounded once. None may overlap another.
-void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> destinations, bool transposed, bool split_half, int64_t stream) {
+// destinations: E pairs for dw1, then E for dw2, of address (0: none) and format (0 fp32, 1 bf16, 2
+// fp16; + 4: written, not added to). A destination is contiguous and has the shape of the native
+// matrix, or of its transpose; with `split_half`, dw1's rows [gate_0, up_0, gate_1, ...] are [gate;
+// up] in it. 16-bit destinations are added to in fp32 and rounded once. None may overlap another.
+void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> destinations,
+                     bool transposed, bool split_half, int64_t stream) {
   Launch launch{{projection_of(dw1, "dw1", split_half), projection_of(dw2, "dw2", false)}};
   const int64_t experts = dw1.size(0);
-  TVM_FFI_ICHECK(dw2.size(0) == experts) << "dw1 is of " << experts << " experts, dw2 of " << dw2.size(0);
-  TVM_FFI_ICHECK(dw2.device().device_id == dw1.device().device_id) << "dw2 is on another device than dw1";
-  TVM_FFI_ICHECK(!split_half || dw1.size(1) % 2 == 0) << "dw1 has " << dw1.size(1) << " rows; gate and up need an even number";
+  TVM_FFI_ICHECK(dw2.size(0) == experts)
+      << "dw1 is of " << experts << " experts, dw2 of " << dw2.size(0);
+  TVM_FFI_ICHECK(dw2.device().device_id == dw1.device().device_id)
+      << "dw2 is on another device than dw1";
+  TVM_FFI_ICHECK(!split_half || dw1.size(1) % 2 == 0)
+      << "dw1 has " << dw1.size(1) << " rows; gate and up need an even number";
   TVM_FFI_ICHECK(static_cast<int64_t>(destinations.size()) == 4 * experts)
       << "destinations has " << destinations.size() << " numbers; needed: " << 4 * experts;
   const unsigned per_expert = launch.projection[0].tiles + launch.projection[1].tiles;
@@ -232,7 +270,8 @@ void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> de
     auto* kernel = transposed ? flush_tiles<true> : flush_tiles<false>;
     kernel<<<static_cast<unsigned>(per_expert * count), kThreads, 0, as_stream(stream)>>>(launch);
     TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
-    for (Projection& p : launch.projection) p.accumulator += static_cast<uint64_t>(kExpertsPerLaunch) * p.n * p.k;
+    for (Projection& p : launch.projection)
+      p.accumulator += static_cast<uint64_t>(kExpertsPerLaunch) * p.n * p.k;
   }
 }
 

@@ -1,9 +1,11 @@
-// E4M3 block quantisation in registers: scale arithmetic, conversions, 16-byte loads. No policy; equals quant/reference.py bit for bit.
+// E4M3 block quantisation in registers: scale arithmetic, conversions, 16-byte loads. No policy;
+// equals quant/reference.py bit for bit.
 //
-//   amax = max |x| over the non-NaN elements, at least 2^-100        scale_inv = amax / 448, multiplier = 448 / amax
-//   code = round-to-nearest-even(x * multiplier), saturated          NaN -> 0x7F
-// An infinity makes amax and scale_inv infinite and the multiplier 0: infinity times 0 is the NaN code, finite elements are 0,
-// and 0 times an infinite scale dequantises to NaN.
+//   amax = max |x| over the non-NaN elements, at least 2^-100        scale_inv = amax / 448,
+//   multiplier = 448 / amax code = round-to-nearest-even(x * multiplier), saturated          NaN ->
+//   0x7F
+// An infinity makes amax and scale_inv infinite and the multiplier 0: infinity times 0 is the NaN
+// code, finite elements are 0, and 0 times an infinite scale dequantises to NaN.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,11 +22,13 @@ constexpr int kScaleBlock = 128;
 // max(amax, |x|); a NaN x is passed over. Start from 0.
 __device__ __forceinline__ float amax_nonan(float amax, float x) { return fmaxf(amax, fabsf(x)); }
 
-// The largest amax of kLanes neighbouring lanes (a power of two), in all of them; every lane of the warp must come.
+// The largest amax of kLanes neighbouring lanes (a power of two), in all of them; every lane of the
+// warp must come.
 template <int kLanes>
 __device__ __forceinline__ float amax_of_lanes(float amax) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
   return amax;
 }
 
@@ -38,7 +42,8 @@ __device__ __forceinline__ BlockScale block_scale(float amax) {
   return {__fdiv_rn(amax, kE4m3Max), __fdiv_rn(kE4m3Max, amax)};
 }
 
-// Four codes, that of `a` in the lowest byte: round to nearest even, saturate to +-448, NaN -> 0x7F.
+// Four codes, that of `a` in the lowest byte: round to nearest even, saturate to +-448, NaN ->
+// 0x7F.
 __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {
   uint16_t low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
@@ -74,7 +79,8 @@ __device__ __forceinline__ float Vector16<__nv_bfloat16>::get(int i) const {
 }
 template <>
 __device__ __forceinline__ float Vector16<__half>::get(int i) const {
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? word[i / 2] >> 16 : word[i / 2])));
+  return __half2float(
+      __ushort_as_half(static_cast<unsigned short>(i % 2 ? word[i / 2] >> 16 : word[i / 2])));
 }
 
 template <>
@@ -83,14 +89,16 @@ __device__ __forceinline__ float Vector16<float>::amax(float amax) const {
   for (int i = 0; i < 4; ++i) amax = amax_nonan(amax, get(i));
   return amax;
 }
-// Of |x| in both halves of each word: two at a time, and without unpacking, which would keep every element in a register of its own.
-#define SONICMOE_PACKED_AMAX(T, instruction)                                                                       \
-  template <>                                                                                                      \
-  __device__ __forceinline__ float Vector16<T>::amax(float amax) const {                                           \
-    Vector16<T> largest;                                                                                           \
-    largest.word[0] = 0;                                                                                           \
-    for (int i = 0; i < 4; ++i) asm(instruction " %0, %0, %1;" : "+r"(largest.word[0]) : "r"(word[i] & 0x7fff7fffu)); \
-    return fmaxf(amax, fmaxf(largest.get(0), largest.get(1)));                                                      \
+// Of |x| in both halves of each word: two at a time, and without unpacking, which would keep every
+// element in a register of its own.
+#define SONICMOE_PACKED_AMAX(T, instruction)                                                \
+  template <>                                                                               \
+  __device__ __forceinline__ float Vector16<T>::amax(float amax) const {                    \
+    Vector16<T> largest;                                                                    \
+    largest.word[0] = 0;                                                                    \
+    for (int i = 0; i < 4; ++i)                                                             \
+      asm(instruction " %0, %0, %1;" : "+r"(largest.word[0]) : "r"(word[i] & 0x7fff7fffu)); \
+    return fmaxf(amax, fmaxf(largest.get(0), largest.get(1)));                              \
   }
 SONICMOE_PACKED_AMAX(__nv_bfloat16, "max.bf16x2")
 SONICMOE_PACKED_AMAX(__half, "max.f16x2")
@@ -99,8 +107,8 @@ SONICMOE_PACKED_AMAX(__half, "max.f16x2")
 // Codes of elements [first, first + 4) of a vector.
 template <typename T>
 __device__ __forceinline__ uint32_t e4m3x4(const Vector16<T>& x, int first, float multiplier) {
-  return e4m3x4(__fmul_rn(x.get(first), multiplier), __fmul_rn(x.get(first + 1), multiplier), __fmul_rn(x.get(first + 2), multiplier),
-                __fmul_rn(x.get(first + 3), multiplier));
+  return e4m3x4(__fmul_rn(x.get(first), multiplier), __fmul_rn(x.get(first + 1), multiplier),
+                __fmul_rn(x.get(first + 2), multiplier), __fmul_rn(x.get(first + 3), multiplier));
 }
 
 }  // namespace sonicmoe

@@ -1,16 +1,19 @@
 // Dispatched top-k indices -> the complete routing metadata, in one launch.
 //
-// S flat slots (slot = token * K + k) are cut into one contiguous chunk per CTA, a chunk into tiles of at most kTile slots.
-// (1) Each CTA counts its chunk per expert. (2) One barrier over the grid, after which everybody reads everybody's counts:
-// their prefix over CTAs and experts gives each CTA its first row of each expert. (3) Each CTA sorts its tiles by expert in
-// shared memory and writes them out in runs of consecutive rows. Writing rows straight from the slots' own order would touch
+// S flat slots (slot = token * K + k) are cut into one contiguous chunk per CTA, a chunk into tiles
+// of at most kTile slots. (1) Each CTA counts its chunk per expert. (2) One barrier over the grid,
+// after which everybody reads everybody's counts: their prefix over CTAs and experts gives each CTA
+// its first row of each expert. (3) Each CTA sorts its tiles by expert in shared memory and writes
+// them out in runs of consecutive rows. Writing rows straight from the slots' own order would touch
 // a sector of memory per slot, and with many experts more of them at a time than L2 holds.
 //
-// Ranks come from prefix sums, never from the order in which atomics happen, so rows are stable and repeatable.
+// Ranks come from prefix sums, never from the order in which atomics happen, so rows are stable and
+// repeatable.
 //
-// The grid is launched cooperatively: the driver starts all its CTAs together or none, so it cannot wait for a CTA that
-// another kernel keeps out, and its barrier has no state that outlives the launch: any number of streams and graph replays
-// may run at once. The scratch for counts belongs to the call and needs no initialisation.
+// The grid is launched cooperatively: the driver starts all its CTAs together or none, so it cannot
+// wait for a CTA that another kernel keeps out, and its barrier has no state that outlives the
+// launch: any number of streams and graph replays may run at once. The scratch for counts belongs
+// to the call and needs no initialisation.
 #include <cooperative_groups.h>
 
 #include <mutex>
@@ -24,7 +27,8 @@ namespace cg = cooperative_groups;
 
 constexpr int kWarps = 32;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRounds = 8;  // of kThreads slots in a full tile: larger tiles give longer runs of rows and fewer barriers
+constexpr int kRounds = 8;  // of kThreads slots in a full tile: larger tiles give longer runs of
+                            // rows and fewer barriers
 constexpr int kTile = kThreads * kRounds;
 constexpr int kSlotBits = 13;  // a staged slot: expert << kSlotBits | position in the tile
 constexpr int kMaxExperts = 512;
@@ -32,7 +36,8 @@ constexpr int kMaxCtas = 256;
 constexpr unsigned kFull = 0xffffffffu;
 static_assert(kTile <= 1 << kSlotBits, "a tile's positions must fit kSlotBits");
 static_assert(kWarps == 32, "a scan over warps uses one lane each");
-static_assert(kMaxExperts < kThreads, "a scan over experts uses one thread each, and one more for the end");
+static_assert(kMaxExperts < kThreads,
+              "a scan over experts uses one thread each, and one more for the end");
 
 struct Arguments {
   const void* indices;
@@ -54,18 +59,21 @@ struct Arguments {
   int alignment;
 };
 
-// Dynamic shared memory. Counts of one expert lie an odd number of words apart: lanes that walk over warps meet no bank twice.
+// Dynamic shared memory. Counts of one expert lie an odd number of words apart: lanes that walk
+// over warps meet no bank twice.
 struct Shared {
   int64_t* padded_offsets;  // [E + 1]
-  int64_t* first_row;       // [E] next row of each expert in this CTA, less the expert's start in the sorted tile
-  int64_t* warp_sums;       // [warps] partial sums of a scan over experts
-  int32_t* total;           // [E] rows of each expert
-  int32_t* cta_count;       // [E] rows of each expert in this CTA behind its first tile
-  int32_t* tile_count;      // [E] rows of each expert in the tile
-  int32_t* tile_start;      // [E] its exclusive prefix
-  int32_t* warp_counts;     // [warps][E | 1] rows of each expert per warp of the tile, then the exclusive prefix over warps
-  uint32_t* staged_slot;    // [kTile] the tile, sorted by expert
-  float* staged_prob;       // [kTile]
+  int64_t* first_row;     // [E] next row of each expert in this CTA, less the expert's start in the
+                          // sorted tile
+  int64_t* warp_sums;     // [warps] partial sums of a scan over experts
+  int32_t* total;         // [E] rows of each expert
+  int32_t* cta_count;     // [E] rows of each expert in this CTA behind its first tile
+  int32_t* tile_count;    // [E] rows of each expert in the tile
+  int32_t* tile_start;    // [E] its exclusive prefix
+  int32_t* warp_counts;   // [warps][E | 1] rows of each expert per warp of the tile, then the
+                          // exclusive prefix over warps
+  uint32_t* staged_slot;  // [kTile] the tile, sorted by expert
+  float* staged_prob;     // [kTile]
 
   __device__ Shared(char* memory, int experts) {
     padded_offsets = reinterpret_cast<int64_t*>(memory);
@@ -81,20 +89,24 @@ struct Shared {
   }
 
   static size_t bytes(int experts) {
-    return (2 * experts + 1 + kWarps) * sizeof(int64_t) + (4 * experts + kWarps * (experts | 1) + 2 * kTile) * sizeof(int32_t);
+    return (2 * experts + 1 + kWarps) * sizeof(int64_t) +
+           (4 * experts + kWarps * (experts | 1) + 2 * kTile) * sizeof(int32_t);
   }
 };
 
-// A tile in registers. Each warp owns `rounds` x 32 consecutive slots; lane l of round u holds one of them.
+// A tile in registers. Each warp owns `rounds` x 32 consecutive slots; lane l of round u holds one
+// of them.
 struct Tile {
-  int64_t begin;  // first slot of the tile
-  int size;       // slots in it
-  int rounds;     // of kThreads slots
+  int64_t begin;        // first slot of the tile
+  int size;             // slots in it
+  int rounds;           // of kThreads slots
   int expert[kRounds];  // -1: nothing to route
   int rank[kRounds];    // among the warp's slots of that expert
   float prob[kRounds];
 
-  __device__ int position(int u) const { return (threadIdx.x / 32 * rounds + u) * 32 + threadIdx.x % 32; }
+  __device__ int position(int u) const {
+    return (threadIdx.x / 32 * rounds + u) * 32 + threadIdx.x % 32;
+  }
 
   template <typename Id>
   __device__ void load_experts(const Arguments& a, int64_t first, int64_t end) {
@@ -112,7 +124,8 @@ struct Tile {
 
   __device__ void load_probs(const Arguments& a) {
 #pragma unroll
-    for (int u = 0; u < kRounds; ++u) prob[u] = expert[u] >= 0 ? __ldg(a.probs + begin + position(u)) : 0.f;
+    for (int u = 0; u < kRounds; ++u)
+      prob[u] = expert[u] >= 0 ? __ldg(a.probs + begin + position(u)) : 0.f;
   }
 };
 
@@ -128,8 +141,9 @@ __device__ T warp_inclusive_sum(T value, int lane) {
   return value;
 }
 
-// Lanes that hold the same expert, by its bits: a match instruction takes longer the more experts a warp holds. `bits`
-// cover num_experts, so that -1 (no expert) differs from every expert in bit `bits`.
+// Lanes that hold the same expert, by its bits: a match instruction takes longer the more experts a
+// warp holds. `bits` cover num_experts, so that -1 (no expert) differs from every expert in bit
+// `bits`.
 __device__ unsigned same_expert(int expert, int bits) {
   unsigned peers = kFull;
   for (int bit = 0; bit <= bits; ++bit) {
@@ -140,7 +154,8 @@ __device__ unsigned same_expert(int expert, int bits) {
   return peers;
 }
 
-// Exclusive prefix of one value per thread of the CTA; `sums` is scratch for one value per warp. Synchronises.
+// Exclusive prefix of one value per thread of the CTA; `sums` is scratch for one value per warp.
+// Synchronises.
 template <typename T>
 __device__ T cta_exclusive_sum(T value, int64_t* sums, int warp, int lane) {
   const T inclusive = warp_inclusive_sum(value, lane);
@@ -152,18 +167,21 @@ __device__ T cta_exclusive_sum(T value, int64_t* sums, int warp, int lane) {
   return inclusive - value + (warp == 0 ? T(0) : before);
 }
 
-// Per expert, in shared memory. One lane per distinct expert adds; integer sums, so the order of additions cannot show.
+// Per expert, in shared memory. One lane per distinct expert adds; integer sums, so the order of
+// additions cannot show.
 __device__ void count(const Shared& s, const Tile& tile, int bits, int lane) {
 #pragma unroll
   for (int u = 0; u < kRounds; ++u) {
     if (u >= tile.rounds) break;
     const int expert = tile.expert[u];
     const unsigned peers = same_expert(expert, bits);
-    if (expert >= 0 && (peers & lanes_below(lane)) == 0) atomicAdd(s.cta_count + expert, __popc(peers));
+    if (expert >= 0 && (peers & lanes_below(lane)) == 0)
+      atomicAdd(s.cta_count + expert, __popc(peers));
   }
 }
 
-// Rank every slot within its warp, then turn the warps' counts into their exclusive prefix. Synchronises.
+// Rank every slot within its warp, then turn the warps' counts into their exclusive prefix.
+// Synchronises.
 __device__ void rank(const Arguments& a, const Shared& s, Tile& tile, int warp, int lane) {
   const int stride = a.num_experts | 1, bits = 32 - __clz(a.num_experts - 1);
   int32_t* counts = s.warp_counts + warp * stride;
@@ -192,7 +210,8 @@ __device__ void rank(const Arguments& a, const Shared& s, Tile& tile, int warp, 
   __syncthreads();
 }
 
-// After the barrier: every expert's total, and how many of its rows belong to the CTAs before this one.
+// After the barrier: every expert's total, and how many of its rows belong to the CTAs before this
+// one.
 __device__ void sum_ctas(const Arguments& a, const Shared& s, int warp, int lane) {
   constexpr int kTogether = 4;  // experts whose loads are in flight together
   const int ctas = gridDim.x;
@@ -202,7 +221,9 @@ __device__ void sum_ctas(const Arguments& a, const Shared& s, int warp, int lane
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         const int expert = first + j * kWarps;
-        const int counted = expert < a.num_experts ? __ldcg(a.cta_counts + static_cast<int64_t>(expert) * ctas + cta) : 0;
+        const int counted = expert < a.num_experts
+                                ? __ldcg(a.cta_counts + static_cast<int64_t>(expert) * ctas + cta)
+                                : 0;
         total[j] += counted;
         before[j] += cta < static_cast<int>(blockIdx.x) ? counted : 0;
       }
@@ -240,7 +261,8 @@ __device__ void scan_experts(const Arguments& a, const Shared& s, int warp, int 
 }
 
 // Write a ranked tile: slots in their own order, rows in the tile's order by expert. Synchronises.
-__device__ void write_tile(const Arguments& a, const Shared& s, const Tile& tile, int warp, int lane) {
+__device__ void write_tile(const Arguments& a, const Shared& s, const Tile& tile, int warp,
+                           int lane) {
   const int thread = threadIdx.x;
   const bool known = thread < a.num_experts;
   const int rows_of_mine = known ? s.tile_count[thread] : 0;
@@ -259,11 +281,13 @@ __device__ void write_tile(const Arguments& a, const Shared& s, const Tile& tile
     int64_t row = -1;
     if (expert >= 0) {
       const int sorted = s.tile_start[expert] + before[expert] + tile.rank[u];
-      s.staged_slot[sorted] = static_cast<uint32_t>(expert) << kSlotBits | static_cast<uint32_t>(at);
+      s.staged_slot[sorted] =
+          static_cast<uint32_t>(expert) << kSlotBits | static_cast<uint32_t>(at);
       s.staged_prob[sorted] = tile.prob[u];
       row = s.first_row[expert] + sorted;
     }
-    // A row beyond the buffers means the caller's counts were too small: drop the slot, never write out of bounds.
+    // A row beyond the buffers means the caller's counts were too small: drop the slot, never write
+    // out of bounds.
     a.slot_row[tile.begin + at] = row < a.num_rows ? row : -1;
   }
   __syncthreads();
@@ -293,12 +317,15 @@ __device__ void write_padding_row(const Arguments& a, int64_t row) {
 
 // Rows that no slot fills: the end of each expert's rows, and everything behind the last expert.
 __device__ void write_padding(const Arguments& a, const Shared& s, int warp, int lane) {
-  for (int expert = blockIdx.x + gridDim.x * warp; expert < a.num_experts; expert += gridDim.x * kWarps) {
+  for (int expert = blockIdx.x + gridDim.x * warp; expert < a.num_experts;
+       expert += gridDim.x * kWarps) {
     const int64_t end = min(s.padded_offsets[expert + 1], a.num_rows);
-    for (int64_t row = s.padded_offsets[expert] + s.total[expert] + lane; row < end; row += 32) write_padding_row(a, row);
+    for (int64_t row = s.padded_offsets[expert] + s.total[expert] + lane; row < end; row += 32)
+      write_padding_row(a, row);
   }
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t tail = s.padded_offsets[a.num_experts] + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t tail =
+      s.padded_offsets[a.num_experts] + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   for (int64_t row = tail; row < a.num_rows; row += threads) write_padding_row(a, row);
 }
 
@@ -342,21 +369,23 @@ __global__ void __launch_bounds__(kThreads, 1) build_metadata(const __grid_const
   write_padding(a, s, warp, lane);
 }
 
-// ---- launch -------------------------------------------------------------------------------------------------------------
+// ---- launch ----
 
 using Kernel = void (*)(Arguments);
 
-// CTAs of a cooperative grid that are resident together, at most one per multiprocessor; also raises the kernels' limit of
-// dynamic shared memory.
+// CTAs of a cooperative grid that are resident together, at most one per multiprocessor; also
+// raises the kernels' limit of dynamic shared memory.
 int measure_resident_ctas(int device) {
   int sms = 0, per_sm = 0;
   const int bytes = static_cast<int>(Shared::bytes(kMaxExperts));
   TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   for (const Kernel kernel : {build_metadata<int32_t>, build_metadata<int64_t>}) {
-    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    TVM_FFI_CHECK_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, bytes));
-    TVM_FFI_ICHECK(per_sm > 0) << "a multiprocessor of this device cannot hold " << kThreads << " threads with " << bytes
-                               << " bytes of shared memory";
+    TVM_FFI_CHECK_CUDA_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    TVM_FFI_CHECK_CUDA_ERROR(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, bytes));
+    TVM_FFI_ICHECK(per_sm > 0) << "a multiprocessor of this device cannot hold " << kThreads
+                               << " threads with " << bytes << " bytes of shared memory";
   }
   return sms < kMaxCtas ? sms : kMaxCtas;
 }
@@ -365,7 +394,8 @@ int resident_ctas(int device) {
   constexpr int kDevices = 64;
   static int ctas[kDevices];
   static std::once_flag once[kDevices];
-  TVM_FFI_ICHECK(device >= 0 && device < kDevices) << "device ordinal " << device << " is beyond " << kDevices;
+  TVM_FFI_ICHECK(device >= 0 && device < kDevices)
+      << "device ordinal " << device << " is beyond " << kDevices;
   std::call_once(once[device], [device] { ctas[device] = measure_resident_ctas(device); });
   return ctas[device];
 }
@@ -376,21 +406,26 @@ int64_t choose_ctas(int64_t num_slots, int64_t forced, int64_t resident) {
   return wanted < 1 ? 1 : (wanted < resident ? wanted : resident);
 }
 
-// indices int32/int64 [T, K]; outputs as sonicmoe.routing.metadata.RoutingMetadata documents them; scratch int32
-// [E * scratch_per_expert]; forced_ctas > 0 sets the size of the grid (for measurements).
-void build(TensorView indices, TensorView probs, TensorView expert_counts, TensorView expert_offsets,
-           TensorView padded_counts, TensorView padded_offsets, TensorView row_token, TensorView row_slot,
-           TensorView slot_row, TensorView row_prob, TensorView scratch, int64_t num_experts, int64_t alignment,
-           int64_t forced_ctas, int64_t stream) {
+// indices int32/int64 [T, K]; outputs as sonicmoe.routing.metadata.RoutingMetadata documents them;
+// scratch int32 [E * scratch_per_expert]; forced_ctas > 0 sets the size of the grid (for
+// measurements).
+void build(TensorView indices, TensorView probs, TensorView expert_counts,
+           TensorView expert_offsets, TensorView padded_counts, TensorView padded_offsets,
+           TensorView row_token, TensorView row_slot, TensorView slot_row, TensorView row_prob,
+           TensorView scratch, int64_t num_experts, int64_t alignment, int64_t forced_ctas,
+           int64_t stream) {
   TVM_FFI_ICHECK(indices.ndim() == 2) << "indices must be [tokens, topk]";
-  TVM_FFI_ICHECK(num_experts > 0 && num_experts <= kMaxExperts) << "num_experts is " << num_experts << "; at most " << kMaxExperts;
+  TVM_FFI_ICHECK(num_experts > 0 && num_experts <= kMaxExperts)
+      << "num_experts is " << num_experts << "; at most " << kMaxExperts;
   TVM_FFI_ICHECK(alignment > 0 && alignment <= (1 << 24)) << "alignment is " << alignment;
-  TVM_FFI_ICHECK(indices.size(0) < (int64_t(1) << 31)) << "row_token is int32: at most 2^31 - 1 tokens";
+  TVM_FFI_ICHECK(indices.size(0) < (int64_t(1) << 31))
+      << "row_token is int32: at most 2^31 - 1 tokens";
   const DLDevice device = indices.device();
   const bool wide = is_type(indices, kDLInt, 64);
   const int64_t slots = indices.numel(), rows = row_token.numel();
   Arguments a;
-  a.indices = wide ? static_cast<void*>(checked_i64(indices, "indices", device, 0)) : checked_i32(indices, "indices", device, 0);
+  a.indices = wide ? static_cast<void*>(checked_i64(indices, "indices", device, 0))
+                   : checked_i32(indices, "indices", device, 0);
   a.probs = checked_f32(probs, "probs", device, slots);
   a.expert_counts = checked_i32(expert_counts, "expert_counts", device, num_experts);
   a.expert_offsets = checked_i64(expert_offsets, "expert_offsets", device, num_experts + 1);
@@ -420,19 +455,21 @@ void build(TensorView indices, TensorView probs, TensorView expert_counts, Tenso
   config.stream = as_stream(stream);
   config.attrs = &cooperative;
   config.numAttrs = 1;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, wide ? build_metadata<int64_t> : build_metadata<int32_t>, a));
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaLaunchKernelEx(&config, wide ? build_metadata<int64_t> : build_metadata<int32_t>, a));
 }
 
-// ---- values of slots and rows -------------------------------------------------------------------------------------------
+// ---- values of slots and rows ----
 
 constexpr int kGatherThreads = 256;
 constexpr int kGatherPerThread = 4;
 
 // out[i] = from[index[i]], or 0 where index[i] is none of `limit`.
 __global__ void __launch_bounds__(kGatherThreads)
-    gather_or_zero(const int64_t* __restrict__ index, const float* __restrict__ from, float* __restrict__ out, int64_t n,
-                   int64_t limit) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kGatherThreads * kGatherPerThread) + threadIdx.x;
+    gather_or_zero(const int64_t* __restrict__ index, const float* __restrict__ from,
+                   float* __restrict__ out, int64_t n, int64_t limit) {
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x) * (kGatherThreads * kGatherPerThread) + threadIdx.x;
   int64_t source[kGatherPerThread];
 #pragma unroll
   for (int i = 0; i < kGatherPerThread; ++i) {
@@ -456,13 +493,16 @@ void gather(TensorView index, TensorView from, TensorView out, int64_t stream) {
   if (n == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   const int64_t blocks = ceil_div(n, kGatherThreads * kGatherPerThread);
-  gather_or_zero<<<static_cast<unsigned>(blocks), kGatherThreads, 0, as_stream(stream)>>>(index_data, from_data, out_data, n, from.numel());
+  gather_or_zero<<<static_cast<unsigned>(blocks), kGatherThreads, 0, as_stream(stream)>>>(
+      index_data, from_data, out_data, n, from.numel());
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
-// out[i] = from[0][index[i]] + from[1][index[i]] + ..., in this order, or 0 where index[i] is none of `limit`.
+// out[i] = from[0][index[i]] + from[1][index[i]] + ..., in this order, or 0 where index[i] is none
+// of `limit`.
 __global__ void __launch_bounds__(kGatherThreads)
-    sum_or_zero(const int64_t* __restrict__ index, const float* __restrict__ from, float* __restrict__ out, int64_t n, int64_t limit, int64_t parts) {
+    sum_or_zero(const int64_t* __restrict__ index, const float* __restrict__ from,
+                float* __restrict__ out, int64_t n, int64_t limit, int64_t parts) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kGatherThreads + threadIdx.x;
   if (at >= n) return;
   const int64_t source = __ldg(index + at);
@@ -479,13 +519,15 @@ void gather_sums(TensorView index, TensorView from, TensorView out, int64_t stre
   const DLDevice device = index.device();
   const int64_t n = index.numel();
   const int64_t* index_data = checked_i64(index, "index", device, n);
-  TVM_FFI_ICHECK(from.ndim() == 2 && from.size(0) > 0) << "from must be [parts, rows], with at least one part";
+  TVM_FFI_ICHECK(from.ndim() == 2 && from.size(0) > 0)
+      << "from must be [parts, rows], with at least one part";
   const float* from_data = checked_f32(from, "from", device, 0);
   float* out_data = checked_f32(out, "out", device, n);
   if (n == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   const int64_t blocks = ceil_div(n, kGatherThreads);
-  sum_or_zero<<<static_cast<unsigned>(blocks), kGatherThreads, 0, as_stream(stream)>>>(index_data, from_data, out_data, n, from.size(1), from.size(0));
+  sum_or_zero<<<static_cast<unsigned>(blocks), kGatherThreads, 0, as_stream(stream)>>>(
+      index_data, from_data, out_data, n, from.size(1), from.size(0));
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 

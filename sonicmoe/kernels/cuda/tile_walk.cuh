@@ -1,4 +1,5 @@
-// In which order the CTAs of a transposition take its 128 x 128 tiles: as rows lie, or all experts of a window of tokens together.
+// In which order the CTAs of a transposition take its 128 x 128 tiles: as rows lie, or all experts
+// of a window of tokens together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +19,7 @@ struct Matrix {
 };
 
 struct Sizes {
-  int64_t rows;  // R, of the outputs
+  int64_t rows;                   // R, of the outputs
   unsigned tokens, width, pitch;  // of the source; pitch in bytes
   unsigned row_tiles, column_tiles;
 };
@@ -49,8 +50,11 @@ struct RowWalk {
   unsigned row, column, rows, row_step, column_step;
 
   __device__ RowWalk(const Launch& launch, unsigned, unsigned)
-      : row(blockIdx.x / launch.n.column_tiles), column(blockIdx.x % launch.n.column_tiles), rows(first_tile(launch, launch.experts)),
-        row_step(gridDim.x / launch.n.column_tiles), column_step(gridDim.x % launch.n.column_tiles) {}
+      : row(blockIdx.x / launch.n.column_tiles),
+        column(blockIdx.x % launch.n.column_tiles),
+        rows(first_tile(launch, launch.experts)),
+        row_step(gridDim.x / launch.n.column_tiles),
+        column_step(gridDim.x % launch.n.column_tiles) {}
   __device__ __forceinline__ Tile next(const Launch& launch, unsigned, unsigned) {
     if (row >= rows) return {kNone, 0};
     const Tile tile{row, column};
@@ -64,22 +68,31 @@ struct RowWalk {
   }
 };
 
-// A CTA takes every gridDim.x-th window of tokens in a column of tiles, its groups the shares of a window in turns. Rows of an expert
-// are ordered by token, so that equal parts of all experts hold about the same tokens; in another order L1 is of less use.
+// A CTA takes every gridDim.x-th window of tokens in a column of tiles, its groups the shares of a
+// window in turns. Rows of an expert are ordered by token, so that equal parts of all experts hold
+// about the same tokens; in another order L1 is of less use.
 struct WindowWalk {
   unsigned window, windows_log2, share, turn, row, row_end;
 
   __device__ WindowWalk(const Launch& launch, unsigned group, unsigned groups)
-      : window(blockIdx.x), share(group - groups), turn(0), row(0), row_end(0) {  // as after the share before the group's first
+      : window(blockIdx.x),
+        share(group - groups),
+        turn(0),
+        row(0),
+        row_end(0) {  // as after the share before the group's first
     const unsigned tiles_log2 = 31 - __clz(max(1u, first_tile(launch, launch.experts)));
     windows_log2 = tiles_log2 - min(tiles_log2, launch.window_tiles_log2);
   }
-  // Experts are staggered: those with fewer tiles than there are windows have theirs in different ones.
+  // Experts are staggered: those with fewer tiles than there are windows have theirs in different
+  // ones.
   __device__ __forceinline__ void rows_of_share(const Launch& launch) {
     const unsigned expert = share >> launch.shares_log2, windows = 1u << windows_log2;
-    const unsigned first = first_tile(launch, expert), end = max(first, first_tile(launch, expert + 1));
-    const uint64_t before = static_cast<uint64_t>(window % windows) * (end - first) + __umulhi(expert * 0x9e3779b9u, windows);
-    row = first + static_cast<unsigned>(before >> windows_log2) + share % (1u << launch.shares_log2);
+    const unsigned first = first_tile(launch, expert),
+                   end = max(first, first_tile(launch, expert + 1));
+    const uint64_t before = static_cast<uint64_t>(window % windows) * (end - first) +
+                            __umulhi(expert * 0x9e3779b9u, windows);
+    row =
+        first + static_cast<unsigned>(before >> windows_log2) + share % (1u << launch.shares_log2);
     row_end = first + static_cast<unsigned>((before + end - first) >> windows_log2);
   }
   __device__ __forceinline__ Tile next(const Launch& launch, unsigned group, unsigned groups) {

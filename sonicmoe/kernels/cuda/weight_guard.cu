@@ -1,5 +1,5 @@
-// Have the user's expert weights changed since they were quantised? Found out on the device, from a sample, so that no forward
-// waits or trusts; and the table of where they lie.
+// Have the user's expert weights changed since they were quantised? Found out on the device, from a
+// sample, so that no forward waits or trusts; and the table of where they lie.
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
@@ -38,7 +38,8 @@ struct GuardWork {
 // Half a warp reads one stretch: of 128 rows x 256 bytes one row, chosen by the stretch's number.
 __global__ void __launch_bounds__(kGuardThreads)
     compare_stretches(const __grid_constant__ GuardWork work, uint32_t* checksums, int32_t* state) {
-  const uint32_t number = (blockIdx.x * kGuardThreads + threadIdx.x) / kStretchLanes, lane = threadIdx.x % kStretchLanes;
+  const uint32_t number = (blockIdx.x * kGuardThreads + threadIdx.x) / kStretchLanes,
+                 lane = threadIdx.x % kStretchLanes;
   const bool down = number >= work.up_count;
   const Stretches& s = down ? work.down : work.up;
   const uint32_t local = down ? number - work.up_count : number;
@@ -46,10 +47,13 @@ __global__ void __launch_bounds__(kGuardThreads)
   if (number < work.count) {
     const uint32_t matrix = local / s.per_matrix, in_matrix = local - matrix * s.per_matrix;
     const uint32_t stripe = in_matrix / s.per_stripe;
-    const int first = stripe * kTile, byte = (in_matrix - stripe * s.per_stripe) * kStretchBytes + lane * 16;
-    const int row = first + static_cast<int>(mixed(number) % static_cast<uint32_t>(min(kTile, s.rows - first)));
+    const int first = stripe * kTile,
+              byte = (in_matrix - stripe * s.per_stripe) * kStretchBytes + lane * 16;
+    const int row =
+        first + static_cast<int>(mixed(number) % static_cast<uint32_t>(min(kTile, s.rows - first)));
     if (byte < s.row_bytes) {
-      const char* source = reinterpret_cast<const char*>(__ldg(s.addresses + matrix)) + static_cast<int64_t>(row) * s.row_bytes + byte;
+      const char* source = reinterpret_cast<const char*>(__ldg(s.addresses + matrix)) +
+                           static_cast<int64_t>(row) * s.row_bytes + byte;
       Vector16<float> bits;
       bits.load(reinterpret_cast<const float*>(source));
 #pragma unroll
@@ -57,7 +61,8 @@ __global__ void __launch_bounds__(kGuardThreads)
     }
   }
 #pragma unroll
-  for (int distance = kStretchLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  for (int distance = kStretchLanes / 2; distance > 0; distance /= 2)
+    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   if (lane == 0 && number < work.count && checksums[number] != sum) {
     checksums[number] = sum;
     *static_cast<volatile int32_t*>(state) = 1;  // all writers write the same
@@ -75,27 +80,35 @@ __global__ void __launch_bounds__(kAddressesPerLaunch)
 }
 
 Stretches stretches_of(const int64_t* addresses, int64_t rows, int64_t columns, int element_bytes) {
-  const int64_t row_bytes = columns * element_bytes, per_stripe = ceil_div(row_bytes, kStretchBytes);
-  return {addresses, static_cast<int>(rows), static_cast<int>(row_bytes), static_cast<uint32_t>(per_stripe),
+  const int64_t row_bytes = columns * element_bytes,
+                per_stripe = ceil_div(row_bytes, kStretchBytes);
+  return {addresses, static_cast<int>(rows), static_cast<int>(row_bytes),
+          static_cast<uint32_t>(per_stripe),
           static_cast<uint32_t>(per_stripe * ceil_div(rows, kTile))};
 }
 
 GuardWork guard_work(const Layout& layout) {
-  GuardWork work{stretches_of(layout.addresses, layout.up_rows(), layout.up_columns(), layout.element_bytes),
-                 stretches_of(layout.down_addresses(), layout.down_rows(), layout.down_columns(), layout.element_bytes), 0, 0};
-  const int64_t up = layout.experts * work.up.per_matrix, all = up + layout.experts * work.down.per_matrix;
+  GuardWork work{
+      stretches_of(layout.addresses, layout.up_rows(), layout.up_columns(), layout.element_bytes),
+      stretches_of(layout.down_addresses(), layout.down_rows(), layout.down_columns(),
+                   layout.element_bytes),
+      0, 0};
+  const int64_t up = layout.experts * work.up.per_matrix,
+                all = up + layout.experts * work.down.per_matrix;
   TVM_FFI_ICHECK(all < (int64_t(1) << 27)) << all << " checksums exceed one launch";
   work.up_count = static_cast<uint32_t>(up), work.count = static_cast<uint32_t>(all);
   return work;
 }
 
 // How many checksums `check_weights` needs.
-int64_t num_checksums(TensorView addresses, int64_t n1, int64_t hidden, int64_t intermediate, bool transposed, int64_t element) {
+int64_t num_checksums(TensorView addresses, int64_t n1, int64_t hidden, int64_t intermediate,
+                      bool transposed, int64_t element) {
   return guard_work(Layout(addresses, n1, hidden, intermediate, transposed, false, element)).count;
 }
 
-// Write `values` to the int64 table, in stream order: they travel as launch arguments, so no host memory must outlive the call.
-// Refused while a CUDA graph is captured: the table would hold nothing before the first replay, and old addresses after a move.
+// Write `values` to the int64 table, in stream order: they travel as launch arguments, so no host
+// memory must outlive the call. Refused while a CUDA graph is captured: the table would hold
+// nothing before the first replay, and old addresses after a move.
 void store_addresses(Array<int64_t> values, TensorView table, int64_t stream) {
   const int64_t count = static_cast<int64_t>(values.size());
   int64_t* target = checked_i64(table, "table", table.device(), count);
@@ -109,28 +122,35 @@ void store_addresses(Array<int64_t> values, TensorView table, int64_t stream) {
     const int here = static_cast<int>(std::min<int64_t>(kAddressesPerLaunch, count - first));
     for (int i = 0; i < here; ++i) {
       some.value[i] = values[first + i];
-      TVM_FFI_ICHECK(some.value[i] != 0 && some.value[i] % 16 == 0) << "weight " << first + i << " does not start on a 16-byte boundary";
+      TVM_FFI_ICHECK(some.value[i] != 0 && some.value[i] % 16 == 0)
+          << "weight " << first + i << " does not start on a 16-byte boundary";
     }
     copy_addresses<<<1, kAddressesPerLaunch, 0, as_stream(stream)>>>(some, target + first, here);
     TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
   }
 }
 
-// Compare a sample of every weight with its checksum of last time; store the new ones and set state[0] = 1 where one differs.
+// Compare a sample of every weight with its checksum of last time; store the new ones and set
+// state[0] = 1 where one differs.
 //
-// Sampled are 256 bytes of one row in every 128: each change of a sampled bit shows (but for 2^-32 where several change), as some
-// do in any optimizer step; a change by hand elsewhere does not. Nothing else is written.
+// Sampled are 256 bytes of one row in every 128: each change of a sampled bit shows (but for 2^-32
+// where several change), as some do in any optimizer step; a change by hand elsewhere does not.
+// Nothing else is written.
 //
-// addresses int64 [2E]: up matrices, then down matrices; element 0 bf16, 1 fp16, 2 fp32; checksums int32 [num_checksums];
-// state int32 [2], zeroed once by its owner.
-void check_weights(TensorView addresses, int64_t n1, int64_t hidden, int64_t intermediate, bool transposed, int64_t element,
-                   TensorView checksums, TensorView state, int64_t stream) {
+// addresses int64 [2E]: up matrices, then down matrices; element 0 bf16, 1 fp16, 2 fp32; checksums
+// int32 [num_checksums]; state int32 [2], zeroed once by its owner.
+void check_weights(TensorView addresses, int64_t n1, int64_t hidden, int64_t intermediate,
+                   bool transposed, int64_t element, TensorView checksums, TensorView state,
+                   int64_t stream) {
   const DLDevice device = addresses.device();
-  const GuardWork work = guard_work(Layout(addresses, n1, hidden, intermediate, transposed, false, element));
-  uint32_t* sums = reinterpret_cast<uint32_t*>(checked_i32(checksums, "checksums", device, work.count));
+  const GuardWork work =
+      guard_work(Layout(addresses, n1, hidden, intermediate, transposed, false, element));
+  uint32_t* sums =
+      reinterpret_cast<uint32_t*>(checked_i32(checksums, "checksums", device, work.count));
   int32_t* flags = checked_i32(state, "state", device, 2);
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  const unsigned ctas = static_cast<unsigned>(ceil_div(static_cast<int64_t>(work.count) * kStretchLanes, kGuardThreads));
+  const unsigned ctas = static_cast<unsigned>(
+      ceil_div(static_cast<int64_t>(work.count) * kStretchLanes, kGuardThreads));
   compare_stretches<<<ctas, kGuardThreads, 0, as_stream(stream)>>>(work, sums, flags);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }

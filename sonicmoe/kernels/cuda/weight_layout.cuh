@@ -1,26 +1,39 @@
-// Where the user's expert weights lie and how: the arguments that the weight kernels share, checked.
+// Where the user's expert weights lie and how: the arguments that the weight kernels share,
+// checked.
 #pragma once
 
 #include "border.cuh"
 
 namespace sonicmoe {
 
-// E up matrices [N1, H] and E down matrices [H, I], or their transposes; element 0 bf16, 1 fp16, 2 fp32. See WeightSource.
+// E up matrices [N1, H] and E down matrices [H, I], or their transposes; element 0 bf16, 1 fp16, 2
+// fp32. See WeightSource.
 struct Layout {
   const int64_t* addresses;
   int64_t experts, n1, hidden, intermediate;
   bool transposed, split_half;
   int element_bytes;
 
-  Layout(const TensorView& table, int64_t n1, int64_t hidden, int64_t intermediate, bool transposed, bool split_half, int64_t element)
+  Layout(const TensorView& table, int64_t n1, int64_t hidden, int64_t intermediate, bool transposed,
+         bool split_half, int64_t element)
       : addresses(checked_i64(table, "addresses", table.device(), 2)),
-        experts(table.numel() / 2), n1(n1), hidden(hidden), intermediate(intermediate),
-        transposed(transposed), split_half(split_half), element_bytes(element == 2 ? 4 : 2) {
-    TVM_FFI_ICHECK(0 <= element && element <= 2) << "element is " << element << "; needed: 0 bfloat16, 1 float16, 2 float32";
-    TVM_FFI_ICHECK(n1 > 0 && hidden > 0 && intermediate > 0) << "weights of " << n1 << ", " << hidden << ", " << intermediate;
-    TVM_FFI_ICHECK(n1 % 16 == 0 && hidden % 16 == 0 && intermediate % 16 == 0) << "N1, H and I must be multiples of 16";
-    TVM_FFI_ICHECK(!split_half || n1 == 2 * intermediate) << "split halves need N1 = 2 I, not " << n1 << " and " << intermediate;
-    TVM_FFI_ICHECK(n1 < (1 << 28) && hidden < (1 << 28) && intermediate < (1 << 28)) << "a weight is too large";
+        experts(table.numel() / 2),
+        n1(n1),
+        hidden(hidden),
+        intermediate(intermediate),
+        transposed(transposed),
+        split_half(split_half),
+        element_bytes(element == 2 ? 4 : 2) {
+    TVM_FFI_ICHECK(0 <= element && element <= 2)
+        << "element is " << element << "; needed: 0 bfloat16, 1 float16, 2 float32";
+    TVM_FFI_ICHECK(n1 > 0 && hidden > 0 && intermediate > 0)
+        << "weights of " << n1 << ", " << hidden << ", " << intermediate;
+    TVM_FFI_ICHECK(n1 % 16 == 0 && hidden % 16 == 0 && intermediate % 16 == 0)
+        << "N1, H and I must be multiples of 16";
+    TVM_FFI_ICHECK(!split_half || n1 == 2 * intermediate)
+        << "split halves need N1 = 2 I, not " << n1 << " and " << intermediate;
+    TVM_FFI_ICHECK(n1 < (1 << 28) && hidden < (1 << 28) && intermediate < (1 << 28))
+        << "a weight is too large";
   }
   const int64_t* down_addresses() const { return addresses + experts; }
   // Of the user's matrices.

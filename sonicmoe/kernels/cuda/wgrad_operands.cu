@@ -1,12 +1,16 @@
-// Token-major operands of the weight gradients: matrices [R, C] -> codes [C, R], in 128 x 128 tiles that are also the scale blocks.
+// Token-major operands of the weight gradients: matrices [R, C] -> codes [C, R], in 128 x 128 tiles
+// that are also the scale blocks.
 //
-// gather_transpose_quantize: rows gathered from tokens [T, C], E4M3 with one scale per tile. transpose_codes: moves bytes only.
+// gather_transpose_quantize: rows gathered from tokens [T, C], E4M3 with one scale per tile.
+// transpose_codes: moves bytes only.
 //
-// Eight warps, a group, have a tile in registers, 8 rows x 8 columns a thread: reads are whole lines of a row, bytes change places in
-// registers, and a swizzled tile in shared memory turns the 8-byte pieces into whole lines of a column.
+// Eight warps, a group, have a tile in registers, 8 rows x 8 columns a thread: reads are whole
+// lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
+// 8-byte pieces into whole lines of a column.
 //
-// K experts read a token. All groups of an SM are one CTA, which takes the tiles of all experts in a window of tokens together, so
-// that a token comes from L2 once and then from L1: read from L2 for every expert, tokens are twice the bytes of the codes.
+// K experts read a token. All groups of an SM are one CTA, which takes the tiles of all experts in
+// a window of tokens together, so that a token comes from L2 once and then from L1: read from L2
+// for every expert, tokens are twice the bytes of the codes.
 #include <algorithm>
 
 #include "border.cuh"
@@ -27,21 +31,25 @@ constexpr int kCarveoutPercent = 40;  // of 228 KB, the 100 KB that 65 KB need
 template <typename T>
 __device__ __forceinline__ void load_through_l1(Vector16<T>& vector, const T* address) {
   const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
-  vector.word[0] = words.x, vector.word[1] = words.y, vector.word[2] = words.z, vector.word[3] = words.w;
+  vector.word[0] = words.x, vector.word[1] = words.y, vector.word[2] = words.z,
+  vector.word[3] = words.w;
 }
 
 // Past L1, which is the tokens'.
 __device__ __forceinline__ void store_past_l1(uint8_t* address, uint4 words) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
                : "memory");
 }
 
-// Eight rows of eight values. Four values of a column are encoded into a word, so that nothing is left to transpose.
+// Eight rows of eight values. Four values of a column are encoded into a word, so that nothing is
+// left to transpose.
 template <typename T>
 struct ValuePatch {
   static constexpr bool kGathers = true;
-  static constexpr int kGroups = sizeof(T) == 4 ? 2 : 4;  // of a CTA: what the registers of an SM hold
-  static constexpr int kCtas = 1;                         // of an SM
+  static constexpr int kGroups =
+      sizeof(T) == 4 ? 2 : 4;      // of a CTA: what the registers of an SM hold
+  static constexpr int kCtas = 1;  // of an SM
   using Walk = WindowWalk;
   static constexpr int kCount = Vector16<T>::kCount;
   Vector16<T> at[kPatch][kPatch / kCount];
@@ -57,8 +65,8 @@ struct ValuePatch {
   // The codes of a column, row 0 in the lowest byte.
   __device__ __forceinline__ uint2 codes(int column, float multiplier) const {
     const auto four = [&](int row) {
-      return e4m3x4(scaled(row, column, multiplier), scaled(row + 1, column, multiplier), scaled(row + 2, column, multiplier),
-                    scaled(row + 3, column, multiplier));
+      return e4m3x4(scaled(row, column, multiplier), scaled(row + 1, column, multiplier),
+                    scaled(row + 2, column, multiplier), scaled(row + 3, column, multiplier));
     };
     return make_uint2(four(0), four(4));
   }
@@ -71,7 +79,8 @@ __device__ __forceinline__ float amax_of(const ValuePatch<float>& patch) {
   return amax;
 }
 
-// Two 16-bit values at a time. Both comparisons pass NaN over; two of them cost less than taking magnitudes.
+// Two 16-bit values at a time. Both comparisons pass NaN over; two of them cost less than taking
+// magnitudes.
 template <typename Pair, typename T>
 __device__ __forceinline__ float amax_of_pairs(const ValuePatch<T>& patch) {
   Pair highest, lowest;
@@ -89,13 +98,19 @@ __device__ __forceinline__ float amax_of_pairs(const ValuePatch<T>& patch) {
   const float low = fminf(static_cast<float>(lowest.x), static_cast<float>(lowest.y));
   return fmaxf(fabsf(high), fabsf(low));  // never -0, whose bits would be the largest
 }
-__device__ __forceinline__ float amax_of(const ValuePatch<__nv_bfloat16>& patch) { return amax_of_pairs<__nv_bfloat162>(patch); }
-__device__ __forceinline__ float amax_of(const ValuePatch<__half>& patch) { return amax_of_pairs<__half2>(patch); }
+__device__ __forceinline__ float amax_of(const ValuePatch<__nv_bfloat16>& patch) {
+  return amax_of_pairs<__nv_bfloat162>(patch);
+}
+__device__ __forceinline__ float amax_of(const ValuePatch<__half>& patch) {
+  return amax_of_pairs<__half2>(patch);
+}
 
 // Byte j of word i <-> byte i of word j.
 __device__ __forceinline__ void transpose_4x4(uint32_t (&word)[4]) {
-  const uint32_t low = __byte_perm(word[0], word[1], 0x5140), high = __byte_perm(word[0], word[1], 0x7362);
-  const uint32_t next_low = __byte_perm(word[2], word[3], 0x5140), next_high = __byte_perm(word[2], word[3], 0x7362);
+  const uint32_t low = __byte_perm(word[0], word[1], 0x5140),
+                 high = __byte_perm(word[0], word[1], 0x7362);
+  const uint32_t next_low = __byte_perm(word[2], word[3], 0x5140),
+                 next_high = __byte_perm(word[2], word[3], 0x7362);
   word[0] = __byte_perm(low, next_low, 0x5410);
   word[1] = __byte_perm(low, next_low, 0x7632);
   word[2] = __byte_perm(high, next_high, 0x5410);
@@ -118,7 +133,9 @@ struct CodePatch {
 #pragma unroll
     for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
   }
-  __device__ __forceinline__ uint2 codes(int column, float) const { return make_uint2(at[column / 4][0][column % 4], at[column / 4][1][column % 4]); }
+  __device__ __forceinline__ uint2 codes(int column, float) const {
+    return make_uint2(at[column / 4][0][column % 4], at[column / 4][1][column % 4]);
+  }
 };
 
 // A CTA's threads as groups that share nothing but L1.
@@ -126,8 +143,10 @@ __device__ __forceinline__ unsigned group_of_thread() { return threadIdx.x / kGr
 __device__ __forceinline__ unsigned thread_of_group() { return threadIdx.x % kGroupThreads; }
 template <typename Patch>
 __device__ __forceinline__ void sync_group() {
-  if constexpr (Patch::kGroups == 1) __syncthreads();
-  else asm volatile("bar.sync %0, %1;" ::"r"(group_of_thread() + 1), "n"(kGroupThreads) : "memory");
+  if constexpr (Patch::kGroups == 1)
+    __syncthreads();
+  else
+    asm volatile("bar.sync %0, %1;" ::"r"(group_of_thread() + 1), "n"(kGroupThreads) : "memory");
 }
 
 template <typename Walk>
@@ -138,20 +157,24 @@ struct alignas(16) Group {
   Walk walk;  // of one thread, in nobody's registers
 };
 
-// Where a thread's patch is in a tile: 16 lanes side by side in columns, two patches of a warp and eight warps down the rows.
+// Where a thread's patch is in a tile: 16 lanes side by side in columns, two patches of a warp and
+// eight warps down the rows.
 __device__ __forceinline__ unsigned patch_column() { return thread_of_group() % 16 * kPatch; }
 __device__ __forceinline__ unsigned patch_row() { return thread_of_group() / 16 * kPatch; }
 
 // The tokens of a patch's rows, in the first eight of the 16 lanes that share them.
 __device__ __forceinline__ int token_of_lane(const int32_t* row_token, Tile tile) {
-  return __ldg(row_token + static_cast<int64_t>(tile.row) * kTile + patch_row() + threadIdx.x % kPatch);
+  return __ldg(row_token + static_cast<int64_t>(tile.row) * kTile + patch_row() +
+               threadIdx.x % kPatch);
 }
 
-// What rows without a token and columns behind the last one read: cheaper than clearing their registers.
+// What rows without a token and columns behind the last one read: cheaper than clearing their
+// registers.
 __device__ const uint4 kZeros[2] = {};
 
 template <typename Value, typename Patch>
-__device__ __forceinline__ void load_patch(Patch& patch, const Value* source, Tile tile, int token, const Sizes& n) {
+__device__ __forceinline__ void load_patch(Patch& patch, const Value* source, Tile tile, int token,
+                                           const Sizes& n) {
   const unsigned column = tile.column * kTile + patch_column();
   const char* first = reinterpret_cast<const char*>(source + column);
 #pragma unroll
@@ -162,17 +185,21 @@ __device__ __forceinline__ void load_patch(Patch& patch, const Value* source, Ti
       from = static_cast<unsigned>(__shfl_sync(kFull, token, i, 16));
       valid = valid && from < n.tokens;  // -1 in padding rows
     }
-    const char* address = valid ? first + static_cast<uint64_t>(from) * n.pitch : reinterpret_cast<const char*>(kZeros);
+    const char* address = valid ? first + static_cast<uint64_t>(from) * n.pitch
+                                : reinterpret_cast<const char*>(kZeros);
     patch.load(i, reinterpret_cast<const Value*>(address));
   }
 }
 
-// Columns of 128 bytes. The 8-byte pieces of a column are exchanged by its number / 8, so that the 16 lanes that write one row
-// of pieces, and the 8 lanes that read a column, meet in no bank.
-__device__ __forceinline__ unsigned piece_swizzle(unsigned column) { return column / 8 % 8 * 2 + column / 64; }
+// Columns of 128 bytes. The 8-byte pieces of a column are exchanged by its number / 8, so that the
+// 16 lanes that write one row of pieces, and the 8 lanes that read a column, meet in no bank.
+__device__ __forceinline__ unsigned piece_swizzle(unsigned column) {
+  return column / 8 % 8 * 2 + column / 64;
+}
 
 template <typename Patch>
-__device__ __forceinline__ void stage(Patch& patch, float multiplier, uint2 (&columns)[kTile][kTile / 8]) {
+__device__ __forceinline__ void stage(Patch& patch, float multiplier,
+                                      uint2 (&columns)[kTile][kTile / 8]) {
   patch.transpose();
   const unsigned column = patch_column(), piece = patch_row() / 8 ^ piece_swizzle(column);
 #pragma unroll
@@ -180,13 +207,16 @@ __device__ __forceinline__ void stage(Patch& patch, float multiplier, uint2 (&co
 }
 
 // Eight lanes write the 128 bytes of a column; the group has 32 columns at a time.
-__device__ __forceinline__ void write_tile(uint8_t* codes_t, const uint2 (&columns)[kTile][kTile / 8], Tile tile, const Sizes& n) {
+__device__ __forceinline__ void write_tile(uint8_t* codes_t,
+                                           const uint2 (&columns)[kTile][kTile / 8], Tile tile,
+                                           const Sizes& n) {
   constexpr unsigned kSteps = kTile / 32;
   const unsigned line = thread_of_group() % 8, column = thread_of_group() / 8;
   uint4 sixteen[kSteps];
 #pragma unroll
   for (unsigned i = 0; i < kSteps; ++i) {
-    // piece_swizzle(column + 32 i): its even part is that of `column`, with 8 flipped for odd i; its lowest bit is i / 2.
+    // piece_swizzle(column + 32 i): its even part is that of `column`, with 8 flipped for odd i;
+    // its lowest bit is i / 2.
     const unsigned piece = (line * 2) ^ (piece_swizzle(column) & ~1u) ^ (i % 2 * 8);
     sixteen[i] = *reinterpret_cast<const uint4*>(&columns[column + 32 * i][piece]);
     if (i / 2) sixteen[i] = make_uint4(sixteen[i].z, sixteen[i].w, sixteen[i].x, sixteen[i].y);
@@ -201,10 +231,12 @@ __device__ __forceinline__ void write_tile(uint8_t* codes_t, const uint2 (&colum
 
 // The block's scale and, from all patches of the tile, its multiplier. Ends behind a barrier.
 template <typename Patch>
-__device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_amax)[kWarps], const Matrix& m, Tile tile, const Sizes& n) {
+__device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_amax)[kWarps],
+                                            const Matrix& m, Tile tile, const Sizes& n) {
   float* scale_t = m.scale_t + tile.column * (n.rows / kTile) + tile.row;
   if constexpr (!Patch::kGathers) {
-    if (thread_of_group() == 0) *scale_t = __ldg(m.scale + static_cast<int64_t>(tile.row) * n.column_tiles + tile.column);
+    if (thread_of_group() == 0)
+      *scale_t = __ldg(m.scale + static_cast<int64_t>(tile.row) * n.column_tiles + tile.column);
     sync_group<Patch>();
     return 1.f;
   } else {
@@ -222,7 +254,8 @@ __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_
 }
 
 template <typename Value, typename Patch>
-__global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas) transpose_tiles(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
+    transpose_tiles(const __grid_constant__ Launch launch) {
   extern __shared__ uint4 shared[];
   auto& group = reinterpret_cast<Group<typename Patch::Walk>*>(shared)[group_of_thread()];
   const Sizes& n = launch.n;
@@ -230,7 +263,9 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas) t
   const Value* source = static_cast<const Value*>(m.source);
   const bool leads = thread_of_group() == 0;
   const auto next = [&] { return group.walk.next(launch, group_of_thread(), Patch::kGroups); };
-  const auto token_of = [&](Tile tile) { return Patch::kGathers && tile.row != kNone ? token_of_lane(launch.row_token, tile) : 0; };
+  const auto token_of = [&](Tile tile) {
+    return Patch::kGathers && tile.row != kNone ? token_of_lane(launch.row_token, tile) : 0;
+  };
   if (leads) {
     group.walk = typename Patch::Walk(launch, group_of_thread(), Patch::kGroups);
     group.ahead = next();
@@ -273,47 +308,68 @@ void launch_tiles(const Launch& launch, int matrices, DLDevice device, int64_t s
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   auto* kernel = transpose_tiles<Value, Patch>;
   int sms = 0;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.device_id));
-  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.device_id));
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   // No more than that, so that the rest is L1.
-  if (Patch::kGathers) TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveoutPercent));
+  if (Patch::kGathers)
+    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveoutPercent));
   const dim3 grid(std::min(tiles, static_cast<unsigned>(sms * Patch::kCtas)), matrices);
   kernel<<<grid, Patch::kGroups * kGroupThreads, kShared, as_stream(stream)>>>(launch);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
 Sizes checked_sizes(const TensorView& source, int64_t rows) {
-  TVM_FFI_ICHECK(source.ndim() == 2) << "the source has " << source.ndim() << " axes; needed: a matrix";
+  TVM_FFI_ICHECK(source.ndim() == 2)
+      << "the source has " << source.ndim() << " axes; needed: a matrix";
   const int64_t width = source.size(1);
-  TVM_FFI_ICHECK(width % 16 == 0 && width < (int64_t(1) << 29)) << "the source has " << width << " columns; needed: a multiple of 16";
-  TVM_FFI_ICHECK(rows % kTile == 0) << "codes_t has " << rows << " rows of the matrix; needed: a multiple of " << kTile;
-  TVM_FFI_ICHECK(source.size(0) < (int64_t(1) << 31)) << "the source has " << source.size(0) << " rows";
+  TVM_FFI_ICHECK(width % 16 == 0 && width < (int64_t(1) << 29))
+      << "the source has " << width << " columns; needed: a multiple of 16";
+  TVM_FFI_ICHECK(rows % kTile == 0)
+      << "codes_t has " << rows << " rows of the matrix; needed: a multiple of " << kTile;
+  TVM_FFI_ICHECK(source.size(0) < (int64_t(1) << 31))
+      << "the source has " << source.size(0) << " rows";
   const int64_t row_tiles = rows / kTile, column_tiles = ceil_div(width, kTile);
-  TVM_FFI_ICHECK(row_tiles * column_tiles < (int64_t(1) << 30)) << row_tiles << " x " << column_tiles << " tiles exceed one launch";
-  return {rows, static_cast<unsigned>(source.size(0)), static_cast<unsigned>(width), static_cast<unsigned>(width * (source.dtype().bits / 8)),
-          static_cast<unsigned>(row_tiles), static_cast<unsigned>(column_tiles)};
+  TVM_FFI_ICHECK(row_tiles * column_tiles < (int64_t(1) << 30))
+      << row_tiles << " x " << column_tiles << " tiles exceed one launch";
+  return {rows,
+          static_cast<unsigned>(source.size(0)),
+          static_cast<unsigned>(width),
+          static_cast<unsigned>(width * (source.dtype().bits / 8)),
+          static_cast<unsigned>(row_tiles),
+          static_cast<unsigned>(column_tiles)};
 }
 
 void* aligned_16(void* address, const char* name) {
-  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(address) % 16 == 0) << name << " must start at a multiple of 16 bytes";
+  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(address) % 16 == 0)
+      << name << " must start at a multiple of 16 bytes";
   return address;
 }
 
-void* checked_values(const TensorView& tensor, const char* name, DLDataType dtype, DLDevice device) {
-  return aligned_16(checked<void>(tensor, name, static_cast<DLDataTypeCode>(dtype.code), dtype.bits, device, tensor.numel()), name);
+void* checked_values(const TensorView& tensor, const char* name, DLDataType dtype,
+                     DLDevice device) {
+  return aligned_16(checked<void>(tensor, name, static_cast<DLDataTypeCode>(dtype.code), dtype.bits,
+                                  device, tensor.numel()),
+                    name);
 }
 
 uint8_t* checked_codes(const TensorView& tensor, const char* name, DLDevice device) {
-  return static_cast<uint8_t*>(checked_values(tensor, name, DLDataType{tensor.dtype().code, 8, 1}, device));  // frameworks differ in the name
+  return static_cast<uint8_t*>(checked_values(tensor, name, DLDataType{tensor.dtype().code, 8, 1},
+                                              device));  // frameworks differ in the name
 }
 
 // The outputs of one matrix: codes_t [C, R], scale_t [ceil(C / 128), R / 128].
-Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, const Sizes& n, DLDevice device) {
+Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, const Sizes& n,
+                       DLDevice device) {
   TVM_FFI_ICHECK(codes_t.ndim() == 2 && codes_t.size(0) == n.width && codes_t.size(1) == n.rows)
       << "codes_t must be [C, R] = [" << n.width << ", " << n.rows << "]";
   const int64_t blocks = static_cast<int64_t>(n.row_tiles) * n.column_tiles;
-  TVM_FFI_ICHECK(scale_t.numel() == blocks) << "scale_t has " << scale_t.numel() << " elements; needed: " << blocks;
-  return {nullptr, nullptr, checked_codes(codes_t, "codes_t", device), checked_f32(scale_t, "scale_t", device, blocks)};
+  TVM_FFI_ICHECK(scale_t.numel() == blocks)
+      << "scale_t has " << scale_t.numel() << " elements; needed: " << blocks;
+  return {nullptr, nullptr, checked_codes(codes_t, "codes_t", device),
+          checked_f32(scale_t, "scale_t", device, blocks)};
 }
 
 void set_offsets(Launch& launch, const TensorView& padded_offsets, DLDevice device) {
@@ -323,48 +379,65 @@ void set_offsets(Launch& launch, const TensorView& padded_offsets, DLDevice devi
 }
 
 void launch_gather(const TensorView& x, const Launch& launch, int matrices, int64_t stream) {
-  if (is_type(x, kDLFloat, 32)) return launch_tiles<float, ValuePatch<float>>(launch, matrices, x.device(), stream);
-  if (is_type(x, kDLFloat, 16)) return launch_tiles<__half, ValuePatch<__half>>(launch, matrices, x.device(), stream);
+  if (is_type(x, kDLFloat, 32))
+    return launch_tiles<float, ValuePatch<float>>(launch, matrices, x.device(), stream);
+  if (is_type(x, kDLFloat, 16))
+    return launch_tiles<__half, ValuePatch<__half>>(launch, matrices, x.device(), stream);
   launch_tiles<__nv_bfloat16, ValuePatch<__nv_bfloat16>>(launch, matrices, x.device(), stream);
 }
 
-Launch gather_launch(const TensorView& x, const TensorView& row_token, const TensorView& padded_offsets) {
-  TVM_FFI_ICHECK(is_type(x, kDLBfloat, 16) || is_type(x, kDLFloat, 16) || is_type(x, kDLFloat, 32)) << "x must be bfloat16, float16 or float32";
+Launch gather_launch(const TensorView& x, const TensorView& row_token,
+                     const TensorView& padded_offsets) {
+  TVM_FFI_ICHECK(is_type(x, kDLBfloat, 16) || is_type(x, kDLFloat, 16) || is_type(x, kDLFloat, 32))
+      << "x must be bfloat16, float16 or float32";
   Launch launch{};
   launch.n = checked_sizes(x, row_token.numel());
   launch.row_token = checked_i32(row_token, "row_token", x.device(), 0);
   set_offsets(launch, padded_offsets, x.device());
-  launch.shares_log2 = launch.experts >= 4 ? 0 : launch.experts >= 2 ? 1 : 2;         // something for each of up to four groups
-  launch.window_tiles_log2 = launch.experts <= 8 ? 3 : launch.experts <= 16 ? 4 : 5;  // one of each expert, as far as L1 holds them
+  launch.shares_log2 = launch.experts >= 4   ? 0
+                       : launch.experts >= 2 ? 1
+                                             : 2;  // something for each of up to four groups
+  launch.window_tiles_log2 = launch.experts <= 8 ? 3
+                             : launch.experts <= 16
+                                 ? 4
+                                 : 5;  // one of each expert, as far as L1 holds them
   return launch;
 }
 
-Matrix gathered(const TensorView& x, const TensorView& codes_t, const TensorView& scale_t, const Launch& launch, DLDataType dtype, DLDevice device) {
+Matrix gathered(const TensorView& x, const TensorView& codes_t, const TensorView& scale_t,
+                const Launch& launch, DLDataType dtype, DLDevice device) {
   Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, device);
   matrix.source = checked_values(x, "x", dtype, device);
   return matrix;
 }
 
-// x [T, C] bf16, fp16 or fp32; row_token int32 [R], none of [0, T) for a row of zeros; padded_offsets int64 [E + 1], multiples of 128.
-// Writes codes_t e4m3 [C, R], scale_t fp32 [ceil(C / 128), R / 128] for the rows before padded_offsets[E]; the others stay as they are.
-void gather_transpose_quantize(TensorView x, TensorView row_token, TensorView padded_offsets, TensorView codes_t, TensorView scale_t, int64_t stream) {
+// x [T, C] bf16, fp16 or fp32; row_token int32 [R], none of [0, T) for a row of zeros;
+// padded_offsets int64 [E + 1], multiples of 128. Writes codes_t e4m3 [C, R], scale_t fp32 [ceil(C
+// / 128), R / 128] for the rows before padded_offsets[E]; the others stay as they are.
+void gather_transpose_quantize(TensorView x, TensorView row_token, TensorView padded_offsets,
+                               TensorView codes_t, TensorView scale_t, int64_t stream) {
   Launch launch = gather_launch(x, row_token, padded_offsets);
   launch.matrix[0] = gathered(x, codes_t, scale_t, launch, x.dtype(), x.device());
   launch_gather(x, launch, 1, stream);
 }
 
 // The same for two matrices of one shape and dtype, in one launch.
-void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_token, TensorView padded_offsets, TensorView x_codes_t,
-                                    TensorView x_scale_t, TensorView y_codes_t, TensorView y_scale_t, int64_t stream) {
-  TVM_FFI_ICHECK(y.ndim() == 2 && y.size(0) == x.size(0) && y.size(1) == x.size(1)) << "x and y must have one shape";
+void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_token,
+                                    TensorView padded_offsets, TensorView x_codes_t,
+                                    TensorView x_scale_t, TensorView y_codes_t,
+                                    TensorView y_scale_t, int64_t stream) {
+  TVM_FFI_ICHECK(y.ndim() == 2 && y.size(0) == x.size(0) && y.size(1) == x.size(1))
+      << "x and y must have one shape";
   Launch launch = gather_launch(x, row_token, padded_offsets);
   launch.matrix[0] = gathered(x, x_codes_t, x_scale_t, launch, x.dtype(), x.device());
   launch.matrix[1] = gathered(y, y_codes_t, y_scale_t, launch, x.dtype(), x.device());
   launch_gather(x, launch, 2, stream);
 }
 
-// codes e4m3 [R, C] with scale fp32 [R / 128, ceil(C / 128)] -> codes_t [C, R], scale_t [ceil(C / 128), R / 128], before padded_offsets[E].
-void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offsets, TensorView codes_t, TensorView scale_t, int64_t stream) {
+// codes e4m3 [R, C] with scale fp32 [R / 128, ceil(C / 128)] -> codes_t [C, R], scale_t [ceil(C /
+// 128), R / 128], before padded_offsets[E].
+void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offsets,
+                     TensorView codes_t, TensorView scale_t, int64_t stream) {
   Launch launch{};
   launch.n = checked_sizes(codes, codes.size(0));
   set_offsets(launch, padded_offsets, codes.device());
@@ -379,5 +452,6 @@ void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offse
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize, sonicmoe::gather_transpose_quantize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize_pair, sonicmoe::gather_transpose_quantize_pair);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize_pair,
+                              sonicmoe::gather_transpose_quantize_pair);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_codes, sonicmoe::transpose_codes);

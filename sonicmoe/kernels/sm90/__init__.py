@@ -1,4 +1,6 @@
-"""GEMM kernels for Hopper (`sm_90a`), CUDA C++: what they compute is said at their entry points in the `.cu` files."""
+"""GEMM kernels for Hopper (`sm_90a`), CUDA C++: what they compute is said at their entry points in
+the `.cu` files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _HERE = Path(__file__).parent
 
 
 def fp8_grouped_gemm_source(arch: str = "sm_90a") -> CudaSource:
-    """Exports `grouped_gemm` and `gather_gated_gemm`. One artefact serves every model: sizes are launch arguments."""
+    """Exports `grouped_gemm` and `gather_gated_gemm`. One artefact serves every model: sizes are
+    launch arguments.
+    """
     return CudaSource.make("fp8_grouped_gemm", _HERE / "fp8_grouped_gemm.cu", arch=arch)
 
 
@@ -34,7 +38,9 @@ def fp8_wgrad_source(arch: str = "sm_90a") -> CudaSource:
 
 
 def passes_source(arch: str = "sm_90a") -> CudaSource:
-    """Exports the passes, which launch the kernels of the other sources, and holds no kernel. One artefact serves every model."""
+    """Exports the passes, which launch the kernels of the other sources, and holds no kernel. One
+    artefact serves every model.
+    """
     return CudaSource.make("passes", _HERE / "passes.cu", arch=arch)
 
 
@@ -44,23 +50,31 @@ def gemm_sources(arch: str = "sm_90a") -> tuple[CudaSource, ...]:
 
 
 def engine_sources(arch: str = "sm_90a") -> tuple[CudaSource, ...]:
-    """Everything that the passes launch, and they themselves: what a run of engine `hopper` loads whatever its settings."""
+    """Everything that the passes launch, and they themselves: what a run of engine `hopper` loads
+    whatever its settings.
+    """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
     return *gemm_sources(arch), *others, passes_source(arch)
 
 
 def missing_tool(arch: str = "sm_90a") -> str | None:
-    """Why this machine can neither compile nor load the engine's kernels, or None: what the cache holds needs no compiler."""
+    """Why this machine can neither compile nor load the engine's kernels, or None: what the cache
+    holds needs no compiler.
+    """
     if dict(package_versions("apache-tvm-ffi"))["apache-tvm-ffi"] == "absent":
         return "apache-tvm-ffi, which loads and launches its kernels, is not installed"
     cache = default_cache()
-    if find_toolkit() is None and any(cache.try_load(source.key()) is None for source in engine_sources(arch)):
+    if find_toolkit() is None and any(
+        cache.try_load(source.key()) is None for source in engine_sources(arch)
+    ):
         return "there is no nvcc to compile its kernels, and the compile cache does not hold them"
     return None
 
 
 @provides("hopper")
 def hopper_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CudaSource, ...]:
-    """The kernels of an FP8 run, whatever the dtype of its parameters; none where another engine was asked for."""
+    """The kernels of an FP8 run, whatever the dtype of its parameters; none where another engine
+    was asked for.
+    """
     wanted = config.fp8 and config.engine in (EngineName.AUTO, EngineName.HOPPER)
     return engine_sources(spec.arch) if wanted else ()

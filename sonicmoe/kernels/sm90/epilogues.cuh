@@ -27,7 +27,9 @@ __device__ __forceinline__ uint32_t e4m3x2(float low, float high) {
   return r;
 }
 // The low byte is x * by rounded to the nearest even integer; |x * by| < 2^22.
-__device__ __forceinline__ uint32_t int8_bits(float x, float by) { return __float_as_uint(__fmaf_rn(x, by, 12582912.f)); }
+__device__ __forceinline__ uint32_t int8_bits(float x, float by) {
+  return __float_as_uint(__fmaf_rn(x, by, 12582912.f));
+}
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float r;
@@ -35,17 +37,22 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return r;
 }
 
-// value(x); and for backward, of x = code * scale, the derivative and value / scale, which leaves a constant of the row to later.
+// value(x); and for backward, of x = code * scale, the derivative and value / scale, which leaves a
+// constant of the row to later.
 struct Silu {
   static constexpr float kArgument = -1.4426950408889634f;
-  __device__ static __forceinline__ float value(float x) { return x * reciprocal(1.f + exp2_approx(x * kArgument)); }
-  __device__ static __forceinline__ void both(float code, float scale, float argument_scale, float& value, float& slope) {
+  __device__ static __forceinline__ float value(float x) {
+    return x * reciprocal(1.f + exp2_approx(x * kArgument));
+  }
+  __device__ static __forceinline__ void both(float code, float scale, float argument_scale,
+                                              float& value, float& slope) {
     const float s = reciprocal(1.f + exp2_approx(code * argument_scale));
     value = code * s;
     slope = fmaf(value, fmaf(-s, scale, scale), s);
   }
 };
-// Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its tail and density share a factor.
+// Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its
+// tail and density share a factor.
 struct Gelu {
   static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float cdf(float x, float& gauss) {
@@ -61,7 +68,8 @@ struct Gelu {
     float gauss;
     return x * cdf(x, gauss);
   }
-  __device__ static __forceinline__ void both(float code, float scale, float, float& value, float& slope) {
+  __device__ static __forceinline__ void both(float code, float scale, float, float& value,
+                                              float& slope) {
     float gauss;
     const float x = code * scale, c = cdf(x, gauss);
     value = code * c;
@@ -70,8 +78,11 @@ struct Gelu {
 };
 struct Relu {
   static constexpr float kArgument = 1.f;
-  __device__ static __forceinline__ float value(float x) { return x > 0.f ? x : x * 0.f; }  // x * 0 keeps NaN
-  __device__ static __forceinline__ void both(float code, float, float, float& value, float& slope) {
+  __device__ static __forceinline__ float value(float x) {
+    return x > 0.f ? x : x * 0.f;
+  }  // x * 0 keeps NaN
+  __device__ static __forceinline__ void both(float code, float, float, float& value,
+                                              float& slope) {
     value = fmaxf(code, 0.f);  // a code is no NaN: a scale may be, and comes in later
     slope = code > 0.f ? 1.f : 0.f;
   }
@@ -84,7 +95,8 @@ struct PatchEpilogue {
   const TensorMaps& maps;
   WarpStore way_out;
   int lane;
-  __device__ __forceinline__ PatchEpilogue(const GemmParams& params, const TensorMaps& tensor_maps, SharedStorage& s, int warp, int lane_)
+  __device__ __forceinline__ PatchEpilogue(const GemmParams& params, const TensorMaps& tensor_maps,
+                                           SharedStorage& s, int warp, int lane_)
       : p(params), maps(tensor_maps), way_out(s.patch[warp]), lane(lane_) {}
   __device__ __forceinline__ void begin(int, const Tile&) {}
   __device__ __forceinline__ void finish() { way_out.finish(lane); }
@@ -93,10 +105,13 @@ struct PatchEpilogue {
 struct StoreBf16 : PatchEpilogue {
   static constexpr int kColumnGroup = 0;
   struct Params {};
-  __device__ __forceinline__ StoreBf16(const GemmParams& params, const Params&, const TensorMaps& tensor_maps, SharedStorage& s, int warp, int lane_)
+  __device__ __forceinline__ StoreBf16(const GemmParams& params, const Params&,
+                                       const TensorMaps& tensor_maps, SharedStorage& s, int warp,
+                                       int lane_)
       : PatchEpilogue(params, tensor_maps, s, warp, lane_) {}
 
-  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0, const Tile& tile) {
+  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
+                                        const Tile& tile) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {  // 64 columns, 128 bytes
       const uint32_t patch = way_out.acquire(lane);
@@ -107,7 +122,8 @@ struct StoreBf16 : PatchEpilogue {
         for (int m = 0; m < 4; ++m) {
           const int j = 8 * c + 2 * i + m / 2, h = m % 2;
           const float scale = unit[h][j / 16];
-          const float low = acc[j / 16][4 * (j % 16) + 2 * h] * scale, high = acc[j / 16][4 * (j % 16) + 2 * h + 1] * scale;
+          const float low = acc[j / 16][4 * (j % 16) + 2 * h] * scale,
+                      high = acc[j / 16][4 * (j % 16) + 2 * h + 1] * scale;
           asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w[m]) : "f"(high), "f"(low));
         }
         stmatrix_x4(chunk_address(patch, lane / 8 % 2 * 8 + lane % 8, 2 * i + lane / 16), w);
@@ -117,20 +133,25 @@ struct StoreBf16 : PatchEpilogue {
   }
 };
 
-// z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in one quad's registers.
-// `up`, and with it y1 until it is quantised, stays in units of the accumulator's scale: maxima are scaled, not elements.
+// z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in
+// one quad's registers. `up`, and with it y1 until it is quantised, stays in units of the
+// accumulator's scale: maxima are scaled, not elements.
 template <class Activation, bool kStoreZ>
 struct GatedFp8 : PatchEpilogue {
-  static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are neighbours: no exchange before they are stored
+  static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are
+                                           // neighbours: no exchange before they are stored
   struct Params {
     float* y1_scale;  // [R, ceil(N / 256)]
     float* z_scale;   // [R, N / 128]
   };
   Params out;
-  __device__ __forceinline__ GatedFp8(const GemmParams& params, const Params& e, const TensorMaps& tensor_maps, SharedStorage& s, int warp, int lane_)
+  __device__ __forceinline__ GatedFp8(const GemmParams& params, const Params& e,
+                                      const TensorMaps& tensor_maps, SharedStorage& s, int warp,
+                                      int lane_)
       : PatchEpilogue(params, tensor_maps, s, warp, lane_), out(e) {}
 
-  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0, const Tile& tile) {
+  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
+                                        const Tile& tile) {
     if (tile.col + 128 >= p.n) {  // the second half lies behind the last column
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[1][i] = 0.f;
@@ -142,31 +163,42 @@ struct GatedFp8 : PatchEpilogue {
       float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f};
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
-        const float gate = acc[j / 16][4 * (j % 16) + 2 * h], up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
-        if constexpr (kStoreZ) top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
+        const float gate = acc[j / 16][4 * (j % 16) + 2 * h],
+                    up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
+        if constexpr (kStoreZ)
+          top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
         y[j] = Activation::value(gate * unit[h][j / 16]) * up;
         top_y[j / 16] = fmaxf(top_y[j / 16], fabsf(y[j]));
       }
       const float amax_y = quad_max(fmaxf(top_y[0] * unit[h][0], top_y[1] * unit[h][1]));
-      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[h][0]), quad_max_nan(top_z[1] * unit[h][1])};
-      const float multiply_y = scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h), tile.col, multiply_z[h]);
+      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[h][0]),
+                               quad_max_nan(top_z[1] * unit[h][1])};
+      const float multiply_y =
+          scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h), tile.col, multiply_z[h]);
       const float by[2] = {multiply_y * unit[h][0], multiply_y * unit[h][1]};
       multiply_z[h][0] *= unit[h][0];
       multiply_z[h][1] *= unit[h][1];
 #pragma unroll
       for (int m = 0; m < 8; ++m)
-        y8[h][m] = e4m3x4(y[4 * m] * by[m / 4], y[4 * m + 1] * by[m / 4], y[4 * m + 2] * by[m / 4], y[4 * m + 3] * by[m / 4]);
+        y8[h][m] = e4m3x4(y[4 * m] * by[m / 4], y[4 * m + 1] * by[m / 4], y[4 * m + 2] * by[m / 4],
+                          y[4 * m + 3] * by[m / 4]);
     }
     store_y1(y8, tile.col / 2, row0);
     if constexpr (kStoreZ) store_z(acc, multiply_z, tile.col, row0);
   }
 
  private:
-  // Divisions are dear and every lane of a quad needs the same three pairs: lane 0 makes y1's, lanes 1 and 2 z's.
-  __device__ __forceinline__ float scales_of_row(float amax_y, const float (&amax_z)[2], int64_t row, int col, float (&multiply_z)[2]) const {
+  // Divisions are dear and every lane of a quad needs the same three pairs: lane 0 makes y1's,
+  // lanes 1 and 2 z's.
+  __device__ __forceinline__ float scales_of_row(float amax_y, const float (&amax_z)[2],
+                                                 int64_t row, int col,
+                                                 float (&multiply_z)[2]) const {
     const int q = lane % 4;
     const float limit = kStoreZ && q > 0 ? 127.f : kE4m3Max;
-    const float amax = max_nan(!kStoreZ || q == 0 ? amax_y : q == 1 ? amax_z[0] : amax_z[1], kAmaxFloor);
+    const float amax = max_nan(!kStoreZ || q == 0 ? amax_y
+                               : q == 1           ? amax_z[0]
+                                                  : amax_z[1],
+                               kAmaxFloor);
     const float multiply = __fdiv_rn(limit, amax), scale = __fdiv_rn(amax, limit);
     if (q == 0) out.y1_scale[row * ((p.n + 255) / 256) + col / 256] = scale;
     if constexpr (kStoreZ) {
@@ -185,11 +217,13 @@ struct GatedFp8 : PatchEpilogue {
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int g = 0; g < 4; ++g)  // 32 columns, eight a thread
-        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * g + q / 2) + q % 2 * 8, y8[h][2 * g], y8[h][2 * g + 1]);
+        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * g + q / 2) + q % 2 * 8,
+                       y8[h][2 * g], y8[h][2 * g + 1]);
     way_out.publish(&maps.c, col, row0, lane);
   }
 
-  __device__ __forceinline__ void store_z(const Accumulators& acc, const float (&multiply)[2][2], int col, int row0) {
+  __device__ __forceinline__ void store_z(const Accumulators& acc, const float (&multiply)[2][2],
+                                          int col, int row0) {
     const int q = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 128 columns
@@ -207,7 +241,8 @@ struct GatedFp8 : PatchEpilogue {
             const uint32_t high = __byte_perm(int8_bits(v[4], by), int8_bits(v[5], by), 0x0040);
             w[m] = __byte_perm(low, high, 0x5410);
           }
-          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), w[0], w[1], w[2], w[3]);
+          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), w[0], w[1], w[2],
+                          w[3]);
         }
       way_out.publish(&maps.d, col + 128 * half, row0, lane);
     }

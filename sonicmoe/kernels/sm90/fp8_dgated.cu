@@ -6,30 +6,40 @@ namespace sonicmoe {
 namespace {
 
 template <class Activation>
-void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::DgatedParams& more, int64_t stream) {
+void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::DgatedParams& more,
+                   int64_t stream) {
   more.dz_wide == nullptr
-      ? launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, true>>, o.device, stream, maps, o.params, more)
-      : launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, false>>, o.device, stream, maps, o.params, more);
+      ? launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, true>>, o.device,
+                          stream, maps, o.params, more)
+      : launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, false>>,
+                          o.device, stream, maps, o.params, more);
 }
 
-// dout e4m3 [T, H] with 1x128 scales, gathered through row_token; w2 e4m3 [E, I, H] (dgrad's order) with 128x128 scales;
-// z int8 [R, 2I] with z_scale [R, I / 64]; row_prob fp32 [R], 0 in padding rows.
-// Writes dz e4m3 [R, 2I] with one scale per 128x128 block (dz_scale [R / 128, I / 64]), dprob_parts fp32 [ceil(I / 256), R], whose sum
-// over its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place of dz_t and y1s_t,
-// else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and y1s_t_scale [ceil(I / 128), R / 128].
-// activation: 0 SwiGLU, 1 GeGLU, 2 ReGLU. Rows at and behind padded_offsets[E] are not written.
-void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale, TensorView row_token, TensorView row_prob,
-                        TensorView padded_offsets, TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale, TensorView dprob_parts,
-                        TensorView dz_t, TensorView dz_t_scale, TensorView y1s_t, TensorView y1s_t_scale, bool wide, int64_t activation,
+// dout e4m3 [T, H] with 1x128 scales, gathered through row_token; w2 e4m3 [E, I, H] (dgrad's order)
+// with 128x128 scales; z int8 [R, 2I] with z_scale [R, I / 64]; row_prob fp32 [R], 0 in padding
+// rows. Writes dz e4m3 [R, 2I] with one scale per 128x128 block (dz_scale [R / 128, I / 64]),
+// dprob_parts fp32 [ceil(I / 256), R], whose sum over its first axis is <dy1, y1>, and the operands
+// of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place of dz_t and y1s_t, else e4m3 dz_t
+// [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and y1s_t_scale [ceil(I / 128), R /
+// 128]. activation: 0 SwiGLU, 1 GeGLU, 2 ReGLU. Rows at and behind padded_offsets[E] are not
+// written.
+void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
+                        TensorView row_token, TensorView row_prob, TensorView padded_offsets,
+                        TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
+                        TensorView dprob_parts, TensorView dz_t, TensorView dz_t_scale,
+                        TensorView y1s_t, TensorView y1s_t_scale, bool wide, int64_t activation,
                         int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o = check_operands(dout, dout_scale, w2, w2_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
   TVM_FFI_ICHECK(n % 64 == 0) << "I is " << n << "; needed: a multiple of 64";
-  TVM_FFI_ICHECK(rows % 128 == 0) << "row_token has " << rows << " elements; needed: a multiple of 128";
+  TVM_FFI_ICHECK(rows % 128 == 0) << "row_token has " << rows
+                                  << " elements; needed: a multiple of 128";
   TVM_FFI_ICHECK(rows * (n / 8) < (int64_t(1) << 32)) << "z is larger than 64 GiB";
-  TVM_FFI_ICHECK(activation >= 0 && activation < 3) << "activation is " << activation << "; needed: 0, 1 or 2";
-  TVM_FFI_ICHECK(o.params.a_scale_shift == 0) << "dout_scale has one row per 128 tokens; needed: one per token, they are gathered";
+  TVM_FFI_ICHECK(activation >= 0 && activation < 3)
+      << "activation is " << activation << "; needed: 0, 1 or 2";
+  TVM_FFI_ICHECK(o.params.a_scale_shift == 0)
+      << "dout_scale has one row per 128 tokens; needed: one per token, they are gathered";
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
   sm90::DgatedParams more{};
   more.rows = rows;
@@ -47,7 +57,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
     dz_t_data = checked_bytes(dz_t, "dz_t", o.device, rows * 2 * n);
     y1s_t_data = checked_bytes(y1s_t, "y1s_t", o.device, rows * n);
     more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device, rows / 128 * (n / 64));
-    more.y1s_t_scale = checked_f32(y1s_t_scale, "y1s_t_scale", o.device, rows / 128 * ceil_div(n, 128));
+    more.y1s_t_scale =
+        checked_f32(y1s_t_scale, "y1s_t_scale", o.device, rows / 128 * ceil_div(n, 128));
   }
   if (rows == 0 || dout.size(0) == 0) return;
   TensorMaps maps = operand_maps(o, 0, sm90::DgatedFp8<sm90::Silu, true>::kColumnGroup);

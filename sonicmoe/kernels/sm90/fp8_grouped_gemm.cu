@@ -6,13 +6,17 @@ namespace sonicmoe {
 namespace {
 
 template <bool kGather, class Epilogue>
-void launch(const Operands& o, const TensorMaps& maps, const typename Epilogue::Params& more, int64_t stream) {
-  launch_persistent(sm90::fp8_grouped_gemm<kGather, Epilogue>, o.device, stream, maps, o.params, more);
+void launch(const Operands& o, const TensorMaps& maps, const typename Epilogue::Params& more,
+            int64_t stream) {
+  launch_persistent(sm90::fp8_grouped_gemm<kGather, Epilogue>, o.device, stream, maps, o.params,
+                    more);
 }
 
 // out bf16 [R, N] = a * b^T; a e4m3 [R, K] in expert order, b e4m3 [E, N, K] with 128x128 scales.
-// a_scale [R, K / 128], or [R / 128, K / 128]: one per 128x128 block. Rows at and behind padded_offsets[E] are not written.
-void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale, TensorView padded_offsets, TensorView out, int64_t stream) {
+// a_scale [R, K / 128], or [R / 128, K / 128]: one per 128x128 block. Rows at and behind
+// padded_offsets[E] are not written.
+void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
+                  TensorView padded_offsets, TensorView out, int64_t stream) {
   const int64_t rows = a.size(0);
   const Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
   void* data = checked<void>(out, "out", kDLBfloat, 16, o.device, rows * o.params.n);
@@ -23,22 +27,30 @@ void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_s
 }
 
 template <class Activation>
-void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, float* z_scale, int64_t stream) {
-  z_scale != nullptr ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale}, stream)
-                     : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr}, stream);
+void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, float* z_scale,
+                  int64_t stream) {
+  z_scale != nullptr
+      ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale}, stream)
+      : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr}, stream);
 }
 
 // z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up.
-// Writes z int8 [R, N] with z_scale [R, N / 128] unless `store_z` is false, and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)].
-// activation: 0 SwiGLU, 1 GeGLU, 2 ReGLU. Padding rows (row_token -1) come out as zeros.
-void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale, TensorView row_token, TensorView padded_offsets, TensorView z,
-                       TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation, bool store_z, int64_t stream) {
+// Writes z int8 [R, N] with z_scale [R, N / 128] unless `store_z` is false, and y1 e4m3 [R, N / 2]
+// with y1_scale [R, ceil(N / 256)]. activation: 0 SwiGLU, 1 GeGLU, 2 ReGLU. Padding rows (row_token
+// -1) come out as zeros.
+void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
+                       TensorView row_token, TensorView padded_offsets, TensorView z,
+                       TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,
+                       bool store_z, int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
-  TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n << "; needed: a multiple of 128 (I a multiple of 64)";
-  TVM_FFI_ICHECK(activation >= 0 && activation < 3) << "activation is " << activation << "; needed: 0, 1 or 2";
-  TVM_FFI_ICHECK(o.params.a_scale_shift == 0) << "a_scale has one row per 128 tokens; needed: one per token, they are gathered";
+  TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n
+                               << "; needed: a multiple of 128 (I a multiple of 64)";
+  TVM_FFI_ICHECK(activation >= 0 && activation < 3)
+      << "activation is " << activation << "; needed: 0, 1 or 2";
+  TVM_FFI_ICHECK(o.params.a_scale_shift == 0)
+      << "a_scale has one row per 128 tokens; needed: one per token, they are gathered";
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
   float* y1_scales = checked_f32(y1_scale, "y1_scale", o.device, rows * ceil_div(n, 256));
   const uint8_t* y1_data = checked_bytes(y1, "y1", o.device, rows * (n / 2));

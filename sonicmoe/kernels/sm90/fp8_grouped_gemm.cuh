@@ -1,14 +1,18 @@
-// Block-scaled FP8 grouped GEMM for Hopper: C[rows of expert e] = A[rows of expert e] * B[e]^T, A and B K-major e4m3.
+// Block-scaled FP8 grouped GEMM for Hopper: C[rows of expert e] = A[rows of expert e] * B[e]^T, A
+// and B K-major e4m3.
 //
-// One persistent CTA per SM, paired in clusters of two that take neighbouring 128-row tiles and share B's 256 columns by
-// multicast. A producer warpgroup fills a ring of stages; two consumer warpgroups hold 64 x 256 fp32 accumulators each.
+// One persistent CTA per SM, paired in clusters of two that take neighbouring 128-row tiles and
+// share B's 256 columns by multicast. A producer warpgroup fills a ring of stages; two consumer
+// warpgroups hold 64 x 256 fp32 accumulators each.
 //
-// Scales: A has one per row and 128 of K, B one per 128 x 128 block. The accumulator is kept in units of the current
-// k-block's scale product and multiplied by the ratio of old to new at every boundary, so there is one accumulator and not
-// two, which leaves registers for 256 columns. How far a scale may fall within a row is bounded (kMaxDrop), or a block of
-// zeros would make the accumulator overflow: a block 2^44 below the largest before it counts as if it were 2^44 below.
+// Scales: A has one per row and 128 of K, B one per 128 x 128 block. The accumulator is kept in
+// units of the current k-block's scale product and multiplied by the ratio of old to new at every
+// boundary, so there is one accumulator and not two, which leaves registers for 256 columns. How
+// far a scale may fall within a row is bounded (kMaxDrop), or a block of zeros would make the
+// accumulator overflow: a block 2^44 below the largest before it counts as if it were 2^44 below.
 //
-// Padding rows of A are zeros (the gather) or whatever the caller's finite rows hold; a token is read at its own rows only.
+// Padding rows of A are zeros (the gather) or whatever the caller's finite rows hold; a token is
+// read at its own rows only.
 #pragma once
 
 #include "../cuda/quantize.cuh"
@@ -22,12 +26,14 @@ constexpr int kStages = 4;
 constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
 constexpr int kProducerThreads = 128, kConsumerWarps = 8;
 constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
-constexpr int kGatherLag = 1;              // copies in flight before the oldest is published
-constexpr int kPatchBytes = 16 * 128;      // what one consumer warp hands to the copy engine at a time
-constexpr float kMaxDrop = 0x1p-44f;       // a scale more than this below the largest before it is treated as this far below
+constexpr int kGatherLag = 1;          // copies in flight before the oldest is published
+constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the copy engine at a time
+constexpr float kMaxDrop =
+    0x1p-44f;  // a scale more than this below the largest before it is treated as this far below
 
 struct GemmParams {
-  const uint8_t* a;               // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
+  const uint8_t*
+      a;  // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
   const float* a_scale;           // [rows of A, K / 128], or one per 128 rows
   int a_scale_shift;              // log2 of the rows that share a scale: 0 or 7
   const float* b_scale;           // [E, N / 128, K / 128]
@@ -47,10 +53,14 @@ struct Tile {
   bool active;  // false: this CTA only keeps its cluster company
 };
 
-// This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster row tiles at a time.
+// This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster
+// row tiles at a time.
 class Scheduler {
  public:
-  __device__ __forceinline__ explicit Scheduler(const GemmParams& p) : p_(p), index_(blockIdx.x / kCluster) { read_expert(); }
+  __device__ __forceinline__ explicit Scheduler(const GemmParams& p)
+      : p_(p), index_(blockIdx.x / kCluster) {
+    read_expert();
+  }
   __device__ static __forceinline__ int rank() { return blockIdx.x % kCluster; }
   __device__ __forceinline__ bool next(Tile& tile) {
     const int n_tiles = (p_.n + kTileN - 1) / kTileN;
@@ -89,7 +99,8 @@ struct alignas(1024) SharedStorage {
   uint8_t b[kStages][kBytesB];
   uint8_t patch[kConsumerWarps][2][kPatchBytes];
   float amax[2][kConsumerWarps];  // an epilogue's exchange between warps
-  int2 destination;               // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row of y1s^T + 1, or -1
+  int2 destination;  // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row
+                     // of y1s^T + 1, or -1
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -103,14 +114,16 @@ struct Ring {
   }
 };
 
-// Which of its warp's 16 rows a thread's `high` accumulators belong to: 8 below the others, or, where an epilogue wants
-// neighbouring tokens in one thread, the next one. Only a gather can lay A out for the second.
+// Which of its warp's 16 rows a thread's `high` accumulators belong to: 8 below the others, or,
+// where an epilogue wants neighbouring tokens in one thread, the next one. Only a gather can lay A
+// out for the second.
 template <bool kAdjacentRows>
 __device__ __forceinline__ int slab_row(int lane, int high) {
   return kAdjacentRows ? 2 * (lane / 4) + high : lane / 4 + 8 * high;
 }
 
-// This warp's copies into the stage have landed: each lane fences its own, one arrives for all (128 arrivals a stage would queue up).
+// This warp's copies into the stage have landed: each lane fences its own, one arrives for all (128
+// arrivals a stage would queue up).
 __device__ __forceinline__ void publish_gathered(SharedStorage& s, int stage) {
   fence_async_proxy();
   __syncwarp();
@@ -118,7 +131,8 @@ __device__ __forceinline__ void publish_gathered(SharedStorage& s, int stage) {
 }
 
 template <bool kGather, class Epilogue>
-__device__ __forceinline__ void produce(const GemmParams& p, const typename Epilogue::Params& e, const TensorMaps& maps, SharedStorage& s) {
+__device__ __forceinline__ void produce(const GemmParams& p, const typename Epilogue::Params& e,
+                                        const TensorMaps& maps, SharedStorage& s) {
   static_assert(kGather || !Epilogue::kAdjacentRows);
   const int thread = threadIdx.x, lane_row = thread / 8, chunk = thread % 8;
   const int k_blocks = (p.k + kTileK - 1) / kTileK;
@@ -126,10 +140,12 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
   int issued = 0;
   Tile tile;
   for (Scheduler scheduler(p); scheduler.next(tile);) {
-    uint32_t source[8];  // in units of 16 bytes: 32 bits reach 64 GiB and spare the producer's few registers
+    uint32_t source[8];  // in units of 16 bytes: 32 bits reach 64 GiB and spare the producer's few
+                         // registers
     uint32_t valid = 0;
     if constexpr (kGather) {
-      const int from_row = tile.row + slab_row<Epilogue::kAdjacentRows>(lane_row % 8 * 4, lane_row / 8);
+      const int from_row =
+          tile.row + slab_row<Epilogue::kAdjacentRows>(lane_row % 8 * 4, lane_row / 8);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int token = tile.active ? p.row_token[from_row + 16 * i] : -1;
@@ -149,7 +165,8 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
         uint8_t* b_stage = s.b[ring.stage] + half * (kBytesB / kCluster);
         constexpr uint16_t kEveryone = (1 << kCluster) - 1;
         if constexpr (Epilogue::kColumnGroup > 0) {
-          tma_load_5d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row / Epilogue::kColumnGroup, kEveryone);
+          tma_load_5d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row / Epilogue::kColumnGroup,
+                                kEveryone);
         } else {
           tma_load_2d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row, kEveryone);
         }
@@ -162,7 +179,8 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
         for (int i = 0; i < 8; ++i) {
           const int row = lane_row + 16 * i;
           const bool read = inside && ((valid >> i) & 1);
-          const uint8_t* from = read ? p.a + (static_cast<int64_t>(source[i]) + kb * (kTileK / 16)) * 16 : p.a;
+          const uint8_t* from =
+              read ? p.a + (static_cast<int64_t>(source[i]) + kb * (kTileK / 16)) * 16 : p.a;
           cp_async_16(base + row * kTileK + ((chunk ^ (row & 7)) << 4), from, read);
         }
         cp_async_commit();
@@ -176,16 +194,19 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
   }
   if constexpr (kGather) {
     cp_async_wait<0>();
-    for (int i = min(issued, kGatherLag); i > 0; --i) publish_gathered(s, (ring.stage + kStages - i) % kStages);
+    for (int i = min(issued, kGatherLag); i > 0; --i)
+      publish_gathered(s, (ring.stage + kStages - i) % kStages);
   }
 }
 
 __device__ __forceinline__ void release(SharedStorage& s, int stage, int lane) {
-  // No .release.cluster here: the wait for the products orders the reads already, and the fence would cost 15 % of the GEMM.
+  // No .release.cluster here: the wait for the products orders the reads already, and the fence
+  // would cost 15 % of the GEMM.
   if (lane < kCluster) barrier_arrive_remote(&s.empty[stage], lane);
 }
 
-// A warp's way out: fill a patch of 16 rows x 128 bytes (swizzled), hand it to the copy engine, go on with the other one.
+// A warp's way out: fill a patch of 16 rows x 128 bytes (swizzled), hand it to the copy engine, go
+// on with the other one.
 struct WarpStore {
   uint8_t (*patch)[kPatchBytes];
   int turn = 0;
@@ -204,7 +225,8 @@ struct WarpStore {
     }
     ++turn;
   }
-  __device__ __forceinline__ void publish_add(const CUtensorMap* map, int x, int y, int z, int lane) {
+  __device__ __forceinline__ void publish_add(const CUtensorMap* map, int x, int y, int z,
+                                              int lane) {
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
@@ -221,9 +243,10 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t patch, int row, int c
   return patch + row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// Accumulators of one thread: acc[half][4 j' + 2 h + c] is row (lane / 4 + 8 h), column 128 half + 8 j' + 2 (lane % 4) + c.
-// An epilogue with a column group of g has B's rows permuted on their way in, so that a thread holds g / 4 columns in a row:
-// of group number i, column g i + (g / 4) (lane % 4) + 2 j + c in place of g i + 8 j + 2 (lane % 4) + c.
+// Accumulators of one thread: acc[half][4 j' + 2 h + c] is row (lane / 4 + 8 h), column 128 half +
+// 8 j' + 2 (lane % 4) + c. An epilogue with a column group of g has B's rows permuted on their way
+// in, so that a thread holds g / 4 columns in a row: of group number i, column g i + (g / 4) (lane
+// % 4) + 2 j + c in place of g i + 8 j + 2 (lane % 4) + c.
 using Accumulators = float[2][64];
 
 __device__ __forceinline__ void rescale(float (&acc)[64], float low, float high) {
@@ -242,15 +265,17 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
-// The scales one thread needs (two rows, two column blocks), four k-blocks at a time and one batch ahead: a load then has
-// thousands of cycles to arrive. Entries behind the end repeat the last one.
+// The scales one thread needs (two rows, two column blocks), four k-blocks at a time and one batch
+// ahead: a load then has thousands of cycles to arrive. Entries behind the end repeat the last one.
 struct Scales {
   const GemmParams& p;
-  uint32_t first_of[4];  // index of the first scale; kNone in a padding row: its scale is 1, not that of some token that may be infinite
+  uint32_t first_of[4];  // index of the first scale; kNone in a padding row: its scale is 1, not
+                         // that of some token that may be infinite
   int count;
   float now[4][4], next[4][4], peak[4];
   static constexpr uint32_t kNone = ~0u;
-  __device__ __forceinline__ explicit Scales(const GemmParams& params) : p(params), count((params.k + kTileK - 1) / kTileK) {}
+  __device__ __forceinline__ explicit Scales(const GemmParams& params)
+      : p(params), count((params.k + kTileK - 1) / kTileK) {}
   __device__ __forceinline__ void load(int first) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -267,7 +292,8 @@ struct Scales {
       }
     }
   }
-  // The loaded batch becomes the current one, each scale at most kMaxDrop below the largest before it.
+  // The loaded batch becomes the current one, each scale at most kMaxDrop below the largest before
+  // it.
   __device__ __forceinline__ void enter() {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -280,7 +306,8 @@ struct Scales {
 };
 
 template <bool kGather, class Epilogue>
-__device__ __forceinline__ void consume(const GemmParams& p, const typename Epilogue::Params& e, const TensorMaps& maps, SharedStorage& s) {
+__device__ __forceinline__ void consume(const GemmParams& p, const typename Epilogue::Params& e,
+                                        const TensorMaps& maps, SharedStorage& s) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int k_blocks = (p.k + kTileK - 1) / kTileK, n_blocks = (p.n + 127) / 128;
   Ring ring;
@@ -299,7 +326,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     }
     const int row0 = tile.row + group * 64 + warp * 16;
     Accumulators acc;
-    if constexpr (Epilogue::kNeedsRegisters) {  // else the first products, which overwrite them, seem to read the last tile's
+    if constexpr (Epilogue::kNeedsRegisters) {  // else the first products, which overwrite them,
+                                                // seem to read the last tile's
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.f;
     }
@@ -322,7 +350,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
 #pragma unroll
       for (int i = 0; i < 4; ++i) current[i] = scales.now[i][0];
     };
-    // Waiting for scales, and asking for them, costs least in the shadow of products, but there it costs registers.
+    // Waiting for scales, and asking for them, costs least in the shadow of products, but there it
+    // costs registers.
     constexpr bool kInShadow = !Epilogue::kNeedsRegisters;
     if constexpr (!kInShadow) begin_scales();
     for (int first = 0; first < k_blocks; first += 4) {
@@ -339,17 +368,21 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
         fence_registers(acc[0]);
         fence_registers(acc[1]);
         wgmma_fence();
-        // A gather and its epilogue leave less shared-memory bandwidth: there it pays to read A once for all 256 columns, elsewhere to
-        // rescale one half of the columns while the other is computed.
+        // A gather and its epilogue leave less shared-memory bandwidth: there it pays to read A
+        // once for all 256 columns, elsewhere to rescale one half of the columns while the other is
+        // computed.
         if constexpr (kGather) {
 #pragma unroll
-          for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n256k32(acc[0], acc[1], a + 2 * k, b + 2 * k, first + u + k != 0);
+          for (int k = 0; k < kTileK / 32; ++k)
+            wgmma_m64n256k32(acc[0], acc[1], a + 2 * k, b + 2 * k, first + u + k != 0);
         } else {
 #pragma unroll
-          for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
+          for (int k = 0; k < kTileK / 32; ++k)
+            wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
           wgmma_commit();
 #pragma unroll
-          for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+          for (int k = 0; k < kTileK / 32; ++k)
+            wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
         }
         wgmma_commit();
         named_barrier_arrive(2 - group, 256);
@@ -381,7 +414,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
         if (!last) rescale(acc[1], step[0] * step[3], step[1] * step[3]);
       }
     }
-    const float unit[2][2] = {{current[0] * current[2], current[0] * current[3]}, {current[1] * current[2], current[1] * current[3]}};
+    const float unit[2][2] = {{current[0] * current[2], current[0] * current[3]},
+                              {current[1] * current[2], current[1] * current[3]}};
     epilogue.store(acc, unit, row0, tile);
   }
   epilogue.finish();
@@ -389,10 +423,11 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
 
 template <bool kGather, class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
-fp8_grouped_gemm(const __grid_constant__ TensorMaps maps, const __grid_constant__ GemmParams p,
-                 const __grid_constant__ typename Epilogue::Params e) {
+    fp8_grouped_gemm(const __grid_constant__ TensorMaps maps, const __grid_constant__ GemmParams p,
+                     const __grid_constant__ typename Epilogue::Params e) {
   extern __shared__ uint8_t raw[];
-  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
+                                                       ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], kGather ? kProducerThreads / 32 + 1 : 1);

@@ -5,16 +5,23 @@
 namespace sonicmoe {
 namespace {
 
-// accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R], both token-major with one scale per
-// 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale alike). Rows of expert e: padded_offsets[e] to padded_offsets[e + 1], both
-// multiples of 128, clamped to R. An expert without rows leaves its matrix untouched. shares_gpu: kernels of another stream run beside it.
-void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale, TensorView padded_offsets, TensorView accumulator,
-                   bool shares_gpu, int64_t stream) {
-  TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 2 && accumulator.ndim() == 3) << "a must be [M, R], b [N, R] and accumulator [E, M, N]";
-  const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2), rows = a.size(1);
+// accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R],
+// both token-major with one scale per 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale
+// alike). Rows of expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128,
+// clamped to R. An expert without rows leaves its matrix untouched. shares_gpu: kernels of another
+// stream run beside it.
+void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
+                   TensorView padded_offsets, TensorView accumulator, bool shares_gpu,
+                   int64_t stream) {
+  TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 2 && accumulator.ndim() == 3)
+      << "a must be [M, R], b [N, R] and accumulator [E, M, N]";
+  const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2),
+                rows = a.size(1);
   TVM_FFI_ICHECK(a.size(0) == m && b.size(0) == n && b.size(1) == rows)
-      << "a is [" << a.size(0) << ", " << rows << "], b [" << b.size(0) << ", " << b.size(1) << "], accumulator [E, " << m << ", " << n << "]";
-  TVM_FFI_ICHECK(rows % 128 == 0 && rows < (int64_t(1) << 31)) << "R is " << rows << "; needed: a multiple of 128 below 2^31";
+      << "a is [" << a.size(0) << ", " << rows << "], b [" << b.size(0) << ", " << b.size(1)
+      << "], accumulator [E, " << m << ", " << n << "]";
+  TVM_FFI_ICHECK(rows % 128 == 0 && rows < (int64_t(1) << 31))
+      << "R is " << rows << "; needed: a multiple of 128 below 2^31";
   TVM_FFI_ICHECK(n % 4 == 0 && n > 0 && m > 0) << "N is " << n << "; needed: a multiple of 4";
   const DLDevice device = a.device();
   sm90::WgradParams p{};
@@ -25,7 +32,8 @@ void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_
   p.experts = static_cast<int>(experts);
   p.m = static_cast<int>(m);
   p.n = static_cast<int>(n);
-  const uint8_t *a_data = checked_bytes(a, "a", device, m * rows), *b_data = checked_bytes(b, "b", device, n * rows);
+  const uint8_t *a_data = checked_bytes(a, "a", device, m * rows),
+                *b_data = checked_bytes(b, "b", device, n * rows);
   float* c_data = checked_f32(accumulator, "accumulator", device, experts * m * n);
   if (rows == 0 || experts == 0) return;
   TensorMaps maps{};
@@ -34,7 +42,8 @@ void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_
   maps.c = batch_map_f32(c_data, experts, m, n);
   if (shares_gpu) {
     const int64_t row_groups = ceil_div(ceil_div(m, sm90::kTileM), sm90::kCluster);
-    launch_sharing(sm90::fp8_wgrad, experts * row_groups * ceil_div(n, sm90::kTileN), device, stream, maps, p);
+    launch_sharing(sm90::fp8_wgrad, experts * row_groups * ceil_div(n, sm90::kTileN), device,
+                   stream, maps, p);
   } else {
     launch_persistent(sm90::fp8_wgrad, device, stream, maps, p);
   }

@@ -1,8 +1,11 @@
-// Block-scaled FP8 weight gradient for Hopper: C[e] += A[:, rows of expert e] * B[:, rows of expert e]^T, fp32, A and B token-major.
+// Block-scaled FP8 weight gradient for Hopper: C[e] += A[:, rows of expert e] * B[:, rows of expert
+// e]^T, fp32, A and B token-major.
 //
-// The same tiles, ring and rescaled accumulator as fp8_grouped_gemm.cuh; here K is an expert's padded rows, and both operands have one
-// scale per 128 x 128 block, so one number per k-block and half of the columns rescales a whole warpgroup. A tile belongs to one CTA
-// and is added to C by the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is not touched.
+// The same tiles, ring and rescaled accumulator as fp8_grouped_gemm.cuh; here K is an expert's
+// padded rows, and both operands have one scale per 128 x 128 block, so one number per k-block and
+// half of the columns rescales a whole warpgroup. A tile belongs to one CTA and is added to C by
+// the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is
+// not touched.
 #pragma once
 
 #include "fp8_grouped_gemm.cuh"
@@ -22,14 +25,18 @@ struct WgradTile {
   bool active;
 };
 
-// Tiles of experts that have rows: expert by expert, columns fastest, two row tiles (a cluster) at a time.
+// Tiles of experts that have rows: expert by expert, columns fastest, two row tiles (a cluster) at
+// a time.
 class WgradScheduler {
  public:
-  __device__ __forceinline__ explicit WgradScheduler(const WgradParams& p) : p_(p), index_(blockIdx.x / kCluster) {}
+  __device__ __forceinline__ explicit WgradScheduler(const WgradParams& p)
+      : p_(p), index_(blockIdx.x / kCluster) {}
   __device__ __forceinline__ bool next(WgradTile& tile) {
-    const int n_tiles = (p_.n + kTileN - 1) / kTileN, tiles = ((p_.m + kTileM - 1) / kTileM + kCluster - 1) / kCluster * n_tiles;
+    const int n_tiles = (p_.n + kTileN - 1) / kTileN,
+              tiles = ((p_.m + kTileM - 1) / kTileM + kCluster - 1) / kCluster * n_tiles;
     for (; expert_ < p_.experts; ++expert_) {
-      const int64_t first = clamped(p_.padded_offsets[expert_]), last = clamped(p_.padded_offsets[expert_ + 1]);
+      const int64_t first = clamped(p_.padded_offsets[expert_]),
+                    last = clamped(p_.padded_offsets[expert_ + 1]);
       if (last - first < kTileK) continue;
       if (index_ < tiles) {
         tile.expert = expert_;
@@ -47,12 +54,15 @@ class WgradScheduler {
   }
 
  private:
-  __device__ __forceinline__ int64_t clamped(int64_t offset) const { return offset < p_.rows ? offset : p_.rows; }
+  __device__ __forceinline__ int64_t clamped(int64_t offset) const {
+    return offset < p_.rows ? offset : p_.rows;
+  }
   const WgradParams& p_;
   int index_, expert_ = 0;
 };
 
-__device__ __forceinline__ void produce_wgrad(const WgradParams& p, const TensorMaps& maps, SharedStorage& s) {
+__device__ __forceinline__ void produce_wgrad(const WgradParams& p, const TensorMaps& maps,
+                                              SharedStorage& s) {
   if (threadIdx.x != 0) return;
   Ring ring;
   WgradTile tile;
@@ -63,8 +73,8 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const Tensor
       uint64_t* full = &s.full[ring.stage];
       const int k = (tile.first_block + kb) * kTileK;
       barrier_arrive_expect(full, tile.active ? kBytesA + kBytesB : kBytesB);
-      tma_load_2d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k, tile.col + half * (kTileN / kCluster),
-                            (1 << kCluster) - 1);
+      tma_load_2d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k,
+                            tile.col + half * (kTileN / kCluster), (1 << kCluster) - 1);
       if (tile.active) tma_load_2d(&maps.a, full, s.a[ring.stage], k, tile.row);
     }
   }
@@ -75,7 +85,8 @@ struct BlockScales {
   const float *a, *b[2];
   int count, lane;
   float now[2], next[2], peak[2];
-  __device__ __forceinline__ BlockScales(const WgradParams& p, const WgradTile& tile, int lane_) : count(tile.k_blocks), lane(lane_) {
+  __device__ __forceinline__ BlockScales(const WgradParams& p, const WgradTile& tile, int lane_)
+      : count(tile.k_blocks), lane(lane_) {
     const int64_t blocks = p.rows / kTileK;
     const int n_blocks = (p.n + 127) / 128;
     a = p.a_scale + tile.row / 128 * blocks + tile.first_block;
@@ -94,8 +105,9 @@ struct BlockScales {
 #pragma unroll
     for (int h = 0; h < 2; ++h) next[h] = scale * __ldg(b[h] + block);
   }
-  // The loaded batch becomes the current one, each product at most kMaxDrop^2 below the largest before it, and normal: two
-  // blocks of zeros multiply to less, and the reciprocal of a subnormal number is infinite.
+  // The loaded batch becomes the current one, each product at most kMaxDrop^2 below the largest
+  // before it, and normal: two blocks of zeros multiply to less, and the reciprocal of a subnormal
+  // number is infinite.
   __device__ __forceinline__ void enter() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -110,12 +122,16 @@ struct BlockScales {
       peak[h] = __shfl_sync(~0u, top, 31);
     }
   }
-  __device__ __forceinline__ float at(int half, int block) const { return __shfl_sync(~0u, now[half], block % 32); }
+  __device__ __forceinline__ float at(int half, int block) const {
+    return __shfl_sync(~0u, now[half], block % 32);
+  }
 };
 
-// fp32 rows of 32 columns at a time through a patch; the copy engine adds them to C and drops what lies outside.
-__device__ __forceinline__ void add_to_output(const Accumulators& acc, const float (&unit)[2], const CUtensorMap* map, const WgradTile& tile, int row0,
-                                              int lane, WarpStore& way_out) {
+// fp32 rows of 32 columns at a time through a patch; the copy engine adds them to C and drops what
+// lies outside.
+__device__ __forceinline__ void add_to_output(const Accumulators& acc, const float (&unit)[2],
+                                              const CUtensorMap* map, const WgradTile& tile,
+                                              int row0, int lane, WarpStore& way_out) {
   const int q = lane % 4;
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
@@ -125,13 +141,15 @@ __device__ __forceinline__ void add_to_output(const Accumulators& acc, const flo
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float* v = &acc[c / 4][4 * (4 * (c % 4) + j) + 2 * h];
-        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8, v[0] * unit[c / 4], v[1] * unit[c / 4]);
+        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8,
+                       v[0] * unit[c / 4], v[1] * unit[c / 4]);
       }
     way_out.publish_add(map, tile.col + 32 * c, row0, tile.expert, lane);
   }
 }
 
-__device__ __forceinline__ void consume_wgrad(const WgradParams& p, const TensorMaps& maps, SharedStorage& s) {
+__device__ __forceinline__ void consume_wgrad(const WgradParams& p, const TensorMaps& maps,
+                                              SharedStorage& s) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Ring ring;
   WgradTile tile;
@@ -165,10 +183,12 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const Tensor
         fence_registers(acc[1]);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
+        for (int k = 0; k < kTileK / 32; ++k)
+          wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
         wgmma_commit();
 #pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k) wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+        for (int k = 0; k < kTileK / 32; ++k)
+          wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
         wgmma_commit();
         named_barrier_arrive(2 - group, 256);
         if (u == 31) scales.enter();
@@ -195,9 +215,10 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const Tensor
 }
 
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
-fp8_wgrad(const __grid_constant__ TensorMaps maps, const __grid_constant__ WgradParams p) {
+    fp8_wgrad(const __grid_constant__ TensorMaps maps, const __grid_constant__ WgradParams p) {
   extern __shared__ uint8_t raw[];
-  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
+                                                       ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);

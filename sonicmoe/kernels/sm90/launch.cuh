@@ -9,83 +9,113 @@ namespace sonicmoe {
 using sm90::GemmParams;
 using sm90::TensorMaps;
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // From the runtime, so that the shared object loads on a machine without a driver.
 inline EncodeTiled encode_tiled() {
   static const EncodeTiled function = [] {
     cudaDriverEntryPointQueryResult found;
     void* entry = nullptr;
-    TVM_FFI_CHECK_CUDA_ERROR(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+    TVM_FFI_CHECK_CUDA_ERROR(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                              12000, cudaEnableDefault, &found));
     TVM_FFI_ICHECK(entry != nullptr) << "the driver has no cuTensorMapEncodeTiled";
     return reinterpret_cast<EncodeTiled>(entry);
   }();
   return function;
 }
 
-// A row-major [rows, cols] matrix of `bytes`-wide elements in boxes of `box_rows` x 128 bytes, 128-byte swizzle.
-inline CUtensorMap matrix_map(const void* base, int64_t rows, int64_t cols, int box_rows, int bytes = 1) {
+// A row-major [rows, cols] matrix of `bytes`-wide elements in boxes of `box_rows` x 128 bytes,
+// 128-byte swizzle.
+inline CUtensorMap matrix_map(const void* base, int64_t rows, int64_t cols, int box_rows,
+                              int bytes = 1) {
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)}, strides[1] = {static_cast<cuuint64_t>(cols) * bytes};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  const CUtensorMapDataType type = bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const CUresult result = encode_tiled()(&map, type, 2, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for a " << rows << " x " << cols << " matrix (driver error " << result << ")";
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)},
+                   strides[1] = {static_cast<cuuint64_t>(cols) * bytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / bytes),
+                             static_cast<cuuint32_t>(box_rows)},
+                   steps[2] = {1, 1};
+  const CUtensorMapDataType type =
+      bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const CUresult result =
+      encode_tiled()(&map, type, 2, const_cast<void*>(base), sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for a " << rows << " x " << cols
+                                         << " matrix (driver error " << result << ")";
   return map;
 }
 
-// Rows of a row-major e4m3 matrix, 128 of them and 128 columns a box, in the order of `kColumnGroup`: of each `group` rows
-// 0, 1, group / 4, group / 4 + 1, group / 2, ... first. `rows` must be a multiple of the group.
+// Rows of a row-major e4m3 matrix, 128 of them and 128 columns a box, in the order of
+// `kColumnGroup`: of each `group` rows 0, 1, group / 4, group / 4 + 1, group / 2, ... first. `rows`
+// must be a multiple of the group.
 inline CUtensorMap grouped_rows_map(const void* base, int64_t rows, int64_t cols, int group) {
   CUtensorMap map;
-  const cuuint64_t pitch = static_cast<cuuint64_t>(cols), rows_of_thread = static_cast<cuuint64_t>(group) / 4;
-  const cuuint64_t sizes[5] = {pitch, 2, 4, rows_of_thread / 2, static_cast<cuuint64_t>(rows / group)};
+  const cuuint64_t pitch = static_cast<cuuint64_t>(cols),
+                   rows_of_thread = static_cast<cuuint64_t>(group) / 4;
+  const cuuint64_t sizes[5] = {pitch, 2, 4, rows_of_thread / 2,
+                               static_cast<cuuint64_t>(rows / group)};
   const cuuint64_t strides[4] = {pitch, rows_of_thread * pitch, 2 * pitch, group * pitch};
-  const cuuint32_t box[5] = {128, 2, 4, static_cast<cuuint32_t>(group / 8), static_cast<cuuint32_t>(128 / group)}, steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(base), sizes, strides, box, steps,
-                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for groups of " << group << " of " << rows << " rows (driver error " << result << ")";
+  const cuuint32_t box[5] = {128, 2, 4, static_cast<cuuint32_t>(group / 8),
+                             static_cast<cuuint32_t>(128 / group)},
+                   steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(base), sizes,
+                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for groups of " << group << " of "
+                                         << rows << " rows (driver error " << result << ")";
   return map;
 }
 
-// A row-major fp32 [batch, rows, cols] tensor in boxes of 16 rows x 32 columns; a box never reaches into the next matrix.
+// A row-major fp32 [batch, rows, cols] tensor in boxes of 16 rows x 32 columns; a box never reaches
+// into the next matrix.
 inline CUtensorMap batch_map_f32(void* base, int64_t batch, int64_t rows, int64_t cols) {
   CUtensorMap map;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(cols) * 4, static_cast<cuuint64_t>(rows * cols) * 4};
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(batch)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(cols) * 4,
+                                 static_cast<cuuint64_t>(rows * cols) * 4};
   const cuuint32_t box[3] = {32, 16, 1}, steps[3] = {1, 1, 1};
-  const CUresult result = encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, base, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for a " << batch << " x " << rows << " x " << cols << " tensor (driver error " << result << ")";
+  const CUresult result =
+      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, base, sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TVM_FFI_ICHECK(result == CUDA_SUCCESS)
+      << "no tensor map for a " << batch << " x " << rows << " x " << cols
+      << " tensor (driver error " << result << ")";
   return map;
 }
 
-inline uint8_t* checked_bytes(const TensorView& tensor, const char* name, DLDevice device, int64_t elements) {
-  TVM_FFI_ICHECK(tensor.dtype().bits == 8 && tensor.dtype().lanes == 1) << name << " must have 8-bit elements";
-  return checked<uint8_t>(tensor, name, static_cast<DLDataTypeCode>(tensor.dtype().code), 8, device, elements);
+inline uint8_t* checked_bytes(const TensorView& tensor, const char* name, DLDevice device,
+                              int64_t elements) {
+  TVM_FFI_ICHECK(tensor.dtype().bits == 8 && tensor.dtype().lanes == 1)
+      << name << " must have 8-bit elements";
+  return checked<uint8_t>(tensor, name, static_cast<DLDataTypeCode>(tensor.dtype().code), 8, device,
+                          elements);
 }
 
 // What kernels read 16 bytes at a time.
 template <class T>
 T* aligned_16(T* data, const char* name) {
-  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0) << name << " does not start at a multiple of 16 bytes";
+  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0)
+      << name << " does not start at a multiple of 16 bytes";
   return data;
 }
 
 struct Operands {
   GemmParams params;
   DLDevice device;
-  int64_t rows;       // R
+  int64_t rows;  // R
   const uint8_t* b;
 };
 
-// a [rows of A, K], a_scale [rows of A, ceil(K / 128)] or one per 128 rows, b [E, N, K], b_scale [E, ceil(N / 128), ceil(K / 128)],
-// offsets [E + 1]
-inline Operands check_operands(const TensorView& a, const TensorView& a_scale, const TensorView& b, const TensorView& b_scale, const TensorView& offsets,
-                        int64_t rows) {
+// a [rows of A, K], a_scale [rows of A, ceil(K / 128)] or one per 128 rows, b [E, N, K], b_scale
+// [E, ceil(N / 128), ceil(K / 128)], offsets [E + 1]
+inline Operands check_operands(const TensorView& a, const TensorView& a_scale, const TensorView& b,
+                               const TensorView& b_scale, const TensorView& offsets, int64_t rows) {
   TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 3) << "a must be [rows, K] and b [E, N, K]";
   const int64_t experts = b.size(0), n = b.size(1), k = b.size(2);
   TVM_FFI_ICHECK(a.size(1) == k) << "a has K = " << a.size(1) << ", b has " << k;
@@ -95,16 +125,21 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   TVM_FFI_ICHECK(a.size(0) * (k / 16) < (int64_t(1) << 32)) << "a is larger than 64 GiB";
   const DLDevice device = a.device();
   const int64_t k_blocks = ceil_div(k, 128);
-  TVM_FFI_ICHECK(experts * ceil_div(n, 128) * k_blocks < (int64_t(1) << 32)) << "b has too many scales";
+  TVM_FFI_ICHECK(experts * ceil_div(n, 128) * k_blocks < (int64_t(1) << 32))
+      << "b has too many scales";
   Operands o{};
   o.device = device;
   o.rows = rows;
   o.b = checked_bytes(b, "b", device, experts * n * k);
   o.params.a = aligned_16(checked_bytes(a, "a", device, a.size(0) * k), "a");
-  const bool blocks = a_scale.ndim() == 2 && a.size(0) > 0 && a.size(0) % 128 == 0 && a_scale.size(0) == a.size(0) / 128;
+  const bool blocks = a_scale.ndim() == 2 && a.size(0) > 0 && a.size(0) % 128 == 0 &&
+                      a_scale.size(0) == a.size(0) / 128;
   o.params.a_scale_shift = blocks ? 7 : 0;
-  o.params.a_scale = aligned_16(checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_blocks), "a_scale");
-  o.params.b_scale = aligned_16(checked_f32(b_scale, "b_scale", device, experts * ceil_div(n, 128) * k_blocks), "b_scale");
+  o.params.a_scale = aligned_16(
+      checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_blocks),
+      "a_scale");
+  o.params.b_scale = aligned_16(
+      checked_f32(b_scale, "b_scale", device, experts * ceil_div(n, 128) * k_blocks), "b_scale");
   o.params.padded_offsets = checked_i64(offsets, "padded_offsets", device, experts + 1);
   o.params.max_rows = rows / sm90::kTileM * sm90::kTileM;
   o.params.experts = static_cast<int>(experts);
@@ -114,26 +149,33 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
 }
 
 template <class Kernel, class... Arguments>
-void launch_clusters(Kernel kernel, int64_t clusters, DLDevice device, int64_t stream, const Arguments&... arguments) {
+void launch_clusters(Kernel kernel, int64_t clusters, DLDevice device, int64_t stream,
+                     const Arguments&... arguments) {
   constexpr int kSharedBytes = sizeof(sm90::SharedStorage) + 1024;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  kernel<<<static_cast<unsigned>(clusters * sm90::kCluster), sm90::kThreads, kSharedBytes, as_stream(stream)>>>(arguments...);
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  kernel<<<static_cast<unsigned>(clusters * sm90::kCluster), sm90::kThreads, kSharedBytes,
+           as_stream(stream)>>>(arguments...);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
 // One CTA per SM, in whole clusters.
 template <class Kernel, class... Arguments>
-void launch_persistent(Kernel kernel, DLDevice device, int64_t stream, const Arguments&... arguments) {
+void launch_persistent(Kernel kernel, DLDevice device, int64_t stream,
+                       const Arguments&... arguments) {
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   int processors = 0;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
   launch_clusters(kernel, processors / sm90::kCluster, device, stream, arguments...);
 }
 
-// Clusters of a few tiles each, which the hardware hands to processors as they come free: beside kernels of another stream a
-// persistent CTA that has to wait for its SM would keep its whole share of the tiles waiting.
+// Clusters of a few tiles each, which the hardware hands to processors as they come free: beside
+// kernels of another stream a persistent CTA that has to wait for its SM would keep its whole share
+// of the tiles waiting.
 template <class Kernel, class... Arguments>
-void launch_sharing(Kernel kernel, int64_t tiles, DLDevice device, int64_t stream, const Arguments&... arguments) {
+void launch_sharing(Kernel kernel, int64_t tiles, DLDevice device, int64_t stream,
+                    const Arguments&... arguments) {
   constexpr int64_t kTilesPerCluster = 2;  // the second hides the first one's way out
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   launch_clusters(kernel, ceil_div(tiles, kTilesPerCluster), device, stream, arguments...);
@@ -145,7 +187,8 @@ inline TensorMaps operand_maps(const Operands& o, int64_t rows_of_a, int column_
   TensorMaps maps{};
   if (rows_of_a > 0) maps.a = matrix_map(p.a, rows_of_a, p.k, sm90::kTileM);
   const int64_t rows_of_b = static_cast<int64_t>(p.experts) * p.n;
-  maps.b = column_group > 0 ? grouped_rows_map(o.b, rows_of_b, p.k, column_group) : matrix_map(o.b, rows_of_b, p.k, sm90::kTileN / sm90::kCluster);
+  maps.b = column_group > 0 ? grouped_rows_map(o.b, rows_of_b, p.k, column_group)
+                            : matrix_map(o.b, rows_of_b, p.k, sm90::kTileN / sm90::kCluster);
   return maps;
 }
 

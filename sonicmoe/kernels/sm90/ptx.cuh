@@ -1,4 +1,5 @@
-// The sm_90a instructions that the GEMMs use, one wrapper each; no policy. Names and semantics: PTX ISA 8.8.
+// The sm_90a instructions that the GEMMs use, one wrapper each; no policy. Names and semantics: PTX
+// ISA 8.8.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -13,59 +14,77 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals));
 }
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)),
+               "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
   asm volatile(
-      "{\n.reg .pred P;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(
-          smem_address(bar)),
+      "{\n.reg .pred P;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra "
+      "DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(smem_address(bar)),
       "r"(parity)
       : "memory");
 }
 
 // ---- TMA and cp.async
-__device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint64_t* bar, void* destination, int x, int y) {
+__device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint64_t* bar,
+                                            void* destination, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          smem_address(destination)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4}], [%2];" ::"r"(smem_address(destination)),
       "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y)
       : "memory");
 }
 // the same box lands at the same offset, and counts at the same barrier, in every CTA of `mask`
-__device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, uint64_t* bar, void* destination, int x, int y, uint16_t mask) {
+__device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, uint64_t* bar,
+                                                      void* destination, int x, int y,
+                                                      uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(
-          smem_address(destination)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(smem_address(destination)),
       "l"(map), "r"(smem_address(bar)), "h"(mask), "r"(x), "r"(y)
       : "memory");
 }
 // the same through a five-dimensional map whose dimensions 1 to 3 are taken whole
-__device__ __forceinline__ void tma_load_5d_multicast(const CUtensorMap* map, uint64_t* bar, void* destination, int x, int group, uint16_t mask) {
+__device__ __forceinline__ void tma_load_5d_multicast(const CUtensorMap* map, uint64_t* bar,
+                                                      void* destination, int x, int group,
+                                                      uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %6, %6, %6, %5}], [%2], %3;" ::"r"(
-          smem_address(destination)),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%4, %6, %6, %6, %5}], [%2], %3;" ::"r"(smem_address(destination)),
       "l"(map), "r"(smem_address(bar)), "h"(mask), "r"(x), "r"(group), "r"(0)
       : "memory");
 }
-__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void* source, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(smem_address(source)), "r"(x), "r"(y)
-               : "memory");
+__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void* source, int x,
+                                             int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(smem_address(source)), "r"(x), "r"(y)
+      : "memory");
 }
 // adds the box to global memory, element by element
-__device__ __forceinline__ void tma_reduce_add_3d(const CUtensorMap* map, const void* source, int x, int y, int z) {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(smem_address(source)), "r"(x), "r"(y), "r"(z)
-               : "memory");
+__device__ __forceinline__ void tma_reduce_add_3d(const CUtensorMap* map, const void* source, int x,
+                                                  int y, int z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(map),
+      "r"(smem_address(source)), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
-// read-only data, at this point of the program: the compiler would put the load off until its value is used
+// read-only data, at this point of the program: the compiler would put the load off until its value
+// is used
 __device__ __forceinline__ uint4 load_early_16(const void* address) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
   return v;
 }
 __device__ __forceinline__ float load_early(const float* address) {
@@ -73,7 +92,9 @@ __device__ __forceinline__ float load_early(const float* address) {
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(address));
   return v;
 }
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -83,12 +104,16 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&w)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
 }
 // each stored row is a column of the fragments
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&w)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+      : "memory");
 }
 __device__ __forceinline__ void store_shared_8(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
@@ -96,17 +121,22 @@ __device__ __forceinline__ void store_shared_8(uint32_t address, float a, float 
 __device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
-__device__ __forceinline__ void store_shared_16(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ __forceinline__ void store_shared_16(uint32_t address, uint32_t a, uint32_t b,
+                                                uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
 }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 __device__ __forceinline__ void barrier_arrive_remote(uint64_t* bar, uint32_t cta) {
-  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(
-                   smem_address(bar)),
-               "r"(cta)
-               : "memory");
+  asm volatile(
+      "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 "
+      "_, [r];\n}" ::"r"(smem_address(bar)),
+      "r"(cta)
+      : "memory");
 }
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -114,14 +144,20 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) 
 // 16 bytes global -> shared; zeros when !valid
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+               "l"(source), "r"(bytes)
+               : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- registers, named barriers
 template <int kRegisters>
@@ -132,12 +168,20 @@ template <int kRegisters>
 __device__ __forceinline__ void registers_lower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- WGMMA
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -148,7 +192,8 @@ __device__ __forceinline__ void fence_registers(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// K-major operand tile with 128-byte rows and the 128-byte swizzle: 8-row groups are 1024 bytes apart.
+// K-major operand tile with 128-byte rows and the 128-byte swizzle: 8-row groups are 1024 bytes
+// apart.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   uint64_t d = 0;
   d |= static_cast<uint64_t>((address & 0x3FFFF) >> 4);
@@ -166,7 +211,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 #define H64(i) H16(i), H16(i + 16), H16(i + 32), H16(i + 48)
 
 // D[64,128] (+)= A[64,32] B[128,32]^T
-__device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uint64_t b,
+                                                 int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
@@ -179,8 +225,9 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uin
       : "l"(a), "l"(b), "r"(accumulate));
 }
 // D[64,256] (+)= A[64,32] B[256,32]^T; the first 128 columns in `low`
-__device__ __forceinline__ void wgmma_m64n256k32(float (&low)[64], float (&high)[64], uint64_t a, uint64_t b, int accumulate) {
-  float(&d)[64] = low, (&h)[64] = high;
+__device__ __forceinline__ void wgmma_m64n256k32(float (&low)[64], float (&high)[64], uint64_t a,
+                                                 uint64_t b, int accumulate) {
+  float (&d)[64] = low, (&h)[64] = high;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 "
@@ -191,7 +238,8 @@ __device__ __forceinline__ void wgmma_m64n256k32(float (&low)[64], float (&high)
       "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
       "%128, %129, p, 1, 1;\n}"
       : R64(0), H64(0)
       : "l"(a), "l"(b), "r"(accumulate));
