@@ -74,12 +74,10 @@ class MetricsFile:
             raise MetricsError(f"cannot write {path}: {error.strerror}") from None
 
     def append(self, record: StepRecord) -> None:
-        """Write one line."""
         self._file.write(_line(record))
         self._file.flush()
 
     def __enter__(self) -> MetricsFile:
-        """Itself."""
         return self
 
     def __exit__(
@@ -88,7 +86,6 @@ class MetricsFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the file."""
         self._file.close()
 
 

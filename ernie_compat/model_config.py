@@ -45,7 +45,6 @@ class ModelConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -177,7 +176,6 @@ class RunConfig:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse unknown names."""
         expect(
             self.framework in FRAMEWORKS,
             ConfigError,

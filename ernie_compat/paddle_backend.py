@@ -78,7 +78,6 @@ class PaddleLearner:
         self.optimizer = MixPrecisionOptimizer(self._adamw())
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
-        """See `Learner.train_step`."""
         parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
         for node in self.decoder.nodes:
             node.step()
@@ -94,17 +93,14 @@ class PaddleLearner:
         return StepResult(loss, aux_loss, z_loss, grad_norm, counts.numpy())
 
     def evaluate(self, tokens: np.ndarray) -> float:
-        """See `Learner.evaluate`."""
         with paddle.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
             return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).logits, targets)))
 
     def state(self) -> dict[str, np.ndarray]:
-        """See `Learner.state`."""
         return gather_state(self._local_state(), self.parallel, self.model.num_experts)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Learner.load_state`."""
         local = {name: array.shape for name, array in self._local_state().items()}
         require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
         self._load_weights({name: arrays[f"weight/{name}"] for name in self.parameters})

@@ -55,7 +55,6 @@ class RankLayout:
     ep_size: int
 
     def __post_init__(self) -> None:
-        """Check the split."""
         world = self.world_size
         alone = "; start it with torchrun or paddle.distributed.launch" if world == 1 else ""
         expect(
@@ -72,7 +71,6 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """W."""
         return self.launch.world_size
 
     @property
@@ -140,7 +138,6 @@ class SingleProcess:
         self.layout = RankLayout(Launch(), 1)
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
-        """See `Parallel`."""
         from sonicmoe.ep import LocalDispatcher
 
         return LocalDispatcher(num_experts)
@@ -151,11 +148,9 @@ class SingleProcess:
     sum_replicas = sum_ep = sum_world
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
-        """See `Parallel`."""
         return [values]
 
     def largest(self, value: int) -> int:
-        """See `Parallel`."""
         return value
 
     def close(self) -> None:

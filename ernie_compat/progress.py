@@ -39,7 +39,6 @@ class InterruptGuard:
         return self.received != 0
 
     def __enter__(self) -> InterruptGuard:
-        """Install the handlers."""
         self._previous = {name: signal.signal(name, self._handle) for name in self.SIGNALS}
         return self
 
@@ -96,7 +95,6 @@ class TrainingDisplay:
             self._console.print(f"step {record.step}/{self._total}  {status}", soft_wrap=True)
 
     def __enter__(self) -> TrainingDisplay:
-        """Start drawing."""
         self._progress.start()
         return self
 
@@ -106,7 +104,6 @@ class TrainingDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop drawing."""
         self._progress.stop()
 
 

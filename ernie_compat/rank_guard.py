@@ -29,7 +29,6 @@ class RankGuard:
     def __init__(
         self, parallel: Parallel, hint: Callable[[], str], silence_s: float = SILENCE_S
     ) -> None:
-        """Watch nothing yet."""
         self._parallel, self._hint, self._silence_s = parallel, hint, silence_s
         self._watch: RankWatch | None = None
 

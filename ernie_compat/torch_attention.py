@@ -40,7 +40,6 @@ class _RepeatableAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk, dv."""
         q, k, v = (operand.detach().requires_grad_() for operand in ctx.saved_tensors)
         with torch.enable_grad(), _deterministic_kernels():
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

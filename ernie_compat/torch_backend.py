@@ -95,7 +95,6 @@ class TorchLearner:
             }
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
-        """See `Learner.train_step`."""
         # Before the first launch: a copy to the device waits for everything that was launched.
         batches = [
             self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)
@@ -131,7 +130,6 @@ class TorchLearner:
         )
 
     def evaluate(self, tokens: np.ndarray) -> float:
-        """See `Learner.evaluate`."""
         with torch.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
             return float(
@@ -139,11 +137,9 @@ class TorchLearner:
             )
 
     def state(self) -> dict[str, np.ndarray]:
-        """See `Learner.state`."""
         return gather_state(self._local_state(), self.parallel, self.model.num_experts)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Learner.load_state`."""
         local = {name: array.shape for name, array in self._local_state().items()}
         require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
         self._load_weights({name: arrays[f"weight/{name}"] for name in self.parameters})

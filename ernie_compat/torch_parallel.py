@@ -34,38 +34,31 @@ class TorchParallel:
         self._replica_group = self._join(layout.replica_groups)
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
-        """See `Parallel`."""
         if self.layout.ep_size == 1:
             return LocalDispatcher(num_experts)
         return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
 
     def sum_world(self, tensors: list[Tensor]) -> None:
-        """See `Parallel`."""
         _sum(tensors, dist.group.WORLD)
 
     def sum_replicas(self, tensors: list[Tensor]) -> None:
-        """See `Parallel`."""
         _sum(tensors, self._replica_group)
 
     def sum_ep(self, tensors: list[Tensor]) -> None:
-        """See `Parallel`."""
         _sum(tensors, self._ep_group)
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
-        """See `Parallel`."""
         own = torch.from_numpy(values).to(self.device)
         pieces = [torch.empty_like(own) for _ in range(self.layout.ep_size)]
         dist.all_gather(pieces, own, group=self._ep_group)
         return [piece.cpu().numpy() for piece in pieces]
 
     def largest(self, value: int) -> int:
-        """See `Parallel`."""
         number = torch.tensor(value, device=self.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 
     def close(self) -> None:
-        """See `Parallel`."""
         dist.destroy_process_group()
 
     def _join(self, groups: list[list[int]]) -> Any:

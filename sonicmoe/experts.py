@@ -148,7 +148,6 @@ class PerExpertParameters(ExpertParameters):
         return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
-        """The modules' weights."""
         weights, experts = tuple(parameters or self.parameters()), len(self._experts)
         return WeightSource(weights[:experts], weights[experts:], self.transposed, self.split_half)
 

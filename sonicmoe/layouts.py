@@ -95,12 +95,10 @@ class StackedMatrices(Sequence[Tensor]):
     """
 
     def __init__(self, stacked: Tensor) -> None:
-        """Keeps the tensor."""
         self._stacked = stacked
         self._first: Tensor | None = None
 
     def __len__(self) -> int:
-        """E."""
         return int(self._stacked.shape[0])
 
     def __getitem__(self, index: Any) -> Any:
@@ -163,12 +161,10 @@ class WeightSource:
 
     @property
     def hidden_size(self) -> int:
-        """H."""
         return int(self.up[0].shape[0 if self.transposed else 1])
 
     @property
     def intermediate_size(self) -> int:
-        """I."""
         return int(self.down[0].shape[0 if self.transposed else 1])
 
 

@@ -45,7 +45,6 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw fresh weights."""
         nn.init.normal_(self.weight, mean=0.0, std=self.std)
         if self.bias is not None:
             self.bias.zero_()
@@ -88,7 +87,6 @@ class MoE(nn.Module):
         std: float = 0.02,
         is_glu: bool | None = None,
     ) -> None:
-        """See the class."""
         super().__init__()
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         sizes |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}

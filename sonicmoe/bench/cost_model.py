@@ -84,7 +84,6 @@ class CostModel:
         )
 
     def lines(self) -> list[str]:
-        """The report."""
         terms = " + ".join(f"{value:.4g} * {name}" for name, value in self.coefficients.items())
         return [
             f"us = {terms}   with TK0 = {self.knee:.0f}",
@@ -95,7 +94,6 @@ class CostModel:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
         plain = {name: value for name, value in vars(self).items() if name != "held_out"}
         return {**plain, "held_out": [vars(shape) for shape in self.held_out]}
 

@@ -37,7 +37,6 @@ class Columns:
 
     @classmethod
     def of(cls, shapes: Sequence[Shape], fp8: bool = True) -> Columns:
-        """From shapes."""
         fields = [(s.rows, s.hidden, s.intermediate, s.experts, s.tokens) for s in shapes]
         tk, hidden, intermediate, experts, tokens = (
             np.array(fields, dtype=np.float64).reshape(-1, 5).T
@@ -46,7 +45,6 @@ class Columns:
 
     @property
     def weights(self) -> Array:
-        """E*H*I."""
         return self.experts * self.hidden * self.intermediate
 
     @cached_property

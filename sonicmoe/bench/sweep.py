@@ -64,7 +64,6 @@ class Point:
 
     @property
     def shape(self) -> Shape:
-        """Its sizes."""
         return Shape(self.tokens, self.hidden, self.intermediate, self.experts, self.topk)
 
     @property

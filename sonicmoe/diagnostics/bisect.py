@@ -94,7 +94,6 @@ class Fault:
     what: str
 
     def __str__(self) -> str:
-        """One line."""
         source = "input " if self.stage in INPUTS else "stage "
         return f"first bad: {source}{self.stage} at {self.place}: {self.what}"
 

@@ -103,7 +103,6 @@ class Case:
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.w2.shape[0])
 
 

@@ -72,7 +72,6 @@ class Score:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Overall first."""
         return (self.overall, *self.experts)
 
     @property

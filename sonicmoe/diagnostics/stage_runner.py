@@ -62,7 +62,6 @@ class Recorder:
     """
 
     def __init__(self, engine: str) -> None:
-        """Nothing seen yet."""
         self.run = StageRun(engine)
 
     def __call__(self, name: str, value: Any) -> Any:

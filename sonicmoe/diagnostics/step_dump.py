@@ -54,7 +54,6 @@ class StepSettings:
 
     @property
     def fp8_recipe(self) -> Fp8Recipe | None:
-        """The recipe itself."""
         return None if self.recipe is None else RECIPES[self.recipe]
 
     @property
@@ -107,7 +106,6 @@ class StepDump:
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.w2.shape[0])
 
     def but(self, **changes: Any) -> StepDump:

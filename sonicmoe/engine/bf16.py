@@ -259,7 +259,6 @@ class ExpertRows:
 
     @classmethod
     def of(cls, routing: RoutingMetadata) -> ExpertRows:
-        """One launch."""
         device = routing.row_token.device
         cu_rows = torch.empty((routing.num_experts + 1,), dtype=torch.int32, device=device)
         gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)

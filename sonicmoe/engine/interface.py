@@ -101,17 +101,14 @@ class EngineWeights:
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.w1.shape[0])
 
     @property
     def hidden_size(self) -> int:
-        """H."""
         return int(self.w1.shape[2])
 
     @property
     def intermediate_size(self) -> int:
-        """I."""
         return int(self.w2.shape[2])
 
 
@@ -133,8 +130,6 @@ class GradAccumulators:
     def zeros(
         cls, num_experts: int, n1: int, hidden: int, intermediate: int, bias: bool, device: Any
     ) -> GradAccumulators:
-        """Zeroed accumulators."""
-
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 

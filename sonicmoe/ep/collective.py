@@ -53,13 +53,11 @@ class CollectiveTransport(Transport):
     """
 
     def __init__(self, num_experts: int, exchange: RowExchange) -> None:
-        """See `Transport`."""
         super().__init__(num_experts, exchange.world_size, exchange.rank)
         self.name = exchange.name
         self._exchange = exchange
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        """See `Transport.dispatch`."""
         tokens, ranks, sent = self._destinations(topk_idx)
         width = 1 + self.num_local_experts
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
@@ -74,13 +72,11 @@ class CollectiveTransport(Transport):
         return Received(self.dispatch_cached(x, plan), recv_idx, recv_weights, counts, plan)
 
     def dispatch_cached(self, x: Tensor, handle: Plan) -> Tensor:
-        """See `Transport.dispatch_cached`."""
         return self._move(_take_rows(x, handle.tokens), handle.send_counts, handle.recv_counts)
 
     def combine(
         self, x: Tensor, handle: Plan, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Transport.combine`."""
         return self._sum_back(x, handle), None if weights is None else self._sum_back(
             weights, handle
         )

@@ -130,12 +130,10 @@ class LegacyTransport(_DeepEPTransport):
     name = "DeepEP (Buffer)"
 
     def __init__(self, num_experts: int, group: Any, module: Any, *, worst_tokens: int = 0) -> None:
-        """See the class."""
         super().__init__(num_experts, group, module)
         self._worst_tokens, self.exact_rows = worst_tokens, worst_tokens == 0
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        """See `Transport.dispatch`."""
         self._check(x)
         buffer = self._sized_buffer(int(x.shape[1]))
         ids = topk_idx.to(self._id_dtype)
@@ -156,14 +154,12 @@ class LegacyTransport(_DeepEPTransport):
         return Received(recv_x, recv_idx.to(torch.int64), recv_weights, host_counts(counts), handle)
 
     def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
-        """See `Transport.dispatch_cached`."""
         self._check(x)
         return self._sized_buffer(int(x.shape[1])).dispatch(x, handle=handle)[0]
 
     def combine(
         self, x: Tensor, handle: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Transport.combine`."""
         self._check(x)
         combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
             x, handle, topk_weights=weights
@@ -201,7 +197,6 @@ class ElasticTransport(_DeepEPTransport):
         max_tokens: int,
         wait_for_counts: bool = True,
     ) -> None:
-        """See the class."""
         expect(
             max_tokens > 0,
             ConfigError,
@@ -212,7 +207,6 @@ class ElasticTransport(_DeepEPTransport):
         self._wait_for_counts = self.exact_rows = wait_for_counts
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        """See `Transport.dispatch`."""
         self._check(x)
         expect(
             int(x.shape[0]) <= self._max_tokens,
@@ -236,7 +230,6 @@ class ElasticTransport(_DeepEPTransport):
         return Received(recv_x, recv_idx, recv_weights, counts, handle)
 
     def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
-        """See `Transport.dispatch_cached`."""
         self._check(x)
         # The number of experts sizes the launch before the library looks into the handle.
         buffer = self._sized_buffer(int(x.shape[1]))
@@ -245,7 +238,6 @@ class ElasticTransport(_DeepEPTransport):
     def combine(
         self, x: Tensor, handle: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Transport.combine`."""
         self._check(x)
         combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
             x, handle, topk_weights=weights

@@ -79,7 +79,6 @@ class Route:
         return combined, zero_where_not_here(dweights, self.topk_idx)
 
     def combine(self, out: Tensor) -> Tensor:
-        """Forward of combine."""
         return self.transport.combine(out.contiguous(), self.handle)[0]
 
     def combine_backward(self, dout: Tensor) -> Tensor:
@@ -125,7 +124,6 @@ class TransportDispatcher(Dispatcher):
         self.name = transport.name
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
-        """See `Dispatcher.dispatch`."""
         check_dispatch(x, topk_idx, topk_weights)
         call = DispatchCall(self.transport, topk_idx.detach().to(torch.int64).contiguous())
         if grad_enabled() and (requires_grad(x) or requires_grad(topk_weights)):
@@ -138,7 +136,6 @@ class TransportDispatcher(Dispatcher):
         )
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
-        """See `Dispatcher.combine`."""
         require_framework_tensor(out, "out")
         rows = int(handle.indices.shape[0])
         expect(

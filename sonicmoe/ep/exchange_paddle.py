@@ -38,7 +38,6 @@ class PaddleExchange(RowExchange):
     def exchange(
         self, rows: Any, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> paddle.Tensor:
-        """See `RowExchange.exchange`."""
         if self._gathers:
             return self._exchange_gathered(rows, send_counts)
         arrived = paddle.empty([sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype)

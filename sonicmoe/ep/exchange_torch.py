@@ -39,7 +39,6 @@ class TorchExchange(RowExchange):
     def exchange(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Tensor:
-        """See `RowExchange.exchange`."""
         arrived = torch.empty(
             [sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype, device=rows.device
         )

@@ -66,7 +66,6 @@ class FleetDispatcher(Dispatcher):
         self._group, self._functions = group, functions
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
-        """See `Dispatcher.dispatch`."""
         check_dispatch(x, topk_idx, topk_weights)
         expect(
             x.dtype == torch.bfloat16,
@@ -83,7 +82,6 @@ class FleetDispatcher(Dispatcher):
         return Dispatched(recv_x, host_counts(states["tokens_per_expert"]), indices, probs, handle)
 
     def combine(self, out: Tensor, handle: FleetHandle) -> Tensor:
-        """See `Dispatcher.combine`."""
         expect(
             int(out.shape[0]) == handle.num_rows,
             ShapeError,

@@ -83,7 +83,6 @@ class Transport(ABC):
 
     @property
     def num_local_experts(self) -> int:
-        """L."""
         return self.num_experts // self.world_size
 
     @abstractmethod

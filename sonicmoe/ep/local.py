@@ -37,7 +37,6 @@ class LocalDispatcher(Dispatcher):
         return Dispatched(x, counts, indices, probs, int(x.shape[0]))
 
     def combine(self, out: Tensor, handle: Any) -> Tensor:
-        """See `Dispatcher.combine`."""
         expect(
             int(out.shape[0]) == handle,
             ShapeError,

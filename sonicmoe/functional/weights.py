@@ -43,7 +43,6 @@ class WeightLayout:
     split_half: bool = False
 
     def intermediate_size(self, weights: Weights) -> int:
-        """I."""
         return int(weights[1].shape[1 if self.transposed else 2])
 
     def source(self, weights: Weights) -> WeightSource:

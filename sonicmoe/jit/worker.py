@@ -73,7 +73,6 @@ class Worker:
         return seconds
 
     def close(self) -> None:
-        """End the process."""
         if (
             self._process is not None
             and self._process.stdin is not None

@@ -126,7 +126,6 @@ class MlpShape:
 
     @property
     def n1(self) -> int:
-        """Columns of z."""
         return self.intermediate * (2 if is_glu(self.activation) else 1)
 
     def width(self, product: str) -> int:

@@ -101,7 +101,6 @@ class SonicMoEMlpNode:
         flush: FlushMode | str = "step",
         split_wgrad: bool = False,
     ) -> None:
-        """See the class."""
         activation = member_of(ActivationType, activation_type, "activation_type")
         if not hasattr(experts, "__getitem__"):  # ModuleList and LayerList are no Sequence
             raise LayoutError(
@@ -180,7 +179,6 @@ class SonicMoEMlpNode:
         dispatched_indices: Any = None,
         dispatched_probs: Any = None,
     ) -> Tensor:
-        """`forward`."""
         return self.forward(x, tokens_per_expert, dispatched_indices, dispatched_probs)
 
     def forward(

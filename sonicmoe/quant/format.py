@@ -32,7 +32,6 @@ class Code(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage dtype."""
         return torch.float8_e4m3fn if self is Code.E4M3 else torch.int8
 
     @property
@@ -100,7 +99,6 @@ class BlockScaledTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape."""
         stored = tuple(int(size) for size in self.codes.shape)
         if self.orientation is Orientation.ROWS:
             return stored

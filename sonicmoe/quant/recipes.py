@@ -31,7 +31,6 @@ class BlockShape:
     cols: int
 
     def __post_init__(self) -> None:
-        """Refuse empty blocks."""
         if self.rows < 1 or self.cols < 1:
             raise ValueError(
                 f"a block needs at least one row and one column, got {self.rows}x{self.cols}"

@@ -81,13 +81,11 @@ class CudaKernels:
         )
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
-        """One launch."""
         self._gather(index, values, out, current_stream(index))
 
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
     ) -> None:
-        """One launch."""
         self._aggregate(rows, slot_row, row_prob, out, weighted, current_stream(rows))
 
 

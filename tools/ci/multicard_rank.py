@@ -39,7 +39,6 @@ class Report:
     """Collects what one rank found, in a file that is whole at any moment; rank 0 also says it."""
 
     def __init__(self, file: Path, rank: int) -> None:
-        """Nothing yet."""
         self._file, self._rank, self._entered = file, rank, time.monotonic()
         self.failures: list[str] = []
         self.figures: dict[str, Any] = {
@@ -124,7 +123,6 @@ class Report:
                 self.fail(f"training: the losses differ by {100 * gap:.2f} %")
 
     def save(self) -> None:
-        """Write the file."""
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(self.figures))
         os.replace(partial, self._file)
