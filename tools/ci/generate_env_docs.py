@@ -17,10 +17,11 @@ HEADER = f"""\
 
 <!-- Generated from sonicmoe/config.py by `make docs`; edit the registry there. -->
 
-Each flag is also a field of `SonicMoEConfig`. An explicit field beats the environment, which beats the default;
-`with cfg.activate():` puts a configuration in force for everything that was given none of its own.
-A value that is not understood is refused when a configuration is resolved. A set `{PREFIX}*` name that is not listed
-here is ignored with a warning that suggests the nearest one. `sonicmoe doctor` prints the values in force.
+Each flag is also a field of `SonicMoEConfig`. An explicit field beats the environment, which beats
+the default; `with cfg.activate():` puts a configuration in force for everything that was given none
+of its own. A value that is not understood is refused when a configuration is resolved. A set
+`{PREFIX}*` name that is not listed here is ignored with a warning that suggests the nearest one.
+`sonicmoe doctor` prints the values in force.
 
 | variable | field | values | default | meaning |
 |---|---|---|---|---|
