@@ -32,7 +32,8 @@ def figures() -> dict[str, dict[str, float]]:
         for line in section.split("\n### ")[0].splitlines()
         if line.startswith("|")
     ]
-    table = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    complete = [row for row in rows if len(row) == len(header)]  # a second table has fewer columns
+    table = {row[0]: dict(zip(header, row, strict=True)) for row in complete}
     found = {
         shape: {
             "BF16": float(table[shape]["BF16 both, busy"]) / 1000,
