@@ -16,10 +16,8 @@ masters = [
     torch.randn(*shape, device=device) / shape[1] ** 0.5 for shape in ((E, H, 2 * I), (E, I, H))
 ]
 weights = [torch.nn.Parameter(master.bfloat16()) for master in masters]
-for master, weight in zip(masters, weights, strict=True):
-    master.grad = weight.main_grad = torch.zeros_like(
-        master
-    )  # the node adds where the optimizer reads
+for master, weight in zip(masters, weights, strict=True):  # the node adds where the optimizer reads
+    master.grad = weight.main_grad = torch.zeros_like(master)
 node = SonicMoEMlpNode.from_fused(*weights, config=SonicMoEConfig(fp8_mode="perf"))
 optimizer = torch.optim.AdamW(masters, lr=1e-2)
 teacher = torch.randn(H, H, device=device) / H**0.5
@@ -27,14 +25,10 @@ teacher = torch.randn(H, H, device=device) / H**0.5
 for step in range(40):
     for _ in range(2):  # micro-batches
         x = torch.randn(256, H, device=device, dtype=torch.bfloat16)
-        probs, indices = torch.rand(256, E, device=device).topk(
-            2
-        )  # index -1 would mean: not on this rank
-        error = (
-            (node(x, None, indices, probs).float() - torch.tanh(x.float() @ teacher))
-            .square()
-            .mean()
-        )
+        scores = torch.rand(256, E, device=device)
+        probs, indices = scores.topk(2)  # index -1 would mean: not on this rank
+        out = node(x, None, indices, probs)
+        error = (out.float() - torch.tanh(x.float() @ teacher)).square().mean()
         (error / 2).backward()
     node.step()  # after the last backward, before gradients are reduced or applied
     optimizer.step()

@@ -207,4 +207,4 @@ def test_links_and_files_exist(guide):
 
 def test_named_shapes_exist():
     for text in TEXTS.values():
-        assert set(re.findall(r"--shape (\S+)", text)) <= set(SHAPES)
+        assert set(re.findall(r"--shape ([\w-]+)", text)) <= set(SHAPES)

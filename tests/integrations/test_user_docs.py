@@ -48,7 +48,7 @@ def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(
-        r"\]\(([^)#:]+)\)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        r"\]\(([^)#:]+)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     )
     assert targets
     assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
