@@ -85,17 +85,16 @@ class CompileCache:
         return self._shared.lookup(key).artefact or self._local.lookup(key).artefact
 
     def share(self, key: CompileKey) -> Artefact | None:
-        """The artefact of `key`, copied into the cache directory where only this node had it; None
-        where there is none.
+        """The artefact of `key`, or None; one that only this node has is copied into the cache
+        directory.
 
-        Warm-up calls it: a machine that compiled for itself alone must not pass for a cluster that
-        is warm.
+        Warm-up calls it. Without the copy, a node that had compiled for itself would report a warm
+        cluster while all other nodes still have to compile.
         """
         found = self._shared.lookup(key).artefact
         local = None if found else self._local.lookup(key).artefact
-        if (
-            local is None or key.toolchain is None
-        ):  # without the toolchain an artefact has no place of its own
+        # Without a toolchain the key names no directory, so there is no place to copy to.
+        if local is None or key.toolchain is None:
             return found or local
         try:
             return self._shared.build(key, lambda folder: _copy_files(local, folder))
@@ -130,14 +129,15 @@ class CompileCache:
         is none.
 
         An intact artefact that does not load here (another C library, a missing shared object) is
-        built again for
-        this host alone: others may be using it.
+        built again for this host alone. It is not replaced, because it may load on other hosts.
 
         Raises:
             ArtefactLoadError: the fresh build does not load either.
             Exception: as `build`.
         """
         memo = (key.family, key.toolchain)
+        # One lock for each key: threads that need different kernels must not wait for each other's
+        # compiler.
         with self._mutex:
             key_lock = self._key_locks.setdefault(memo, threading.Lock())
         with key_lock:
@@ -159,6 +159,12 @@ class CompileCache:
     def _load(
         self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]
     ) -> Loaded:
+        """Load the artefact; where that fails, load one that was built on this host.
+
+        Three directories can serve a key: the shared one, this node's, and `rebuilt-<host>` below
+        it. The third is apart, because the artefact that does not load would be found again in the
+        other two; it carries the host's name, because hosts may share the node's directory.
+        """
         artefact = self.build(key, builder)
         try:
             return load(artefact)
@@ -166,7 +172,7 @@ class CompileCache:
             raise
         except Exception as error:
             line = f"{key} in {artefact.path} does not load on this host ({error}): building it for this host"
-            if line not in self._explained:  # callers may try again
+            if line not in self._explained:  # callers may try again, and one line is enough
                 self._explained.add(line)
                 logger.warning("%s", line)
             first = error
@@ -177,7 +183,7 @@ class CompileCache:
                     key, f"the artefact {artefact.path} does not load on this host: {first}"
                 )
             except ToolchainError as refused:
-                raise refused from first  # loading may succeed another time: see `decided.may_pass`
+                raise refused from first  # `decided.may_pass` reads the cause: loading may pass
             rebuilt = self._build_in(self._rebuilt, key, builder)
         try:
             return load(rebuilt)

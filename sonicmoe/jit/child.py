@@ -26,8 +26,11 @@ def run_build_script(
         CompileError: it failed or took longer than half an hour; ends with the last lines it
             printed.
     """
+    # The request goes through a file, because command lines have a limit and show up in `ps`.
     path = Path(request["build_directory"]) / "request.json"
     path.write_text(json.dumps(request), encoding="utf-8")
+    # "" in sys.path is the current directory of this process. `-P` keeps the script's own directory
+    # out of the child's path, where `key.py` or `lock.py` could hide modules of the same names.
     search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
         done = subprocess.run(

@@ -34,7 +34,9 @@ def main(request_path: str) -> int:
 
 
 def report_resources(compiled: Any, folder: Path, request: dict[str, Any]) -> None:
-    """Print what ptxas says about the kernel; the compiler's own report is not accessible."""
+    """Assemble the kernel's PTX once more and print the report of ptxas; CuTe DSL shows none of its
+    own run.
+    """
     ptx = folder / "kernel.ptx"
     text = compiled.__ptx__
     ptx.write_text(text if isinstance(text, str) else text.decode(), encoding="utf-8")

@@ -1,5 +1,8 @@
-"""Which kernels serve a device, decided once, unless what stood in the way may pass: then decided
-again.
+"""The choice of kernels for a device: made once, and made again while its obstacle may be
+temporary.
+
+Without a memory, every forward would try to compile a kernel that cannot be compiled. With a plain
+cache, a GPU that was full for one moment would leave a run on slow operations for ever.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ logger = logging.getLogger("sonicmoe")
 
 Choice = TypeVar("Choice")
 
+# docs/env.md promises that these reach the caller, so no slower kernel may hide them.
 NO_FALLBACK = (
     CompileForbiddenError,
     CompileLockTimeout,
-)  # promised to reach the caller (docs/env.md)
+)
 FALLBACK = (SonicMoEError, ImportError, RuntimeError, OSError, AttributeError)
 _LASTING = (CompileError, CacheUnwritableError, KeyFieldError, ImportError, AttributeError)
 _LONGEST_PAUSE_S = 64.0
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same attempt may succeed later in this process: after a full GPU, not after a
-    missing compiler.
+    """Whether the same attempt may succeed later in this process.
 
-    What takes a compile to find out lasts; that there is no compiler to replace what did not load
-    (its cause) does not.
+    A failed compile is permanent. A missing compiler is permanent too, unless it was only needed
+    because a cached artefact failed to load (that error is then its cause): loading may succeed
+    later, for example when the GPU has memory again.
     """
     refused_after_load = isinstance(error, ToolchainError) and error.__cause__ is not None
     return refused_after_load or not isinstance(error, _LASTING)
@@ -50,11 +54,11 @@ class _Tentative(NamedTuple, Generic[Choice]):
 
 
 class Decided(Generic[Choice]):
-    """Decorates `choose(device) -> (choice, errors on the way to it)`; called, gives the choice.
+    """Decorates `choose(device) -> (choice, errors on the way to it)`; a call returns the choice.
 
-    A choice without errors that may pass is final. Any other serves until the next call, and after
-    a second failure for a pause that
-    doubles up to about a minute: attempts that keep failing must not slow every forward.
+    A choice is final unless one of its errors may pass. After a first such error the next call
+    chooses again. After each further one a pause comes first, which doubles up to about a minute,
+    so that repeated failures do not slow every forward.
     """
 
     def __init__(self, choose: Callable[[str], tuple[Choice, Sequence[Exception]]]) -> None:

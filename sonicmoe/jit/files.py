@@ -47,8 +47,8 @@ class StoreFiles:
     def names(self, folder: Path) -> list[str]:
         """Sorted names in a directory; [] if it does not exist.
 
-        A listing, and not a stat of one name: an NFS client answers stat from its cache of names
-        known to be absent.
+        It lists the directory instead of asking for one name, because an NFS client caches that a
+        name is absent and answers `stat` from that cache for seconds after another host's rename.
         """
         try:
             return sorted(os.listdir(folder))
@@ -61,7 +61,7 @@ class StoreFiles:
         Raises:
             OSError: a non-empty target exists, or the file system refuses.
         """
-        os.rename(source, target)
+        os.rename(source, target)  # atomic, and refuses a target that is not empty
         self.sync_dir(target.parent)
 
     def sync_tree(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class StoreFiles:
             os.close(descriptor)
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write and flush a small file in place."""
+        """Write and flush a small file in place. A reader may see it torn: see `read_json`."""
         with open(path, "w", encoding="utf-8") as handle:
             handle.write(text)
             handle.flush()
@@ -122,10 +122,11 @@ def sha256_of(path: Path) -> str:
 def check_private(folder: Path) -> None:
     """Raise PermissionError unless only trusted users can write to an existing directory.
 
-    Artefacts are code: a directory in a shared temporary directory must be ours or root's, and not
-    world-writable.
+    Artefacts are code that this process loads and runs. In a shared temporary directory somebody
+    else could have made a directory of this name first, so it must belong to this user or to root,
+    and must not be world-writable.
     """
-    status = os.lstat(folder)
+    status = os.lstat(folder)  # not stat: a symbolic link would lead to a directory of its maker
     trusted = status.st_uid in {os.getuid(), 0} and not status.st_mode & stat.S_IWOTH
     if not stat.S_ISDIR(status.st_mode) or not trusted:
         raise PermissionError(

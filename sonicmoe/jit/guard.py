@@ -13,7 +13,8 @@ from .errors import CompileForbiddenError
 if TYPE_CHECKING:
     from .key import CompileKey
 
-# Process-wide and not per thread: backward runs on the framework's own autograd threads.
+# One counter for the process and not one per thread, because backward runs on threads of the
+# framework's autograd, which never entered the `with` block.
 _LOCK = threading.Lock()
 _DEPTH = 0
 

@@ -1,5 +1,14 @@
-"""One builder at a time per key: a lock the kernel releases when its holder dies, and a note of who
-holds it.
+"""One builder at a time per key: a lock that the operating system releases when its holder dies,
+and a note that names the holder.
+
+Who may keep a lock, and for how long:
+* A process that ends, even by SIGKILL, loses its locks at once. A child that it forked while it
+  held the lock shares the open file and keeps the lock; the timeout message names that case.
+* A host that dies on NFS cannot release anything. Its server keeps the lock until the lease of that
+  client ends. A waiter cannot tell this from a long build, so it raises after the bounded wait, and
+  the note says which host to look at.
+* A file system without locks (ENOLCK, ENOSYS) lets everybody in. Publication by one rename keeps
+  the store correct; kernels may then be compiled more than once.
 """
 
 from __future__ import annotations
@@ -27,10 +36,12 @@ Found = TypeVar("Found")
 
 BUILDING, PUBLISHED, FAILED = "building", "published", "failed"
 _POLL_S = 0.1
+# A waiter looks for the artefact this often, and so returns soon after a publication although the
+# builder still holds the lock.
 _SLICE_S = 2.0
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
-# A lock file without a kernel lock survives SIGKILL; where the kernel has none, atomic publication
-# alone must do.
+# filelock can fall back to a "soft" lock: a file that exists. That file survives SIGKILL and would
+# block everybody for ever, so no fallback is taken.
 _NATIVE_ONLY: dict[str, Any] = (
     {"fallback_to_soft": False}
     if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
@@ -41,9 +52,13 @@ _NATIVE_ONLY: dict[str, Any] = (
 class KeyLock:
     """The lock of one key, on a path outside the directory that is built.
 
-    `<name>.lock` is never deleted or replaced, or two processes would lock two inodes.
-    `<name>.json` beside it says who holds it, since when and what became of the last build; only
-    messages and the re-check after a publication elsewhere read it, so its clock does not matter.
+    `<name>.lock` is never deleted or replaced. If it were, one process could hold a lock on the old
+    inode while another locks the new one, and both would build.
+    `<name>.json` beside it says who holds the lock, since when, and how the last build ended. Only
+    messages and the second look after a publication on another host read it, so a wrong clock does
+    no harm.
+
+    native: whether the lock is one of the operating system. previous: the note of the last holder.
     """
 
     def __init__(
@@ -59,8 +74,8 @@ class KeyLock:
         self.previous: dict[str, Any] = {}
 
     def acquire(self, published: Callable[[], Found | None]) -> Found | None:
-        """Wait for the lock. Returns None once it is held, or early what `published()` returned:
-        then it is not held.
+        """Wait for the lock. Returns None once it is held. Returns early the artefact that
+        `published()` finds; then the lock is not held.
 
         Raises:
             CompileLockTimeout: the bounded wait is over; names the holder.
@@ -93,8 +108,10 @@ class KeyLock:
             return None
 
     def note(self, state: str) -> None:
-        """Record the holder and its state, for messages; where it cannot be written, the build
-        itself will say so.
+        """Record the holder and its state, for messages.
+
+        Raises:
+            OSError: the note cannot be written; then the directory cannot take a build either.
         """
         holder = {
             "pid": os.getpid(),
@@ -132,6 +149,7 @@ class KeyLock:
 
     def _timeout_message(self) -> str:
         note = self._read_note()
+        # A process id means something on its own host only.
         pid, host, since = (note.get(name, "unknown") for name in ("pid", "host", "since"))
         gone = host == self._host and isinstance(pid, int) and not _alive(pid)
         hint = (

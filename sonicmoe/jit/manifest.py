@@ -35,7 +35,7 @@ class Artefact:
 
 
 def describe(key: CompileKey, folder: Path, seconds: float) -> dict[str, Any]:
-    """The manifest of the files below `folder`; `seconds` is what the build took."""
+    """The manifest of the files below `folder`; `seconds` is the time that the build took."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {
         path.relative_to(folder).as_posix(): {
@@ -56,6 +56,8 @@ def describe(key: CompileKey, folder: Path, seconds: float) -> dict[str, Any]:
 def verify(key: CompileKey, folder: Path, files: StoreFiles) -> Artefact | str:
     """The artefact in `folder`, or the reason why it is not one. Clocks and modification times do
     not matter.
+
+    Size first and checksum second: a truncated file, the usual damage, is found without reading it.
     """
     manifest = files.read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
@@ -80,5 +82,5 @@ def _file_problem(path: Path, expected: Any) -> str | None:
 
 
 def utc_now() -> str:
-    """The time in UTC, to the second, for people: nothing compares it."""
+    """The time in UTC, to the second. People read it; no code compares it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,4 +1,4 @@
-"""What ptxas says about a kernel: registers, shared memory, spills, what it could not keep.
+"""The report of ptxas about a kernel: registers, shared memory, spills, optimisations it gave up.
 Standard library only.
 """
 
@@ -44,6 +44,9 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
 
     Properties of device functions that are not inlined are not attributed to a kernel.
     """
+    # `-v` prints three kinds of lines in turn: the entry function that is compiled, then per
+    # function (the entry, or a device function it calls) the stack and spills, then the registers
+    # of the entry.
     found: dict[str, KernelResources] = {}
     entry = function = ""
     for line in report.splitlines():

@@ -27,8 +27,11 @@ from .manifest import MANIFEST, Artefact, describe, verify
 logger = logging.getLogger("sonicmoe")
 
 Builder = Callable[[Path], None]
-SCRATCH = ".scratch"  # of a builder, below its private directory; not published
+SCRATCH = ".scratch"  # a builder's intermediate files, below its private directory; not published
 _KEPT_IN_QUARANTINE = 3
+# Errors of the publishing rename that mean "another process may have published already": the target
+# exists (EEXIST, ENOTEMPTY), or the source is gone because an NFS client repeated a request that
+# the server had carried out before (ENOENT, ESTALE).
 _RACE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE}
 _FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
 
@@ -54,7 +57,13 @@ class Lookup:
 
 
 class ArtefactStore:
-    """Publishes complete directories by one rename and reads them back verified."""
+    """Publishes complete directories by one rename and reads them back verified.
+
+    Readers take no lock. They see either nothing or a complete artefact, because a builder fills a
+    private directory below `staging/` and one rename gives it its final name. The lock of a key
+    only saves work: without it several processes would compile the same kernel, and the first
+    rename would win.
+    """
 
     def __init__(
         self,
@@ -114,9 +123,13 @@ class ArtefactStore:
     def claim(self, key: CompileKey) -> Iterator[Claim]:
         """Hold the key's lock with a private directory to build in, unless an artefact is (or
         becomes) published.
+
+        The lock is held until the caller's block ends: through the build, the rename, and the wait
+        until the artefact is visible. So the next holder finds it instead of building again.
         """
         lock = self.lock(key)
         with self._as_store_problem():
+            # Waiting ends early when the other process publishes; then the lock is not held.
             found = lock.acquire(lambda: self.lookup(key).artefact)
         if found is not None:
             yield Claim(self, key, lock, Path(), found)
@@ -143,7 +156,11 @@ class ArtefactStore:
             delay = min(2 * delay, _LONGEST_RECHECK_S)
 
     def quarantine(self, key: CompileKey, reason: str) -> None:
-        """Move a damaged artefact out of the way; call with the key's lock held."""
+        """Move a damaged artefact out of the way; call with the key's lock held.
+
+        It is moved and not deleted in place, because another process may have loaded files of it:
+        a rename leaves their open descriptors and mappings valid.
+        """
         source, folder = self.path_of(key), self.root / "quarantine"
         self.files.make_dir(folder)
         name = f"{key.kernel}-{key.digest}"
@@ -159,6 +176,7 @@ class ArtefactStore:
             check_private(self.root)
         folder = self.root / "artefacts" / key.kernel
         names = self.files.names(folder)
+        # A machine without the compiler cannot name a toolchain, and takes an artefact of any.
         if key.toolchain is None:
             candidates = [name for name in reversed(names) if name.startswith(f"{key.family}-")]
         else:
@@ -172,6 +190,13 @@ class ArtefactStore:
         return Lookup(None, reason, damaged=bool(candidates))
 
     def _open_claim(self, key: CompileKey, lock: KeyLock) -> Claim:
+        """With the lock just acquired: look again, clean up, and make a private directory.
+
+        The first look was before the wait for the lock, so another process may have published
+        since. If the last holder ran on another host and says that it published, an NFS client here
+        may still list the directory from its cache: wait for that artefact before compiling it
+        again.
+        """
         found = self.lookup(key)
         if found.artefact is None and not found.damaged and lock.published_elsewhere():
             found = self.await_visible(key)
@@ -179,6 +204,7 @@ class ArtefactStore:
             return Claim(self, key, lock, Path(), found.artefact)
         if found.damaged:
             self.quarantine(key, found.reason)
+        # Without a working lock, a directory in staging/ may belong to a live builder.
         if lock.native:
             self._sweep(key, lock)
         staging = (
@@ -188,8 +214,13 @@ class ArtefactStore:
         return Claim(self, key, lock, staging)
 
     def _sweep(self, key: CompileKey, lock: KeyLock) -> None:
-        """Remove the private directories of killed builders of this key: whoever holds the lock is
-        the only one.
+        """Remove the private directories of killed builders of this key.
+
+        The operating system drops a lock when its holder dies, also by SIGKILL. The caller holds
+        the lock now, so no directory of this key has a live owner. That conclusion fails on NFS
+        that is mounted with node-local locks, where two hosts can both hold "the" lock. Then this
+        removes a live build, which ends with an error or builds again; a published artefact is
+        never touched.
         """
         folder = self.root / "staging"
         for name in self.files.names(folder):
@@ -225,7 +256,9 @@ class ArtefactStore:
             return describe_problem(error)
         if isinstance(error, StoreProblemError) or claim.artefact is not None:
             return None
-        try:  # a compiler that meets a full disk only says so in its own words
+        # A compiler on a full disk fails with its own words and its own error type, so a write of
+        # our own tells whether the directory was the cause.
+        try:
             self.files.probe(claim.staging)
         except OSError as cause:
             return describe_problem(cause)
@@ -268,9 +301,10 @@ class Claim:
             self._write(seconds)
             found = self.store.await_visible(self.key)
         except OSError as error:
-            # Without working locks, or with a repeated network request, the rename fails or its
-            # source is gone because
-            # the target is there already: what counts is whether an intact artefact is visible.
+            # A failed rename is no failure if an intact artefact is visible afterwards. Without
+            # working locks another process may have published first. A network file system may
+            # also carry out a rename, lose the answer, repeat the request, and report that the
+            # source is gone. Neither the error nor the file system's word decides: the look does.
             found = (
                 self.store.await_visible(self.key)
                 if error.errno in _RACE_ERRNOS
@@ -289,6 +323,9 @@ class Claim:
         return self.artefact
 
     def _write(self, seconds: float) -> None:
+        """Finish `staging` and rename it. Everything is flushed before the rename, so that a power
+        cut cannot leave a complete name over incomplete files.
+        """
         files, target = self.store.files, self.store.path_of(self.key)
         files.remove_tree(self.staging / SCRATCH)
         files.write_text(

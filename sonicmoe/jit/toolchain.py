@@ -1,4 +1,4 @@
-"""Finding nvcc and naming its version. Standard library only; runs nvcc once a process."""
+"""Finds nvcc and its version. Standard library only; runs nvcc once a process."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _find_toolkit(cuda_home: str | None, cuda_path: str | None, path: str) -> Cu
 
 
 def _home_of(nvcc: Path) -> Path | None:
-    """Where an nvcc belongs; it is asked, because the one on PATH may be a wrapper script far from
-    its toolkit.
+    """The toolkit of an nvcc, as nvcc itself names it: the one on PATH may be a wrapper script far
+    from its toolkit.
     """
     match = re.search(
         r"^#\$ TOP=(.+)$", _run(nvcc, "--dryrun", "-x", "cu", os.devnull), re.MULTILINE

@@ -33,7 +33,7 @@ from .cache import CompileCache, default_cache
 from .key import CompileKey, refuse_step_field
 from .manifest import Artefact
 
-_SCOPE = threading.Lock()  # Triton's knobs are process-wide
+_SCOPE = threading.Lock()  # one compile at a time swaps Triton's cache manager, a global of Triton
 _INTEGERS = frozenset({"i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "constexpr"})
 _WARP_SIZE = 32
 
@@ -48,7 +48,7 @@ class StoredJITFunction(JITFunction[Any]):
         return binder
 
     def ahead(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> TritonCompile:
-        """What a launch with such arguments will look for, to be compiled for `arch` without a GPU.
+        """The compile that a launch with such arguments needs, for `arch` and without a GPU.
 
         Args:
             *args: as for a launch; `triton.runtime.jit.MockTensor(dtype)` stands for a pointer
@@ -168,8 +168,10 @@ def _refuse_specialised_counts(source: Any) -> None:
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
-    """Let Triton write what this thread compiles into `folder`; other threads keep Triton's own
-    cache.
+    """Let Triton write the outputs of this thread's compile into `folder`.
+
+    Triton asks one global for its cache manager. Other threads may compile kernels of other
+    packages meanwhile, so they get Triton's usual manager.
     """
     owner = threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""Compiling a whole plan in parallel worker processes, and the record of what was warmed."""
+"""Compiles a whole plan in parallel worker processes, and writes the record of the warm-up."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton
 
 @dataclass(frozen=True)
 class KernelOutcome:
-    """What became of one job: `state` is built, cached, failed or missing; `seconds` is compile
-    time.
-    """
+    """The result of one job; `state`: built, cached, failed or missing; `seconds`: compile time."""
 
     kernel: str
     key: str
@@ -44,10 +42,10 @@ class WarmUpReport:
 
     Attributes:
         spec: the model.
-        precision: what the kernels cover: see `WarmUpPlan`; `SELECTED` for jobs that a caller
-            picked.
+        precision: the precisions that the kernels cover (see `WarmUpPlan`); `SELECTED` for jobs
+            that a caller picked.
         left_out: a line for each part that was asked for and has no kernels.
-        record: the file that says what was warmed.
+        record: the file that lists the warmed kernels.
     """
 
     spec: ModelSpec
@@ -173,8 +171,8 @@ def _planned(spec: ModelSpec, compile_jobs: WarmUpPlan | Sequence[CompileJob] | 
 
 
 class _Outcomes:
-    """Outcomes of several threads. `trouble` is what `progress` raised: it must not end the thread
-    that compiles.
+    """Outcomes of several threads. `trouble` is an exception that `progress` raised. It is kept for
+    the end, because it would otherwise end the thread that compiles.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -215,7 +213,7 @@ def _run_workers(
 
 
 def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> list[KernelOutcome]:
-    """Jobs that no thread has reported on: whatever ended it, they must not pass for warm."""
+    """Jobs that no thread has reported on, because it ended early. They must not count as warm."""
     known = {(outcome.kernel, outcome.key) for outcome in outcomes}
     jobs = [job for job in planned.jobs if (job.name, str(job.key())) not in known]
     return [
@@ -243,9 +241,8 @@ def _compile_one(worker: Worker, job: CompileJob) -> KernelOutcome:
         return KernelOutcome(job.name, str(job.key()), BUILT, worker.compile(job))
     except CompileError as error:
         return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, str(error))
-    except (
-        Exception
-    ) as error:  # or the thread would end without a word, and the jobs it had not reached with it
+    # Any other exception would end this thread, and leave the jobs that it has not reached undone.
+    except Exception as error:
         return KernelOutcome(
             job.name, str(job.key()), FAILED, 0.0, f"{job.name}: {type(error).__name__}: {error}"
         )

@@ -60,9 +60,9 @@ class Worker:
             raise CompileError(
                 f"the worker compiling {job.name} ended with status {process.wait()}"
             ) from None
-        except (
-            Exception
-        ):  # a job or an answer that cannot be pickled leaves half a message in the pipe
+        # A job or an answer that cannot be pickled leaves half a message in the pipe, so this
+        # process cannot be used again.
+        except Exception:
             self._process = None
             process.kill()
             process.communicate()  # closes the pipes
@@ -86,7 +86,7 @@ class Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", __name__]
-        told = unknown_flags()  # by this process; not once more by every worker
+        told = unknown_flags()  # this process has warned of them; its workers need not repeat it
         environment = {name: value for name, value in os.environ.items() if name not in told} | {
             "PYTHONPATH": search
         }
@@ -101,7 +101,9 @@ def serve() -> None:
     """
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a compiler prints must not end up between the answers
+    # Compilers print to descriptor 1, which must not mix with the answers: answers go to a copy of
+    # it, and descriptor 1 becomes stderr.
+    os.dup2(2, 1)
     while True:
         try:
             settings, job = pickle.load(requests)
