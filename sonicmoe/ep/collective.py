@@ -1,7 +1,7 @@
 """Dispatch over plain collectives: any framework's `all_to_all`, any backend, any dtype.
 
-Payloads travel as bytes, so that a backend need not know bf16. Two host waits per dispatch:
-collectives take their sizes from the host.
+Payloads travel as bytes, so that a backend need not know bf16. A dispatch waits twice for the
+device: `nonzero` has to know its size, and collectives take their sizes from the host.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RowExchange(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which token goes where: `tokens` int64 `[S]` in rank order, rows per destination and per
-    source, and T.
+    """The routes of one dispatch: `tokens` int64 `[S]`, the token of each row that this rank sends,
+    in the order of destination ranks; rows per destination and per source rank; and T.
     """
 
     tokens: Tensor
@@ -60,6 +60,8 @@ class CollectiveTransport(Transport):
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         tokens, ranks, sent = self._destinations(topk_idx)
         width = 1 + self.num_local_experts
+        # Ranks first tell each other how many rows come, and how many slots for each of their
+        # experts. Both tables then reach the host in one copy.
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
         table = torch.cat([sent, arrived]).reshape([2, self.world_size, width]).tolist()
         plan = Plan(
@@ -91,6 +93,7 @@ class CollectiveTransport(Transport):
             empty = torch.zeros([0], dtype=torch.int64, device=topk_idx.device)
             return empty, empty, torch.cat([torch.zeros_like(slots)[:, :1], slots], 1)
         owner = torch.where(topk_idx >= 0, topk_idx // local, torch.full_like(topk_idx, -1))
+        # goes[rank, token]: one row however many of the token's slots that rank owns.
         goes = torch.stack([(owner == rank).to(torch.int64).sum(1) > 0 for rank in range(world)])
         pairs = torch.nonzero(goes)
         rows = goes.to(torch.int64).sum(1).reshape([world, 1])
@@ -125,9 +128,9 @@ class CollectiveTransport(Transport):
             [plan.num_tokens, int(rows.shape[1])], dtype=torch.float32, device=rows.device
         )
         start = 0
-        for count in (
-            plan.send_counts
-        ):  # within one rank a token occurs once: no order of additions is left open
+        # Rank by rank, so that a token's parts are added in the order of ranks. Within one rank a
+        # token occurs once, so `index_add_` has no order of additions to choose.
+        for count in plan.send_counts:
             if count:
                 span = slice(start, start + count)
                 total.index_add_(0, plan.tokens[span], returned[span].to(torch.float32))

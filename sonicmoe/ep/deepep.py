@@ -1,9 +1,10 @@
-"""DeepEP as a transport: its legacy `Buffer` and its `ElasticBuffer`. The library is found by what
-it offers, and never required.
+"""DeepEP as a transport: its legacy `Buffer` and its `ElasticBuffer`. The library is found by the
+classes and methods it offers, not by its version, and is never required.
 
-Differences that end here: the element type of ids, empty count lists of worst-case dispatch,
-worst-case rows that are not written (of an ElasticBuffer without host synchronisation not even
-their ids), weights that ElasticBuffer delivers at other ranks' slots.
+This file hides the following differences from the rest of `ep/`: the element type of ids; the empty
+count list of a worst-case dispatch; worst-case rows, which the libraries do not write (an
+ElasticBuffer without host synchronisation does not even write their ids); and the weights that an
+ElasticBuffer delivers at other ranks' slots.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ def find_library() -> tuple[DeepEPLibrary | None, str]:
     for name in MODULES:
         try:
             module = importlib.import_module(name)
+        # An extension that was built for another framework or CUDA fails in each of these ways.
         except (
             ImportError,
             OSError,
             RuntimeError,
-        ) as error:  # an extension built for another framework fails in many ways
+        ) as error:
             reasons.append(
                 f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
@@ -71,7 +73,7 @@ def find_library() -> tuple[DeepEPLibrary | None, str]:
 
 
 class _DeepEPTransport(Transport):
-    """What both buffers share.
+    """The common part of both buffers: when to make one, and checks of rows.
 
     Args:
         num_experts: of the whole group.
@@ -86,7 +88,7 @@ class _DeepEPTransport(Transport):
         self._group, self._module = group, module
         self._id_dtype = getattr(module, "topk_idx_t", torch.int64)
         self._buffer: Any = None
-        self._hidden = self._topk = 0  # what the buffer was made for
+        self._hidden = self._topk = 0  # the sizes that the buffer was made for
 
     def _check(self, x: Tensor) -> None:
         expect(
@@ -102,11 +104,11 @@ class _DeepEPTransport(Transport):
         )
 
     def _sized_buffer(self, hidden: int, topk: int = 0) -> Any:
-        """The buffer, made anew where rows are wider or tokens have more slots than before; never
-        for less of either.
+        """The buffer; a larger one is made where rows are wider or tokens have more slots than
+        before. It never shrinks.
 
-        Every rank sees the same sizes, so all do it together. Handles hold layouts and no
-        addresses: older ones stay good.
+        Making a buffer is a collective. All ranks see the same sizes, so they make it in the same
+        call. Handles hold layouts and no addresses, so those of the former buffer stay valid.
         """
         if hidden > self._hidden or topk > self._topk:
             hidden, topk = max(hidden, self._hidden), max(topk, self._topk)
@@ -122,9 +124,9 @@ class LegacyTransport(_DeepEPTransport):
     """`deep_ep.Buffer`.
 
     Args:
-        worst_tokens: rows of every delivery, 0 for exact ones. With a bound the host waits for
-            nothing and knows no counts; rows beyond the real ones have every id -1. It must cover
-            what all ranks together may send here.
+        worst_tokens: rows of every delivery, or 0 for exact deliveries. With a bound the host does
+            not wait for the device and knows no counts, and rows beyond the real ones have every id
+            -1. The bound must cover the rows that all ranks together may send here.
     """
 
     name = "DeepEP (Buffer)"

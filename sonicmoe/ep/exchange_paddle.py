@@ -45,9 +45,11 @@ class PaddleExchange(RowExchange):
         return arrived
 
     def _exchange_gathered(self, rows: Any, send_counts: Sequence[int]) -> paddle.Tensor:
-        """Every rank's rows to every rank, of which each keeps its own. Point-to-point messages
-        would send less, but Paddle's gloo numbers them by each rank's own count of calls: beyond
-        two ranks, partners wait for different numbers.
+        """Send the rows of every rank to every rank; each keeps its own.
+
+        Point-to-point messages would send less. But Paddle's gloo numbers messages by each rank's
+        own count of calls, so with more than two ranks, partners wait for different numbers and
+        hang.
         """
         counts = np.stack(self._gather(np.asarray(send_counts, dtype=np.int64)))
         size, width = int(counts.sum(1).max()), int(rows.shape[1])

@@ -12,9 +12,9 @@ from ..errors import ConfigError, expect
 from .collective import RowExchange
 
 Tensor = torch.Tensor
-UNDEFINED = (
-    "undefined"  # `get_backend` of a group that was made without naming one, and of its sub-groups
-)
+# The answer of `get_backend` for a group that was made without naming a backend, and its
+# sub-groups.
+UNDEFINED = "undefined"
 
 
 class TorchExchange(RowExchange):

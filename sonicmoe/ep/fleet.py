@@ -55,7 +55,9 @@ def find_fleet() -> tuple[FleetFunctions | None, str]:
 
 
 class FleetDispatcher(Dispatcher):
-    """Autograd, events and the EP barrier are Fleet's; the contract is ours. bf16 dispatch only."""
+    """Fleet brings autograd, events and the EP barrier; this class keeps the contract of
+    `Dispatched`. It dispatches bf16 only.
+    """
 
     name = "PaddleFleet (fused_dispatch)"
 

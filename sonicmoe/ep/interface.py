@@ -1,4 +1,4 @@
-"""What a dispatcher delivers, and what a transport must do: data and raw collectives, no autograd.
+"""The contracts of dispatchers and transports: data and raw collectives, no autograd.
 
 Legend: T tokens of this rank, K slots, H hidden, W ranks of the group, E experts of the whole
 group, L = E / W local experts, R rows received.
@@ -23,16 +23,16 @@ class Dispatched(NamedTuple):
     """The tokens of one dispatch, in the order of the node's arguments.
 
     x: `[R, H]`, one row per (token, rank): a token that picked several experts of this rank comes
-    once. Rows are in source-rank
-        order, then source-token order. R may be 0.
+        once. Rows are in source-rank order, then source-token order. R may be 0.
     tokens_per_expert: true counts of the L local experts, or None where the host does not know
     them.
     indices: int64 `[R, K]`: local ids in `[0, L)`, -1 where the slot belongs to another rank or was
     dropped; slots keep their position.
     probs: fp32 `[R, K]`, exactly 0 where `indices` is -1.
-    handle: what `combine` needs.
+    handle: the routes of this dispatch, for `combine`; opaque to callers.
 
-    Rows beyond the real ones (worst-case dispatch) have every index -1; their x is not to be read.
+    Rows beyond the real ones (worst-case dispatch) have every index -1. Nobody may read their x,
+    because no transport writes it.
     """
 
     x: Tensor
@@ -145,7 +145,9 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor) -> Tensor:
-    """`values` `[., K]` with exact zeros where `indices` is negative, whatever bytes (NaN too) were
-    there.
+    """`values` `[., K]` with exact zeros where `indices` is negative.
+
+    It selects and does not multiply by a mask, because libraries leave these slots unwritten and
+    NaN times zero is NaN.
     """
     return torch.where(indices >= 0, values, torch.zeros_like(values))

@@ -1,4 +1,4 @@
-"""Which dispatcher runs, and why: one decision, one log line."""
+"""Chooses the dispatcher and logs the choice with its reason, in one line."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def make_dispatcher(
         kind: "auto": local without a group or in a group of one, collectives over a CPU group, else
             Fleet's or DeepEP's own kernels where installed, else collectives. Or one of "local",
             "collective", "deepep", "fleet".
-        max_tokens: most tokens a rank dispatches at once, the same on all ranks; only an
-            ElasticBuffer asks for it.
+        max_tokens: the most tokens that a rank dispatches at once, the same on all ranks. Only an
+            ElasticBuffer needs it.
 
     Raises:
         ConfigError: an unknown kind, or one that does not fit the group.

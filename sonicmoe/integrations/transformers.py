@@ -40,10 +40,11 @@ ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 logger = logging.getLogger("sonicmoe")
 
 MINIMUM_TRANSFORMERS = (5, 7)
+# Name of the implementation: whether it computes in FP8, None as configured.
 IMPLEMENTATIONS: dict[str, bool | None] = {
     "sonicmoe": None,
     "sonicmoe_fp8": True,
-}  # name: FP8, None as configured
+}
 
 _GATED = {"silu": ActivationType.SWIGLU, "gelu": ActivationType.GEGLU, "relu": ActivationType.REGLU}
 _PLAIN = {
@@ -53,7 +54,7 @@ _PLAIN = {
     "relu2": ActivationType.RELU_SQ,
 }
 _OAI = ActivationType.SWIGLU_OAI
-_OAI_CONSTANTS = {  # by the names that experts with this gate give them
+_OAI_CONSTANTS = {  # under every name that classes with this gate use
     "alpha": SWIGLU_OAI_ALPHA,
     "limit": SWIGLU_OAI_LIMIT,
     "swiglu_alpha": SWIGLU_OAI_ALPHA,
@@ -91,7 +92,7 @@ def register() -> None:
 def check_model(model: nn.Module) -> None:
     """Raise for a model whose experts the engine cannot compute; the first forward raises the same.
 
-    Logs a warning where it could, but another implementation is in force.
+    Logs a warning where the engine could compute them, but another implementation is in force.
 
     Raises:
         LayoutError: names every such class of experts and the reason; or the model has no experts
@@ -152,7 +153,7 @@ def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
 
 
 def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | None:
-    """What the engine computes between the projections, or None where it has nothing equal."""
+    """The engine's activation that equals the one of this module, or None."""
     if _own_gate(experts, standard_gate):
         ours = _has_oai_gate(type(experts), _is_split_half(experts))
         return _OAI if ours and not _other_constants(experts) else None
@@ -177,21 +178,26 @@ def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
 
 
 def _other_constants(experts: nn.Module) -> dict[str, Any]:
-    """Those that differ from the engine's."""
+    """The constants of the module's gate that differ from the engine's."""
     found = {name: getattr(experts, name, ours) for name, ours in _OAI_CONSTANTS.items()}
     return {name: value for name, value in found.items() if value != _OAI_CONSTANTS[name]}
 
 
 @torch.compiler.assume_constant_result
 def _has_oai_gate(kind: Any, split_half: bool) -> bool:
-    """Whether the gate of this class is GPT-OSS's: tried out, since a name promises nothing."""
+    """Whether the gate of this class is GPT-OSS's. It is tried out, because another class could
+    have the same name and another formula.
+    """
     return _equals_swiglu_oai(kind._apply_gate, split_half)
 
 
 @functools.cache
 def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
-    """Values and gradients on both sides of every bound, and on it, in fp32; of its module the gate
-    may read the constants alone.
+    """Whether `gate` and the engine's formula agree, values and gradients, in fp32.
+
+    The points lie on both sides of every bound of the clamps and on it, where two formulas that
+    agree elsewhere may differ. The gate is called on a stand-in that has the constants and nothing
+    else, so a gate that reads more of its module is refused.
     """
     bound = SWIGLU_OAI_LIMIT
     ticks = [
@@ -216,6 +222,7 @@ def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
             gates
         )
         y1, dz = activate_backward(merge_gate_up(gates, ups), dy1, _OAI)
+        # The engine's gradient has gate and up in pairs; the gate of this class may want halves.
         if split_half:
             dz = torch.cat([dz[:, 0::2], dz[:, 1::2]], 1)
         z = (
@@ -238,8 +245,8 @@ def _is_split_half(experts: nn.Module) -> bool:
 def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward:
     """The function that transformers calls in place of an experts module's forward.
 
-    It imports nothing: transformers' packages are lazy modules, whose import torch.compile up to
-    2.11 cannot trace.
+    It receives `standard_gate` instead of importing it, because transformers' packages are lazy
+    modules, and torch.compile up to 2.11 cannot trace such an import.
     """
 
     def forward(
@@ -258,9 +265,9 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         up_bias, down_bias = biases or (None, None)
         tokens = _local(hidden_states)
         out = expert_mlp(
-            autocast(
-                tokens
-            ),  # norms give fp32 under autocast; the built-in implementations compute lower all the same
+            # Under autocast norms return fp32. The built-in implementations compute in the lower
+            # dtype all the same, because their matrix products are cast.
+            autocast(tokens),
             _local(top_k_index),
             _local(top_k_weights).to(torch.float32),
             up,
@@ -285,7 +292,7 @@ def _weight_names(experts: nn.Module) -> tuple[str, ...]:
 
 
 def _activation_name(act: Any) -> str:
-    """Its name in the tables above; "" for what none of them is."""
+    """The activation's name in the tables above, or "" for one that is in none of them."""
     tanh = getattr(act, "approximate", "none") != "none"
     return "" if tanh else _ACTIVATION_CLASSES.get(type(act).__name__, "")
 
@@ -295,8 +302,11 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, as a view: nothing is kept of it, since in-place operations on
-    DTensors do not move its version.
+    """This rank's part of a DTensor; other tensors as they are.
+
+    It is a view (`[:]`), and the weight caches keep nothing of a view of a temporary tensor. They
+    must not: an in-place operation on the DTensor does not change the version counter of its local
+    part, so a cached copy could be stale unnoticed.
     """
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()[:]

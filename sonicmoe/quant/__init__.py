@@ -1,3 +1,3 @@
-"""Block-scaled 8-bit formats: `recipes` (what is quantised how), `format` (the type), `reference`
-(the exact quantiser).
+"""Block-scaled 8-bit formats: `recipes` (the blocks of every operand), `format` (the type),
+`reference` (the exact quantiser), `gpu` (the same by kernels).
 """

@@ -1,5 +1,5 @@
-"""`BlockScaledTensor`: 8-bit codes and their scales as one type that no operator takes for a plain
-tensor.
+"""`BlockScaledTensor`: 8-bit codes and their scales as one type that no operator mistakes for a
+plain tensor.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class BlockScaledTensor:
     orientation: Orientation = Orientation.ROWS
 
     def __post_init__(self) -> None:
-        """Check dtypes and the scale grid; a dozen of these are made in every step, so messages are
-        composed for errors only.
+        """Check dtypes and the scale grid.
+
+        A dozen of these are made in every step, so a message is composed only where it is raised;
+        `expect` would compose it every time.
         """
         if self.codes.dtype != self.code.dtype:
             name, needed = dtype_name(self.codes.dtype), dtype_name(self.code.dtype)
@@ -113,14 +115,14 @@ class BlockScaledTensor:
         code: Code = Code.E4M3,
         orientation: Orientation = Orientation.ROWS,
     ) -> BlockScaledTensor:
-        """Unwritten codes of a stored shape, with their scales; `block` is of the logical matrix,
-        `device` what `device_of` gives.
+        """Unwritten codes of a stored shape, with their scales. `block` is of the logical matrix,
+        and `device` a device as `device_of` returns it.
         """
         held = empty(stored_shape, torch.uint8, device)
         stored_block = block if orientation is Orientation.ROWS else block.transposed
         scale_inv = empty(scale_shape(stored_shape, stored_block), torch.float32, device)
         made = cls(held.view(code.dtype), scale_inv, block, code, orientation)
-        made.__dict__["bytes"] = held  # what the property would make
+        made.__dict__["bytes"] = held  # `cached_property` looks here first, and makes no view
         return made
 
     @functools.cached_property

@@ -1,10 +1,9 @@
-"""Which operand is quantised with which block: the FP8 recipe. Pure data, no framework.
+"""The FP8 recipes: the block in which each operand is quantised. Pure data, no framework.
 
 Shapes are logical: activations `[tokens, features]`, weights in their native layout `w1 [N1, H]`,
-`w2 [H, I]`. A GEMM contracts over one axis of each operand; a row scale `rows(B)` runs along the
-contraction axis. A block of several rows and columns serves two GEMMs that contract over different
-axes: transposing codes and scales moves bytes only. docs/numerics.md has the measurements behind
-the default.
+`w2 [H, I]`. A GEMM contracts over one axis of each operand, and a row scale `rows(B)` runs along
+that axis. A square block serves two GEMMs that contract over different axes, because transposing
+its codes and scales only moves bytes. docs/numerics.md has the measurements behind the default.
 """
 
 from __future__ import annotations

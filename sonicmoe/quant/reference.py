@@ -50,11 +50,12 @@ def quantize(
     tiles = _to_tiles(x, block)  # [..., nR, bR, nC, bC]
     amax = tiles.abs().amax((-3, -1))
     has_nan = torch.isnan(amax)
+    # A NaN must not decide the scale of its finite neighbours, so the maximum leaves NaN out.
+    # Infinity stays in: it makes the scale infinite, and so the whole block non-finite.
     if bool(has_nan.any()):
         amax = torch.where(torch.isnan(tiles), torch.zeros_like(tiles), tiles).abs().amax((-3, -1))
-    amax = torch.maximum(
-        amax, torch.full_like(amax, AMAX_FLOOR)
-    )  # Paddle's clamp(min=) would make infinity finite
+    # Not clamp(min=): Paddle's would make infinity finite.
+    amax = torch.maximum(amax, torch.full_like(amax, AMAX_FLOOR))
     scale_inv, multiplier = block_scales(amax, code, scale_format)
     scaled = (tiles * multiplier.unsqueeze(-1).unsqueeze(-3)).clamp(-code.max, code.max)
     if code is Code.E4M3:
@@ -76,11 +77,11 @@ def block_scales(amax: Tensor, code: Code, scale_format: ScaleFormat) -> tuple[T
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 quotient rounded to nearest even as IEEE 754 asks. Paddle's fp32 division on CPU is off
-    by one unit in some 0.3 % of cases.
+    """The fp32 quotient rounded to nearest even, as IEEE 754 asks.
 
-    By way of fp64, whose rounding cannot be felt: no quotient of two fp32 numbers lies that close
-    to the middle of two others.
+    Paddle's fp32 division on CPU is off by one unit in some 0.3 % of cases, so this divides in fp64
+    and rounds the result. Rounding twice is harmless here: no quotient of two fp32 numbers lies so
+    close to the middle between two fp32 numbers that the rounding to fp64 could move it across.
     """
     return (a.to(torch.float64) / b.to(torch.float64)).to(torch.float32)
 
@@ -89,6 +90,8 @@ def round_up_to_pow2(x: Tensor) -> Tensor:
     """The smallest power of two >= x for positive normal fp32 x, by exponent arithmetic (exact);
     infinity stays.
     """
+    # Adding the mask carries into the exponent unless the mantissa is zero, that is, unless x is a
+    # power of two already. The shifts then clear the mantissa.
     bits = x.view(torch.int32)
     return (((bits + _MANTISSA_MASK) >> 23) << 23).view(torch.float32)
 
