@@ -10,28 +10,16 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import FrameworkError, expect
 from sonicmoe.install import install_hint
 
+from .metrics import StepResult
 from .model_config import ModelConfig, TrainConfig
 from .parallel import Parallel, RankLayout, SingleProcess
-
-
-class StepResult(NamedTuple):
-    """Numbers of one optimizer step: means over its micro-batches; `grad_norm` before clipping;
-    tokens per expert int64 `[L_moe, E]`.
-    """
-
-    loss: float
-    aux_loss: float
-    z_loss: float
-    grad_norm: float
-    expert_counts: np.ndarray
 
 
 class Learner(Protocol):
@@ -68,38 +56,6 @@ class Learner(Protocol):
             CheckpointError: an array is missing, unknown or has another shape; the message names
                 the first.
         """
-
-
-def node_config(precision: str, engine: str) -> SonicMoEConfig:
-    """The node's configuration: only `fp8` quantises; bf16 and fp32 differ in the dtype of the
-    tokens alone.
-    """
-    return SonicMoEConfig(fp8_mode="perf" if precision == "fp8" else "off", engine=engine)
-
-
-def token_dtype_name(precision: str) -> str:
-    """Dtype in which tokens enter the node."""
-    return "float32" if precision == "fp32" else "bfloat16"
-
-
-def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) -> str:
-    """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"): what
-    `auto` comes to there.
-
-    Raises:
-        EngineUnavailableError: an engine asked for by name cannot run.
-    """
-    from sonicmoe.config import current_config
-    from sonicmoe.engine.interface import EngineSettings
-    from sonicmoe.engine.select import Workload, choose_engine
-    from sonicmoe.enums import ActivationType
-
-    config = current_config(node_config(precision, engine))
-    settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
-    workload = Workload(
-        settings, model.hidden_size, model.intermediate_size, token_dtype_name(precision)
-    )
-    return choose_engine(device, config.engine, workload).engine.name
 
 
 def default_framework() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,18 @@ GAP_TAIL = 0.25
 
 class MetricsError(SonicMoEError, ValueError):
     """The metrics file cannot be written or does not hold metrics."""
+
+
+class StepResult(NamedTuple):
+    """Numbers of one optimizer step: means over its micro-batches; `grad_norm` before clipping;
+    tokens per expert int64 `[L_moe, E]`.
+    """
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    expert_counts: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sonicmoe.errors import SonicMoEError
+from sonicmoe.plotting import new_figure, save_figure
 
 from .metrics import StepRecord, smoothed
 
 MAX_LOAD_COLUMNS = 150
-DPI = 130
-
-
-class PlotsUnavailableError(SonicMoEError, ImportError):
-    """matplotlib is not installed."""
 
 
 def plot_loss(
@@ -36,7 +31,7 @@ def plot_loss(
     ]
     compared = len(references) == len(records)
     ratios = [3, 1] if compared else [1]
-    figure = _figure((8, 6.5 if compared else 5))
+    figure = new_figure((8, 6.5 if compared else 5))
     axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     axes[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes[0].plot(steps, smoothed(losses), color="tab:blue", label=label)
@@ -52,7 +47,7 @@ def plot_loss(
     axes[-1].set_xlabel("step")
     for axis in axes:
         axis.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
@@ -64,7 +59,7 @@ def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
     """
     load = binned([record.expert_load for record in records], MAX_LOAD_COLUMNS)
     _, layers, experts = load.shape
-    figure = _figure((8, 1.2 + 1.8 * layers))
+    figure = new_figure((8, 1.2 + 1.8 * layers))
     axes = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     first, last = records[0].step - 0.5, records[-1].step + 0.5
     for layer, axis in enumerate(axes):
@@ -77,7 +72,7 @@ def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
     axes[0].set_title("Expert load (1 = balanced)")
     axes[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(axes))
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def binned(rows: Sequence[Any], max_columns: int) -> np.ndarray:
@@ -88,29 +83,3 @@ def binned(rows: Sequence[Any], max_columns: int) -> np.ndarray:
     return np.stack(
         [part.mean(axis=0) for part in np.array_split(values, min(len(values), max_columns))]
     )
-
-
-def require_matplotlib() -> None:
-    """Raise PlotsUnavailableError, with the remedy, unless matplotlib can be imported."""
-    try:
-        import matplotlib.backends.backend_agg  # noqa: F401
-    except ImportError:
-        raise PlotsUnavailableError(
-            "no plots were drawn: matplotlib is not installed (pip install 'sonicmoe[plots]')"
-        ) from None
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # A bare Figure on the Agg canvas leaves pyplot's global state and the user's backend alone.
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)

@@ -17,9 +17,10 @@ from sonicmoe.interop import device_name
 
 from .checkpoint import require_matching_arrays
 from .initial_weights import has_weight_decay, initial_weights
-from .learner import StepResult, engine_in_use, node_config, token_dtype_name
+from .metrics import StepResult
 from .model_config import ModelConfig, TrainConfig
 from .parallel import Parallel, gather_state, is_expert, whole_shapes
+from .precision import engine_in_use, node_config, token_dtype_name
 from .torch_model import ErnieMoEDecoder
 
 Tensor = torch.Tensor

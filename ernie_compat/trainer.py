@@ -20,10 +20,11 @@ from sonicmoe.errors import SonicMoEError, expect
 
 from .checkpoint import CheckpointError, load_checkpoint, read_header, save_checkpoint
 from .corpus import Corpus
-from .learner import Learner, StepResult, make_learner
+from .learner import Learner, make_learner
 from .metrics import (
     MetricsFile,
     StepRecord,
+    StepResult,
     expert_load,
     load_imbalance,
     read_metrics,

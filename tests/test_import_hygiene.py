@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,6 @@ FRAMEWORKS = {"torch", "paddle"}
 # The border to the frameworks: imports torch in a function so that it can say what is missing, and
 # runs it at module level.
 LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
-
-# The node's door to diagnosis, imported when `node.dump` is called.
-UPWARD = {"sonicmoe/node/mlp_node.py": ["sonicmoe/diagnostics/step_capture.py"]}
 
 
 def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:
@@ -164,9 +162,9 @@ def file_of(module: str) -> Path | None:
     return next((candidate for candidate in found if candidate.exists()), None)
 
 
-def repository_imports(path: Path, source: str) -> set[Path]:
-    """Files of this repository that `source`, as the text of `path`, imports: anywhere but under
-    `if TYPE_CHECKING`.
+def repository_imports(path: Path, source: str, *, with_types: bool = False) -> set[Path]:
+    """Files of this repository that `source`, as the text of `path`, imports anywhere, inside
+    functions too; under `if TYPE_CHECKING` only `with_types`.
     """
     package = list(path.relative_to(ROOT).parent.parts)
     tree = ast.parse(source)
@@ -178,7 +176,7 @@ def repository_imports(path: Path, source: str) -> set[Path]:
     }
     modules = []
     for node in ast.walk(tree):
-        if id(node) in guarded:
+        if id(node) in guarded and not with_types:
             continue
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
@@ -204,15 +202,18 @@ def upward_imports(path: Path, source: str) -> list[str]:
     )
 
 
+def product_files() -> list[Path]:
+    return [path for top in (PACKAGE, ROOT / "ernie_compat") for path in sorted(top.rglob("*.py"))]
+
+
 def test_files_import_from_their_own_layer_and_below() -> None:
-    files = [path for top in (PACKAGE, ROOT / "ernie_compat") for path in sorted(top.rglob("*.py"))]
     found = {
         str(path.relative_to(ROOT)): upward
-        for path in files
+        for path in product_files()
         if path != PACKAGE / "__init__.py"
         and (upward := upward_imports(path, path.read_text(encoding="utf-8")))
     }
-    assert found == UPWARD
+    assert found == {}
 
 
 def test_an_upward_import_is_recognised() -> None:
@@ -236,3 +237,82 @@ def test_an_upward_import_is_recognised() -> None:
     assert upward_imports(PACKAGE / "ep" / "local.py", "import ernie_compat.trainer") == [
         "ernie_compat/trainer.py"
     ]
+
+
+def import_graph(sources: Mapping[Path, str]) -> dict[Path, set[Path]]:
+    """Who imports whom: lazy imports and those for type checkers count."""
+    return {
+        path: repository_imports(path, source, with_types=True) - {path}
+        for path, source in sources.items()
+    }
+
+
+def import_cycles(graph: Mapping[Path, set[Path]]) -> list[list[str]]:
+    """Groups of files that reach each other, by repeated removal of files without imports left."""
+    left = {path: set(targets) for path, targets in graph.items()}
+    while free := {path for path, targets in left.items() if not targets & left.keys()}:
+        left = {path: targets for path, targets in left.items() if path not in free}
+    importers = {path: {p for p, targets in left.items() if path in targets} for path in left}
+    while free := {path for path, users in importers.items() if not users & importers.keys()}:
+        importers = {path: users for path, users in importers.items() if path not in free}
+    names = sorted(str(path.relative_to(ROOT)) for path in importers)
+    return [names] if names else []
+
+
+def test_no_import_leads_back_to_where_it_came_from() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in product_files()}
+    sources.pop(PACKAGE / "__init__.py")  # its names are loaded on first use
+    assert import_cycles(import_graph(sources)) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .b import f",
+        "def g():\n    from . import b",
+        "if TYPE_CHECKING:\n    from sonicmoe.quant.b import F",
+    ],
+    ids=["eager", "lazy", "types"],
+)
+def test_an_import_cycle_is_recognised(tmp_path: Path, monkeypatch, back: str) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    folder = tmp_path / "sonicmoe" / "quant"
+    folder.mkdir(parents=True)
+    texts = {
+        "a": back,
+        "b": "from .c import x",
+        "c": "import sonicmoe.quant.a",
+        "d": "from . import a",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    graph = import_graph({folder / f"{name}.py": text for name, text in texts.items()})
+    assert import_cycles(graph) == [[f"sonicmoe/quant/{name}.py" for name in "abc"]]
+    graph[folder / "c.py"] = set()
+    assert import_cycles(graph) == []
+
+
+def outer_imports(path: Path, source: str) -> list[str]:
+    """Files of the top-level `ernie_compat` that `source` imports."""
+    found = repository_imports(path, source, with_types=True)
+    return sorted(
+        str(target.relative_to(ROOT)) for target in found if ROOT / "ernie_compat" in target.parents
+    )
+
+
+def test_the_library_imports_the_demo_in_its_commands_only() -> None:
+    found = {
+        str(path.relative_to(ROOT)): outer
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if PACKAGE / "cli" not in path.parents
+        and (outer := outer_imports(path, path.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+
+
+def test_an_import_of_the_demo_is_recognised() -> None:
+    path = PACKAGE / "bench" / "plots.py"
+    assert outer_imports(path, "def f():\n    from ernie_compat.plots import binned") == [
+        "ernie_compat/plots.py"
+    ]
+    assert outer_imports(path, "from ..ernie_compat import SonicMoEMlpNode") == []

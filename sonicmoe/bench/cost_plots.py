@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..plotting import new_figure, save_figure
 from .cost_model import CostModel, groups
 from .floors import PEAK_TFLOPS
-from .plots import new_figure, save_figure
 from .shapes import Shape
 from .sweep import Point
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ernie_compat.plots import DPI, require_matplotlib
-
+from ..plotting import new_figure, require_matplotlib, save_figure
 from .figures import Result
 from .floors import PHASE_STAGES, floors
 
@@ -114,21 +113,3 @@ def plot_rate(results: Sequence[Result], path: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend()
     return save_figure(figure, path)
-
-
-def new_figure(size: tuple[float, float]) -> Any:
-    """A bare figure on the Agg canvas: leaves pyplot's global state and the user's backend alone."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write the file, and its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    return path

@@ -12,9 +12,8 @@ import torch
 from ..ernie_compat import SonicMoEMlpNode
 from ..errors import SonicMoEError
 from .figures import Spread
-from .shapes import Shape
+from .shapes import Shape, stack_layers
 from .steady import Stack, profile_steps, time_steps
-from .sweep import stack_layers
 from .workload import Batch, Layer, Variant, rotating_batches
 
 # of steps in one go: past the clocks of the first milliseconds, and many kernels to average over

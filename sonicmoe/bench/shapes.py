@@ -55,6 +55,17 @@ class Shape:
         )
 
 
+STACK_TOKENS, STACK_LAYERS = 65536, (2, 8)
+
+
+def stack_layers(shape: Shape) -> int:
+    """Layers per timed step: as many as hide the host's time, fewer where one layer takes long and
+    much memory.
+    """
+    least, most = STACK_LAYERS
+    return max(least, min(most, STACK_TOKENS // shape.tokens))
+
+
 REFERENCE = Shape(8192, 3072, 1536, 8, 8)
 SMALL = Shape(256, 256, 128, 8, 2)  # what the reference engine does on a CPU in a blink
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SonicMoEError
-from .shapes import Shape
+from .shapes import Shape, stack_layers
 
 if TYPE_CHECKING:
     from .workload import Variant
@@ -31,7 +31,6 @@ CPU_TOPK = 2
 # no divisor of the number of (E, H, I): a sweep that is stopped early has seen all over the grid
 STRIDE = 7
 MAX_BYTES = 100 << 30  # leaves room on a 141 GB GPU
-STACK_TOKENS, STACK_LAYERS = 65536, (2, 8)  # layers per step: host time hidden, memory bounded
 STEPS = 3  # least number timed
 
 
@@ -90,14 +89,6 @@ def grid(device: str) -> list[Shape]:
     layers = [layers[STRIDE * number % len(layers)] for number in range(len(layers))]
     shapes = [Shape(t, h, i, e, topk) for e, h, i in layers for t in tokens]
     return [shape for shape in shapes if needed_bytes(shape) <= MAX_BYTES]
-
-
-def stack_layers(shape: Shape) -> int:
-    """Layers per step: as many as hide the host's time, fewer where one layer takes long and much
-    memory.
-    """
-    least, most = STACK_LAYERS
-    return max(least, min(most, STACK_TOKENS // shape.tokens))
 
 
 def needed_bytes(shape: Shape) -> float:

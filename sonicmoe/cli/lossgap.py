@@ -15,7 +15,7 @@ from rich.table import Table
 from .numerics import print_table
 
 if TYPE_CHECKING:
-    from ..diagnostics.lossgap import GapRun, GapSummary, Interval
+    from ernie_compat.lossgap import GapRun, GapSummary, Interval
 
 
 @click.command()
@@ -42,7 +42,7 @@ def lossgap(
     Each DIR is the --out of one `sonicmoe train --compare --seed N` run. Runs that differ in more
     than the seed are summarised apart. docs/performance.md says how to read the numbers.
     """
-    from ..diagnostics.lossgap import plot_gaps, read_run, summarise
+    from ernie_compat.lossgap import plot_gaps, read_run, summarise
 
     runs = [read_run(directory) for directory in directories]
     summaries = summarise(runs)

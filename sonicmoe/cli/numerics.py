@@ -173,7 +173,7 @@ def load_framework(name: str | None) -> None:
 
 def capture(steps: int, directory: Path, bar: Progress) -> list[Case]:
     """Train, save the last step's calls, and load them back."""
-    from ..diagnostics.capture import capture_from_training
+    from .capture import capture_from_training
 
     task = bar.add_task("training", total=steps)
     return [

@@ -350,7 +350,9 @@ def _ranks(parallel: Parallel) -> str:
 
 def _draw(trainer: Trainer, console: Console) -> dict[str, str]:
     """Draw both plots and return their paths by name; without matplotlib say so and return none."""
-    from ernie_compat.plots import PlotsUnavailableError, plot_expert_load, plot_loss
+    from ernie_compat.plots import plot_expert_load, plot_loss
+
+    from ..plotting import PlotsUnavailableError
 
     if not trainer.records:
         return {}

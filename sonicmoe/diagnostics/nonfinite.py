@@ -7,19 +7,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..engine.interface import Saved
-from ..enums import FlushMode
 from ..errors import SonicMoEError
 from ..interop import device_name
-from ..node.mlp_call import MlpCall
 from .bisect import GOLDEN, Report, bisect
 from .bisect_report import text_of
-from .call_hooks import CallObserver, forget, observe
+from .call_events import BackwardBegins, BackwardDone, CallEvent, ForwardDone
+from .stages import observing
 from .step_capture import step_of_backward, step_of_forward
 from .step_dump import StepDump, save_dump
 
@@ -55,9 +53,9 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
         NonFiniteError: from the forward or backward that computed the first NaN or infinity.
     """
     watcher = _Watcher(None if dump_dir is None else Path(dump_dir))
-    observe(watcher)
     try:
-        yield
+        with observing(watcher):
+            yield
     except Exception:
         # Paddle turns what a backward raises into an OSError with a shortened message.
         if watcher.failure is not None:
@@ -66,8 +64,6 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
     else:
         if not watcher.calls:
             logger.warning(NOTHING_SEEN)
-    finally:
-        forget(watcher)
 
 
 NOTHING_SEEN = (
@@ -76,46 +72,50 @@ NOTHING_SEEN = (
 )
 
 
-class _Watcher(CallObserver):
+class _Watcher:
+    """Observes calls and raises at the first result that is not finite."""
+
     def __init__(self, dump_dir: Path | None) -> None:
         self._dump_dir = dump_dir
         self.calls = 0
-        self._step: StepDump | None = None
-        self._pending: tuple[Any, ...] = ()
+        self._begun: BackwardBegins | None = None
         self.failure: NonFiniteError | None = None
 
-    def after_forward(
-        self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None
-    ) -> None:
+    def __call__(self, event: CallEvent) -> None:
+        if isinstance(event, ForwardDone):
+            self._check_forward(event)
+        elif isinstance(event, BackwardBegins):
+            self.calls = max(self.calls, 1)  # of a forward before the block
+            # Stage-wise memory releases fields of `saved` in the middle of backward; a copy of the
+            # holder keeps them.
+            self._begun = replace(event, saved=replace(event.saved))
+        elif isinstance(event, BackwardDone):
+            self._check_backward(event)
+
+    def _check_forward(self, event: ForwardDone) -> None:
         self.calls += 1
-        if not all_finite(out):
-            self._fail(
-                call, "out", step_of_forward(f"call {self.calls}", call, x, probs), device_name(x)
-            )
+        if not all_finite(event.out):
+            step = step_of_forward(f"call {self.calls}", event)
+            self._fail("out", step, device_name(event.x))
 
-    def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
-        self.calls = max(self.calls, 1)  # of a forward before the block
-        # Stage-wise memory releases these fields in the middle of backward; a copy of the holder
-        # keeps them.
-        self._pending = (dout, Saved(saved.settings, saved.routing, saved.x, saved.z))
-
-    def after_backward(
-        self, call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]
-    ) -> None:
-        (dout, saved), self._pending = self._pending, ()
-        for name, tensor in named_gradients(call, result):
+    def _check_backward(self, event: BackwardDone) -> None:
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        results = (("dx", event.dx), ("dprobs", event.dprobs), *event.weight_gradients())
+        for name, tensor in results:
             if not all_finite(tensor):
-                step = step_of_backward(f"call {self.calls}", call, dout, saved)
-                self._fail(call, name, step, device_name(dout))
+                step = step_of_backward(f"call {self.calls}", begun)
+                self._fail(name, step, device_name(begun.dout))
 
-    def _fail(self, call: MlpCall, result: str, step: StepDump, device: str) -> None:
-        report = bisect(step, call.engine.name, GOLDEN, device)
+    def _fail(self, result: str, step: StepDump, device: str) -> None:
+        engine = step.settings.engine
+        report = bisect(step, engine, GOLDEN, device)
         path = None
         if self._dump_dir is not None:
             path = self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz"
             save_dump(path, step)
         lines = [
-            f"{result} is not finite (engine {call.engine.name}, {step.name} since detection began)",
+            f"{result} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),
         ]
         if report.fault is None:
@@ -126,29 +126,6 @@ class _Watcher(CallObserver):
             lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
         self.failure = NonFiniteError("\n".join(lines), report, path)
         raise self.failure
-
-
-def named_gradients(
-    call: MlpCall, result: tuple[Tensor, Tensor, list[Tensor | None]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Everything a backward computed: dx, dprobs, and the weight gradients wherever the flush mode
-    has left them.
-
-    Weight gradients that the node puts off (`wgrad_queue`) are not there yet, and not checked.
-    """
-    dx, dprobs, returned = result
-    yield from (("dx", dx), ("dprobs", dprobs))
-    if not call.trainable or getattr(call, "wgrad_queue", None) is not None:
-        return
-    sums = call.experts.accumulators(dx.device)
-    yield from (("dw1", sums.dw1), ("dw2", sums.dw2))
-    if call.flush is FlushMode.BACKWARD:
-        mains = (
-            getattr(parameter, "main_grad", None) for parameter in call.experts.source.parameters()
-        )
-        yield from (
-            ("flushed gradient", tensor) for tensor in (*returned, *mains) if tensor is not None
-        )
 
 
 def all_finite(tensor: Tensor) -> bool:

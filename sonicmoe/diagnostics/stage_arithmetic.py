@@ -17,8 +17,8 @@ from ..enums import ActivationType, ZCode, is_glu
 from ..quant.format import Code
 from ..quant.recipes import BlockShape, ScaleFormat
 from ..quant.reference import dequantize, quantize
-from .capture import to_numpy
 from .golden_stages import RowLayout, activate, gathered, grouped, outer, summed, user_layout
+from .step_capture import to_numpy
 from .step_dump import Array, StepDump
 
 

@@ -18,10 +18,10 @@ from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.reference import dequantize
 from ..routing.build import build_metadata
 from ..routing.metadata import RoutingMetadata
-from .capture import to_numpy
 from .golden_stages import RowLayout, golden_stages
 from .stage_stats import StageValue
 from .stages import listening, tap
+from .step_capture import to_numpy
 from .step_dump import Array, StepDump
 
 Tensor = torch.Tensor

@@ -1,5 +1,5 @@
-"""Names on the stages of a call, for profilers and for `bisect`. A leaf: imports nothing of the
-package, and no framework.
+"""Names on the stages of a call, for profilers and for `bisect`, and events of whole calls, for
+observers. A leaf: imports nothing of the package, and no framework.
 
 An engine writes
 
@@ -7,11 +7,17 @@ An engine writes
         y1, z = ...
     y1 = tap("y1", y1)                # shows a stage tensor to whoever listens
 
-and pays two reads of a global where nobody listens: no allocation, no kernel, no framework call.
+and the caller of an engine (the node) writes
+
+    if is_awaited():
+        emit(ForwardDone(...))    # an event of `call_events.py`
+
+Each pays one read of a global where nobody listens: no allocation, no kernel, no framework call.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -19,11 +25,14 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 RangeFactory = Callable[[str], AbstractContextManager[Any]]
 Listener = Callable[[str, Any], Any]
+Observer = Callable[[Any], None]
 
 RANGE_PREFIX = "sonicmoe."
 _SILENT = nullcontext()
 _ranges: RangeFactory | None = None
 _listener: Listener | None = None
+_observers: tuple[Observer, ...] = ()
+_observers_change = threading.Lock()
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
@@ -77,3 +86,42 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listener = before
+
+
+def is_awaited() -> bool:
+    """Whether anybody observes events; asked before an event is made."""
+    return bool(_observers)
+
+
+def emit(event: Any) -> None:
+    """Hand an event to every observer, on this thread; an exception of an observer ends the call
+    that emitted it.
+    """
+    for observer in _observers:
+        observer(event)
+
+
+def observe(observer: Observer) -> None:
+    """Hand every event from now on to `observer`; process-wide, because backward may run on another
+    thread.
+    """
+    global _observers
+    with _observers_change:
+        _observers = (*_observers, observer)
+
+
+def forget(observer: Observer) -> None:
+    """Take an observer away; twice is once."""
+    global _observers
+    with _observers_change:
+        _observers = tuple(other for other in _observers if other is not observer)
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """`observe` inside the block."""
+    observe(observer)
+    try:
+        yield
+    finally:
+        forget(observer)

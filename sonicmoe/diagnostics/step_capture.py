@@ -1,38 +1,36 @@
-"""Take a step out of a running node, into a `StepDump` or a file."""
+"""Take a step out of a running layer, into a `StepDump` or a file."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..engine.interface import Saved
 from ..interop import dtype_name
-from .call_hooks import CallObserver, forget, observe
-from .capture import to_numpy
-from .step_dump import DumpError, StepDump, StepSettings, save_dump
-
-if TYPE_CHECKING:
-    from ..node.mlp_call import MlpCall
-    from ..node.mlp_node import SonicMoEMlpNode
+from .call_events import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone
+from .stages import forget, observe
+from .step_dump import Array, DumpError, StepDump, StepSettings, save_dump
 
 logger = logging.getLogger("sonicmoe")
 
 Tensor = torch.Tensor
 
 
-def dump_next_step(node: SonicMoEMlpNode, path: str | Path) -> None:
-    """Write the inputs of the node's next step to `path`, for `sonicmoe bisect`.
+def dump_next_step(layer: object, path: str | Path) -> None:
+    """Write the inputs of the next step of `layer` (`ExpertCall.layer`) to `path`, for `sonicmoe
+    bisect`.
 
-    The next forward writes them at once; the next backward (under recompute another forward runs
-    before it) writes them again with `dout`, and ends it; so does a forward that keeps no graph.
+    The next forward writes them at once. Its backward, which brings the same indices, writes them
+    again with `dout`, and ends the dump; so does the end of the optimizer step, by which every
+    backward has run. A forward without a graph may be inference, which no backward follows, or the
+    first pass of a recompute, which one does: only time tells them apart.
+
     Copies weights and tokens to the host: for diagnosis, not for every step. What fails during the
     step is logged, and the step goes on.
 
@@ -41,7 +39,7 @@ def dump_next_step(node: SonicMoEMlpNode, path: str | Path) -> None:
     """
     path = Path(path)
     _check_writable(path)
-    observe(_Writer(node._experts, path))
+    observe(_Writer(layer, path))
 
 
 def _check_writable(path: Path) -> None:
@@ -58,43 +56,37 @@ def _check_writable(path: Path) -> None:
         raise DumpError(f"cannot write a step to {path}: it is a directory, or write-protected")
 
 
-def step_of_forward(name: str, call: MlpCall, x: Tensor, probs: Tensor) -> StepDump:
+def step_of_forward(name: str, event: ForwardDone) -> StepDump:
     """Inputs of one forward."""
-    w1, w2 = call.experts.source.native()
+    return _step(name, event.call, event.x, to_numpy(event.probs))
+
+
+def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
+    """Inputs of one forward and its backward; probabilities at invalid slots, which nobody reads,
+    are zero.
+    """
+    saved = event.saved
+    assert saved.x is not None
+    slot_row, row_prob = to_numpy(saved.routing.slot_row), to_numpy(saved.routing.row_prob)
+    probs = np.zeros(slot_row.shape, dtype=np.float32)
+    probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
+    return _step(name, event.call, saved.x, probs).but(dout=to_numpy(event.dout))
+
+
+def _step(name: str, call: ExpertCall, x: Tensor, probs: Array) -> StepDump:
+    w1, w2 = call.native_weights()
     return StepDump(
         name,
         settings_of(call, x),
         to_numpy(x),
         to_numpy(call.indices),
-        to_numpy(probs),
-        to_numpy(w1),
-        to_numpy(w2),
-    )
-
-
-def step_of_backward(name: str, call: MlpCall, dout: Tensor, saved: Saved) -> StepDump:
-    """Inputs of one forward and its backward; probabilities at invalid slots, which nobody reads,
-    are zero.
-    """
-    assert saved.x is not None
-    slot_row, row_prob = to_numpy(saved.routing.slot_row), to_numpy(saved.routing.row_prob)
-    probs = np.zeros(slot_row.shape, dtype=np.float32)
-    probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
-    w1, w2 = call.experts.source.native()
-    x, indices = to_numpy(saved.x), to_numpy(call.indices)
-    return StepDump(
-        name,
-        settings_of(call, saved.x),
-        x,
-        indices,
         probs,
         to_numpy(w1),
         to_numpy(w2),
-        to_numpy(dout),
     )
 
 
-def settings_of(call: MlpCall, x: Tensor) -> StepSettings:
+def settings_of(call: ExpertCall, x: Tensor) -> StepSettings:
     """How the call runs, by name."""
     own = call.settings
     return StepSettings(
@@ -104,59 +96,56 @@ def settings_of(call: MlpCall, x: Tensor) -> StepSettings:
         save_z=own.save_z.value,
         recompute_z=own.recompute_z,
         dtype=dtype_name(x.dtype),
-        engine=call.engine.name,
+        engine=call.engine,
     )
 
 
-class _Writer(CallObserver):
-    """Writes one node's next step, then goes."""
+def to_numpy(tensor: Tensor) -> Array:
+    """A copy on the host: integers as int64, everything else as fp32."""
+    integral = str(tensor.dtype).endswith(("int32", "int64"))
+    return np.array(tensor.detach().to(torch.int64 if integral else torch.float32).cpu().numpy())
 
-    def __init__(self, experts: object, path: Path) -> None:
-        self._experts, self._path = experts, path
-        self._has_forward = False
 
-    def after_forward(
-        self, call: MlpCall, x: Tensor, probs: Tensor, out: Tensor, saved: Saved | None
-    ) -> None:
-        if call.experts is not self._experts:
-            return
-        if not self._has_forward:
-            self._has_forward = True
-            self._write(lambda: step_of_forward(self._path.stem, call, x, probs))
-        if saved is None and not _in_autograd_function():
+class _Writer:
+    """Observes calls, writes one layer's next step, then goes."""
+
+    def __init__(self, layer: object, path: Path) -> None:
+        # Weakly: a dump that waits for a backward must not keep a dropped layer's weights.
+        self._layer, self._path = weakref.ref(layer), path
+        self._indices: Array | None = None  # of the forward that was written
+
+    def __call__(self, event: CallEvent) -> None:
+        layer = self._layer()
+        if layer is None:
             forget(self)
+        elif isinstance(event, StepDone):
+            if event.layer is layer and self._indices is not None:
+                forget(self)
+        elif event.call.layer is layer:
+            self._take(event)
 
-    def before_backward(self, call: MlpCall, dout: Tensor, saved: Saved) -> None:
-        if call.experts is self._experts:
-            forget(self)
-            self._write(lambda: step_of_backward(self._path.stem, call, dout, saved))
-
-    def _write(self, make: Callable[[], StepDump]) -> None:
+    def _take(self, event: CallEvent) -> None:
         """Diagnosis must not end a training: whatever fails here is logged, and nothing more is
         tried.
         """
         try:
-            save_dump(self._path, make())
+            if isinstance(event, ForwardDone) and self._indices is None:
+                self._indices = to_numpy(event.call.indices)
+                self._write(lambda name: step_of_forward(name, event))
+            elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event.call):
+                forget(self)
+                self._write(lambda name: step_of_backward(name, event))
         except Exception as error:
             forget(self)
             logger.warning(
                 "no dump of this step in %s: %s: %s", self._path, type(error).__name__, error
             )
 
+    def _is_of_the_forward(self, call: ExpertCall) -> bool:
+        """Whether a backward belongs to the forward that was written, not to another micro-batch.
+        Where no forward was seen, every backward will do.
+        """
+        return self._indices is None or np.array_equal(self._indices, to_numpy(call.indices))
 
-def _in_autograd_function() -> bool:
-    """Whether an autograd function's forward is on the stack: recompute, which keeps no graph there
-    and runs all again in backward.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        first = (
-            frame.f_locals.get(code.co_varnames[0])
-            if code.co_name == "forward" and code.co_argcount
-            else None
-        )
-        if hasattr(first, "save_for_backward"):  # the context
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    def _write(self, make: Callable[[str], StepDump]) -> None:
+        save_dump(self._path, make(self._path.stem))

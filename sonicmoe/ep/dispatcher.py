@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
+from .. import autograd
+from ..autograd import DifferentiableCall
 from ..errors import ShapeError, expect
-from ..interop import IS_PADDLE, grad_enabled, plain_ops, require_framework_tensor, requires_grad
-from .interface import Dispatched, Received, Transport, check_dispatch, zero_where_not_here
-
-if IS_PADDLE:
-    from . import bridge_paddle as bridge
-else:
-    from . import bridge_torch as bridge  # type: ignore[no-redef]
+from ..interop import grad_enabled, plain_ops, require_framework_tensor, requires_grad
+from .interface import Dispatched, Transport, check_dispatch, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -90,25 +87,55 @@ class Route:
         return torch.where(here.reshape([-1, 1]), rows, torch.zeros_like(rows))
 
 
-class DispatchCall:
-    """One dispatch: run inside the autograd bridge, its route kept for backward."""
+class DispatchCall(DifferentiableCall):
+    """One dispatch of `(x, topk_weights)`, whose route and counts are there once it has run. Under
+    autograd a gradient that did not arrive counts as zeros: the collective of the backward runs on
+    every rank or on none.
+    """
+
+    route: Route
+    tokens_per_expert: list[int] | None
 
     def __init__(self, transport: Transport, topk_idx: Tensor) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
         self.transport, self.topk_idx = transport, topk_idx
-        self.received: Received | None = None
-        self.route: Route | None = None
 
-    def run(self, x: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: tuple[Tensor, ...], *, save: bool = False
+    ) -> tuple[tuple[Tensor, Tensor], None]:
         """`(x [R, H], probs [R, K])`."""
+        x, topk_weights = inputs
         with plain_ops():
             received = self.transport.dispatch(
                 x.detach().contiguous(), self.topk_idx, topk_weights.detach().contiguous()
             )
             probs = zero_where_not_here(received.topk_weights, received.topk_idx)
-        self.received = received
+        self.tokens_per_expert = received.tokens_per_expert
         self.route = Route(self.transport, received.handle, self.topk_idx, received.topk_idx)
-        return received.x, probs
+        return (received.x, probs), None
+
+    def backward(
+        self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """A combine of dx that carries dprobs."""
+        return self.route.dispatch_backward(*gradients), []
+
+
+class CombineCall(DifferentiableCall):
+    """One combine along `route`."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def forward(self, inputs: tuple[Tensor, ...], *, save: bool = False) -> tuple[Tensor, None]:
+        """`[R, H]` -> `[T, H]`."""
+        return self.route.combine(*inputs), None
+
+    def backward(
+        self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """A cached dispatch of dout."""
+        return (self.route.combine_backward(*gradients),), []
 
 
 class TransportDispatcher(Dispatcher):
@@ -127,13 +154,11 @@ class TransportDispatcher(Dispatcher):
         check_dispatch(x, topk_idx, topk_weights)
         call = DispatchCall(self.transport, topk_idx.detach().to(torch.int64).contiguous())
         if grad_enabled() and (requires_grad(x) or requires_grad(topk_weights)):
-            recv_x, probs = bridge.dispatch(call, x, topk_weights)
+            recv_x, probs = autograd.apply(call, (x, topk_weights))
         else:
-            recv_x, probs = call.run(x, topk_weights)
-        assert call.received is not None
-        return Dispatched(
-            recv_x, call.received.tokens_per_expert, call.received.topk_idx, probs, call.route
-        )
+            (recv_x, probs), _ = call.forward((x, topk_weights))
+        route = call.route
+        return Dispatched(recv_x, call.tokens_per_expert, route.indices, probs, route)
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         require_framework_tensor(out, "out")
@@ -144,6 +169,6 @@ class TransportDispatcher(Dispatcher):
             f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {rows} rows: needed [{rows}, H]",
         )
         if grad_enabled() and requires_grad(out):
-            return bridge.combine(handle, out)
+            return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
         with plain_ops():
             return handle.combine(out.detach())

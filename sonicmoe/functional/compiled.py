@@ -7,7 +7,6 @@ the inputs' shapes: the rows of the saved `z` are the worst case of any routing,
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -21,31 +20,11 @@ from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.gpu import build_routing_gpu, num_rows_bound
 from ..routing.metadata import RoutingMetadata
 from .call import Plan, backward, forward, make_plan
+from .plan_numbers import plan_of
 from .weights import WeightLayout, Weights, prepared_weights
 
 Tensor = torch.Tensor
 TensorSpec = tuple[tuple[Any, ...], torch.dtype]
-
-_plans: dict[int, Plan] = {}
-
-
-def number_of(plan: Plan) -> int:
-    """The number that stands for `plan` in a graph: a digest, since compiled graphs outlive the
-    process in the compiler's caches.
-    """
-    number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
-    _plans[number] = plan
-    return number
-
-
-def _plan_of(number: int) -> Plan:
-    plan = _plans.get(number)
-    if plan is None:
-        raise ConfigError(
-            f"no plan {number} in this process: a program exported in another one names its settings by this number and does not "
-            "carry them; trace the layer once here before (torch.compile or torch.export), with the same arguments and configuration"
-        )
-    return plan
 
 
 def compiled_expert_mlp(
@@ -88,7 +67,7 @@ def _expert_mlp(
     """`(out [T, H], z or its codes, scales of the codes)`; the last two are empty where backward
     needs none.
     """
-    plan = _plan_of(plan_number)
+    plan = plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
@@ -119,7 +98,7 @@ def _(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    plan = _plan_of(int(plan_number)).fitted(x, (w1, w2, b1, b2))
+    plan = plan_of(int(plan_number)).fitted(x, (w1, w2, b1, b2))
     slots = indices.shape[0] * indices.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
@@ -143,7 +122,7 @@ def _expert_mlp_backward(
     wgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(dx, dprobs, dw1, dw2, db1, db2)`; what is not wanted is empty."""
-    plan = _plan_of(plan_number)
+    plan = plan_of(plan_number)
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
         plan = plan.fitted(x, weights)

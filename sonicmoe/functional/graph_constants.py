@@ -6,7 +6,7 @@ import torch
 
 from ..enums import ActivationType
 from .call import make_plan
-from .compiled import number_of
+from .plan_numbers import number_of
 from .weights import WeightLayout
 
 

@@ -1,17 +1,18 @@
-"""One forward of the node and what its backward will need: everything the two autograd bridges
-share.
-"""
+"""One forward of the node and what its backward will need."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
-from ..diagnostics.stages import stage
+from ..diagnostics.call_events import BackwardBegins, BackwardDone, ExpertCall, ForwardDone
+from ..diagnostics.stages import emit, is_awaited, stage
 from ..engine.interface import (
     Engine,
     EngineSettings,
@@ -31,14 +32,13 @@ Tensor = torch.Tensor
 
 
 @dataclass(eq=False)
-class MlpCall:
+class MlpCall(DifferentiableCall):
     """Arguments of one call. Holds no activation: those live in the autograd context, so any number
     of calls may be outstanding.
 
     parameters are the module's as this forward found them: the inputs of the autograd node.
     engine_weights is shared by all calls of an optimizer step and outlives the last backward
     through this reference; weight_updates says which state of the weights it held then.
-    reaches_weights is false of a backward that was asked for gradients of other inputs only.
     config is in force in both passes, so that kernels of the node's own cache directory serve it;
     backward may run on another thread, and after the caller's `activate()` block has ended.
     """
@@ -57,15 +57,14 @@ class MlpCall:
     validate: bool
     step_guard: StepGuard
     wgrad_queue: WgradQueue | None
-    reaches_weights: bool = True
 
     @property
-    def trainable(self) -> bool:
-        """Whether a backward is to add gradients of any parameter."""
-        return self.reaches_weights and any(map(requires_grad, self.parameters))
+    def releases_saved(self) -> bool:
+        return self.settings.frees_stagewise
 
-    def forward(self, x: Tensor, probs: Tensor, *, save: bool) -> tuple[Tensor, Saved | None]:
-        """Routing, then the engine."""
+    def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
+        """Routing, then the engine, on `(x, probs)`."""
+        x, probs = inputs
         with self.config.activate(), plain_ops():  # once: inside, autocast costs nothing more
             with stage("routing"):
                 routing = build_metadata(
@@ -76,14 +75,41 @@ class MlpCall:
                     alignment=self.settings.row_alignment,
                     validate=self.validate,
                 )
-            return self.engine.forward(x, routing, self.engine_weights, self.settings, save=save)
+            out, saved = self.engine.forward(
+                x, routing, self.engine_weights, self.settings, save=save
+            )
+        if is_awaited():
+            emit(ForwardDone(self._described(), x, probs, out, saved))
+        return out, saved
 
-    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """`(dx, dprobs, gradients to return per parameter)`; weight gradients are accumulated, and
-        flushed where the mode says so.
+    def backward(
+        self,
+        gradients: tuple[Tensor, ...],
+        saved: Saved | None,
+        *,
+        reaches_parameters: bool = True,
+        following: Any = None,
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; weight gradients are
+        accumulated, and flushed where the mode says so.
         """
+        (dout,) = gradients
+        assert saved is not None
+        if is_awaited():
+            emit(BackwardBegins(self._described(), dout, saved))
+        trainable = reaches_parameters and any(map(requires_grad, self.parameters))
+        dx, dprobs, returned = self._backward(dout, saved, trainable)
+        if is_awaited():
+            left = partial(self._weight_gradients, returned, trainable)
+            emit(BackwardDone(self._described(), dx, dprobs, left))
+        if self.wgrad_queue is not None:
+            self.wgrad_queue.launch_after(following)
+        return (dx, dprobs), returned
+
+    def _backward(
+        self, dout: Tensor, saved: Saved, trainable: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         self.experts.check_current(self.engine_weights, self.weight_updates)
-        trainable = self.trainable
         accumulators = self.experts.accumulators(dout.device) if trainable else None
         with self.config.activate():
             dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
@@ -113,3 +139,25 @@ class MlpCall:
         except BaseException:
             self.experts.note_failed_backward()
             raise
+
+    def _described(self) -> ExpertCall:
+        source = self.experts.source
+        return ExpertCall(
+            self.experts, self.engine.name, self.settings, self.indices, source.native
+        )
+
+    def _weight_gradients(
+        self, returned: Sequence[Tensor | None], trainable: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weight gradients of this backward, by name, wherever the flush mode has left them;
+        those that `wgrad_queue` puts off are nowhere yet.
+        """
+        if not trainable or self.wgrad_queue is not None:
+            return
+        sums = self.experts.accumulators(self.indices.device)
+        yield from (("dw1", sums.dw1), ("dw2", sums.dw2))
+        if self.flush is FlushMode.BACKWARD:
+            mains = (getattr(parameter, "main_grad", None) for parameter in self.parameters)
+            yield from (
+                ("flushed gradient", tensor) for tensor in (*returned, *mains) if tensor is not None
+            )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import autograd
 from ..config import (
     ResolvedConfig,
     SonicMoEConfig,
@@ -17,14 +18,15 @@ from ..config import (
     current_config,
     warn_unknown_flags,
 )
-from ..diagnostics.stages import stage
+from ..diagnostics.call_events import StepDone
+from ..diagnostics.stages import emit, is_awaited, stage
+from ..diagnostics.step_capture import dump_next_step
 from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
 from ..enums import ActivationType, EngineName, FlushMode, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
 from ..interop import (
-    IS_PADDLE,
     device_name,
     dtype_name,
     grad_enabled,
@@ -40,11 +42,6 @@ from ..routing.validation import check_indices_and_probs
 from .mlp_call import MlpCall
 from .step_guard import StepGuard
 from .wgrad_queue import WgradQueue
-
-if IS_PADDLE:
-    from . import bridge_paddle as bridge
-else:
-    from . import bridge_torch as bridge  # type: ignore[no-redef]
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -235,10 +232,10 @@ class SonicMoEMlpNode:
             step_guard=self._step_guard,
             wgrad_queue=self._wgrad_queue,
         )
-        x = x.contiguous()
-        if grad_enabled() and any(map(requires_grad, (x, dispatched_probs, *parameters))):
-            return bridge.apply(call, x, dispatched_probs)
-        return call.forward(x, dispatched_probs, save=False)[0]
+        inputs = (x.contiguous(), dispatched_probs)
+        if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
+            return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]
+        return call.forward(inputs, save=False)[0]
 
     def step(self) -> None:
         """Add the accumulated weight gradients into `main_grad` in place, zero the accumulators,
@@ -255,6 +252,8 @@ class SonicMoEMlpNode:
         self.flush_grads()
         self._step_guard.stepped()
         self._experts.invalidate()
+        if is_awaited():
+            emit(StepDone(self._experts))
 
     def flush_grads(self) -> None:
         """The gradient half of `step()`: flush, keep the weight caches. May run between
@@ -329,15 +328,13 @@ class SonicMoEMlpNode:
         return tuple(outcome.kernel for outcome in report.kernels)
 
     def dump(self, path: str | Path) -> None:
-        """Write the inputs of the next step (forward, then backward) to `path`, for `sonicmoe
+        """Write the inputs of the next forward, then of its backward, to `path`, for `sonicmoe
         bisect`.
 
-        The file is there after the forward and complete after the backward. Copies weights and
-        tokens to the host.
+        The file is there after the forward and complete after the backward; `step()` ends the wait
+        for one. Copies weights and tokens to the host.
         """
-        from ..diagnostics.step_capture import dump_next_step  # diagnosis stands above the node
-
-        dump_next_step(self, path)
+        dump_next_step(self._experts, path)
 
     @property
     def gradient_bytes(self) -> int:

@@ -14,19 +14,16 @@ from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from planted import plant
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics import call_hooks, step_capture
+from sonicmoe.diagnostics import stages, step_capture
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.stages import listening
-from sonicmoe.diagnostics.step_capture import dump_next_step
 from sonicmoe.diagnostics.step_dump import DumpError, load_dump
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.node.mlp_call import MlpCall
 
 T, H, I, E, K = 40, 128, 128, 4, 2
-ORIGINALS = (MlpCall.forward, MlpCall.backward)
 
 
 def make_node(mode="perf", **options):
@@ -70,8 +67,7 @@ def train_step(node, dout=None, **changes):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert (MlpCall.forward, MlpCall.backward) == ORIGINALS
-    assert call_hooks._observers == []
+    assert stages._observers == ()
 
 
 @pytest.mark.parametrize("mode", ["perf", "mem", "off"])
@@ -81,7 +77,6 @@ def test_a_healthy_step_passes(mode):
         train_step(node)
         node.step()
         train_step(node)
-    assert (MlpCall.forward, MlpCall.backward) == ORIGINALS
 
 
 def test_a_bad_token_is_named_in_forward(tmp_path):
@@ -149,7 +144,7 @@ def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
 @pytest.mark.parametrize("mode", ["perf", "mem", "off"])
 def test_a_dump_holds_the_next_step_of_its_node(mode, tmp_path):
     node, other = make_node(mode), make_node()
-    dump_next_step(node, tmp_path / "step.npz")
+    node.dump(tmp_path / "step.npz")
     train_step(other)
     assert not (tmp_path / "step.npz").exists()
     x, indices, probs, dout = train_step(node)
@@ -166,47 +161,14 @@ def test_a_dump_holds_the_next_step_of_its_node(mode, tmp_path):
     assert report.healthy and report.missing == ()
 
 
-def test_a_forward_that_never_goes_back_is_dumped_and_ends_the_dump(tmp_path):
-    node, other = make_node(), make_node()
-    dump_next_step(node, tmp_path / "step.npz")
-    x, indices, probs, _ = batch()
-    with torch.no_grad():
-        other(x, None, indices, probs)
-        assert call_hooks._observers, "not of this node"
-        node(x, None, indices, probs)
-    assert (MlpCall.forward, MlpCall.backward) == ORIGINALS and call_hooks._observers == []
-    assert load_dump(tmp_path / "step.npz").dout is None
-
-
-def recomputed(node, *arguments):
-    """One forward without a graph now, one with in backward."""
-    if IS_PADDLE:
-        from paddle.distributed.fleet.utils import recompute
-
-        return recompute(node, *arguments)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(node, *arguments, use_reentrant=True)
-
-
-def test_the_first_forward_of_a_recompute_keeps_no_graph_and_a_backward_comes(tmp_path):
-    node = make_node()
-    dump_next_step(node, tmp_path / "step.npz")
-    x, indices, probs, dout = batch()
-    out = recomputed(node, x, None, indices, probs)
-    assert load_dump(tmp_path / "step.npz").dout is None
-    (out * dout).sum().backward()
-    np.testing.assert_array_equal(load_dump(tmp_path / "step.npz").dout, numpy(dout))
-
-
 def test_a_path_that_cannot_be_written_is_refused_before_the_step(tmp_path):
     node, taken = make_node(), tmp_path / "file"
     taken.touch()
     for path in (taken / "step.npz", tmp_path):
         with pytest.raises(DumpError, match="cannot write a step to"):
-            dump_next_step(node, path)
-    assert call_hooks._observers == []
-    dump_next_step(node, tmp_path / "made" / "step.npz")
+            node.dump(path)
+    assert stages._observers == ()
+    node.dump(tmp_path / "made" / "step.npz")
     train_step(node)
     assert load_dump(tmp_path / "made" / "step.npz").dout is not None
 
@@ -224,11 +186,11 @@ def test_a_write_that_fails_during_the_step_does_not_break_it(
 
     monkeypatch.setattr(step_capture, "save_dump", save_dump)
     node = make_node()
-    dump_next_step(node, tmp_path / "step.npz")
+    node.dump(tmp_path / "step.npz")
     with caplog.at_level(logging.WARNING, logger="sonicmoe"):
         x, *_ = train_step(node)
         train_step(node)
-    assert x.grad is not None and call_hooks._observers == [] and len(written) == good_writes + 1
+    assert x.grad is not None and stages._observers == () and len(written) == good_writes + 1
     (line,) = [record.getMessage() for record in caplog.records if record.name == "sonicmoe"]
     assert "step.npz" in line and "No space left on device" in line
 

@@ -13,7 +13,7 @@ from framework import parameter, tensor, torch
 
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.diagnostics.capture import capture_from_training, captured_calls
+from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.cases import (
     DATA_KINDS,
     TENSORS,
@@ -313,23 +313,6 @@ def test_captured_calls_are_what_the_node_saw():
     assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(
         wanted
     )  # weights went through bf16
-
-
-def test_training_yields_one_case_per_moe_layer(tmp_path):
-    from ernie_compat.model_config import ModelConfig
-
-    model = ModelConfig(hidden_size=32, intermediate_size=16, num_layers=3, num_heads=2, seq_len=16)
-    seen = []
-    paths = capture_from_training(2, tmp_path, seen.append, model=model, batch=2)
-    assert seen == [1, 2]
-    cases = [load_case(path) for path in paths]
-    assert [case.name for case in cases] == ["step 2, layer 1", "step 2, layer 2"]
-    for case in cases:
-        assert case.x.shape == (32, 32)
-        assert case.w1.shape == (8, 32, 32)
-        assert all(
-            np.abs(getattr(case, name)).max() > 0 for name in ("x", "w1", "w2", "dout", "probs")
-        )
 
 
 def test_the_command_prints_tables_and_a_verdict():

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from sonicmoe.diagnostics import stages
-from sonicmoe.diagnostics.stages import listening, ranges_on, stage, tap
+from sonicmoe.diagnostics.stages import (
+    emit,
+    forget,
+    is_awaited,
+    listening,
+    observe,
+    observing,
+    ranges_on,
+    stage,
+    tap,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +42,41 @@ def test_off_costs_next_to_nothing():
             tap("z", None)
 
     assert min(timeit.repeat(with_both, number=1000, repeat=5)) / 1000 < 5e-6
+
+
+def test_events_that_nobody_awaits_cost_next_to_nothing():
+    def ask() -> None:
+        if is_awaited():
+            raise AssertionError
+
+    assert min(timeit.repeat(ask, number=1000, repeat=5)) / 1000 < 2e-6
+
+
+def test_observers_see_every_event_and_are_gone_after_an_error():
+    seen = []
+    with pytest.raises(KeyError), observing(seen.append):
+        with observing(lambda event: seen.append(-event)):
+            emit(1)
+        emit(2)
+        raise KeyError
+    assert seen == [1, -1, 2] and not is_awaited()
+    emit(3)
+    assert seen == [1, -1, 2]
+
+
+def test_an_observer_may_leave_while_it_observes():
+    seen = []
+
+    def once(event):
+        seen.append(event)
+        forget(once)
+        forget(once)
+
+    observe(once)
+    with observing(seen.append):
+        emit(1)
+        emit(2)
+    assert seen == [1, 1, 2] and not is_awaited()
 
 
 def test_a_leaf_imports_nothing_of_the_package():

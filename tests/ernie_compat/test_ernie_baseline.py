@@ -11,7 +11,9 @@ from small_run import SIZES, run_config
 from ernie_compat import trainer as trainer_module
 from ernie_compat.checkpoint import CheckpointError, read_header
 from ernie_compat.corpus import Corpus
-from ernie_compat.learner import StepResult, engine_in_use, make_learner
+from ernie_compat.learner import make_learner
+from ernie_compat.metrics import StepResult
+from ernie_compat.precision import engine_in_use
 from ernie_compat.trainer import (
     CHECKPOINT_NAME,
     FULL_PRECISION,

@@ -14,8 +14,9 @@ import torch
 from small_run import SIZES, run_config
 
 from ernie_compat.corpus import Corpus
-from ernie_compat.learner import make_learner, node_config
+from ernie_compat.learner import make_learner
 from ernie_compat.model_config import RunConfig
+from ernie_compat.precision import node_config
 from ernie_compat.trainer import FULL_PRECISION, MAIN, Trainer
 from sonicmoe.jit_warmup import warmup_jit
 

@@ -15,9 +15,9 @@ from functional.layer_golden import AUX_WEIGHT, assert_close, make_layer, make_t
 from sonicmoe import SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
-from sonicmoe.functional import compiled
+from sonicmoe.functional import plan_numbers
 from sonicmoe.functional.call import make_plan
-from sonicmoe.functional.compiled import number_of
+from sonicmoe.functional.plan_numbers import number_of
 from sonicmoe.functional.weights import WeightLayout
 
 FP8 = {"use_fp8": True}
@@ -284,7 +284,7 @@ def test_border_checks_speak_while_compiling():
 def test_numbers_of_plans_are_the_same_in_every_process():
     """Compilers keep graphs on disk: a number must not mean other settings in the next process."""
     script = (
-        "from sonicmoe.functional.compiled import number_of\n"
+        "from sonicmoe.functional.plan_numbers import number_of\n"
         "from sonicmoe.functional.call import make_plan\n"
         "from sonicmoe.functional.weights import WeightLayout\n"
         "from sonicmoe.enums import ActivationType\n"
@@ -309,7 +309,7 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
     moe, (x, _) = make_layer(), tokens()
     program = torch.export.export(moe, (x,)).module()
     expected = program(x)[0]
-    monkeypatch.setattr(compiled, "_plans", {})  # as in a new process
+    monkeypatch.setattr(plan_numbers, "_plans", {})  # as in a new process
     with pytest.raises(
         ConfigError, match=r"no plan \d+ in this process: .* trace the layer once here before"
     ):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
-from framework import numpy
+from framework import IS_PADDLE, numpy, torch
 from node.node_harness import FP8, FULL, Layer, problems
 
-from sonicmoe.diagnostics.call_hooks import _observers
+from sonicmoe.diagnostics import stages
 from sonicmoe.diagnostics.step_dump import load_dump
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert stages._observers == ()
 
 
 def assert_inputs(step, call, layer):
@@ -52,6 +61,88 @@ def test_takes_one_step_of_this_node_alone(tmp_path):
     other.run()
     assert not path.exists()
     first = layer.run()
-    assert not _observers
+    assert stages._observers == ()
     layer.run(problems(2)[1])
     assert_inputs(load_dump(path), first, layer)
+
+
+def recomputed(node, reentrant, *arguments):
+    """The forward runs twice: now, and again in backward. The re-entrant kind keeps no graph the
+    first time.
+    """
+    if IS_PADDLE:
+        from paddle.distributed.fleet.utils import recompute
+
+        return recompute(node, *arguments, use_reentrant=reentrant)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(node, *arguments, use_reentrant=reentrant)
+
+
+def block(layer, call, reentrant):
+    """The layer behind other operations of one recomputed block: a first pass without a graph does
+    not see that x and probs want gradients.
+    """
+
+    def forward(x, probs):
+        return layer.node(x * 1, None, call.indices, probs * 1)
+
+    return recomputed(forward, reentrant, call.x, call.probs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+@pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+def test_a_recomputed_forward_is_completed_by_its_backward(tmp_path, reentrant, config):
+    layer = Layer(config=config)
+    call, path = layer.call(), tmp_path / "step.npz"
+    layer.node.dump(path)
+    out = block(layer, call, reentrant)
+    assert load_dump(path).dout is None
+    out.backward(call.dout)
+    step = load_dump(path)
+    assert_inputs(step, call, layer)
+    np.testing.assert_array_equal(step.dout, numpy(call.dout))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_the_backward_of_another_micro_batch_is_not_taken_for_it(tmp_path, reentrant):
+    first, second = problems(2)
+    layer = Layer(first)
+    calls, path = [layer.call(first), layer.call(second)], tmp_path / "step.npz"
+    layer.node.dump(path)
+    outs = [block(layer, call, reentrant) for call in calls]
+    outs[1].backward(calls[1].dout)
+    step = load_dump(path)
+    assert_inputs(step, calls[0], layer)
+    assert step.dout is None
+    outs[0].backward(calls[0].dout)
+    np.testing.assert_array_equal(load_dump(path).dout, numpy(calls[0].dout))
+
+
+def test_inference_is_written_and_ends_with_the_step(tmp_path):
+    evaluated, trained = problems(2)
+    layer, other = Layer(evaluated), Layer(evaluated)
+    path = tmp_path / "step.npz"
+    layer.node.dump(path)
+    layer.node.step()  # of the step before
+    with torch.no_grad():
+        other.call()
+        assert not path.exists()
+        call = layer.call()
+    layer.run(trained)
+    other.node.step()
+    assert len(stages._observers) == 1
+    step = load_dump(path)
+    assert_inputs(step, call, layer)
+    assert step.dout is None
+    layer.node.step()
+
+
+def test_a_dump_keeps_no_dropped_node(tmp_path):
+    layer = Layer()
+    experts = weakref.ref(layer.node._experts)
+    layer.node.dump(tmp_path / "step.npz")
+    del layer
+    gc.collect()
+    assert experts() is None
+    Layer().run()  # its first event finds the observer without a layer

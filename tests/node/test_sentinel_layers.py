@@ -51,14 +51,14 @@ def test_a_leak_through_what_nobody_computes_is_found(place, monkeypatch):
     def leaky(tensor, kept):
         return torch.where(kept, tensor, torch.empty_like(tensor))
 
-    def leaky_forward(call, x, probs, *, save):
-        out, saved = forward(call, x, probs, save=save)
+    def leaky_forward(call, inputs, *, save):
+        out, saved = forward(call, inputs, save=save)
         return leaky(out, here(call).any(1, keepdim=True)) if place == "out" else out, saved
 
-    def leaky_backward(call, dout, saved):
-        dx, dprobs, rest = backward(call, dout, saved)
+    def leaky_backward(call, gradients, saved, **about):
+        (dx, dprobs), rest = backward(call, gradients, saved, **about)
         dx = leaky(dx, here(call).any(1, keepdim=True)) if place == "dx" else dx
-        return dx, leaky(dprobs, here(call)) if place == "dprobs" else dprobs, rest
+        return (dx, leaky(dprobs, here(call)) if place == "dprobs" else dprobs), rest
 
     monkeypatch.setattr(MlpCall, "forward", leaky_forward)
     monkeypatch.setattr(MlpCall, "backward", leaky_backward)

@@ -10,11 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ernie_compat.corpus import load_corpus
-from ernie_compat.metrics import loss_gap
-from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
-from ernie_compat.trainer import Trainer
-from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.lossgap import (
+from ernie_compat.lossgap import (
     GapRun,
     Interval,
     LossGapError,
@@ -22,6 +18,10 @@ from sonicmoe.diagnostics.lossgap import (
     read_run,
     summarise,
 )
+from ernie_compat.metrics import loss_gap
+from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
+from ernie_compat.trainer import Trainer
+from sonicmoe.cli.main import main
 
 SIZES = ModelConfig(
     hidden_size=32,

@@ -1,7 +1,7 @@
 """The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval: what
 gap is normal. Imports no framework.
 
-A run's gap is `ernie_compat.metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the
+A run's gap is `metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the
 steps, s and r being the two smoothed losses. The signed gap is the same without the absolute value:
 positive where the run is worse than full precision.
 """
@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ernie_compat.checkpoint import read_header
-from ernie_compat.metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
-from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
+from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.plotting import new_figure, save_figure
 
-from ..errors import SonicMoEError, expect
+from .checkpoint import read_header
+from .metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
+from .trainer import CHECKPOINT_NAME, METRICS_NAME
 
 Array = np.ndarray
 SUMMARY_NAME = "summary.json"
@@ -189,8 +190,6 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
     Raises:
         PlotsUnavailableError: matplotlib is missing.
     """
-    from ..bench.plots import new_figure, save_figure
-
     figure = new_figure((8, 5))
     axes = figure.subplots()
     for number, kind in enumerate(dict.fromkeys(run.kind for run in runs)):

@@ -1,0 +1,63 @@
+"""An operation with a backward of its own, written once for both frameworks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from ..engine.interface import Saved
+
+Tensor = torch.Tensor
+
+
+class DifferentiableCall(ABC):
+    """One application of an operation: a bridge calls `forward` once and `backward` once per
+    backward pass, possibly on another thread.
+
+    Tensors come in two groups. *Inputs* are what the operation computes on; a bridge returns a
+    gradient for those that want one. *Parameters* are leaves behind the operation, named so that
+    frozen inputs cannot cut them off the graph: `forward` does not see them, and `backward` may
+    return None for a parameter whose gradient it accumulates itself.
+
+    A call keeps no tensor that needs saving: it returns them as `Saved`, which a bridge hands to
+    the framework, so that hooks on saved tensors and both ways of recompute see them. An output
+    kept in the call would keep the whole graph alive.
+    """
+
+    @property
+    def releases_saved(self) -> bool:
+        """Whether `backward` drops the saved `z` in the middle to free its memory; then the bridge
+        must not hold another reference to it.
+        """
+        return False
+
+    @abstractmethod
+    def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Any, Saved | None]:
+        """Compute, outside autograd.
+
+        Returns:
+            A tensor or a tuple of tensors; and what `backward` needs besides the call itself, None
+            where that is nothing or `save` is False.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        gradients: tuple[Tensor, ...],
+        saved: Saved | None,
+        *,
+        reaches_parameters: bool = True,
+        following: Any = None,
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """Gradients of the outputs -> gradients of the inputs, and of the parameters.
+
+        Args:
+            gradients: one per output; zeros for an output that nobody used.
+            saved: what `forward` returned.
+            reaches_parameters: False where this backward was asked for gradients of other tensors
+                only. Paddle does not tell.
+            following: the autograd node that takes the first input's gradient, where the framework
+                names it; a hook on it runs after that node.
+        """

@@ -1,0 +1,78 @@
+"""A `DifferentiableCall` as a `torch.autograd.Function`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..engine.interface import Saved
+from .protocol import DifferentiableCall
+
+Tensor = torch.Tensor
+
+
+class _CallFunction(torch.autograd.Function):
+    """Arguments: the call, the number of its inputs, the inputs, the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, num_inputs: int, *tensors: Tensor) -> Any:
+        """Run the call. Tensors are kept through `save_for_backward` only, except a z that the
+        backward drops in its middle: PyTorch holds saved tensors until a backward is over.
+        """
+        outputs, saved = call.forward(tensors[:num_inputs], save=True)
+        ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
+        if saved is not None:
+            ctx.own_z = saved.take_z() if call.releases_saved else None
+            ctx.has_own_z = ctx.own_z is not None
+            kept, ctx.spec = saved.pack()
+            ctx.save_for_backward(*kept)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs that want one, then those of the parameters as the call returns
+        them.
+        """
+        following = ctx.next_functions  # one per tensor among the arguments
+        of_inputs, of_parameters = ctx.call.backward(
+            gradients,
+            _take_saved(ctx),
+            reaches_parameters=_reaches_any(node for node, _ in following[ctx.num_inputs :]),
+            following=following[0][0],
+        )
+        wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
+        kept = (g if want else None for g, want in zip(of_inputs, wanted, strict=True))
+        return (None, None, *kept, *of_parameters)
+
+
+def _take_saved(ctx: Any) -> Saved | None:
+    if ctx.spec is None:
+        return None
+    saved: Saved = ctx.spec.unpack(ctx.saved_tensors)
+    if ctx.has_own_z:
+        if ctx.own_z is None:
+            raise RuntimeError(
+                "stagewise memory dropped z in the first backward; a second one needs stagewise_memory off"
+            )
+        saved.z, ctx.own_z = ctx.own_z, None
+    return saved
+
+
+def _reaches_any(nodes: Iterable[Any]) -> bool:
+    """Whether the backward that runs goes on to one of these nodes: it does not where it was asked
+    for gradients of other tensors only.
+    """
+    try:
+        return any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # `torch.autograd.grad` of a leaf
+        return True
+
+
+def apply(
+    call: DifferentiableCall, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()
+) -> Any:
+    """The outputs of `call` on `inputs`, under autograd."""
+    return _CallFunction.apply(call, len(inputs), *inputs, *parameters)

@@ -1,0 +1,145 @@
+"""One operation through the bridge of the framework under test: whose gradients arrive where, and
+what a call keeps alive. How engines' tensors are saved and dropped is tested with the node.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+
+from sonicmoe import autograd
+from sonicmoe.ep.dispatcher import TransportDispatcher
+from sonicmoe.ep.interface import Received, Transport
+from sonicmoe.interop import requires_grad
+
+
+class Affine(autograd.DifferentiableCall):
+    """`(2 x + 3 y, 5 y)`; the parameter gets `weight_gradient`, or accumulates for itself."""
+
+    def __init__(self, weight_gradient=None):
+        self.weight_gradient = weight_gradient
+        self.backwards = []
+
+    def forward(self, inputs, *, save):
+        x, y = inputs
+        assert save
+        return (2 * x + 3 * y, 5 * y), None
+
+    def backward(self, gradients, saved, **about):
+        first, second = gradients
+        self.backwards.append(about)
+        assert saved is None
+        return (2 * first, 3 * first + 5 * second), [self.weight_gradient]
+
+
+def arguments(x_grad=True, y_grad=True):
+    x, y = (
+        tensor(np.full((2, 3), value), torch.float32, grad=grad)
+        for value, grad in ((1.0, x_grad), (10.0, y_grad))
+    )
+    return x, y, parameter(np.ones(4), torch.float32)
+
+
+def gradient(leaf):
+    return None if leaf.grad is None else set(numpy(leaf.grad).ravel())
+
+
+@pytest.mark.parametrize("x_grad", [True, False])
+@pytest.mark.parametrize("y_grad", [True, False])
+def test_inputs_that_want_a_gradient_get_one(x_grad, y_grad):
+    x, y, weight = arguments(x_grad, y_grad)
+    one, two = autograd.apply(Affine(), (x, y), [weight])
+    assert set(numpy(one).ravel()) == {32.0} and set(numpy(two).ravel()) == {50.0}
+    (one + two).sum().backward()
+    assert gradient(x) == ({2.0} if x_grad else None)
+    assert gradient(y) == ({8.0} if y_grad else None)
+
+
+def test_an_output_that_nobody_used_counts_as_zeros():
+    x, y, weight = arguments()
+    autograd.apply(Affine(), (x, y), [weight])[1].sum().backward()
+    assert gradient(x) == {0.0} and gradient(y) == {5.0}
+
+
+@pytest.mark.parametrize("returned", [None, 7.0])
+def test_frozen_inputs_do_not_cut_a_parameter_off(returned):
+    x, y, weight = arguments(False, False)
+    fired = []
+    if IS_PADDLE:
+        weight._register_backward_hook(lambda: fired.append(1))
+    else:
+        weight.register_hook(lambda _: fired.append(1))
+    value = None if returned is None else tensor(np.full(4, returned), torch.float32)
+    call = Affine(value)
+    one, _ = autograd.apply(call, (x, y), [weight])
+    assert requires_grad(one)
+    one.sum().backward()
+    assert len(call.backwards) == 1
+    if returned is None:
+        assert weight.grad is None or not numpy(weight.grad).any()
+    else:
+        assert gradient(weight) == {7.0}
+    assert fired == [1] or (returned is None and not IS_PADDLE)
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="Paddle names neither")
+def test_pytorch_says_who_comes_next_and_whether_parameters_are_reached():
+    x, y, weight = arguments()
+    inner = x * 1
+    call = Affine()
+    one, _ = autograd.apply(call, (inner, y), [weight])
+    torch.autograd.grad(one.sum(), y, retain_graph=True)
+    one.sum().backward()
+    asked, whole = call.backwards
+    assert not asked["reaches_parameters"] and whole["reaches_parameters"]
+    assert whole["following"] is inner.grad_fn
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch names both")
+def test_paddle_leaves_both_at_their_defaults():
+    x, y, weight = arguments()
+    call = Affine()
+    autograd.apply(call, (x, y), [weight])[0].sum().backward()
+    assert call.backwards == [{}]
+
+
+class Echo(Transport):
+    """One rank: every token comes back as it went."""
+
+    name = "echo"
+
+    def __init__(self):
+        super().__init__(2, 1, 0)
+
+    def dispatch(self, x, topk_idx, topk_weights):
+        return Received(x * 1, topk_idx, topk_weights * 1, None, "handle")
+
+    def dispatch_cached(self, x, handle):
+        return x * 1
+
+    def combine(self, x, handle, weights=None):
+        return x * 1, None if weights is None else weights * 1
+
+
+def test_a_dispatch_keeps_none_of_its_outputs_alive():
+    """An output that its own call kept would hold the graph, and the graph the call, until the
+    garbage collector comes.
+    """
+    dispatcher = TransportDispatcher(Echo())
+    x = tensor(np.ones((4, 8)), torch.float32, grad=True)
+    weights = tensor(np.ones((4, 2)), torch.float32, grad=True)
+    tokens = dispatcher.dispatch(x, tensor(np.tile([0, 1], (4, 1))), weights)
+    out = dispatcher.combine(tokens.x * 2, tokens.handle)
+    (out.sum() + tokens.probs.sum()).backward()
+    assert gradient(x) == {2.0} and gradient(weights) == {1.0}
+    arrived = weakref.ref(tokens.x)
+    gc.disable()
+    try:
+        del tokens, out
+        assert arrived() is None
+    finally:
+        gc.enable()
