@@ -1,4 +1,4 @@
-"""The seam between the training loop and a framework: what a learner does, and which one to build.
+"""The seam between the training loop and a framework: the `Learner` protocol, and its factory.
 
 Importing this module imports no framework. `make_learner` imports the chosen one and, for Paddle,
 switches its torch proxy on for `sonicmoe` before anything of `sonicmoe` that computes is loaded.
@@ -80,9 +80,8 @@ def load_framework(framework: str) -> None:
         )
         return
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Paddle warns about a missing ccache whenever it is imported
+        # Paddle warns about a missing ccache whenever it is imported.
+        warnings.simplefilter("ignore")
         try:
             module = importlib.import_module(framework)
         except ImportError as error:

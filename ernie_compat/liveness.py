@@ -1,8 +1,8 @@
-"""Ranks watch each other, so that one that dies stops all the others at once instead of leaving
+"""Ranks watch each other, so that a rank that dies stops all the others at once instead of leaving
 them in a collective for ever.
 
-A star of TCP connections around rank 0, beside the collectives: a process that ends, however it
-ends, closes its connection; one that hangs stops its heartbeats. Rank 0 passes the news on.
+A star of TCP connections around rank 0 runs beside the collectives. A process that ends, however it
+ends, closes its connection. A process that hangs stops its heartbeats. Rank 0 passes the news on.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ class RankWatch:
             self._end(f"{FAILED} {reason}")
 
     def wait_for_news(self, seconds: float) -> bool:
-        """Whether another rank is known to be gone by then: a collective may fail a moment before
-        the news comes.
+        """Wait up to `seconds` for the news that another rank is gone; whether it came.
+
+        When a rank dies, the collective that it was in may fail here a moment before the news
+        comes.
         """
         return self._lost.wait(seconds)
 
@@ -92,6 +94,7 @@ class RankWatch:
                 return
             self._ended = True
         self._tell(message)
+        # Close the sending half only: the other rank reads the message, and then the stream's end.
         for link in self._peers.values():
             with suppress(OSError):
                 link.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""What a run records per step, the JSON-lines file it goes to, and the figures computed from it."""
+"""The record of a training step, the JSON-lines file of records, and the figures made from it."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def loss_gap(
     """Mean of `|s - r| / r` over the last `tail` of the steps, `s` and `r` the two smoothed losses;
     a fraction, not percent.
 
-    Both curves see the same batches in the same order, so the noise of the batches cancels and what
-    remains is the precision's.
+    Both curves see the same batches in the same order, so the noise of the batches cancels and the
+    rest comes from the precision.
 
     Raises:
         ValueError: the curves differ in length or are empty.

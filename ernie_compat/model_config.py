@@ -1,4 +1,4 @@
-"""What is trained and how: frozen, validated settings without a framework.
+"""The settings of model, training and run: frozen, validated, without a framework.
 
 Legend: V vocabulary, H hidden, L layers, E experts, K experts per token, I expert intermediate
 size, S sequence length.

@@ -36,7 +36,7 @@ class RouterOutput(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per
+    """Results of one forward: logits `[T, V]`, router losses summed over MoE layers, slots per
     expert fp32 `[L_moe, E]`.
     """
 
@@ -159,7 +159,7 @@ class MoEMlp(nn.Layer):
         )
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
-        """`[T, H]` -> `[T, H]` and what the router did."""
+        """`[T, H]` -> `[T, H]`, and the router's losses and counts."""
         logits_TE = self.router(x_TH)
         probs_TE = F.softmax(logits_TE, axis=-1)
         top_TK, indices_TK = paddle.topk(probs_TE, self.topk, axis=-1)
@@ -172,9 +172,8 @@ class MoEMlp(nn.Layer):
         out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
         out_TH = self.dispatcher.combine(out_RH, received.handle)
         # Switch-Transformer balance loss: E * sum_e (share of slots on e) * (mean probability of
-        # e); 1 when balanced.
-        # The share is that of all ranks: the mean of the ranks' losses is then the loss of all
-        # tokens together.
+        # e); 1 when balanced. The share is of all ranks' tokens, so that the mean of the ranks'
+        # losses is the loss of all tokens together.
         share_E = counts_E / (x_TH.shape[0] * self.topk * self.parallel.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = paddle.logsumexp(logits_TE, axis=-1).square().mean()
@@ -204,7 +203,7 @@ class DecoderLayer(nn.Layer):
             self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size)
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterOutput | None]:
-        """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, what its router did."""
+        """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, its router's losses and counts."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
         normed_BSH = self.mlp_norm(x_BSH)
         if not isinstance(self.mlp, MoEMlp):

@@ -1,5 +1,4 @@
-"""Several ranks: who holds which experts and which tokens, and the few collectives the learners
-need.
+"""Several ranks: the experts and tokens of each, and the few collectives that the learners need.
 
 W ranks form W / N expert-parallel groups of N consecutive ranks; every group holds all experts
 once. The batch is split over all W ranks (data parallel); everything but the experts is replicated.
@@ -35,7 +34,7 @@ EXPERT_NAME = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher said: own rank, number of ranks, index on this host, host of rank 0."""
+    """A launcher's answers: own rank, number of ranks, index on this host, host of rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -158,8 +157,8 @@ class SingleProcess:
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """What torchrun or paddle.distributed.launch put into the environment; one rank where neither
-    did.
+    """The `Launch` that torchrun or paddle.distributed.launch put into the environment; one rank
+    where neither did.
 
     Raises:
         ConfigError: the variables are incomplete or not numbers.

@@ -1,5 +1,5 @@
-"""What a person watching a run sees, and how they stop it: progress bar or plain lines, and the
-interrupt guard.
+"""For the person who watches a run: a progress bar or plain lines, and a guard that turns Ctrl-C
+into a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class InterruptGuard:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, console: Console) -> None:
-        """`console` gets the one line that says what happens next."""
+        """`console` gets the one line that announces the stop."""
         self.received = 0
         self._console = console
         self._previous: dict[signal.Signals, Any] = {}

@@ -1,5 +1,5 @@
-"""Around a run of several ranks: a failure here is told to the others, a failure there ends this
-process, in one line each.
+"""Guards a run of several ranks: it tells the others of a failure here, and ends this process after
+a failure there, with one line each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RankGuard:
     """A context manager; with one rank it does nothing.
 
     Args:
-        hint: what to do next, for the line that is said when another rank is gone.
-        silence_s: how long a rank may be unheard of before it counts as gone.
+        hint: advice for the line that this process prints when another rank is gone.
+        silence_s: seconds without a heartbeat after which a rank counts as gone.
     """
 
     def __init__(
@@ -55,8 +55,11 @@ class RankGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Say goodbye, or say why not. An error that is only another rank's end arriving as a
-        broken collective waits for the news.
+        """Say goodbye, or report this rank's failure.
+
+        When another rank dies, its end may arrive here as a broken collective. Reporting that as a
+        failure of this rank would hide the cause, so an error that is not one of this package first
+        waits for the news.
         """
         if self._watch is None:
             return
@@ -68,8 +71,8 @@ class RankGuard:
         self._watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _stop(self, reason: str) -> None:
-        """The main thread may be inside a collective that will never return: end the process from
-        here.
+        """End the process from the watching thread, because the main thread may be inside a
+        collective that will never return.
         """
         rank = self._parallel.layout.rank
         sys.stderr.write(f"sonicmoe train: rank {rank} stops: {reason}; {self._hint()}\n")

@@ -22,12 +22,11 @@ def repeatable_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _RepeatableAttention(torch.autograd.Function):
-    """The fused backward adds dq with atomics unless PyTorch's deterministic mode is on, and that
-    mode is for the whole process.
+    """The fused backward adds dq with atomics unless PyTorch's deterministic mode is on.
 
-    So it is on only while these kernels are chosen and launched. Backward runs the cheap forward
-    once more: what the kernels keep between the two passes differs from one to the next and is
-    theirs.
+    That mode holds for the whole process, so it is switched on only while these kernels are chosen
+    and launched. Backward runs the cheap forward once more, because each kernel saves its own kind
+    of private state between the two passes, and this class cannot name it.
     """
 
     @staticmethod
@@ -55,9 +54,9 @@ def _deterministic_kernels() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = (
-        filled and before[0]
-    )  # a pass over every new tensor, only for who asked for it
+    # The mode also fills every new tensor, a pass over its memory. Leave that to callers who had
+    # switched the mode on themselves.
+    memory.fill_uninitialized_memory = filled and before[0]
     try:
         yield
     finally:

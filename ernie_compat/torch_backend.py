@@ -113,7 +113,7 @@ class TorchLearner:
         waits for nothing.
 
         Returns:
-            fp64 `[4 + L_moe * E]` on the device: what `StepResult` holds, in its order.
+            fp64 `[4 + L_moe * E]` on the device: the fields of `StepResult`, in its order.
         """
         parts = [self._micro_batch(*batch) for batch in batches]
         for node in self.decoder.nodes:

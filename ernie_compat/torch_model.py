@@ -39,7 +39,7 @@ class RouterOutput(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward yields: logits `[T, V]`, router losses summed over MoE layers, slots per
+    """Results of one forward: logits `[T, V]`, router losses summed over MoE layers, slots per
     expert fp32 `[L_moe, E]`.
     """
 
@@ -182,7 +182,7 @@ class MoEMlp(nn.Module):
         )
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
-        """`[T, H]` -> `[T, H]` and what the router did."""
+        """`[T, H]` -> `[T, H]`, and the router's losses and counts."""
         logits_TE = self.router(x_TH)
         probs_TE = torch.softmax(logits_TE, dim=-1)
         top_TK, indices_TK = torch.topk(probs_TE, self.topk, dim=-1)
@@ -228,7 +228,7 @@ class DecoderLayer(nn.Module):
             self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size, dense_dtype)
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterOutput | None]:
-        """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, what its router did."""
+        """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, its router's losses and counts."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
         normed_BSH = self.mlp_norm(x_BSH)
         if not isinstance(self.mlp, MoEMlp):

@@ -51,7 +51,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps done.
-        records: what the metrics file holds.
+        records: the records of the metrics file.
     """
 
     config: RunConfig
@@ -85,7 +85,7 @@ class Trainer:
         """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for
         bit as if never stopped.
 
-        Any number of ranks may continue what any other number began; the sums of gradients are then
+        Any number of ranks may continue a run of any other number. The sums of gradients are then
         rounded in another order.
 
         Raises:
@@ -126,7 +126,8 @@ class Trainer:
             TrainingError: the loss is not finite; the last good checkpoint stays.
         """
         train = self.config.train
-        # A signal reaches ranks at different steps: they stop when the first one wants to.
+        # A signal reaches ranks at different steps. They agree before every step, so that all stop
+        # after the same one.
         agreed = self.parallel.largest
         with (
             MetricsFile(self.directory / METRICS_NAME, self.records)
@@ -185,9 +186,9 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         """Final figures, plain values; every rank calls it.
 
-        Of ends and `load_imbalance` the mean over the last steps, of times the median. `loss_gap`
-        is a fraction (see `metrics.loss_gap`). What belongs to the twin is None without one.
-        `engine` was asked for, `engine_used` ran.
+        Losses at the end and `load_imbalance` are means over the last steps, times are medians.
+        `loss_gap` is a fraction (see `metrics.loss_gap`). Figures of the twin are None without one.
+        `engine` is the one asked for, `engine_used` the one that ran.
         """
         main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
         held_out = self.evaluate()
@@ -248,8 +249,8 @@ class Trainer:
 
 
 def baseline_for(engine: str) -> str:
-    """What a run whose experts are on `engine` is compared with: bf16 beside the FP8 kernels of a
-    GPU, else fp32.
+    """The precision of the twin of a run whose experts are on `engine`: bf16 beside the FP8 kernels
+    of a GPU, else fp32.
     """
     return "bf16" if engine == "hopper" else "fp32"
 
