@@ -100,7 +100,7 @@ class CostModel:
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """Points as arrays: what a fit sees, or what it is scored on."""
+    """Points as arrays, for a fit or for its score."""
 
     columns: Columns
     us: Array
@@ -138,9 +138,8 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
         raise FitError(
             f"{len(points)} points; a fit needs at least {LEAST_POINTS}: continue the sweep"
         )
-    points = sorted(
-        points, key=lambda point: draw(point.shape, seed)
-    )  # the order in the file says nothing
+    # The order of the file must not decide which points are held out.
+    points = sorted(points, key=lambda point: draw(point.shape, seed))
     count = max(1, sum(draw(point.shape, seed) < HELD_OUT_SHARE for point in points))
     unseen, rest = points[:count], points[count:]
     seen, test = _Data.of(rest), _Data.of(unseen)

@@ -29,8 +29,8 @@ def term_table(model: CostModel, points: Sequence[Point]) -> Table:
 
 
 def residual_table(model: CostModel, points: Sequence[Point]) -> Table:
-    """Mean and mean absolute error of time per T, per E and per (H, I), and on held-out points:
-    what the form leaves unexplained shows as a mean that is not zero.
+    """Mean and mean absolute error of time per T, per E and per (H, I), and on held-out points. A
+    mean that is not zero is a trend that the form does not explain.
     """
     errors = model.errors(points)
     held_out = np.array([point.shape in model.held_out for point in points])

@@ -1,9 +1,9 @@
 """The terms a cost model may be made of, each a function of sizes. numpy only.
 
 Rows are counted as the kernels see them: every expert's rows padded to tiles of 128, in the mean
-over uniform routing. The roofline term adds up what each stage would take at best: the larger of
-its operations in full waves of tiles, at the rate of the best public GEMM, and its least traffic at
-copy bandwidth. It is a fixed function of sizes; only its coefficient is fitted.
+over uniform routing. The roofline term adds up the best time of each stage: the larger of its
+operations in full waves of tiles, at the rate of the best public GEMM, and its least traffic at
+copy bandwidth. It is a fixed function of sizes, and the fit finds its coefficient only.
 """
 
 from __future__ import annotations

@@ -74,15 +74,15 @@ class Result:
 
     @property
     def pair_us(self) -> float | None:
-        """What rates are computed from: busy time of forward and backward, wall time where nothing
-        was profiled.
+        """The time that rates are computed from: busy time of forward and backward, or wall time
+        where nothing was profiled.
         """
         return self.pair_busy if self.busy else self.wall["pair"].median if self.wall else None
 
     @property
     def steady_ratio(self) -> float | None:
-        """Wall over busy time in the steady state: what the host and gaps between kernels cost a
-        training step.
+        """Wall over busy time in the steady state. The excess over 1 is the price of the host, and
+        of gaps between kernels, in a training step.
         """
         return (
             self.steady.median / self.steady_busy.median
@@ -107,8 +107,8 @@ class Result:
 
     @property
     def gbytes_per_s(self) -> float | None:
-        """Least traffic of forward and backward over `pair_us`, in GB/s: what an ideal cache would
-        have moved.
+        """Least traffic of forward and backward over `pair_us`, in GB/s: each operand moves once, as
+        with an ideal cache.
         """
         if not self.pair_us:
             return None

@@ -1,9 +1,9 @@
-"""What a stage could cost at best on one H200: bare GEMM rates and copy bandwidth. Pure arithmetic,
-no framework.
+"""The least time of each stage on one H200, from bare GEMM rates and copy bandwidth. Pure
+arithmetic, no framework.
 
 A stage's floor is the larger of its operations over the rate of the best public GEMM of its kind
-and its least traffic over copy bandwidth. Traffic counts every operand once: what caches and fusion
-can save is already saved.
+and its least traffic over copy bandwidth. Traffic counts every operand once, so neither caches nor
+fusion can lower it further.
 """
 
 from __future__ import annotations

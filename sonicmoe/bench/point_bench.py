@@ -66,9 +66,8 @@ class PointBench:
         if self._device == "cpu":
             return {"us": wall.median, "percent": wall.percent, "wall_us": wall.median}
         steps = max(rounds, min(MOST_STEPS, round(ENOUGH_US / (wall.median * stack.layers))))
-        busy = Spread.of(
-            profile_steps(stack, steps) or walls
-        )  # where nobody may profile, wall times must do
+        # Where the driver lets nobody profile, wall times stand in.
+        busy = Spread.of(profile_steps(stack, steps) or walls)
         return {"us": busy.median, "percent": busy.percent, "wall_us": wall.median}
 
 

@@ -73,7 +73,9 @@ def _rates(result: Result, base: Result | None) -> dict[str, str]:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Who did not run and why, and what the columns mean, in lines under the tables."""
+    """Lines under the tables: the variants that did not run, with reasons, and the columns'
+    meanings.
+    """
     refusals = [
         f"{r.variant} did not run at {r.shape}: {r.refusal}"
         for r in results

@@ -51,7 +51,7 @@ def measure(
         warmup: untimed runs before them.
         nvtx: open NVTX ranges too, for Nsight.
         layers: forwards of a step in the steady state, before its one backward.
-        notify: told what is being measured.
+        notify: called with the name of each measurement as it starts.
     """
     device = find_device()
     layer = Layer(shape, device)
@@ -155,7 +155,7 @@ def _examine(
 
 
 def machine() -> dict[str, Any]:
-    """What figures must be quoted with: device, versions, clocks, date."""
+    """The machine, to be quoted with every figure: device, versions, clocks, date."""
     gpu = torch.cuda.is_available()
     return {
         "date": time.strftime("%Y-%m-%d"),

@@ -1,10 +1,10 @@
-"""Steady state: what one layer costs a training step, with launches that never wait for the GPU.
+"""Steady state: the cost of one layer in a training step whose launches never wait for the GPU.
 
-A step here is what a model of many layers does: the forwards of several layers, then one
+A step here is like that of a model with many layers: the forwards of several layers, then one
 `backward()` for all of them. PyTorch hands every `backward()` to a thread of the device, and waking
-it can take half a millisecond; a model pays that once per step, and so does a `Stack`. Steps are
-issued back to back, so that wall and busy time are of a GPU that is never left idle by the
-measurement, at the clocks that a training run has.
+that thread can take half a millisecond. A model pays this once per step, and so does a `Stack`.
+Steps are issued back to back, so the measurement never leaves the GPU idle, and its clocks are
+those of a training run.
 """
 
 from __future__ import annotations

@@ -72,13 +72,13 @@ class Point:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes a second measurement unnecessary."""
+        """Equal for two measurements of one thing: the second is unnecessary."""
         return (self.shape, self.engine, self.device)
 
 
 def grid(device: str) -> list[Shape]:
-    """Every point, those that share experts one after the other, these in steps of `STRIDE`; what
-    exceeds the memory is left out.
+    """Every point that fits into memory. Points that share experts follow each other, and groups of
+    experts come in steps of `STRIDE`, so that any beginning of the list covers the grid.
     """
     gpu = device != "cpu"
     experts, widths, tokens = (

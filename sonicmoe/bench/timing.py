@@ -106,10 +106,10 @@ def stage_ranges(nvtx: bool) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB of one forward and backward: `peak` above what was allocated before, `saved` between the
-    two passes.
+    """MiB of one forward and backward: `peak` above the memory allocated before, `saved` between
+    the two passes.
 
-    `saved` leaves out `out` and what the caller holds anyway (x, probabilities, indices, weights).
+    `saved` leaves out `out` and the caller's own tensors (x, probabilities, indices, weights).
     `total_peak` is absolute and None on a CPU, as `peak` is.
     """
 
@@ -159,7 +159,7 @@ def _saved_bytes(call: Call) -> int:
 
 
 def clock_state() -> dict[str, str]:
-    """What the driver says about clocks, power and temperature now; empty without a driver."""
+    """Clocks, power and temperature now, as the driver reports them; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv,noheader", "-i", "0"]

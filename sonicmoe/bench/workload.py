@@ -1,4 +1,4 @@
-"""What a benchmark runs: one layer's experts with a node per variant, and rotating random batches.
+"""The workload of a benchmark: one layer's experts, a node per variant, rotating random batches.
 
 Legend: T tokens, K slots, E experts, H hidden, I intermediate.
 """
@@ -89,7 +89,7 @@ def available_variants(device: str) -> list[Variant]:
 
 
 def settings_of(variant: Variant) -> EngineSettings:
-    """What the variant's node computes."""
+    """The engine settings of the variant's node."""
     return EngineSettings.from_config(current_config(variant.config), ActivationType.SWIGLU)
 
 
@@ -191,13 +191,13 @@ class Call:
         self.out: Tensor | None = None
 
     def clear(self) -> None:
-        """Drop what an earlier call left: gradients of tokens and probabilities, and an output that
-        never went back.
+        """Drop the leftovers of an earlier call: gradients of tokens and probabilities, and an
+        output that had no backward.
         """
         self._batch.x.grad = self._batch.probs.grad = self.out = None
 
     def forward(self) -> None:
-        """Tokens to output, keeping what backward needs."""
+        """Tokens to output; autograd keeps the tensors for backward."""
         self.clear()
         batch = self._batch
         self.out = self._node(batch.x, batch.counts, batch.indices, batch.probs)
@@ -209,13 +209,13 @@ class Call:
         out.backward(self._batch.dout)
 
     def step(self) -> None:
-        """What one optimizer step adds: flush into `main_grad`, and preparing the weights anew."""
+        """The node's part of an optimizer step: flush into `main_grad`, and prepare the weights."""
         self._node.step()
         self._node.prequantize_weights()
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the caller holds whatever the node keeps."""
+        """Tensors that the caller holds in any case, so that they are not counted as saved."""
         return (self._batch.x, self._batch.indices, self._batch.probs)
 
     @property

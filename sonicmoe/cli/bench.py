@@ -174,7 +174,7 @@ def chosen_shapes(
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is running, where there is a terminal."""
+    """A line on stderr that names the running measurement, where there is a terminal."""
     with Console(stderr=True).status("starting") as line:
         yield line.update
 
@@ -186,7 +186,7 @@ def report(
     pictures: list[str],
     markdown: bool,
 ) -> None:
-    """Machine, two tables per shape, stages and kernels per engine, and what the columns mean."""
+    """Machine, two tables per shape, stages and kernels per engine, and the columns' meanings."""
     from ..bench.report import kernel_table, notes, rate_table, stage_table, time_table
 
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
@@ -228,7 +228,7 @@ def list_shapes(as_json: bool) -> None:
 def run_sweep(
     path: Path, engines: Sequence[str], budget: float | None, rounds: int | None, as_json: bool
 ) -> None:
-    """Measure what is missing in `path`."""
+    """Measure the points that `path` lacks."""
     from ..bench.runner import find_device
     from ..bench.sweep import STEPS, grid, sweep
     from ..bench.workload import Variant, available_variants

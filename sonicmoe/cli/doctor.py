@@ -95,7 +95,7 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
 
 
 def device_line(report: Report) -> str:
-    """GPU name and compute capability, or what there is instead."""
+    """GPU name and compute capability, or the reason why there is none."""
     if report.device is None:
         return "unknown: no framework"
     if report.device.gpu is None:

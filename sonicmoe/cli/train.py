@@ -443,7 +443,7 @@ def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:
 
     try:
         launch = read_launch()
-    except ConfigError:  # may be what failed
+    except ConfigError:  # perhaps the very error that is reported here
         launch = Launch()
     if launch.rank == 0 or not said_by_rank_0:
         place = f"rank {launch.rank}: " if launch.world_size > 1 and not said_by_rank_0 else ""

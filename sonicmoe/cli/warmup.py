@@ -1,4 +1,4 @@
-"""`sonicmoe warmup`: compile what a training run needs, before it starts and without a GPU."""
+"""`sonicmoe warmup`: compile the kernels of a training run before it starts, without a GPU."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
 
 
 def show(report: WarmUpReport, console: Console) -> None:
-    """Print one row per kernel, the failures in full, what was left out, and the summary."""
+    """Print one row per kernel, the failures in full, the parts left out, and the summary."""
     table = Table("kernel", "state", "seconds", "key")
     for outcome in report.kernels:
         table.add_row(

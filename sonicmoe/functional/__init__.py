@@ -234,14 +234,15 @@ def _triples_to_topk(
     """
     _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
-    # A row outside x counts in an extra bin, so that one look at two numbers sizes the table and
-    # finds strays.
+    # The triples become a table [T, topk]. Rows outside x are counted in an extra bin at the end,
+    # so that one copy to the host brings the width of the table, the strays and the order.
     inside = (tokens >= 0) & (tokens < num_tokens)
     bins = torch.where(inside, tokens, torch.full_like(tokens, num_tokens))
     counted = count_cumsum(bins, num_tokens + 1, do_cumsum=False)
     assert isinstance(counted, torch.Tensor)
     per_token, strays = counted[:num_tokens].to(torch.int64), counted[num_tokens]
     topk = _check_token_indices(tokens, per_token, strays, topk)
+    # Triples are sorted by token: a triple's slot is its distance from the token's first triple.
     first = torch.cumsum(per_token, 0) - per_token
     slot = tokens * topk + torch.arange(int(tokens.shape[0]), device=tokens.device) - first[tokens]
     indices = torch.full((num_tokens * topk,), -1, dtype=torch.int64, device=tokens.device)
@@ -255,8 +256,10 @@ def _triples_to_topk(
 def _check_token_indices(
     tokens: Tensor, per_token: Tensor, strays: Tensor, topk: int | None
 ) -> int:
-    """The width of the table: `topk` where the caller knows it, and then nothing waits for a GPU;
-    else read off the device.
+    """The width of the table: `topk` where the caller gave it, else read from the device.
+
+    With `topk` nothing waits for a GPU. A wrong argument then cannot raise here, so the device
+    itself asserts it (`torch._assert_async`).
     """
     expect(
         topk is None or topk >= 1,
@@ -327,8 +330,8 @@ def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
 
 
 def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
-    """Three axes, and as many experts on the last as `source` says; what else must fit, the engine
-    checks.
+    """Three axes, and as many experts on the last as `source` says. The engine checks all other
+    sizes.
     """
     for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
         shape = tuple(weight.shape)

@@ -121,7 +121,7 @@ def _expert_mlp_backward(
     plan_number: int,
     wgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(dx, dprobs, dw1, dw2, db1, db2)`; what is not wanted is empty."""
+    """`(dx, dprobs, dw1, dw2, db1, db2)`; a gradient that is not wanted is empty."""
     plan = plan_of(plan_number)
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
