@@ -1,5 +1,5 @@
-"""The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval: what
-gap is normal. Imports no framework.
+"""The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval, so
+that a reader can tell a normal gap from a loss. Imports no framework.
 
 A run's gap is `metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the
 steps, s and r being the two smoothed losses. The signed gap is the same without the absolute value:

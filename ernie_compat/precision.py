@@ -22,8 +22,8 @@ def token_dtype_name(precision: str) -> str:
 
 
 def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) -> str:
-    """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"): what
-    `auto` comes to there.
+    """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"), with
+    `auto` resolved.
 
     Raises:
         EngineUnavailableError: an engine asked for by name cannot run.

@@ -107,9 +107,7 @@ class Result:
 
     @property
     def gbytes_per_s(self) -> float | None:
-        """Least traffic of forward and backward over `pair_us`, in GB/s: each operand moves once, as
-        with an ideal cache.
-        """
+        """Least traffic of forward and backward (each operand moves once) over `pair_us`, in GB/s."""
         if not self.pair_us:
             return None
         ideal = floors(self.shape, self.fp8)

@@ -1,4 +1,4 @@
-"""What is decided once per graph, when it is compiled. Importing this loads the compiler."""
+"""Constants of a graph, made once when it is compiled. Importing this module loads the compiler."""
 
 from __future__ import annotations
 

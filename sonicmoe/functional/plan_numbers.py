@@ -11,8 +11,10 @@ _plans: dict[int, Plan] = {}
 
 
 def number_of(plan: Plan) -> int:
-    """The number that stands for `plan` in a graph: a digest, since compiled graphs outlive the
-    process in the compiler's caches.
+    """The number that stands for `plan` in a graph.
+
+    It is a digest of the plan and not a counter, because the compiler's caches keep graphs beyond
+    the process, and another process must give the same plan the same number.
     """
     number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
     _plans[number] = plan
