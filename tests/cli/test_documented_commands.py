@@ -200,6 +200,8 @@ def test_links_and_files_exist(guide):
             }
             assert anchor in headings
     steps = set(re.findall(r"^`([\w/.]+)`:$", text, flags=re.MULTILINE))  # files a recipe makes
+    folders = re.findall(r"`((?:tools|tests|sonicmoe|docs|examples|benchmarks)/[\w/]*)`", text)
+    assert [folder for folder in folders if not (ROOT / folder).exists()] == []
     named = re.findall(r"`((?:tools|tests|sonicmoe|docs|examples)/[\w/.]+\.\w+)", text)
     for path in set(named) - steps:
         assert (ROOT / path).exists(), path
