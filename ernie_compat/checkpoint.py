@@ -38,6 +38,8 @@ def save_checkpoint(
     """
     encoded = json.dumps({"format": FORMAT, **header}).encode()
     named: dict[str, Any] = {HEADER: np.frombuffer(encoded, dtype=np.uint8), **arrays}
+    # Written beside `path`, on the same file system, because only there a rename is atomic. The
+    # file is flushed first: a rename may reach the disk before the data it names.
     temporary = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ def save_checkpoint(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C: a partial checkpoint can be as large as the disk
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
@@ -101,6 +103,7 @@ def require_matching_arrays(
 def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     expect(path.is_file(), CheckpointError, f"no checkpoint at {path}")
     try:
+        # Pickles run code when they are read, and a checkpoint may come from somebody else.
         with np.load(path, allow_pickle=False) as archive:
             header = json.loads(archive[HEADER].tobytes())
             names = [] if header_only else [name for name in archive.files if name != HEADER]

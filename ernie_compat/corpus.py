@@ -139,6 +139,7 @@ def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]
     separator = np.array([FILE_SEPARATOR], dtype=np.uint8)
     for path in files:
         try:
+            # One byte more than fits tells a file that passes the limit from one that just fits.
             content = np.fromfile(path, dtype=np.uint8, count=max_bytes - total + 1)
         except OSError as error:
             raise CorpusError(f"cannot read {path}: {error.strerror}") from None
@@ -154,5 +155,6 @@ def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]
 
 
 def _windows(data: np.ndarray, batch_size: int, seq_len: int, key: list[int]) -> np.ndarray:
+    # A generator seeded by (stream, seed, step) makes any batch without making those before it.
     starts = np.random.default_rng(key).integers(0, len(data) - seq_len, size=batch_size)
     return data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)

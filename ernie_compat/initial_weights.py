@@ -47,6 +47,8 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """
     rng = np.random.default_rng([seed, 0x57E16])
     weights = {}
+    # One generator serves all parameters, so their order is part of the result: a parameter that is
+    # added in the middle changes all behind it.
     for name, shape in parameter_shapes(config).items():
         if len(shape) == 1:
             weights[name] = np.ones(shape, dtype=np.float32)

@@ -117,7 +117,7 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
         try:
             records.append(StepRecord.from_json(line))
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
+            if number == len(lines):  # a kill may cut the last line, and only that one
                 break
             raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None
     return [record for record in records if up_to_step is None or record.step <= up_to_step]

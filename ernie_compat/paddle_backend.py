@@ -80,6 +80,8 @@ class PaddleLearner:
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
         parts = [self._micro_batch(part) for part in np.split(tokens, self.train.micro_batches)]
+        # After the last backward and before ranks add up their gradients: a later step() would
+        # leave the experts' gradients out of that sum (docs/design.md, "The place of step").
         for node in self.decoder.nodes:
             node.step()
         self._reduce_gradients()

@@ -208,6 +208,8 @@ def gather_state(
     layout = parallel.layout
     if layout.ep_size == 1:
         return dict(local)
+    # All experts of this rank travel as one vector. Every rank holds the same number of experts of
+    # the same shapes, so this rank's names and sizes also tell how to cut the others' vectors.
     mine = [name for name in local if is_expert(name)]
     pieces = parallel.gather_ep(np.concatenate([local[name].reshape(-1) for name in mine]))
     whole = {name: array for name, array in local.items() if not is_expert(name)}

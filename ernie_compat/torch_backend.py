@@ -116,6 +116,8 @@ class TorchLearner:
             fp64 `[4 + L_moe * E]` on the device: the fields of `StepResult`, in its order.
         """
         parts = [self._micro_batch(*batch) for batch in batches]
+        # After the last backward and before ranks add up their gradients: a later step() would
+        # leave the experts' gradients out of that sum (docs/design.md, "The place of step").
         for node in self.decoder.nodes:
             node.step()
         self._reduce_gradients()
@@ -123,6 +125,8 @@ class TorchLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
+        # Gradients stay allocated: an expert without tokens then has a gradient of zero in every
+        # step, and the optimizer treats it alike in a resumed and in an uninterrupted run.
         self.optimizer.zero_grad(set_to_none=False)
         losses = self._mean_over_ranks(torch.stack([losses for losses, _ in parts]).mean(0))
         counts = torch.stack([counts for _, counts in parts]).sum(0)

@@ -181,6 +181,8 @@ def choose_terms(columns: Columns, times: Array) -> tuple[tuple[str, ...], float
     """
     names = tuple(BASE_TERMS)
     error, knee = best_knee(columns, times, names)
+    # A term always lowers the error on the points it is fitted to. It is kept only if it lowers the
+    # error on points left out of the fit, and by a margin that noise does not reach.
     while True:
         trials = [
             (*best_knee(columns, times, (*names, extra)), extra)
@@ -217,6 +219,9 @@ def solve(values: Array, times: Array) -> Array:
     """Non-negative coefficients of least relative squares: terms that come out negative are
     dropped, the worst first.
     """
+    # Dividing each row by its time makes the residuals relative: a point of 200 us counts as much
+    # as one of 20 ms. Columns differ by many orders of magnitude, so each is divided by its norm
+    # too.
     scaled = values / times[:, None]
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1

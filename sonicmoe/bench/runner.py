@@ -60,6 +60,8 @@ def measure(
     nodes: dict[int, SonicMoEMlpNode] = {}
     for index, variant in enumerate(variants):
         notify(f"{shape}: warming up {variant}")
+        # A variant that cannot run at these sizes becomes a line in the report, and the others go
+        # on.
         try:
             nodes[index] = layer.node(variant)
             for number in range(max(1, warmup)):
@@ -74,6 +76,7 @@ def measure(
     for index, node in nodes.items():
         notify(f"{shape}: profiling {variants[index]}")
         _examine(node, results[index], batches, device, nvtx)
+        # Free accumulators and prepared weights, so that the peak of the next variant is its own.
         node.step()
         node.release_grads()
         node.invalidate_caches()
@@ -91,6 +94,8 @@ def _time_interleaved(
     always follows the same one.
     """
     times: dict[int, list[dict[str, PhaseTime]]] = {index: [] for index in nodes}
+    # Clocks and temperature drift during a measurement. Taking turns spreads the drift over all
+    # variants, so their ratio is good even where their absolute times are not.
     for number in range(rounds):
         order = list(nodes) if number % 2 == 0 else list(reversed(nodes))
         for index in order:
@@ -124,7 +129,7 @@ def _time_steady(
         for index in list(stacks) if number % 2 == 0 else list(reversed(stacks)):
             try:
                 times[index] += time_steps(stacks[index], STEADY_STEPS, device)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
                 del stacks[index]
     for index, stack in stacks.items():
         results[index].steady = Spread.of(times[index])

@@ -43,6 +43,8 @@ def time_phases(phases: Phases, device: str) -> dict[str, PhaseTime]:
     """Run the phases once, in order, on an idle device."""
     if device == "cpu":
         return {name: _host_timed(run) for name, run in phases}
+    # Events are recorded into the stream between the phases and read after the last one. The device
+    # takes the time stamps, so nothing has to wait in between.
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(phases) + 1)]
     host = []
@@ -130,6 +132,7 @@ def measure_memory(call: Call, device: str) -> Memory:
     before = torch.cuda.memory_allocated()
     call.forward()
     assert call.out is not None
+    # The output is the caller's from here on, so it is not memory that the node saves for backward.
     saved = torch.cuda.memory_allocated() - before - call.out.numel() * call.out.element_size()
     call.backward()
     torch.cuda.synchronize()
@@ -141,7 +144,7 @@ def _saved_bytes(call: Call) -> int:
     """Bytes of distinct tensors that autograd holds after forward, and of a z that the node holds
     beside them.
     """
-    held: dict[int, Any] = {}
+    held: dict[int, Any] = {}  # by address: a tensor that autograd saves twice counts once
 
     def pack(tensor: Any) -> Any:
         held[tensor.data_ptr()] = tensor

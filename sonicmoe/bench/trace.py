@@ -52,6 +52,8 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
     for one in named:
         if not one.name.startswith(PHASE_PREFIX):
             by_thread[one.thread].append(one)
+    # A kernel runs after its launching call has returned, perhaps in another stage's time. The
+    # profiler gives both the same correlation id, so the launch says where the kernel belongs.
     launches = {
         e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and _correlation(e)
     }
@@ -61,6 +63,8 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
     ):
         launch = launches.get(_correlation(event), event)
         moment, thread = float(launch["ts"]), launch.get("tid")
+        # Stages are looked up on the launching thread only: autograd's thread has ranges of its own
+        # that overlap in time. Phases are not, because they were opened on the main thread.
         stage = _innermost(by_thread.get(thread, ()), moment).removeprefix(RANGE_PREFIX)
         found.append(Kernel(event["name"], float(event["dur"]), stage, _phase_at(phases, moment)))
     return found

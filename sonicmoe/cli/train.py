@@ -207,6 +207,8 @@ def _run(
     from ernie_compat.rank_guard import RankGuard
     from ernie_compat.trainer import CHECKPOINT_NAME
 
+    # Everything that can be refused is refused before ranks join: a rank that ends inside a
+    # collective leaves the others waiting.
     launch = read_launch()
     console = Console(stderr=True, highlight=False, markup=False, quiet=launch.rank != 0)
     _log_to(console)
@@ -253,6 +255,7 @@ def _train(
         if not finished:
             hint = f"interrupted at step {trainer.step}; checkpoint saved. Continue with: --resume --out {directory}"
             console.print(hint, soft_wrap=True)
+            # Ranks may have received different signals, or none; they agree on one exit code.
             return EXIT_SIGNAL_BASE + parallel.largest(guard.received)
     summary = trainer.summary()
     if trainer.writes:
@@ -275,7 +278,11 @@ def _make_directory(directory: Path) -> None:
 
 
 def _configuration(given: Mapping[str, Any], checkpoint: Path | None) -> RunConfig:
-    """Options over the checkpoint's configuration, or over the defaults."""
+    """Options over the checkpoint's configuration, or over the defaults.
+
+    `given` holds the options that were typed. Options without a value are None in click, so that a
+    resumed run can tell "not given" from "the default, given".
+    """
     from ernie_compat.checkpoint import read_header
     from ernie_compat.learner import default_framework
 

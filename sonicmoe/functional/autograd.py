@@ -51,6 +51,8 @@ def expert_mlp(
     layout = layout or WeightLayout()
     if torch.compiler.is_compiling():
         return compiled_expert_mlp(x, indices, probs, weights, activation, layout, use_fp8, save)
+    # The plan holds the configuration of this moment. Backward may run on one of autograd's
+    # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8)
     with plan.config.activate():
         plan = plan.fitted(x, weights)

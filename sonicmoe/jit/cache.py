@@ -116,6 +116,8 @@ class CompileCache:
         found = self.try_load(key)
         if found is not None:
             return found
+        # Asked before any lock is taken, so that a process that may not compile never waits for one
+        # that does.
         self.require_compiler(key, self._shared.lookup(key).reason)
         try:
             return self._shared.build(key, builder)

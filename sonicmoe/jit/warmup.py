@@ -98,6 +98,8 @@ def warm_up(
     planned = _planned(spec, compile_jobs)
     collected = _Outcomes(progress)
     pending: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
+    # Everything that is cached is settled first, and a forbidden or impossible compile raises here,
+    # before any worker has started.
     for job in planned.jobs:
         key = job.key()
         if cache.share(key) is not None:
@@ -268,6 +270,7 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
         path = _record_path(root, report.spec, report.precision)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Named by process: two warm-ups of one model may end at the same time.
             partial = path.with_suffix(f".{os.getpid()}.partial")
             partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
             os.replace(partial, path)
