@@ -1,13 +1,13 @@
-"""`SonicMoEConfig` and the one registry of environment flags.
+"""`SonicMoEConfig`: every flag of the package, each declared once as a field with its environment
+variable, its values, its default and its meaning.
 
 Precedence: an explicit field of the configuration in force beats the environment, which beats the
-default. `docs/env.md` is generated from `FLAGS`; nothing else in the package reads a `SONIC_MOE_*`
-variable.
+default. Resolution, `sonicmoe doctor`, step dumps and `docs/env.md` walk over `FLAGS`; nothing else
+in the package reads a `SONIC_MOE_*` variable. CONTRIBUTING.md has the recipe for a new flag.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import logging
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import platformdirs
 
@@ -30,6 +31,25 @@ logger = logging.getLogger("sonicmoe")
 
 PREFIX = "SONIC_MOE_"
 FP8_MODES = ("off", "perf", "mem")
+HONOURED_VARIABLES = ("TRITON_PTXAS_PATH", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "CUDA_HOME")
+
+Value = TypeVar("Value")
+Member = TypeVar("Member", bound=Enum)
+
+
+@dataclass(frozen=True)
+class Values(Generic[Value]):
+    """The values that a flag takes.
+
+    Attributes:
+        listed: how documentation names them.
+        parse: reads one as it is typed into the environment; ValueError says what is needed.
+        types: Python types that a field of the configuration takes besides text.
+    """
+
+    listed: str
+    parse: Callable[[str], Value]
+    types: tuple[type, ...] = ()
 
 
 def _parse_bool(text: str) -> bool:
@@ -52,9 +72,18 @@ def _parse_seconds(text: str) -> float:
 
 
 def _parse_directory(text: str) -> Path:
+    """An absolute path, so that a later change of the working directory does not move it."""
     if not text.strip():  # Path("") would be the current directory
         raise ValueError("a directory, or leave it unset")
-    return Path(text).expanduser()
+    # Manifests and messages hold paths as text, and the system ends a name at NUL.
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("a directory whose name is UTF-8 text without NUL")
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise ValueError("a directory; the home directory in it is not known here") from None
+    except FileNotFoundError:
+        raise ValueError("an absolute path, as the working directory no longer exists") from None
 
 
 def _parse_fp8_mode(text: str) -> str:
@@ -67,126 +96,280 @@ def _parse_fp8_mode(text: str) -> str:
 
 
 def _parse_recipe(text: str) -> str:
-    from .quant.recipes import (
-        RECIPES,
-    )  # quant imports enums only; importing it here keeps config free of a framework
+    # Importing `quant` where it is needed keeps this module free of a framework.
+    from .quant.recipes import RECIPES
 
     if text in RECIPES:
         return text
     raise ValueError(f"one of {sorted(RECIPES)}")
 
 
-def _enum_parser(enum: type[ZCode] | type[EngineName]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
+def members_of(enum: type[Member]) -> Values[Member]:
+    """The members of an enum, by value and in any case."""
+    names = [member.value for member in enum]
+
+    def parse(text: str) -> Member:
         try:
             return enum(text.strip().lower())
         except ValueError:
-            raise ValueError(f"one of {[member.value for member in enum]}") from None
+            raise ValueError(f"one of {names}") from None
 
-    return parse
+    return Values(", ".join(names), parse, (enum,))
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One environment variable: the config field it sets, how it is parsed, its default and its
-    meaning.
+BOOLEAN = Values("0, 1", _parse_bool, (bool,))
+SECONDS = Values("seconds > 0", _parse_seconds, (int, float))
+DIRECTORY = Values("a directory", _parse_directory, (Path,))
+FP8_MODE = Values("perf, mem, off", _parse_fp8_mode)
+RECIPE = Values("a name from `sonicmoe numerics --list`", _parse_recipe)
+
+
+def spelling(value: Any) -> str:
+    """A flag's value as one types it into the environment."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+class Flag(Generic[Value]):
+    """One setting: a field of the configuration, and the environment variable that sets it.
+
+    A descriptor, so that one declaration serves both kinds of configuration: a field that nobody
+    set reads as None in a `SonicMoEConfig` and as its default in a `ResolvedConfig`.
+
+    Attributes:
+        default: the value, or a function that finds it when it is first read.
+        in_steps: whether it decides what a step computes. Such a flag is a field of
+            `EngineSettings` under the same name, and dumps of a step keep it.
     """
 
-    env: str
     field: str
-    parse: Callable[[str], Any]
-    default: Any
-    values: str
-    meaning: str
+
+    def __init__(
+        self,
+        env: str,
+        values: Values[Value],
+        default: Value | Callable[[], Value],
+        meaning: str,
+        *,
+        in_steps: bool = False,
+    ) -> None:
+        """Declare a flag; the class that it is assigned in names its field."""
+        self.env, self.values, self.default = env, values, default
+        self.meaning, self.in_steps = meaning, in_steps
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Take the name of the field."""
+        self.field = name
+
+    @property
+    def plain_default(self) -> Value | None:
+        """The default where it is a value; None where the machine decides it."""
+        return None if callable(self.default) else self.default
+
+    @property
+    def shown_default(self) -> str:
+        """The default as one types it."""
+        return "unset" if self.plain_default is None else spelling(self.plain_default)
+
+    def take(self, value: Any, source: str) -> Value:
+        """A value from outside, parsed alike whether it came as text or as an object.
+
+        Raises:
+            ConfigError: naming `source`, what came and what is needed.
+        """
+        listed = isinstance(value, (str, *self.values.types))
+        if not listed or (isinstance(value, bool) and bool not in self.values.types):
+            raise ConfigError(
+                f"{source} got {value!r} ({type(value).__name__}); needed: {self.values.listed}"
+            )
+        text = value if isinstance(value, str) else spelling(value)
+        try:
+            return self.values.parse(text)
+        except ValueError as needed:
+            raise ConfigError(f"{source}={text!r} is not understood; needed: {needed}") from None
+
+    @overload
+    def __get__(self, config: ResolvedConfig, owner: Any = None) -> Value: ...
+    @overload
+    def __get__(self, config: SonicMoEConfig, owner: Any = None) -> Value | None: ...
+    @overload
+    def __get__(self, config: None, owner: Any = None) -> None: ...
+    def __get__(self, config: SonicMoEConfig | None, owner: Any = None) -> Value | None:
+        """The value; on the class None, which `dataclass` takes for the field's default."""
+        if config is None:
+            return None
+        found: Value | None = config.__dict__[self.field]
+        if found is None and config.decided and callable(self.default):
+            found = config.__dict__[self.field] = self.default()
+        return found
+
+    def __set__(self, config: SonicMoEConfig, value: Value | str | None) -> None:
+        """Store a value that a constructor was given."""
+        if value is not None:
+            value = self.take(value, f"SonicMoEConfig.{self.field}")
+        elif config.decided:
+            value = self.plain_default
+        config.__dict__[self.field] = value
 
 
 def default_cache_dir() -> Path:
-    """The platform's per-user cache directory for this package."""
-    return Path(platformdirs.user_cache_dir("sonicmoe"))
+    """The platform's per-user cache directory for this package.
+
+    Raises:
+        ConfigError: this user has no home directory.
+    """
+    try:
+        found = platformdirs.user_cache_dir("sonicmoe")
+    except RuntimeError:
+        found = "~"
+    if found.startswith("~"):  # older versions of platformdirs return it as it is
+        raise ConfigError(
+            f"there is no directory for the compile cache: HOME is unset and user {os.getuid()} is "
+            "not known to this system; set SONIC_MOE_CACHE_DIR"
+        )
+    return Path(found).absolute()
 
 
 def default_local_cache_dir() -> Path:
-    """A per-user directory of this node, for artefacts that `cache_dir` cannot take."""
-    return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"
+    """A per-user directory of this node, for artefacts that `cache_dir` cannot take.
+
+    Raises:
+        ConfigError: no temporary directory can be written.
+    """
+    try:
+        return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no directory for the node's own copy of the compile cache: {error.strerror}; "
+            "set SONIC_MOE_LOCAL_CACHE_DIR, or TMPDIR"
+        ) from None
 
 
-FLAGS: tuple[Flag, ...] = (
-    Flag("SONIC_MOE_FP8_MODE", "fp8_mode", _parse_fp8_mode, "off", "perf, mem, off",
-         "`perf`: full FP8; `mem`: FP8 with stage-wise memory reuse; `off`: the dtype of the tokens (BF16)"),
-    Flag("SONIC_MOE_FP8_WGRAD", "fp8_wgrad", _parse_bool, True, "0, 1",
-         "FP8 weight gradients in the FP8 modes; `0`: wgrad on unquantised operands (engine `hopper`: BF16 GEMMs of engine `bf16`)"),
-    Flag("SONIC_MOE_FP8_ASSUME_ALIGNED", "fp8_assume_aligned", _parse_bool, False, "0, 1",
-         "accepted for source compatibility: the routing metadata pads every expert, so there is neither a check nor a copy to skip"),
-    Flag("SONIC_MOE_FP8_ISO32_WEIGHT", "iso_weight", _parse_bool, False, "0, 1",
-         "one FP8 buffer per weight serves forward and backward: engine `hopper` keeps forward's order only and transposes into a "
-         "scratch shared by all layers in every backward; a recipe with other weight blocks in backward is refused"),
-    Flag("SONIC_MOE_FP8_SAVE_Z", "save_z", _enum_parser(ZCode), ZCode.INT8, "int8, e4m3, bf16",
-         "storage of the pre-activation `z` kept for backward in the FP8 modes; the 8-bit codes use one scale per 128 columns. "
-         "Engine `reference` has all three, `hopper` `int8`; without FP8, z has the dtype of the tokens"),
-    Flag("SONIC_MOE_FP8_RECOMPUTE_Z", "recompute_z", _parse_bool, False, "0, 1",
-         "do not store `z`: rerun the up-projection in backward"),
-    Flag("SONIC_MOE_FP8_RECIPE", "recipe", _parse_recipe, "iso128", "a name from `sonicmoe numerics --list`",
-         "block shapes and scale format of every FP8 operand (docs/numerics.md)"),
-    Flag("SONIC_MOE_STAGEWISE_MEMORY", "stagewise_memory", _parse_bool, False, "0, 1",
-         "drop the saved `z` in the middle of backward; a second backward through the same graph is refused (node only)"),
-    Flag("SONIC_MOE_ENGINE", "engine", _enum_parser(EngineName), EngineName.AUTO, "auto, reference, bf16, hopper",
-         "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` in the FP8 modes, else `bf16`; "
-         "`reference` where that one cannot run and on a host; the log says which and why (docs/design.md)"),
-    Flag("SONIC_MOE_CACHE_DIR", "cache_dir", _parse_directory, None, "a directory",
-         "compile cache, may lie on a shared file system; default: the platform's user cache directory /sonicmoe"),
-    Flag("SONIC_MOE_LOCAL_CACHE_DIR", "local_cache_dir", _parse_directory, None, "a directory",
-         "node-local copy of the compile cache: read after it, written when it is read-only or full; default: "
-         "sonicmoe-<uid> in the temporary directory"),
-    Flag("SONIC_MOE_LOCK_TIMEOUT", "lock_timeout_s", _parse_seconds, 600.0, "seconds > 0",
-         "longest wait for another process that builds the same kernel; the error names that process"),
-    Flag("SONIC_MOE_FORBID_COMPILE", "forbid_compile", _parse_bool, False, "0, 1",
-         "every compile raises and names the kernel and its key: proves that `sonicmoe warmup` covered the run"),
-    Flag("SONIC_MOE_VALIDATE_DISPATCH", "validate_dispatch", _parse_bool, False, "0, 1",
-         "check every routing precondition (distinct ids, finite probabilities, counts) and raise on the first violation"),
-    Flag("USE_QUACK_GEMM", "use_quack_gemm", _parse_bool, False, "0, 1",
-         "accepted for source compatibility with upstream SonicMoE; the engine choice does not depend on it"),
-)  # fmt: skip
-FLAGS_BY_ENV: Mapping[str, Flag] = {flag.env: flag for flag in FLAGS}
-HONOURED_VARIABLES = ("TRITON_PTXAS_PATH", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "CUDA_HOME")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SonicMoEConfig:
     """Settings of one node or layer; a field left at None is taken from the environment, then from
     its default.
 
     `docs/env.md` has the meaning of each field. Use `with cfg.activate():` to make a configuration
     the one in force for everything that was not given its own.
+
+    Raises:
+        ConfigError: a field has a value that its environment variable would not take either.
     """
 
-    fp8_mode: str | None = None
-    fp8_wgrad: bool | None = None
-    fp8_assume_aligned: bool | None = None
-    iso_weight: bool | None = None
-    save_z: ZCode | str | None = None
-    recompute_z: bool | None = None
-    recipe: str | None = None
-    stagewise_memory: bool | None = None
-    engine: EngineName | str | None = None
-    cache_dir: Path | str | None = None
-    local_cache_dir: Path | str | None = None
-    lock_timeout_s: float | str | None = None
-    forbid_compile: bool | None = None
-    validate_dispatch: bool | None = None
-    use_quack_gemm: bool | None = None
+    decided: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        """Parse every given field like its environment variable, so both doors refuse the same
-        values.
-        """
-        for flag in FLAGS:
-            value = getattr(self, flag.field)
-            if isinstance(value, str):
-                object.__setattr__(
-                    self, flag.field, _parse(flag, value, f"SonicMoEConfig.{flag.field}")
-                )
-            elif value is not None:
-                _check_type(flag, value)
+    fp8_mode: Flag[str] = Flag(
+        "SONIC_MOE_FP8_MODE",
+        FP8_MODE,
+        "off",
+        "`perf`: full FP8; `mem`: FP8 with stage-wise memory reuse; `off`: the dtype of the tokens "
+        "(BF16)",
+    )
+    fp8_wgrad: Flag[bool] = Flag(
+        "SONIC_MOE_FP8_WGRAD",
+        BOOLEAN,
+        True,
+        "FP8 weight gradients in the FP8 modes; `0`: wgrad on unquantised operands (engine "
+        "`hopper`: BF16 GEMMs of engine `bf16`)",
+        in_steps=True,
+    )
+    fp8_assume_aligned: Flag[bool] = Flag(
+        "SONIC_MOE_FP8_ASSUME_ALIGNED",
+        BOOLEAN,
+        False,
+        "accepted for source compatibility: the routing metadata pads every expert, so there is "
+        "neither a check nor a copy to skip",
+    )
+    iso_weight: Flag[bool] = Flag(
+        "SONIC_MOE_FP8_ISO32_WEIGHT",
+        BOOLEAN,
+        False,
+        "`1`: engine `hopper` keeps one FP8 copy of each weight instead of two. It stores the copy "
+        "that forward reads, and every backward transposes it into memory that all layers share. "
+        "This saves one byte per weight and costs a transposition per backward. A recipe whose "
+        "weight blocks differ between forward and backward is refused, because it needs two copies",
+    )
+    save_z: Flag[ZCode] = Flag(
+        "SONIC_MOE_FP8_SAVE_Z",
+        members_of(ZCode),
+        ZCode.INT8,
+        "storage of the pre-activation `z` kept for backward in the FP8 modes; the 8-bit codes use "
+        "one scale per 128 columns. Engine `reference` has all three, `hopper` `int8`; without "
+        "FP8, z has the dtype of the tokens",
+        in_steps=True,
+    )
+    recompute_z: Flag[bool] = Flag(
+        "SONIC_MOE_FP8_RECOMPUTE_Z",
+        BOOLEAN,
+        False,
+        "do not store `z`: rerun the up-projection in backward",
+        in_steps=True,
+    )
+    recipe: Flag[str] = Flag(
+        "SONIC_MOE_FP8_RECIPE",
+        RECIPE,
+        "iso128",
+        "block shapes and scale format of every FP8 operand (docs/numerics.md)",
+    )
+    stagewise_memory: Flag[bool] = Flag(
+        "SONIC_MOE_STAGEWISE_MEMORY",
+        BOOLEAN,
+        False,
+        "drop the saved `z` in the middle of backward; a second backward through the same graph is "
+        "refused (node only)",
+    )
+    engine: Flag[EngineName] = Flag(
+        "SONIC_MOE_ENGINE",
+        members_of(EngineName),
+        EngineName.AUTO,
+        "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` "
+        "in the FP8 modes, else `bf16`; `reference` where that one cannot run and on a host; the "
+        "log says which and why (docs/design.md)",
+    )
+    cache_dir: Flag[Path] = Flag(
+        "SONIC_MOE_CACHE_DIR",
+        DIRECTORY,
+        default_cache_dir,
+        "compile cache, may lie on a shared file system; default: the platform's user cache "
+        "directory /sonicmoe",
+    )
+    local_cache_dir: Flag[Path] = Flag(
+        "SONIC_MOE_LOCAL_CACHE_DIR",
+        DIRECTORY,
+        default_local_cache_dir,
+        "node-local copy of the compile cache: read after it, written when it is read-only or "
+        "full; default: sonicmoe-<uid> in the temporary directory",
+    )
+    lock_timeout_s: Flag[float] = Flag(
+        "SONIC_MOE_LOCK_TIMEOUT",
+        SECONDS,
+        600.0,
+        "longest wait for another process that builds the same kernel; the error names that "
+        "process",
+    )
+    forbid_compile: Flag[bool] = Flag(
+        "SONIC_MOE_FORBID_COMPILE",
+        BOOLEAN,
+        False,
+        "every compile raises and names the kernel and its key: proves that `sonicmoe warmup` "
+        "covered the run",
+    )
+    validate_dispatch: Flag[bool] = Flag(
+        "SONIC_MOE_VALIDATE_DISPATCH",
+        BOOLEAN,
+        False,
+        "check every routing precondition (distinct ids, finite probabilities, counts) and raise "
+        "on the first violation",
+    )
+    use_quack_gemm: Flag[bool] = Flag(
+        "USE_QUACK_GEMM",
+        BOOLEAN,
+        False,
+        "accepted for source compatibility with upstream SonicMoE; the engine choice does not "
+        "depend on it",
+    )
 
     @contextmanager
     def activate(self) -> Iterator[SonicMoEConfig]:
@@ -203,91 +386,115 @@ class SonicMoEConfig:
         """Fill every unset field from the environment, then from the defaults.
 
         Raises:
-            ConfigError: an environment variable has a value its parser refuses, or two settings
-                contradict each other.
+            ConfigError: an environment variable has a value its parser refuses.
         """
-        _report_unknown_flags()
-        return _resolve(self, _environment(), tempfile.gettempdir())
+        # Every forward asks. The answer stays with the configuration until the environment is read
+        # again, so that asking costs one comparison.
+        read = environment()
+        known: tuple[SonicMoEConfig, ResolvedConfig] | None = self.__dict__.get("_resolved")
+        if known is None or known[0] is not read:
+            known = read, ResolvedConfig.of(read.given() | self.given())
+            self.__dict__["_resolved"] = known
+        return known[1]
+
+    def given(self) -> dict[str, Any]:
+        """The fields that have a value, in the order of `FLAGS`."""
+        held = self.__dict__
+        return {flag.field: held[flag.field] for flag in FLAGS if held[flag.field] is not None}
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.given() == self.given()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.given().items()))
+
+    def __repr__(self) -> str:
+        """The fields that have a value; a default directory that nobody asked for is not looked
+        up.
+        """
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.given().items())
+        return f"{type(self).__name__}({fields})"
 
 
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """A `SonicMoEConfig` with every field decided; what engines read."""
+class ResolvedConfig(SonicMoEConfig):
+    """A configuration with every field decided; what engines read."""
 
-    fp8_mode: str | None
-    fp8_wgrad: bool
-    fp8_assume_aligned: bool
-    iso_weight: bool
-    save_z: ZCode
-    recompute_z: bool
-    recipe: str
-    stagewise_memory: bool
-    engine: EngineName
-    cache_dir: Path
-    local_cache_dir: Path
-    lock_timeout_s: float
-    forbid_compile: bool
-    validate_dispatch: bool
-    use_quack_gemm: bool
+    decided = True
 
     @property
     def fp8(self) -> bool:
         """Whether operands are quantised to FP8."""
-        return self.fp8_mode is not None
+        return self.fp8_mode != "off"
 
     @property
     def frees_stagewise(self) -> bool:
         """Whether saved activations are dropped as soon as their last stage has read them."""
         return self.stagewise_memory or self.fp8_mode == "mem"
 
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> ResolvedConfig:
+        """Values that a configuration has taken before, and defaults for the rest."""
+        config = object.__new__(cls)
+        config.__dict__.update(_PLAIN_DEFAULTS | values)
+        return config
+
+    def resolve(self) -> ResolvedConfig:
+        """This configuration: nothing is left to the environment."""
+        return self
+
     def replace(self, **changes: Any) -> ResolvedConfig:
-        """A copy with the given fields changed."""
-        return dataclasses.replace(self, **changes)
+        """A copy with the given fields changed; None stands for the default."""
+        return ResolvedConfig(**{**self.given(), **changes})
 
 
-def _environment() -> tuple[str | None, ...]:
-    """The values of `FLAGS_BY_ENV`, and of what directories depend on."""
-    # CPython's own dictionary: to ask the mapping for 20 names that are not set costs as much as
-    # four launches, in every forward.
-    values: dict[Any, Any] | None = getattr(os.environ, "_data", None)
-    if values is None:
-        return tuple(map(os.environ.get, _NAMES))
-    found = map(values.get, _ENCODED_NAMES)
-    return tuple(None if value is None else os.environ.decodevalue(value) for value in found)
+FLAGS: tuple[Flag[Any], ...] = tuple(
+    declared for declared in vars(SonicMoEConfig).values() if isinstance(declared, Flag)
+)
+FLAGS_BY_ENV: Mapping[str, Flag[Any]] = {flag.env: flag for flag in FLAGS}
+_PLAIN_DEFAULTS = {flag.field: flag.plain_default for flag in FLAGS}
 
 
-_NAMES = (*FLAGS_BY_ENV, "XDG_CACHE_HOME", "HOME")
-_ENCODED_NAMES = tuple(map(os.environ.encodekey, _NAMES))
+@functools.cache
+def environment() -> SonicMoEConfig:
+    """The flags that the environment sets, read when a process first asks.
 
+    A variable that changes afterwards is not obeyed: settings that change from one forward to the
+    next would otherwise cost every forward a look at each of them.
 
-@functools.lru_cache(maxsize=64)
-def _resolve(
-    config: SonicMoEConfig, environment: tuple[str | None, ...], _temporary: str
-) -> ResolvedConfig:
-    """`environment`: see `_environment`. Equal settings, and equal places for the default
-    directories, give one object.
+    Raises:
+        ConfigError: a variable has a value that is not understood; then the next call reads again.
     """
-    values: dict[str, Any] = {}
-    for flag, text in zip(FLAGS, environment[: len(FLAGS)], strict=True):
-        given = getattr(config, flag.field)
-        if given is None and text is not None:
-            given = _parse(flag, text, flag.env)
-        values[flag.field] = flag.default if given is None else given
-    if values["fp8_mode"] == "off":
-        values["fp8_mode"] = None
-    if values["cache_dir"] is None:
-        values["cache_dir"] = default_cache_dir()
-    if values["local_cache_dir"] is None:
-        values["local_cache_dir"] = default_local_cache_dir()
-    return ResolvedConfig(**values)
+    warn_unknown_flags()
+    return read_flags(os.environ)
+
+
+def reload_environment() -> None:
+    """Have the environment read again by the next configuration that is resolved. For tests."""
+    environment.cache_clear()
+
+
+def read_flags(environ: Mapping[str, str]) -> SonicMoEConfig:
+    """The configuration that these variables spell.
+
+    Raises:
+        ConfigError: naming the first variable whose value is not understood.
+    """
+    return SonicMoEConfig(
+        **{
+            flag.field: flag.take(environ[flag.env], flag.env)
+            for flag in FLAGS
+            if flag.env in environ
+        }
+    )
 
 
 _ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", default=None)
+_NOTHING_SET = SonicMoEConfig()
 
 
 def active_config() -> SonicMoEConfig:
     """The configuration activated here, or one that leaves everything to the environment."""
-    return _ACTIVE.get() or SonicMoEConfig()
+    return _ACTIVE.get() or _NOTHING_SET
 
 
 def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:
@@ -295,68 +502,48 @@ def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:
     return (explicit or active_config()).resolve()
 
 
+# A misspelt name keeps one of these words, unless it is misspelt in two places.
+_WORDS = ("SONIC", "MOE", "QUACK", "GEMM")
+# How near a flag has to be: to a name of this package's, and to one that may be another program's.
+_OURS, _ANYBODYS = 0.6, 0.9
+
+
 def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Set `SONIC_MOE_*` names the registry does not know, each with the nearest known name (or
-    None); also flags spelt `SONICMOE_*`.
+    """Variables that look like a flag and are none, each with the nearest flag (or None).
+
+    Every `SONIC_MOE_*` name counts, in any case, and others where a flag is near: `SONICMOE_FP8`,
+    `USE_QUACK_GEM`.
     """
     names = os.environ if environ is None else environ
-    unknown = [name for name in names if name.startswith(PREFIX) and name not in FLAGS_BY_ENV]
-    found = {
-        name: next(iter(difflib.get_close_matches(name, FLAGS_BY_ENV, n=1, cutoff=0.6)), None)
-        for name in unknown
-    }
-    joined = {
-        flag.replace(PREFIX, "SONICMOE_"): flag for flag in FLAGS_BY_ENV if flag.startswith(PREFIX)
-    }
-    return found | {name: joined[name] for name in names if name in joined}
+    found: dict[str, str | None] = {}
+    for name in names:
+        upper = name.upper()
+        if name in FLAGS_BY_ENV or not any(word in upper for word in _WORDS):
+            continue
+        nearest = _nearest_flag(upper)
+        if nearest or upper.startswith(PREFIX):
+            found[name] = nearest
+    return found
+
+
+def _nearest_flag(upper: str) -> str | None:
+    cutoff = _OURS if upper.startswith(PREFIX) else _ANYBODYS
+    without_underscore = PREFIX.replace("_", "", 1)
+    if upper.startswith(without_underscore) and upper != without_underscore:
+        upper = PREFIX + upper.removeprefix(without_underscore)
+        beginning = (env for env in FLAGS_BY_ENV if env.startswith(upper))
+        if begun := next(beginning, None):
+            return begun
+    return next(iter(difflib.get_close_matches(upper, FLAGS_BY_ENV, n=1, cutoff=cutoff)), None)
 
 
 _WARNED: set[str] = set()
-_looked_for_unknown_flags = False
-
-
-def _report_unknown_flags() -> None:
-    """`warn_unknown_flags`, at the first configuration that a process resolves: every face resolves
-    one, and often.
-    """
-    global _looked_for_unknown_flags
-    if not _looked_for_unknown_flags:
-        _looked_for_unknown_flags = True
-        warn_unknown_flags()
 
 
 def warn_unknown_flags() -> None:
-    """Log each unknown `SONIC_MOE_*` variable once, with a near-miss suggestion."""
+    """Log each variable of `unknown_flags` once, with the nearest flag."""
     for name, suggestion in unknown_flags().items():
         if name not in _WARNED:
             _WARNED.add(name)
             hint = f"; did you mean {suggestion}?" if suggestion else ""
             logger.warning("unknown environment variable %s is ignored%s", name, hint)
-
-
-def _parse(flag: Flag, text: str, source: str) -> Any:
-    try:
-        return flag.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}={text!r} is not understood; needed: {error}") from None
-
-
-_FIELD_TYPES: Mapping[str, type] = {
-    "fp8_mode": str, "recipe": str, "save_z": ZCode, "engine": EngineName,
-    "cache_dir": Path, "local_cache_dir": Path, "lock_timeout_s": float,
-}  # fmt: skip
-
-
-def _check_type(flag: Flag, value: Any) -> None:
-    wanted: type = _FIELD_TYPES.get(flag.field, bool)
-    if (
-        wanted is float
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 < value < math.inf
-    ):
-        return
-    if wanted is float or not isinstance(value, wanted):
-        raise ConfigError(
-            f"SonicMoEConfig.{flag.field} got {value!r} ({type(value).__name__}); needed: {flag.values}"
-        )

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from sonicmoe.config import FLAGS_BY_ENV, PREFIX
+from sonicmoe.config import FLAGS_BY_ENV, PREFIX, reload_environment
 from sonicmoe.diagnostics.doctor import is_importable
 from sonicmoe.jit.cache import CompileCache
 
@@ -44,6 +45,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every variant of the BF16 GEMMs, not only a covering set",
     )
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_read_anew() -> None:
+    """A process reads its flags once; every test is a process of its own in this respect."""
+    reload_environment()
+
+
+@pytest.fixture
+def set_flags(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set variables (None: unset them) in a test that has read the environment already."""
+
+    def set_variables(**values: str | None) -> None:
+        for name, value in values.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        reload_environment()
+
+    return set_variables
 
 
 @pytest.fixture(scope="session")

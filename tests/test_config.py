@@ -4,12 +4,17 @@ registry.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
+import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +25,8 @@ from sonicmoe.config import (
     Flag,
     ResolvedConfig,
     SonicMoEConfig,
-    _environment,
     current_config,
+    read_flags,
     unknown_flags,
     warn_unknown_flags,
 )
@@ -29,6 +34,7 @@ from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
+SetFlags = Callable[..., None]
 
 BOOLEANS = {
     "1": True,
@@ -55,7 +61,7 @@ ACCEPTED = {
     },
     "cache_dir": {
         "/some/where": Path("/some/where"),
-        "relative": Path("relative"),
+        "relative": Path.cwd() / "relative",
         "~/kernels": Path.home() / "kernels",
     },
     "local_cache_dir": {"/node/local": Path("/node/local")},
@@ -66,26 +72,21 @@ REFUSED = {
     "save_z": ["int4", "", "fp8"],
     "recipe": ["iso100", "ISO128", ""],
     "engine": ["cpu", ""],
-    "cache_dir": ["", "  "],
+    "cache_dir": ["", "  ", "~nosuchuser/x", "a\0b", "a\udcff", "\ud800"],
     "local_cache_dir": [""],
     "lock_timeout_s": ["0", "-1", "inf", "nan", "soon", ""],
 }
 
 
-def accepted(flag: Flag) -> dict[str, object]:
+def accepted(flag: Flag[Any]) -> dict[str, object]:
     return ACCEPTED.get(flag.field, BOOLEANS)
 
 
-def refused(flag: Flag) -> list[str]:
+def refused(flag: Flag[Any]) -> list[str]:
     return REFUSED.get(flag.field, ["2", "maybe", "y e s"])
 
 
-def resolved(value: object) -> object:
-    """`off` exists so that an explicit field can beat the environment; an engine sees None."""
-    return None if value == "off" else value
-
-
-def a_value_other_than_the_default(flag: Flag) -> tuple[str, object]:
+def a_value_other_than_the_default(flag: Flag[Any]) -> tuple[str, object]:
     return next((text, value) for text, value in accepted(flag).items() if value != flag.default)
 
 
@@ -101,43 +102,42 @@ ALL_FLAGS = [pytest.param(flag, id=flag.env) for flag in FLAGS]
 def test_every_flag_is_covered() -> None:
     not_boolean = {flag.field for flag in FLAGS if not isinstance(flag.default, bool)}
     assert not_boolean == set(ACCEPTED) == set(REFUSED)
-
-
-def test_registry_and_dataclasses_have_the_same_fields() -> None:
-    names = {flag.field for flag in FLAGS}
-    assert names == {field.name for field in dataclasses.fields(SonicMoEConfig)}
-    assert names == {field.name for field in dataclasses.fields(ResolvedConfig)}
-    assert len(FLAGS_BY_ENV) == len(FLAGS) == len(names)
+    fields = [field.name for field in dataclasses.fields(SonicMoEConfig)]
+    assert [flag.field for flag in FLAGS] == fields and len(FLAGS_BY_ENV) == len(fields)
 
 
 @pytest.mark.parametrize(("flag", "text"), ACCEPT_CASES)
 def test_environment_value_is_parsed(
-    flag: Flag, text: str, monkeypatch: pytest.MonkeyPatch
+    flag: Flag[Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(flag.env, text)
-    assert getattr(current_config(), flag.field) == resolved(accepted(flag)[text])
+    assert getattr(current_config(), flag.field) == accepted(flag)[text]
 
 
 @pytest.mark.parametrize(("flag", "text"), ACCEPT_CASES)
-def test_configuration_takes_the_same_spellings(flag: Flag, text: str) -> None:
+def test_configuration_takes_the_same_spellings(flag: Flag[Any], text: str) -> None:
     assert getattr(SonicMoEConfig(**{flag.field: text}), flag.field) == accepted(flag)[text]
 
 
 @pytest.mark.parametrize(("flag", "text"), REFUSE_CASES)
 def test_bad_value_is_refused_by_both_doors(
-    flag: Flag, text: str, monkeypatch: pytest.MonkeyPatch
+    flag: Flag[Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"SonicMoEConfig\.{flag.field}={text!r} is not understood; needed: \S"
-    ):
+    wanted = f"={re.escape(repr(text))} is not understood; needed: \\S"
+    with pytest.raises(ConfigError, match=rf"SonicMoEConfig\.{flag.field}{wanted}") as raised:
         SonicMoEConfig(**{flag.field: text})
-    monkeypatch.setenv(flag.env, text)
-    with pytest.raises(ConfigError, match=f"{flag.env}={text!r} is not understood; needed: \\S"):
-        current_config()
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match=f"{flag.env}{wanted}"):
+        read_flags({flag.env: text})
+    if not {"\0", "\ud800"} & set(text):  # no environment holds those
+        monkeypatch.setenv(flag.env, text)
+        for _ in range(2):  # a refusal is not remembered as a configuration
+            with pytest.raises(ConfigError, match=f"{flag.env}{wanted}"):
+                current_config(SonicMoEConfig(fp8_mode="perf", engine="reference", recipe="1x128"))
 
 
 @pytest.mark.parametrize("flag", ALL_FLAGS)
-def test_value_of_a_wrong_type_names_the_field(flag: Flag) -> None:
+def test_value_of_a_wrong_type_names_the_field(flag: Flag[Any]) -> None:
     with pytest.raises(
         ConfigError, match=rf"SonicMoEConfig\.{flag.field} got .*object.*; needed: "
     ):
@@ -153,14 +153,13 @@ def test_boolean_is_no_value_of_a_named_setting(field: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ALL_FLAGS)
-def test_precedence(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence(flag: Flag[Any], set_flags: SetFlags) -> None:
     """Explicit beats activated beats environment beats default."""
     built_in = getattr(current_config(), flag.field)
     text, value = a_value_other_than_the_default(flag)
-    monkeypatch.setenv(flag.env, text)
+    set_flags(**{flag.env: text})
     assert getattr(current_config(), flag.field) == value != built_in
-    explicit_default = built_in if flag.default is None else flag.default
-    with SonicMoEConfig(**{flag.field: explicit_default}).activate():
+    with SonicMoEConfig(**{flag.field: built_in}).activate():
         assert getattr(current_config(), flag.field) == built_in
         assert getattr(current_config(SonicMoEConfig(**{flag.field: value})), flag.field) == value
     assert getattr(current_config(), flag.field) == value
@@ -189,28 +188,98 @@ def test_activation_ends_when_the_block_raises() -> None:
     assert current_config().recompute_z is False
 
 
-def test_the_environment_is_read_alike_from_any_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, set_flags: SetFlags) -> None:
+    mine, first = SonicMoEConfig(recompute_z=True), current_config()
+    own = current_config(mine)
     monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
-    monkeypatch.delenv("SONIC_MOE_FP8_WGRAD", raising=False)
-    read = _environment()
-    assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_MODE")] == "perf" and read[
-        -1
-    ] == os.environ.get("HOME")
-    assert read[list(FLAGS_BY_ENV).index("SONIC_MOE_FP8_WGRAD")] is None
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert _environment() == read
+    assert current_config() is first and current_config(mine) is own
+    set_flags()
+    assert current_config().fp8 and current_config(mine).fp8 and current_config(mine).recompute_z
+
+
+def test_a_resolved_configuration_is_left_alone_by_the_environment(set_flags: SetFlags) -> None:
+    first = current_config()
+    set_flags(SONIC_MOE_FP8_MODE="perf")
+    assert current_config(first) is first and not first.fp8
+    assert not ResolvedConfig().fp8 and current_config().fp8
 
 
 def test_default_directories_follow_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "first"))
     for place in ("first", "second"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / place))
+        set_flags(XDG_CACHE_HOME=str(tmp_path / place))
         assert current_config().cache_dir == tmp_path / place / "sonicmoe"
-        assert current_config().local_cache_dir == tmp_path / "first" / f"sonicmoe-{os.getuid()}"
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "second"))
-    assert current_config().local_cache_dir == tmp_path / "second" / f"sonicmoe-{os.getuid()}"
+        assert current_config().local_cache_dir == tmp_path / place / f"sonicmoe-{os.getuid()}"
+
+
+def test_directories_are_absolute_whoever_moves_later(
+    set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    set_flags(SONIC_MOE_CACHE_DIR="kernels")
+    configs = current_config(), current_config(SonicMoEConfig(cache_dir=Path("own")))
+    monkeypatch.chdir("/")
+    assert [config.cache_dir for config in configs] == [tmp_path / "kernels", tmp_path / "own"]
+    assert current_config().cache_dir == tmp_path / "kernels"
+
+
+def test_a_working_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match=r"cache_dir='kernels'.*needed: an absolute path"):
+        SonicMoEConfig(cache_dir="kernels")
+    assert SonicMoEConfig(cache_dir="/kernels").resolve().cache_dir == Path("/kernels")
+
+
+def test_no_home_directory_is_one_line_where_it_is_needed(
+    set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    set_flags(HOME=None, XDG_CACHE_HOME=None)
+    config = current_config()
+    assert not config.fp8 and "cache_dir" not in repr(config)
+    with pytest.raises(ConfigError, match=r"HOME is unset .*; set SONIC_MOE_CACHE_DIR$"):
+        _ = config.cache_dir
+    with pytest.raises(ConfigError, match=r"cache_dir='~/x'.*home directory in it is not known"):
+        SonicMoEConfig(cache_dir="~/x")
+    set_flags(SONIC_MOE_CACHE_DIR="/kernels")
+    assert current_config().cache_dir == Path("/kernels")
+
+
+def test_no_temporary_directory_is_one_line_where_it_is_needed(
+    set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nonexistent"])
+    config = current_config()
+    assert config == ResolvedConfig() and config.cache_dir.is_absolute()
+    with pytest.raises(ConfigError, match=r"nonexistent.*; set SONIC_MOE_LOCAL_CACHE_DIR"):
+        _ = config.local_cache_dir
+    set_flags(SONIC_MOE_LOCAL_CACHE_DIR="/local")
+    assert current_config().local_cache_dir == Path("/local")
+
+
+def test_configurations_are_values() -> None:
+    """Equal, hashable, copied and sent to other processes, whether they were resolved or not."""
+    one, same = SonicMoEConfig(fp8_mode="PERF"), SonicMoEConfig(fp8_mode="perf")
+    one.resolve()
+    assert one == same and hash(one) == hash(same) and one != SonicMoEConfig()
+    assert repr(one) == "SonicMoEConfig(fp8_mode='perf')"
+    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), dataclasses.replace(one)):
+        assert copied == one and copied.resolve() == one.resolve()
+    assert one.resolve() != one and one.resolve() == ResolvedConfig(fp8_mode="perf")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.fp8_mode = "off"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.resolve().fp8_mode = "off"
+    with pytest.raises(TypeError, match="fp8_mod"):
+        SonicMoEConfig(fp8_mod="perf")
 
 
 def test_derived_properties() -> None:
@@ -228,10 +297,21 @@ def test_derived_properties() -> None:
         ("SONIC_MOE_VALIDATE_DISPATCHES", "SONIC_MOE_VALIDATE_DISPATCH"),
         ("SONIC_MOE_SAVE_Z", "SONIC_MOE_FP8_SAVE_Z"),
         ("SONIC_MOE_QQQQQQQQQQQQQQQQQQQQQQQQQQQ", None),
+        ("sonic_moe_fp8_mode", "SONIC_MOE_FP8_MODE"),
+        ("Sonic_Moe_Engine", "SONIC_MOE_ENGINE"),
+        ("sonic_moe_qqqqqqqqqqqqqqqqqqqqqqqqqqq", None),
+        ("SONIC_MO_FP8_MODE", "SONIC_MOE_FP8_MODE"),
+        ("SONC_MOE_ENGINE", "SONIC_MOE_ENGINE"),
+        ("SONICMOE_FP8_MODE", "SONIC_MOE_FP8_MODE"),
+        ("SONICMOE_FP8", "SONIC_MOE_FP8_MODE"),
+        ("SONICMOE_ENGIN", "SONIC_MOE_ENGINE"),
+        ("USE_QUACK_GEM", "USE_QUACK_GEMM"),
+        ("use_quack_gemm", "USE_QUACK_GEMM"),
     ],
 )
 def test_near_miss(name: str, nearest: str | None) -> None:
-    environ = dict.fromkeys((*FLAGS_BY_ENV, "PATH", "SONICMOE", name), "1")
+    others = ("PATH", "SONICMOE", "SONICMOE_", "SONICMOE_TEST_FRAMEWORK", "MOE_ENGINE", "USE_GEMM")
+    environ = dict.fromkeys((*FLAGS_BY_ENV, *others, name), "1")
     assert unknown_flags(environ) == {name: nearest}
 
 

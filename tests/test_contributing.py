@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 from recipes import carry_out, copy_of_the_tree, passes, python, steps
@@ -16,6 +17,52 @@ for precision in ("fp8", "bf16"):
     names = {job.name for job in warm_up_plan(ModelSpec(8, 3072, 1536), precision).jobs}
     print(precision, "row_maxima" in names)
 """
+
+USED = """
+import logging; logging.basicConfig(format="%(message)s")
+import torch
+from sonicmoe import SonicMoEConfig
+from sonicmoe.config import current_config
+from sonicmoe.diagnostics.doctor import examine_flags, Report
+from sonicmoe.ernie_compat.deepep_metadata import deepep_topk_to_sonic_metadata as build
+ids, probs = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+report = Report()
+in_force = examine_flags(report, {"SONIC_MOE_WARN_WORST_CASE": "on"})
+print(current_config().warn_worst_case, in_force.warn_worst_case, report.flags[-1])
+build(ids, probs, 1)
+build(ids, probs, 1, [1])
+with SonicMoEConfig(warn_worst_case=False).activate():
+    build(ids, probs, 1)
+"""
+
+
+def test_a_new_flag(tmp_path, monkeypatch):
+    tree = copy_of_the_tree(tmp_path)
+    for step in steps("A new flag"):
+        carry_out(step, tree)
+    page = (str(tree / "tools/ci/generate_env_docs.py"),)
+    assert python(tree, *page, "--check").returncode == 1
+    assert python(tree, *page).returncode == 0
+    assert "| `SONIC_MOE_WARN_WORST_CASE` | `warn_worst_case` | 0, 1 | `0` | warn where" in (
+        tree / "docs/env.md"
+    ).read_text(encoding="utf-8")
+
+    monkeypatch.setenv("SONIC_MOE_WARN_WORST_CASE", "yes")
+    used = python(tree, "-c", USED)
+    listed = "FlagState(name='SONIC_MOE_WARN_WORST_CASE', value='1', source='environment')"
+    assert used.stdout == f"True True {listed}\n", used.stderr
+    assert used.stderr.count("no tokens_per_expert: rows take their worst case") == 1
+    monkeypatch.setenv("SONIC_MOE_WARN_WORST_CASE", "loud")
+    refused = python(tree, "-m", "sonicmoe", "numerics", "--list")
+    wanted = "Error: SONIC_MOE_WARN_WORST_CASE='loud' is not understood; needed: 0 or 1"
+    assert (refused.returncode, refused.stderr.strip()) == (2, wanted)
+    monkeypatch.delenv("SONIC_MOE_WARN_WORST_CASE")
+
+    passes(tree, "tests/test_config.py", "-k", "not outdated")
+    typed = "from sonicmoe.config import current_config\n\nreveal_type(current_config().{})\n"
+    (tree / "typed.py").write_text(typed.format("warn_worst_case"), encoding="utf-8")
+    checked = python(tree, "-m", "mypy", "--follow-imports=silent", "typed.py")
+    assert re.search(r'Revealed type is "(builtins\.)?bool"', checked.stdout), checked.stdout
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from .. import __version__
+from ..config import environment
 from ..errors import SonicMoEError
 
 # One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same
@@ -47,6 +48,20 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(f"{__package__}.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand, and refuse a flag in the environment that is not understood, whether
+        the subcommand reads that flag or not. `doctor` runs on, because it reports every such flag.
+
+        Raises:
+            ConfigError: naming the variable, its value and what is needed.
+        """
+        found = super().resolve_command(ctx, args)
+        if found[0] != "doctor" and "--help" not in found[2]:
+            environment()
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands from `COMMANDS`, importing none."""

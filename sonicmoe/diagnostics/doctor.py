@@ -24,17 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..config import (
+    DIRECTORY,
     FLAGS,
     HONOURED_VARIABLES,
     Flag,
     ResolvedConfig,
-    SonicMoEConfig,
-    default_cache_dir,
-    default_local_cache_dir,
+    spelling,
     unknown_flags,
 )
 from ..enums import EngineName
-from ..errors import FrameworkError, SonicMoEError
+from ..errors import ConfigError, FrameworkError, SonicMoEError
 from ..install import NVIDIA_DRIVER, install_hint
 from ..jit.warmup import read_records
 from ..kernels.quack_gemm import PACKAGES
@@ -186,31 +185,19 @@ def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
     """
     values: dict[str, Any] = {}
     for flag in FLAGS:
-        values[flag.field] = flag.default
         if flag.env not in environ:
-            report.flags.append(FlagState(flag.env, shown(flag.default), "default"))
+            report.flags.append(FlagState(flag.env, flag.shown_default, "default"))
             continue
-        text = environ[flag.env]
+        text = shown = environ[flag.env]
         try:
-            values[flag.field] = flag.parse(text)
-            report.flags.append(FlagState(flag.env, shown(values[flag.field]), "environment"))
+            values[flag.field] = flag.values.parse(text)
+            shown = spelling(values[flag.field])
         except ValueError as needed:
-            report.flags.append(FlagState(flag.env, text, "environment"))
             report.error(
                 f"{flag.env}={text!r} is not understood", f"set it to {needed}, or unset it"
             )
-    values["cache_dir"] = values["cache_dir"] or default_cache_dir()
-    values["local_cache_dir"] = values["local_cache_dir"] or default_local_cache_dir()
-    return SonicMoEConfig(**values).resolve()
-
-
-def shown(value: Any) -> str:
-    """A flag's value as one would type it."""
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return str(int(value))
-    return str(value.value if isinstance(value, Enum) else value)
+        report.flags.append(FlagState(flag.env, shown, "environment"))
+    return ResolvedConfig.of(values)
 
 
 def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
@@ -229,13 +216,19 @@ def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def examine_caches(report: Report, config: ResolvedConfig) -> None:
-    """Fill `caches`: the compile cache and its node-local copy."""
-    for name in ("cache_dir", "local_cache_dir"):
-        flag = next(flag for flag in FLAGS if flag.field == name)
-        report.caches.append(examine_cache(report, flag, Path(getattr(config, name))))
+    """Fill `caches`: the compile cache and its node-local copy, each where it has a place."""
+    for flag in FLAGS:
+        if flag.values is not DIRECTORY:
+            continue
+        try:
+            path = getattr(config, flag.field)
+        except ConfigError as error:
+            report.error(str(error), f"set {flag.env} to a directory that can be written")
+            continue
+        report.caches.append(examine_cache(report, flag, path))
 
 
-def examine_cache(report: Report, flag: Flag, path: Path) -> CacheState:
+def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
     """Look at one cache directory without creating it."""
     role = flag.field.removesuffix("_dir")
     existing = nearest_existing(path)

@@ -108,7 +108,8 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
 
 
 def _settings(config: ResolvedConfig, precision: str) -> EngineSettings:
-    config = config.replace(fp8_mode=(config.fp8_mode or "perf") if precision == "fp8" else None)
+    if config.fp8 != (precision == "fp8"):
+        config = config.replace(fp8_mode="perf" if precision == "fp8" else "off")
     return EngineSettings.from_config(config, ActivationType.SWIGLU)
 
 

@@ -55,7 +55,7 @@ class StageArithmetic:
         the dtype of the tokens.
         """
         recipe = self._step.settings.fp8_recipe
-        kept_plain = operand.startswith("wgrad_") and not self._step.settings.fp8_wgrad
+        kept_plain = operand.startswith("wgrad_") and not self._step.settings.flags.fp8_wgrad
         if recipe is None or kept_plain:
             return self._rounded(values)
         return quantised(values, getattr(recipe, operand), code, recipe.scale_format)
@@ -104,7 +104,7 @@ class StageArithmetic:
         )
 
     def _z_saved(self) -> Array:
-        code = ZCode(self._step.settings.save_z)
+        code = self._step.settings.flags.save_z
         if code is ZCode.BF16 and self._step.settings.recipe is not None:
             return self._rounded(self._best("z"), "bfloat16")
         return self._stored(self._best("z"), "z", Code.INT8 if code is ZCode.INT8 else Code.E4M3)

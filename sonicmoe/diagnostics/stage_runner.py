@@ -11,7 +11,7 @@ import torch
 
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
 from ..engine.select import choose_engine
-from ..enums import ActivationType, EngineName, ZCode
+from ..enums import ActivationType, EngineName
 from ..experts import ExpertWeights, PerExpertParameters
 from ..interop import IS_PADDLE, plain_ops
 from ..quant.format import BlockScaledTensor, Orientation
@@ -22,7 +22,7 @@ from .golden_stages import RowLayout, golden_stages
 from .stage_stats import StageValue
 from .stages import listening, tap
 from .step_capture import to_numpy
-from .step_dump import Array, StepDump
+from .step_dump import STEP_FLAGS, Array, StepDump
 
 Tensor = torch.Tensor
 GOLDEN = "golden"
@@ -155,12 +155,9 @@ def engine_settings(step: StepDump) -> EngineSettings:
     can be shown.
     """
     own = step.settings
-    return EngineSettings(
-        activation=ActivationType(own.activation),
-        recipe=own.fp8_recipe,
-        fp8_wgrad=own.fp8_wgrad,
-        save_z=ZCode(own.save_z),
-    )
+    flags = {flag.field: getattr(own.flags, flag.field) for flag in STEP_FLAGS}
+    settings = EngineSettings(ActivationType(own.activation), own.fp8_recipe, **flags)
+    return replace(settings, recompute_z=False)
 
 
 class _Projection:

@@ -15,7 +15,7 @@ import torch
 from ..interop import dtype_name
 from .call_events import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone
 from .stages import forget, observe
-from .step_dump import Array, DumpError, StepDump, StepSettings, save_dump
+from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
 
 logger = logging.getLogger("sonicmoe")
 
@@ -89,14 +89,12 @@ def _step(name: str, call: ExpertCall, x: Tensor, probs: Array) -> StepDump:
 def settings_of(call: ExpertCall, x: Tensor) -> StepSettings:
     """How the call runs, by name."""
     own = call.settings
-    return StepSettings(
+    return StepSettings.of(
         activation=own.activation.value,
         recipe=None if own.recipe is None else own.recipe.name,
-        fp8_wgrad=own.fp8_wgrad,
-        save_z=own.save_z.value,
-        recompute_z=own.recompute_z,
         dtype=dtype_name(x.dtype),
         engine=call.engine,
+        **{flag.field: getattr(own, flag.field) for flag in STEP_FLAGS},
     )
 
 

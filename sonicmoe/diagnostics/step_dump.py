@@ -7,15 +7,16 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 
-from ..enums import ActivationType, EngineName, ZCode, is_glu
-from ..errors import ShapeError, SonicMoEError, expect
+from ..config import FLAGS, ResolvedConfig, spelling
+from ..enums import ActivationType, EngineName, is_glu
+from ..errors import ConfigError, ShapeError, SonicMoEError, expect
 from ..quant.recipes import RECIPES, Fp8Recipe
 
 Array = np.ndarray
@@ -28,29 +29,59 @@ class DumpError(SonicMoEError, ValueError):
     """A file cannot be read or does not hold one step of a node."""
 
 
+STEP_FLAGS = tuple(flag for flag in FLAGS if flag.in_steps)
+
+
 @dataclass(frozen=True)
 class StepSettings:
-    """How the step ran: names only, so that it survives a file. `recipe` is None for unquantised
-    operands.
+    """How the step ran: names only, so that it survives a file.
+
+    Attributes:
+        recipe: None for unquantised operands.
+        flags: the flags that decide what a step computes (`STEP_FLAGS`); nothing else is set.
     """
 
     activation: str = ActivationType.SWIGLU.value
     recipe: str | None = "iso128"
-    fp8_wgrad: bool = True
-    save_z: str = ZCode.INT8.value
-    recompute_z: bool = False
     dtype: str = "bfloat16"
     engine: str = EngineName.REFERENCE.value
+    flags: ResolvedConfig = field(default_factory=ResolvedConfig)
 
     def __post_init__(self) -> None:
         """Refuse names that no build knows."""
         for name, value, known in (
             ("activation", self.activation, [member.value for member in ActivationType]),
-            ("save_z", self.save_z, [member.value for member in ZCode]),
             ("recipe", self.recipe, [None, *RECIPES]),
             ("dtype", self.dtype, TOKEN_DTYPES),
         ):
             expect(value in known, DumpError, f"{name} is {value!r}; needed: one of {list(known)}")
+
+    @classmethod
+    def of(cls, **names: Any) -> StepSettings:
+        """Settings by name, flags among them, as `names` gives them.
+
+        Raises:
+            DumpError: a name or a value that no build knows.
+        """
+        flags = {flag.field: names.pop(flag.field, None) for flag in STEP_FLAGS}
+        try:
+            return cls(flags=ResolvedConfig(**flags), **names)
+        except (ConfigError, TypeError) as error:
+            raise DumpError(f"settings of a step: {error}") from None
+
+    def names(self) -> dict[str, Any]:
+        """All settings as plain data."""
+        flags = {flag.field: getattr(self.flags, flag.field) for flag in STEP_FLAGS}
+        return {
+            "activation": self.activation,
+            "recipe": self.recipe,
+            "dtype": self.dtype,
+            "engine": self.engine,
+            **{
+                name: value if isinstance(value, bool) else spelling(value)
+                for name, value in flags.items()
+            },
+        }
 
     @property
     def fp8_recipe(self) -> Fp8Recipe | None:
@@ -109,13 +140,10 @@ class StepDump:
         return int(self.w2.shape[0])
 
     def but(self, **changes: Any) -> StepDump:
-        """A copy with other fields; keyword names of `StepSettings` go there."""
-        of_settings = {
-            key: changes.pop(key)
-            for key in list(changes)
-            if key in StepSettings.__dataclass_fields__
-        }
-        return replace(self, settings=replace(self.settings, **of_settings), **changes)
+        """A copy with other fields; names of settings go to the settings."""
+        names = self.settings.names()
+        names |= {name: changes.pop(name) for name in names if name in changes}
+        return replace(self, settings=StepSettings.of(**names), **changes)
 
 
 def save_dump(path: str | Path, step: StepDump) -> None:
@@ -131,7 +159,7 @@ def save_dump(path: str | Path, step: StepDump) -> None:
         np.savez(
             file,
             name=np.array(step.name),
-            settings=np.array(json.dumps(vars(step.settings))),
+            settings=np.array(json.dumps(step.settings.names())),
             **arrays,
         )
 
@@ -147,7 +175,7 @@ def load_dump(path: str | Path) -> StepDump:
     try:
         with np.load(path) as archive:
             settings = (
-                StepSettings(**json.loads(str(archive["settings"])))
+                StepSettings.of(**json.loads(str(archive["settings"])))
                 if "settings" in archive
                 else StepSettings()
             )

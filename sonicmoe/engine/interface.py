@@ -15,7 +15,7 @@ in expert order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class EngineSettings:
     """What a call computes; static over a training run.
 
-    `recipe` is None for unquantised operands in the dtype of the tokens.
+    `recipe` is None for unquantised operands in the dtype of the tokens. Every other setting has
+    the name that it has in the configuration.
     """
 
     activation: ActivationType = ActivationType.SWIGLU
@@ -63,15 +64,8 @@ class EngineSettings:
                 f"iso_weight needs a recipe with the same weight blocks in forward and dgrad, as isotropic ones are; {recipe.name!r} "
                 f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}"
             )
-        return cls(
-            activation=activation,
-            recipe=recipe,
-            fp8_wgrad=config.fp8_wgrad,
-            save_z=config.save_z,
-            recompute_z=config.recompute_z,
-            frees_stagewise=config.frees_stagewise,
-            iso_weight=config.iso_weight,
-        )
+        names = {field.name for field in fields(cls)} - {"activation", "recipe"}
+        return cls(activation, recipe, **{name: getattr(config, name) for name in names})
 
     @property
     def row_alignment(self) -> int:

@@ -71,12 +71,9 @@ def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | 
     check_use_fp8(use_fp8)
     config = active_config()
     resolved = config.resolve()
-    if use_fp8 is not None:
-        mode = (resolved.fp8_mode or "perf") if use_fp8 else None
-        config, resolved = (
-            dataclasses.replace(config, fp8_mode=mode or "off"),
-            resolved.replace(fp8_mode=mode),
-        )
+    if use_fp8 is not None and use_fp8 != resolved.fp8:
+        config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
+        resolved = config.resolve()
     settings = EngineSettings.from_config(resolved, activation)
     return Plan(config, settings, layout, use_fp8, resolved.engine, resolved.validate_dispatch)
 

@@ -45,7 +45,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     FP8_PLAIN_WGRAD: tuple(
         {"fp8_mode": "perf", "fp8_wgrad": False, "recompute_z": again} for again in (False, True)
     ),
-    BF16: tuple({"fp8_mode": None, "recompute_z": again} for again in (False, True)),
+    BF16: tuple({"fp8_mode": "off", "recompute_z": again} for again in (False, True)),
 }
 
 
@@ -191,7 +191,7 @@ def warm_up_plan(
     problems = _problems(_PARTS[precision], spec, settings)
     covered = [part for part in _PARTS[precision] if part not in problems]
     jobs = plan(
-        spec, settings.replace(engine=EngineName.REFERENCE, fp8_mode=None)
+        spec, settings.replace(engine=EngineName.REFERENCE, fp8_mode="off")
     )  # what every run needs
     for part in covered:
         for changes in _SETTINGS[part]:

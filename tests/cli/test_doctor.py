@@ -295,6 +295,30 @@ def test_value_that_is_not_understood(env: str) -> None:
     assert config == examine_flags(Report(), {})
 
 
+def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a system that has no place for temporary files, and for a user without a home."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nonexistent"])
+    report = Report()
+    examine_caches(report, examine_flags(report, {}))
+    assert report.caches == []
+    for problem, name in zip(report.problems, ("CACHE_DIR", "LOCAL_CACHE_DIR"), strict=True):
+        assert f"set SONIC_MOE_{name}" in problem.what and f"set SONIC_MOE_{name}" in problem.remedy
+    given = {"SONIC_MOE_CACHE_DIR": str(tmp_path), "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path)}
+    report = Report()
+    examine_caches(report, examine_flags(report, given))
+    assert [state.path for state in report.caches] == [str(tmp_path)] * 2 and not report.problems
+
+
 def test_misspelt_flag_is_a_warning_with_the_right_name() -> None:
     report = Report()
     examine_variables(report, {"SONIC_MOE_FP8_MOD": "perf", "SONIC_MOE_FP8_MODE": "perf"})

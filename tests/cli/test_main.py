@@ -73,3 +73,27 @@ def test_refusal_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 2
     assert result.output == "Error: batch is 0; needed: at least 1\n"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
+def test_a_flag_that_is_not_understood_stops_every_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the command looks at its own options; its help is still there."""
+    monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perff")
+    refused = CliRunner().invoke(main, [name])
+    wanted = "SONIC_MOE_FP8_MODE='perff' is not understood; needed: 'perf', 'mem', 'off' or unset"
+    assert (refused.exit_code, refused.output) == (2, f"Error: {wanted}\n")
+    helped = CliRunner().invoke(main, [name, "--help"])
+    assert helped.exit_code == 0 and "Usage:" in helped.output
+
+
+def test_the_doctor_reports_a_flag_that_is_not_understood(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SONIC_MOE_ENGINE", "hoper")
+    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path))
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1 and "SONIC_MOE_ENGINE='hoper' is not understood" in result.output
+    assert "self-test" in result.output

@@ -22,7 +22,7 @@ def make_step(kind="gaussian", sizes=SIZES, seed=0, **settings):
     indices = case.indices.copy()
     indices[::5, -1], indices[1::7, 0] = -1, sizes.experts
     arrays = (case.x, indices, case.probs, case.w1, case.w2)
-    return StepDump(kind, StepSettings(**settings), *arrays, dout=case.dout)
+    return StepDump(kind, StepSettings.of(**settings), *arrays, dout=case.dout)
 
 
 def layout_of(step):

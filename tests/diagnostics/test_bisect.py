@@ -4,6 +4,7 @@ called healthy on every kind of data.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -30,10 +31,16 @@ from sonicmoe.diagnostics.stage_arithmetic import StageArithmetic
 from sonicmoe.diagnostics.stage_runner import Recorder, engine_named, engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, octaves, row_deviations, stage_stats
 from sonicmoe.diagnostics.stages import listening
-from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, load_dump, save_dump
-from sonicmoe.engine.interface import GradAccumulators
+from sonicmoe.diagnostics.step_dump import (
+    STEP_FLAGS,
+    DumpError,
+    StepSettings,
+    load_dump,
+    save_dump,
+)
+from sonicmoe.engine.interface import EngineSettings, GradAccumulators
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import EngineUnavailableError, ShapeError
 from sonicmoe.quant.recipes import RECIPES, BlockShape
 from sonicmoe.quant.reference import quantize, transpose_storage
@@ -308,6 +315,19 @@ def test_dumps_come_back(tmp_path):
     assert load_dump(tmp_path / "forward.npz").dout is None
 
 
+def test_dumps_keep_every_flag_that_decides_what_a_step_computes(tmp_path):
+    """A flag of that kind is a field of the engines' settings, and bisect runs the step with it."""
+    changed = {"fp8_wgrad": False, "save_z": "e4m3", "recompute_z": True}
+    assert set(changed) == {flag.field for flag in STEP_FLAGS}, "give the new flag a value"
+    assert set(changed) <= {field.name for field in dataclasses.fields(EngineSettings)}
+    save_dump(tmp_path / "step", make_step(**changed))
+    settings = load_dump(tmp_path / "step").settings
+    assert settings.names() == {**StepSettings().names(), **changed}
+    wanted = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False, save_z=ZCode.E4M3)
+    assert engine_settings(load_dump(tmp_path / "step")) == wanted
+    assert make_step().but(**changed).settings == settings
+
+
 def test_bad_dumps_are_refused(tmp_path):
     with pytest.raises(DumpError, match="cannot read"):
         load_dump(tmp_path / "none.npz")
@@ -317,7 +337,13 @@ def test_bad_dumps_are_refused(tmp_path):
     with pytest.raises(ShapeError, match="probs has shape"):
         make_step().but(probs=np.zeros((3, 2), np.float32))
     with pytest.raises(DumpError, match="recipe is 'fp4'"):
-        StepSettings(recipe="fp4")
+        StepSettings.of(recipe="fp4")
+    for names, words in (
+        ({"save_z": "int4"}, "settings of a step: SonicMoEConfig.save_z='int4' is not understood"),
+        ({"colour": "blue"}, "settings of a step: .*'colour'"),
+    ):
+        with pytest.raises(DumpError, match=words):
+            StepSettings.of(**names)
 
 
 def run(*arguments):

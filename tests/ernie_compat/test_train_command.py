@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import preloaded
@@ -230,12 +231,12 @@ def test_starting_anew_keeps_the_earlier_checkpoint_aside(text: Path, tmp_path: 
 
 
 def test_fp8_of_the_environment_does_not_reach_the_twin(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, set_flags: Callable[..., None]
 ) -> None:
     arguments = ["--data", str(text), "--steps", "2", "--precision", "fp32", *SIZE_OPTIONS]
     plain, flagged = tmp_path / "plain", tmp_path / "flagged"
     assert run_command_in_process([*arguments, "--out", str(plain)]).exit_code == 0
-    monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+    set_flags(SONIC_MOE_FP8_MODE="perf")
     result = run_command_in_process([*arguments, "--out", str(flagged)])
     assert result.exit_code == 0
     losses = [

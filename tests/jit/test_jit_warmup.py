@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +270,10 @@ def test_what_each_precision_compiles() -> None:
     )
 
 
-def test_the_plan_does_not_depend_on_the_mode_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_does_not_depend_on_the_mode_in_force(set_flags: Callable[..., None]) -> None:
     usual = set(warm_up_plan(SPEC).jobs)
     for mode in ("perf", "off"):
-        monkeypatch.setenv("SONIC_MOE_FP8_MODE", mode)
+        set_flags(SONIC_MOE_FP8_MODE=mode)
         assert set(warm_up_plan(SPEC).jobs) == usual
 
 
@@ -337,15 +338,15 @@ def test_in_process_refuses_an_unknown_device_and_skips_the_cpu(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("options", "modes", "precision"), [
-    ({}, {None, "perf"}, "both"),
-    ({"config": SonicMoEConfig(recompute_z=True)}, {None, "perf"}, "both"),
-    ({"config": SonicMoEConfig(fp8_mode="mem")}, {None, "perf"}, "fp8"),
-    ({"config": SonicMoEConfig(fp8_mode="off")}, {None}, "bf16"),
-    ({"precision": "bf16", "config": SonicMoEConfig(fp8_mode="perf")}, {None}, "bf16"),
+    ({}, {"off", "perf"}, "both"),
+    ({"config": SonicMoEConfig(recompute_z=True)}, {"off", "perf"}, "both"),
+    ({"config": SonicMoEConfig(fp8_mode="mem")}, {"off", "perf"}, "fp8"),
+    ({"config": SonicMoEConfig(fp8_mode="off")}, {"off"}, "bf16"),
+    ({"precision": "bf16", "config": SonicMoEConfig(fp8_mode="perf")}, {"off"}, "bf16"),
 ])  # fmt: skip
 def test_in_process_plans_both_unless_the_configuration_or_the_caller_says_which(
     options: dict[str, Any],
-    modes: set[str | None],
+    modes: set[str],
     precision: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

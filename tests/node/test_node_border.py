@@ -42,15 +42,21 @@ class TestConfiguration:
     def test_default_is_full_precision(self):
         assert self.recipe_used(Layer(config=None)) is None
 
-    def test_environment_is_read_at_every_call(self, monkeypatch):
+    def test_environment_decides_where_nobody_else_does(self, set_flags):
         layer = Layer(config=None)
         plain = numpy(layer.call().out)
-        monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
-        monkeypatch.setenv("SONIC_MOE_FP8_RECIPE", "1x128")
+        set_flags(SONIC_MOE_FP8_MODE="perf", SONIC_MOE_FP8_RECIPE="1x128")
         assert self.recipe_used(layer) is RECIPES["1x128"]
         assert not np.array_equal(numpy(layer.call().out), plain)
-        monkeypatch.delenv("SONIC_MOE_FP8_MODE")
+        set_flags(SONIC_MOE_FP8_MODE=None)
         np.testing.assert_array_equal(numpy(layer.call().out), plain)
+
+    def test_environment_is_read_once(self, monkeypatch):
+        layer = Layer(config=None)
+        layer.call()
+        monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+        layer.call()
+        assert self.recipe_used(layer) is None
 
     def test_activated_beats_environment(self, monkeypatch):
         monkeypatch.setenv("SONIC_MOE_FP8_RECIPE", "1x128")
@@ -69,12 +75,12 @@ class TestConfiguration:
         assert settings.recipe is RECIPES["iso512"]
         assert settings.save_z is ZCode.BF16
 
-    def test_a_backward_uses_the_settings_of_its_forward(self, monkeypatch):
+    def test_a_backward_uses_the_settings_of_its_forward(self, set_flags):
         layer = Layer(config=None)
         layer.set_main_grad(0.0)
-        monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
+        set_flags(SONIC_MOE_FP8_MODE="perf")
         call = layer.call()
-        monkeypatch.delenv("SONIC_MOE_FP8_MODE")
+        set_flags(SONIC_MOE_FP8_MODE=None)
         call.backward()
         layer.node.step()
         assert_same_bits(
@@ -90,12 +96,12 @@ class TestConfiguration:
         with pytest.raises(EngineUnavailableError, match="hopper"):
             layer.call()
 
-    def test_validation_follows_the_configuration(self, monkeypatch):
+    def test_validation_follows_the_configuration(self, set_flags):
         problem = make_problem(topk=2)
         problem = problem.but(indices=np.where(np.arange(37)[:, None] == 11, 1, problem.indices))
         layer = Layer(problem, config=None)
         layer.call(counts="none")
-        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
+        set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
         with pytest.raises(RoutingError, match="row 11 names expert 1 twice"):
             layer.call(counts="none")
 

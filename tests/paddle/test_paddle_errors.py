@@ -187,12 +187,12 @@ VALIDATION_CASES = {
 
 
 @pytest.mark.parametrize("case", VALIDATION_CASES)
-def test_validation_names_the_row(batch, case, monkeypatch):
+def test_validation_names_the_row(batch, case, set_flags):
     break_it, words = VALIDATION_CASES[case]
     break_it(batch)
     with refused(RoutingError, words):
         call(make_node(make_experts(), SonicMoEConfig(validate_dispatch=True)), batch, counts=None)
-    monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
+    set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
     with refused(RoutingError, words):
         call(make_node(make_experts()), batch, counts=None)
 

@@ -237,15 +237,14 @@ class TestPublicFace:
         with pytest.raises(RoutingError, match=r"tokens_per_expert\[1\] is 1"):
             self.face(counts=[2, 1, 3])
 
-    def test_environment_switches_validation(self, monkeypatch):
-        monkeypatch.delenv("SONIC_MOE_VALIDATE_DISPATCH", raising=False)
+    def test_environment_switches_validation(self, set_flags):
         self.face(self.TWICE)
-        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
+        set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
         with pytest.raises(RoutingError, match="row 1 names expert 1 twice"):
             self.face(self.TWICE)
-        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "0")
+        set_flags(SONIC_MOE_VALIDATE_DISPATCH="0")
         self.face(self.TWICE)
-        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "maybe")
+        set_flags(SONIC_MOE_VALIDATE_DISPATCH="maybe")
         with pytest.raises(ConfigError, match="SONIC_MOE_VALIDATE_DISPATCH='maybe'"):
             self.face(self.TWICE)
 

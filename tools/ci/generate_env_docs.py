@@ -5,6 +5,7 @@ when it is out of date.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,9 +20,16 @@ HEADER = f"""\
 
 Each flag is also a field of `SonicMoEConfig`. An explicit field beats the environment, which beats
 the default; `with cfg.activate():` puts a configuration in force for everything that was given none
-of its own. A value that is not understood is refused when a configuration is resolved. A set
-`{PREFIX}*` name that is not listed here is ignored with a warning that suggests the nearest one.
-`sonicmoe doctor` prints the values in force.
+of its own. `sonicmoe doctor` prints the values in force.
+
+A value that is not understood is refused by every command, and by the first call that needs a
+configuration. A set `{PREFIX}*` name that is not listed here, in any case, is ignored with a
+warning that suggests the nearest flag; so is a name that comes near a flag, as `SONICMOE_FP8` does.
+
+A process reads the environment once, when it first needs a configuration: a command at its start,
+a program at its first forward. It does not obey a variable that changes later; activate a
+`SonicMoEConfig` instead. A relative directory is taken from the working directory of that moment.
+[CONTRIBUTING.md](../CONTRIBUTING.md#a-new-flag) has the recipe for a new flag.
 
 | variable | field | values | default | meaning |
 |---|---|---|---|---|
@@ -35,18 +43,10 @@ Honoured where the tool behind them runs; this package never sets or overwrites 
 """
 
 
-def shown_default(flag: Flag) -> str:
-    """The default as one would type it into the environment."""
-    if flag.default is None:
-        return "unset"
-    if isinstance(flag.default, bool):
-        return f"`{int(flag.default)}`"
-    return f"`{getattr(flag.default, 'value', flag.default)}`"
-
-
-def table_row(flag: Flag) -> str:
+def table_row(flag: Flag[Any]) -> str:
     """One row of the flag table."""
-    cells = (f"`{flag.env}`", f"`{flag.field}`", flag.values, shown_default(flag), flag.meaning)
+    default = "unset" if flag.plain_default is None else f"`{flag.shown_default}`"
+    cells = (f"`{flag.env}`", f"`{flag.field}`", flag.values.listed, default, flag.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
