@@ -4,7 +4,7 @@ arithmetic).
 Native layouts (what every engine reads and accumulates into):
     w1 [E, N1, H]   up-projection, K-major; N1 = 2I for gated activations with rows interleaved (row 2i = gate_i, row 2i+1 = up_i), else I
     w2 [E, H, I]    down-projection, K-major
-User layouts:
+User layouts, which `WeightLayout` names:
     split-half, per expert  `up_gate_proj.weight [H, 2I]` (columns [0, I) gate, [I, 2I) up) and `down_proj.weight [I, H]`
     fused                   `weight1 [E, H, 2I]` split-half and `weight2 [E, I, H]`
 
@@ -53,27 +53,6 @@ def deinterleave_gate_up(interleaved: Tensor) -> Tensor:
     return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
 
 
-def native_w1_from_split_half(weight: Tensor, gated: bool) -> Tensor:
-    """`[..., H, 2I]` split-half (or `[..., H, I]` ungated) -> native `[..., N1, H]`."""
-    rows = _transposed(weight)
-    return interleave_gate_up(rows) if gated else rows
-
-
-def split_half_from_native_w1(native: Tensor, gated: bool) -> Tensor:
-    """Inverse of `native_w1_from_split_half`; serves gradients as well as weights."""
-    return _transposed(deinterleave_gate_up(native) if gated else native)
-
-
-def native_w2_from_user(weight: Tensor) -> Tensor:
-    """`[..., I, H]` -> native `[..., H, I]`."""
-    return _transposed(weight)
-
-
-def user_w2_from_native(native: Tensor) -> Tensor:
-    """Inverse of `native_w2_from_user`."""
-    return _transposed(native)
-
-
 def interleave_bias(bias: Tensor) -> Tensor:
     """Split-half bias `[..., 2I]` -> interleaved `[..., 2I]`."""
     return interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1)
@@ -90,34 +69,46 @@ def stack(tensors: list[Tensor]) -> Tensor:
 
 
 class StackedMatrices(Sequence[Tensor]):
-    """The E matrices of a contiguous stacked weight, split off when asked for: E views take longer
-    than a launch, which reads addresses.
+    """The E matrices of a stacked weight, split off when asked for, because E views take longer
+    than a launch, which reads addresses only.
+
+    Readers get contiguous matrices. A stacked weight that is not contiguous is copied at the first
+    reading, and not before: a cache that finds everything in order reads nothing.
+
+    stacked: the weight as it was given.
     """
 
     def __init__(self, stacked: Tensor) -> None:
-        self._stacked = stacked
+        self.stacked = stacked
+        self._contiguous: Tensor | None = None
         self._first: Tensor | None = None
 
     def __len__(self) -> int:
-        return int(self._stacked.shape[0])
+        return int(self.stacked.shape[0])
 
     def __getitem__(self, index: Any) -> Any:
         """A view; the first, which stands for all, is made once."""
         if index != 0:
-            return self._stacked[index]
+            return self._readable()[index]
         if self._first is None:
-            self._first = self._stacked[0]
+            self._first = self._readable()[0]
         return self._first
 
     def __iter__(self) -> Iterator[Tensor]:
         """All views, in one operation."""
-        return iter(self._stacked.unbind(0))
+        return iter(self._readable().unbind(0))
 
     def addresses(self) -> range:
         """Of the matrices, without a view of each."""
-        start = data_ptr(self._stacked)
-        step = max(1, numel(self._stacked) // len(self) * self._stacked.element_size())
+        readable = self._readable()
+        start = data_ptr(readable)
+        step = max(1, numel(readable) // len(self) * readable.element_size())
         return range(start, start + len(self) * step, step)
+
+    def _readable(self) -> Tensor:
+        if self._contiguous is None:
+            self._contiguous = self.stacked.contiguous()
+        return self._contiguous
 
 
 def _addresses(matrices: Sequence[Tensor]) -> Iterable[int]:
@@ -126,21 +117,78 @@ def _addresses(matrices: Sequence[Tensor]) -> Iterable[int]:
     )
 
 
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """One `[E, ...]` tensor: the caller's own memory where it is stacked already."""
+    return matrices.stacked if isinstance(matrices, StackedMatrices) else stack(list(matrices))
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How the user's weights and biases lie, per expert or stacked; the default is native.
+
+    The maps move bytes and serve gradients as well as weights. Where `transposed` is set, weights
+    come back in fresh memory; elsewhere a map may return its argument or a view of it.
+
+    Attributes:
+        transposed: w1 is `[.., H, N1]` and w2 `[.., I, H]`, else w1 `[.., N1, H]` and w2
+            `[.., H, I]`.
+        split_half: the N1 = 2I gate and up entries of w1 and b1 are [gate; up] halves instead of
+            (gate, up) pairs. False where the activation is not gated.
+    """
+
+    transposed: bool = False
+    split_half: bool = False
+
+    def native_w1(self, w1: Tensor) -> Tensor:
+        """`w1` in native order, `[.., N1, H]`."""
+        rows = _transposed(w1) if self.transposed else w1
+        return interleave_gate_up(rows) if self.split_half else rows
+
+    def native_w2(self, w2: Tensor) -> Tensor:
+        """`w2` in native order, `[.., H, I]`."""
+        return _transposed(w2) if self.transposed else w2
+
+    def native_b1(self, b1: Tensor) -> Tensor:
+        """`b1` in native order, `[.., N1]`."""
+        return interleave_bias(b1) if self.split_half else b1
+
+    def user_w1(self, native: Tensor) -> Tensor:
+        """Inverse of `native_w1`."""
+        rows = deinterleave_gate_up(native) if self.split_half else native
+        return _transposed(rows) if self.transposed else rows
+
+    def user_w2(self, native: Tensor) -> Tensor:
+        """Inverse of `native_w2`."""
+        return _transposed(native) if self.transposed else native
+
+    def user_b1(self, native: Tensor) -> Tensor:
+        """Inverse of `native_b1`."""
+        return deinterleave_bias(native) if self.split_half else native
+
+    def intermediate_size(self, w2: Tensor) -> int:
+        """I, from one expert's w2 or a stacked one."""
+        return int(w2.shape[-2 if self.transposed else -1])
+
+
+NATIVE = WeightLayout()
+
+
 @dataclass(frozen=True, eq=False)
 class WeightSource:
-    """The user's weights where they lie: E matrices each, views of one stacked tensor or parameters
-    of their own; never copied.
+    """The user's weights where they lie: E matrices of each projection, views of one stacked tensor
+    or parameters of their own. Engines read them here; nothing is copied before an engine asks.
 
-    up `[H, N1]`, down `[I, H]` when `transposed` (ERNIE, Fleet), else up `[N1, H]`, down `[H, I]`;
-    each contiguous.
-    split_half: the N1 = 2I gate and up rows (columns) are [gate; up] halves, else interleaved pairs
-    (or ungated).
+    up, down: one contiguous matrix per expert, as `layout` says.
+    b1 `[E, N1]`, b2 `[E, H]`: both or neither.
+    compute_dtype: an engine that does not quantise casts the weights to it; None keeps their own.
     """
 
     up: Sequence[Tensor]
     down: Sequence[Tensor]
-    transposed: bool
-    split_half: bool
+    layout: WeightLayout = NATIVE
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Refuse sources that no engine could read in place."""
@@ -149,31 +197,56 @@ class WeightSource:
                 f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert"
             )
 
+    @classmethod
+    def stacked(
+        cls,
+        w1: Tensor,
+        w2: Tensor,
+        b1: Tensor | None = None,
+        b2: Tensor | None = None,
+        layout: WeightLayout = NATIVE,
+        compute_dtype: torch.dtype | None = None,
+    ) -> WeightSource:
+        """Of `[E, ..]` weights."""
+        up, down = StackedMatrices(w1.detach()), StackedMatrices(w2.detach())
+        b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
+        return cls(up, down, layout, b1, b2, compute_dtype)
+
     @functools.cached_property
     def pointers(self) -> tuple[int, ...]:
         """Addresses of the up matrices, then of the down matrices."""
         return (*_addresses(self.up), *_addresses(self.down))
 
     @property
+    def anchor(self) -> Tensor:
+        """A tensor that lies where the weights lie, for questions about device and stream."""
+        up = self.up
+        if isinstance(up, tuple):  # asked first: the class of `StackedMatrices` answers slowly
+            return up[0]
+        return up.stacked if isinstance(up, StackedMatrices) else up[0]
+
+    @property
     def n1(self) -> int:
         """Rows of a native w1."""
-        return int(self.up[0].shape[1 if self.transposed else 0])
+        return int(self.up[0].shape[1 if self.layout.transposed else 0])
 
     @property
     def hidden_size(self) -> int:
-        return int(self.up[0].shape[0 if self.transposed else 1])
+        return int(self.up[0].shape[0 if self.layout.transposed else 1])
 
     @property
     def intermediate_size(self) -> int:
-        return int(self.down[0].shape[0 if self.transposed else 1])
+        return int(self.down[0].shape[0 if self.layout.transposed else 1])
 
+    def native(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """`(w1 [E, N1, H], w2 [E, H, I], b1, b2)`, contiguous, native, in the weights' dtypes.
 
-def native_matrices(source: WeightSource) -> tuple[Tensor, Tensor]:
-    """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the weights' dtype."""
-    up, down = stack(list(source.up)), stack(list(source.down))
-    if source.transposed:
-        up, down = up.transpose(-2, -1).contiguous(), down.transpose(-2, -1).contiguous()
-    return interleave_gate_up(up) if source.split_half else up, down
+        Fresh memory but for stacked weights that are native already: those stay the user's own, so
+        that autograd notices a write to them and no second copy of a model exists.
+        """
+        w1 = self.layout.native_w1(_stacked(self.up)).contiguous()
+        w2 = self.layout.native_w2(_stacked(self.down)).contiguous()
+        return w1, w2, None if self.b1 is None else self.layout.native_b1(self.b1), self.b2
 
 
 def _transposed(matrix: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from .enums import GATED_ACTIVATIONS, ActivationType, KernelBackendMoE, member_o
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8
-from .functional.weights import forget
 from .interop import current_stream
+from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor
 

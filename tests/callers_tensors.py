@@ -19,7 +19,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.functional.weights import WeightLayout
+from sonicmoe.layouts import WeightLayout
 
 T, H, I, E, K = 150, 256, 128, 4, 2
 MARGIN = 64  # elements around a tensor, enough to keep it aligned

@@ -221,8 +221,8 @@ def test_an_upward_import_is_recognised() -> None:
     assert upward_imports(path, "from ..engine import interface") == [
         "sonicmoe/engine/interface.py"
     ]
-    assert upward_imports(path, "def f():\n    from ..experts import ExpertWeights") == [
-        "sonicmoe/experts.py"
+    assert upward_imports(path, "def f():\n    from ..weights.cache import WeightCache") == [
+        "sonicmoe/weights/cache.py"
     ]
     assert upward_imports(path, "from ..diagnostics.stages import tap") == [
         "sonicmoe/diagnostics/stages.py"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.interface import EngineSettings, GradAccumulators
+from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.reference import ReferenceEngine
 from ..enums import ZCode
 from ..quant.recipes import DEEPSEEK_V3, BlockShape, Fp8Recipe
@@ -145,7 +145,7 @@ def run_recipe(case: Case, recipe: Fp8Recipe | None, z: ZCode) -> dict[str, Arra
     weights = engine.prepare_weights(w1, w2, None, None, settings)
     out, saved = engine.forward(x, routing, weights, settings)
     assert saved is not None
-    sums = GradAccumulators.zeros(experts, width, hidden, width // 2, bias=False, device=device)
+    sums = NativeBuffer.zeros(experts, width, hidden, width // 2, bias=False, device=device)
     dx, ds = engine.backward(dout, saved, weights, sums)
     return {
         "out": to_fp64(out),

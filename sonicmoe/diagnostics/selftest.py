@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..config import ResolvedConfig
-from ..engine.interface import EngineSettings, GradAccumulators
+from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import EngineChoice, Workload, choose_engine
 from ..enums import ActivationType
 from ..routing.reference import build_routing
@@ -96,7 +96,7 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
     weights = engine.prepare_weights(w1, w2, None, None, settings)
     out, saved = engine.forward(x, routing, weights, settings)
     assert saved is not None
-    sums = GradAccumulators.zeros(E, 2 * I, H, I, bias=False, device=device)
+    sums = NativeBuffer.zeros(E, 2 * I, H, I, bias=False, device=device)
     dx, dprobs = engine.backward(dout, saved, weights, sums)
 
     computed = {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators
+from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer
 from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
-from ..experts import ExpertWeights, PerExpertParameters
+from ..gradients.store import GradientStore
 from ..interop import IS_PADDLE, plain_ops
 from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.reference import dequantize
 from ..routing.build import build_metadata
 from ..routing.metadata import RoutingMetadata
+from ..weights.parameters import PerExpertParameters
 from .golden_stages import RowLayout, golden_stages
 from .stage_stats import StageValue
 from .stages import listening, tap
@@ -129,11 +130,11 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     for name, value in (("ds", ds), ("dz", pending.dz), ("y1s", pending.y1s), ("dx", dx)):
         at_seam(name, value)  # before wgrad, which releases them
     (experts, n1, hidden), width = step.w1.shape, step.w2.shape[2]
-    sums = GradAccumulators.zeros(experts, n1, hidden, width, bias=False, device=x.device)
+    sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=False, device=x.device)
     engine.backward_dw(pending, sums)
     at_seam("dw1", sums.dw1)
     at_seam("dw2", sums.dw2)
-    tap("flush", flushed(sums, settings.activation))
+    tap("flush", flushed(sums, engine, settings.activation))
 
 
 def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWeights:
@@ -173,20 +174,19 @@ class _GradientReceiver:
         self.down_proj = _Projection(_zero_parameter((width, hidden), like))
 
 
-def flushed(sums: GradAccumulators, activation: ActivationType) -> Tensor:
+def flushed(sums: NativeBuffer, engine: Engine, activation: ActivationType) -> Tensor:
     """Run the package's flush into fresh parameters: `[E, H, N1 + I]`, up_gate beside the
     transposed down.
     """
     experts, n1, hidden = (int(size) for size in sums.dw1.shape)
     width = int(sums.dw2.shape[2])
     receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
-    weights = ExpertWeights(PerExpertParameters(receivers, experts, hidden, width, activation))
-    for target, source in zip(
-        weights.accumulators(sums.dw1.device).tensors(), sums.tensors(), strict=True
-    ):
+    store = GradientStore(PerExpertParameters(receivers, experts, hidden, width, activation))
+    targets = store.targets(engine, sums.dw1.device)
+    for target, source in zip(targets.tensors(), sums.tensors(), strict=True):
         target.copy_(source)
-    weights.note_backward()
-    weights.flush()
+    store.note_backward()
+    store.flush()
     up = torch.stack([receiver.up_gate_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
     down = torch.stack([receiver.down_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
     return torch.cat([up, down.transpose(1, 2)], -1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,20 +43,22 @@ from ..kernels.quack_gemm import (
     launching_on,
     missing_package,
 )
+from ..layouts import WeightSource
 from ..routing.gpu import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .interface import (
+    Change,
     Engine,
     EngineSettings,
     EngineWeights,
-    GradAccumulators,
+    GradientTargets,
+    NativeBuffer,
     PendingWgrad,
     Saved,
-    WeightSource,
     check_dout,
     check_forward,
     check_weights,
-    native_matrices,
+    native_buffer,
 )
 
 Tensor = torch.Tensor
@@ -104,21 +106,19 @@ class Bf16Engine(Engine):
             w1, w2 = aligned(w1), aligned(w2)
             return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
 
-    def prepare_source(
+    def refresh(
         self,
         source: WeightSource,
         settings: EngineSettings,
-        previous: EngineWeights | None,
-        changed: bool,
+        previous: EngineWeights | None = None,
+        change: Change = Change.YES,
     ) -> EngineWeights:
-        """Native copies; fp32 master weights are rounded to bfloat16, as autocast would."""
-        if previous is not None and not changed:
-            return previous
-        with plain_ops():
-            w1, w2 = native_matrices(source)
-            if w1.dtype == torch.float32:
-                w1, w2 = w1.to(torch.bfloat16), w2.to(torch.bfloat16)
-        return self.prepare_weights(w1, w2, None, None, settings)
+        """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
+        unchanged = previous is not None and change is Change.NO
+        masters = not unchanged and source.anchor.dtype == torch.float32
+        if masters and source.compute_dtype is None:
+            source = replace(source, compute_dtype=torch.bfloat16)
+        return super().refresh(source, settings, previous, change)
 
     def forward(
         self,
@@ -191,27 +191,27 @@ class Bf16Engine(Engine):
                 saved.x = None
             return dx, dprobs, pending
 
-    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+    def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """Two GEMMs that add into the accumulators, and the bias sums."""
-        settings, routing = pending.settings, pending.routing
+        sums, settings, routing = native_buffer(targets), pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError(
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if routing.num_rows > 0:
-            gemms = _gemms_of_operands(x, dz, y1s, accumulators, settings.activation)
+            gemms = _gemms_of_operands(x, dz, y1s, sums, settings.activation)
             with plain_ops(), _launch_scope(x):
                 rows = ExpertRows.of(routing)
-                if accumulators.db1 is not None and accumulators.db2 is not None:
-                    rows.add_columns(dout, accumulators.db2, weight=routing.row_prob)
-                    rows.add_columns(dz, accumulators.db1, weight=None)
+                if sums.db1 is not None and sums.db2 is not None:
+                    rows.add_columns(dout, sums.db2, weight=routing.row_prob)
+                    rows.add_columns(dz, sums.db1, weight=None)
                 with stage("dw2"):
-                    gemms.wgrad_down(dout, y1s, accumulators.dw2, rows.cu_rows, rows.gather_index)
+                    gemms.wgrad_down(dout, y1s, sums.dw2, rows.cu_rows, rows.gather_index)
                 if settings.frees_stagewise:
                     pending.dout = pending.y1s = dout = y1s = None
                 with stage("dw1"):
-                    gemms.wgrad_up(x, dz, accumulators.dw1, rows.cu_rows, rows.gather_index)
+                    gemms.wgrad_up(x, dz, sums.dw1, rows.cu_rows, rows.gather_index)
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
@@ -357,7 +357,7 @@ def _launch_scope(tensor: Tensor) -> Iterator[None]:
 
 
 def _gemms_of_operands(
-    x: Tensor, dz: Tensor, y1s: Tensor, accumulators: GradAccumulators, activation: ActivationType
+    x: Tensor, dz: Tensor, y1s: Tensor, accumulators: NativeBuffer, activation: ActivationType
 ) -> GroupedGemms:
     hidden, intermediate = int(x.shape[1]), int(y1s.shape[1])
     bias = accumulators.db1 is not None

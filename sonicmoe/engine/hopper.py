@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ..diagnostics.stages import stage, tap
-from ..errors import ConfigError, ShapeError, expect
+from ..errors import ConfigError, ShapeError
 from ..interop import aligned, device_name, device_of, dtype_name, empty, plain_ops
 from ..kernels.limits import FP8_ACTIVATIONS, fp8_settings_problem, fp8_sizes_problem
 from ..kernels.sm90 import missing_tool
-from ..layouts import StackedMatrices
+from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, to_scratch
 from ..routing.metadata import RoutingMetadata
@@ -30,16 +30,18 @@ from .activations import pre_activation_width
 from .bf16 import HOPPER, Bf16Engine, bf16_unavailable
 from .hopper_passes import BY_BLOCKS, BY_ROWS, launch, passes_on, scratch
 from .interface import (
+    Change,
     Engine,
     EngineSettings,
     EngineWeights,
-    GradAccumulators,
+    GradientTargets,
+    NativeBuffer,
     PendingWgrad,
     Saved,
-    WeightSource,
     check_dout,
     check_forward,
     check_weights,
+    native_buffer,
 )
 
 Tensor = torch.Tensor
@@ -55,57 +57,42 @@ class HopperEngine(Engine):
     """
 
     name = "hopper"
-    follows_weights = True
+
+    def refresh(
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None = None,
+        change: Change = Change.YES,
+    ) -> EngineWeights:
+        """Quantise the weights where they lie. `previous` is brought up to date in place: at every
+        call a kernel compares a sample of the weights with checksums, and the next one quantises
+        them where they differ. That also happens at every replay of a CUDA graph.
+
+        Raises:
+            ConfigError: the settings are not this engine's, or there are biases.
+            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
+            in place.
+        """
+        _check_computable(source, settings)
+        store = None if previous is None else previous.store
+        if not isinstance(store, QuantizedWeights):
+            previous, store = None, QuantizedWeights(settings.iso_weight)
+        with stage("prepare_weights"), plain_ops():
+            store.update(source, force=change is Change.YES)
+            if previous is not None and previous.w1 is store.w1:
+                return previous
+            dgrad = (
+                (store.w1, store.w2) if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
+            )
+            return EngineWeights(store.w1, store.w2, *dgrad, store=store)
 
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
         """Quantise native weights into the orders that forward and dgrad read."""
         check_weights(w1, w2, b1, b2, settings.activation)
-        expect(b1 is None, ConfigError, "the hopper engine has no biases; needed: b1 and b2 None")
-        up, down = (StackedMatrices(weight.detach().contiguous()) for weight in (w1, w2))
-        return self.prepare_source(
-            WeightSource(up, down, transposed=False, split_half=False), settings, None, True
-        )
-
-    def prepare_source(
-        self,
-        source: WeightSource,
-        settings: EngineSettings,
-        previous: EngineWeights | None,
-        changed: bool,
-    ) -> EngineWeights:
-        """Quantise the weights where they lie; `previous` is brought up to date in place, on the
-        device, if they differ.
-
-        Raises:
-            ConfigError: the settings are not this engine's.
-            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
-            in place.
-        """
-        problem = settings_problem(settings)
-        if problem is not None:
-            raise ConfigError(f"the hopper engine cannot compute these settings: {problem}")
-        inner, activation = source.intermediate_size, settings.activation
-        width = pre_activation_width(inner, activation)
-        if source.n1 != width:
-            raise ShapeError(
-                f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}"
-            )
-        reusable = previous is not None and isinstance(previous.store, QuantizedWeights)
-        store = (
-            previous.store
-            if reusable and previous is not None
-            else QuantizedWeights(settings.iso_weight)
-        )
-        with stage("prepare_weights"), plain_ops():
-            store.update(source, force=changed)
-            if reusable and previous is not None and previous.w1 is store.w1:
-                return previous
-            dgrad = (
-                (store.w1, store.w2) if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
-            )
-            return EngineWeights(store.w1, store.w2, *dgrad, store=store)
+        return self.refresh(WeightSource.stacked(w1, w2, b1, b2), settings)
 
     def forward(
         self,
@@ -148,27 +135,41 @@ class HopperEngine(Engine):
                 saved.x = None
             return dx, dprobs, pending
 
-    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+    def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """Two GEMMs that add into the accumulators, in FP8, or in BF16 with `fp8_wgrad` off."""
-        settings = pending.settings
+        sums, settings = native_buffer(targets), pending.settings
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError(
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if not settings.fp8_wgrad:
-            Bf16Engine().backward_dw(pending, accumulators)
+            Bf16Engine().backward_dw(pending, sums)
             return
         assert isinstance(dz, BlockScaledTensor) and isinstance(y1s, BlockScaledTensor)
         with plain_ops():
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-                _wgrad_of(dout, y1s, pending, accumulators.dw2, is_dw2=True)
+                _wgrad_of(dout, y1s, pending, sums.dw2, is_dw2=True)
                 del dout, y1s
-                _wgrad_of(x, dz, pending, accumulators.dw1, is_dw2=False)
+                _wgrad_of(x, dz, pending, sums.dw1, is_dw2=False)
             else:
-                _wgrad(x, dout, dz, y1s, pending, accumulators)
+                _wgrad(x, dout, dz, y1s, pending, sums)
         pending.x = pending.dout = pending.dz = pending.y1s = None
+
+
+def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
+    if source.b1 is not None:
+        raise ConfigError("the hopper engine has no biases; needed: b1 and b2 None")
+    problem = settings_problem(settings)
+    if problem is not None:
+        raise ConfigError(f"the hopper engine cannot compute these settings: {problem}")
+    inner, activation = source.intermediate_size, settings.activation
+    width = pre_activation_width(inner, activation)
+    if source.n1 != width:
+        raise ShapeError(
+            f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}"
+        )
 
 
 def settings_problem(settings: EngineSettings) -> str | None:
@@ -322,7 +323,7 @@ def _wgrad(
     dz: BlockScaledTensor,
     y1s: BlockScaledTensor,
     pending: PendingWgrad,
-    sums: GradAccumulators,
+    sums: NativeBuffer,
 ) -> None:
     """Both weight gradients, added to the sums."""
     passes, routing = passes_on(device_name(x)), pending.routing

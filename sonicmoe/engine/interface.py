@@ -3,7 +3,7 @@ module, no state.
 
     forward(x, routing, weights, settings, save)      -> out, Saved
     backward_dx(dout, saved, weights)                  -> dx, dprobs, PendingWgrad
-    backward_dw(pending, accumulators)                 -> None (adds into the fp32 native accumulators)
+    backward_dw(pending, targets)                      -> None (adds fp32 weight gradients to the targets)
 
 `dx` and `dw` are separate calls so that a schedule may put a combine, or a whole pipeline bubble,
 between them.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,8 +24,15 @@ import torch
 from ..config import ResolvedConfig
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
-from ..interop import dtype_name, is_cuda, require_framework_tensor, require_same_device
-from ..layouts import WeightSource, native_matrices
+from ..interop import (
+    dtype_name,
+    is_cuda,
+    numel,
+    plain_ops,
+    require_framework_tensor,
+    require_same_device,
+)
+from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import RECIPES, BlockShape, Fp8Recipe
 from ..routing.metadata import RoutingMetadata
@@ -75,14 +83,14 @@ class EngineSettings:
 
 @dataclass(frozen=True, eq=False)
 class EngineWeights:
-    """Weights as one engine reads them, made by `Engine.prepare_weights`, valid until the user's
-    weights change.
+    """Weights as one engine reads them, made by `Engine.refresh`, valid until the user's weights
+    change.
 
     w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The
     `_dgrad` pair is the same logical matrices as backward reads them (the same objects when the
     recipe shares buffers).
-    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None. store: what the engine keeps to bring them up to
-    date, its own affair.
+    b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
+    store: engine-private state for bringing the weights up to date in place; opaque to callers.
     """
 
     w1: Tensor | BlockScaledTensor
@@ -92,6 +100,13 @@ class EngineWeights:
     b1: Tensor | None = None
     b2: Tensor | None = None
     store: Any = None
+
+    @property
+    def updated_in_place(self) -> bool:
+        """Whether the engine writes changed weights where these lie, and looks for changes on the
+        device by itself. A CUDA graph then reads these addresses at every replay.
+        """
+        return self.store is not None
 
     @property
     def num_experts(self) -> int:
@@ -106,10 +121,42 @@ class EngineWeights:
         return int(self.w2.shape[2])
 
 
+class Change(Enum):
+    """What the host knows of the user's weights since an engine last read them."""
+
+    NO = "no"  # nobody wrote them, as far as the host can see
+    MAYBE = "maybe"  # the host cannot see writes: Paddle on a GPU, and replays of a CUDA graph
+    YES = "yes"  # somebody wrote them, or announced that he would
+
+
+class GradientTargets(ABC):
+    """Memory that `Engine.backward_dw` adds fp32 weight gradients to. An expert without tokens is
+    left untouched.
+
+    The gradient store makes targets and decides what becomes of them after a backward; an engine
+    only adds. `NativeBuffer` is the one kind so far.
+    """
+
+    @abstractmethod
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that are added to, by the name of the gradient."""
+
+    @property
+    @abstractmethod
+    def anchor(self) -> Tensor:
+        """One of them, for questions about device and stream."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.named().values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(4 * numel(tensor) for tensor in self.tensors())
+
+
 @dataclass(frozen=True, eq=False)
-class GradAccumulators:
-    """Native fp32 weight-gradient accumulators; engines add, never overwrite. An expert without
-    tokens is left untouched.
+class NativeBuffer(GradientTargets):
+    """Accumulators in the native layout, which every engine can add to.
 
     dw1 `[E, N1, H]`, dw2 `[E, H, I]`, db1 `[E, N1]`, db2 `[E, H]` (the biases' are None when the
     weights have none).
@@ -123,7 +170,7 @@ class GradAccumulators:
     @classmethod
     def zeros(
         cls, num_experts: int, n1: int, hidden: int, intermediate: int, bias: bool, device: Any
-    ) -> GradAccumulators:
+    ) -> NativeBuffer:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
@@ -134,9 +181,13 @@ class GradAccumulators:
             db2=zeros(num_experts, hidden) if bias else None,
         )
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that exist."""
-        return tuple(t for t in (self.dw1, self.dw2, self.db1, self.db2) if t is not None)
+    @property
+    def anchor(self) -> Tensor:
+        return self.dw1
+
+    def named(self) -> dict[str, Tensor]:
+        every = {"dw1": self.dw1, "dw2": self.dw2, "db1": self.db1, "db2": self.db2}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
 
 @dataclass(eq=False)
@@ -264,41 +315,49 @@ class Engine(ABC):
     """One implementation of the gated expert MLP, forward and backward. Stateless: every call may
     be repeated with equal results.
 
-    follows_weights: `prepare_source` is cheap to call before every forward, notices changed weights
-    by itself and never waits.
+    gradient_targets: the kinds that `backward_dw` adds to, the preferred one first.
     """
 
     name: str
-    follows_weights: bool = False
+    gradient_targets: tuple[type[GradientTargets], ...] = (NativeBuffer,)
+
+    def refresh(
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None = None,
+        change: Change = Change.YES,
+    ) -> EngineWeights:
+        """The user's weights as `forward` and `backward_dx` read them; called before every forward.
+
+        This one returns `previous` while nothing changed, and makes everything anew otherwise. An
+        engine that can look for changes on the device overrides it, keeps what it needs for that in
+        `EngineWeights.store`, and writes changed weights in place.
+
+        Args:
+            source: where the weights lie.
+            settings: static over a run.
+            previous: what this method made of the same source and settings before, or None.
+            change: what the host knows of writes since `previous` was returned.
+        """
+        if previous is not None and change is Change.NO:
+            return previous
+        with plain_ops():
+            w1, w2, b1, b2 = source.native()
+            if settings.recipe is None:
+                dtype = source.compute_dtype
+                w1, w2 = (w1, w2) if dtype is None else (w1.to(dtype), w2.to(dtype))
+            elif b1 is not None and b2 is not None:
+                # A cache keeps quantised weights, and must not keep the user's biases alive or
+                # show writes to them in the backward of an older forward.
+                b1, b2 = (bias.to(torch.float32).clone() for bias in (b1, b2))
+            return self.prepare_weights(w1, w2, b1, b2, settings)
 
     @abstractmethod
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
-        """Native `w1 [E, N1, H]`, `w2 [E, H, I]` (and biases) -> what `forward` and `backward_dx`
-        read; once per optimizer step.
-        """
-
-    def prepare_source(
-        self,
-        source: WeightSource,
-        settings: EngineSettings,
-        previous: EngineWeights | None,
-        changed: bool,
-    ) -> EngineWeights:
-        """`prepare_weights` from the user's own matrices, without biases.
-
-        Args:
-            source: where the weights lie.
-            settings: as in `prepare_weights`.
-            previous: what this method made of the same source and settings before, or None.
-            changed: whether the weights may differ from then; an engine that `follows_weights`
-                looks for itself when they may not.
-        """
-        if previous is not None and not changed:
-            return previous
-        w1, w2 = native_matrices(source)
-        return self.prepare_weights(w1, w2, None, None, settings)
+        """`refresh` of weights that are native already: `w1 [E, N1, H]`, `w2 [E, H, I]`."""
 
     @abstractmethod
     def forward(
@@ -323,21 +382,34 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
-        """Add dw1, dw2 (and bias gradients) into the accumulators and release `pending`."""
+    def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        """Add dw1, dw2 (and bias gradients) to the targets and release `pending`."""
 
     def backward(
         self,
         dout: Tensor,
         saved: Saved,
         weights: EngineWeights,
-        accumulators: GradAccumulators | None,
+        targets: GradientTargets | None,
     ) -> tuple[Tensor, Tensor]:
-        """`backward_dx`, then `backward_dw` unless `accumulators` is None (frozen weights)."""
+        """`backward_dx`, then `backward_dw` unless `targets` is None (frozen weights)."""
         dx, dprobs, pending = self.backward_dx(dout, saved, weights)
-        if accumulators is not None:
-            self.backward_dw(pending, accumulators)
+        if targets is not None:
+            self.backward_dw(pending, targets)
         return dx, dprobs
+
+
+def native_buffer(targets: GradientTargets) -> NativeBuffer:
+    """The targets of an engine that adds to no other kind.
+
+    Raises:
+        ConfigError: they are of another kind.
+    """
+    if not isinstance(targets, NativeBuffer):
+        raise ConfigError(
+            f"gradient targets are {type(targets).__name__}; this engine adds to a NativeBuffer"
+        )
+    return targets
 
 
 def check_weights(

@@ -29,12 +29,13 @@ from .interface import (
     Engine,
     EngineSettings,
     EngineWeights,
-    GradAccumulators,
+    GradientTargets,
     PendingWgrad,
     Saved,
     check_dout,
     check_forward,
     check_weights,
+    native_buffer,
 )
 
 Tensor = torch.Tensor
@@ -136,9 +137,9 @@ class ReferenceEngine(Engine):
                 saved.x = None
             return dx, dprobs, pending
 
-    def backward_dw(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+    def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """dw2 += dout^T y1s, then dw1 += dz^T x, per expert, fp32."""
-        settings, routing = pending.settings, pending.routing
+        sums, settings, routing = native_buffer(targets), pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError(
@@ -146,24 +147,20 @@ class ReferenceEngine(Engine):
             )
         with plain_ops(), ieee_matmul():
             dout_rows = _gather_rows(dout, routing)
-            if accumulators.db1 is not None and accumulators.db2 is not None:
-                _accumulate_bias(
-                    accumulators.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing
-                )
-                _accumulate_bias(accumulators.db1, dz, routing)
+            if sums.db1 is not None and sums.db2 is not None:
+                _accumulate_bias(sums.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing)
+                _accumulate_bias(sums.db1, dz, routing)
             left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
             _accumulate(
-                accumulators.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing
+                sums.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing
             )
-            _show_total("dw2", accumulators.dw2)
+            _show_total("dw2", sums.dw2)
             del dout_rows, left, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
             right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
-            _accumulate(
-                accumulators.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing
-            )
-            _show_total("dw1", accumulators.dw1)
+            _accumulate(sums.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing)
+            _show_total("dw1", sums.dw1)
             pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:

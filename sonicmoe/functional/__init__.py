@@ -17,8 +17,9 @@ from ..config import active_config, current_config
 from ..enums import ActivationType, is_glu, member_of
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda
+from ..layouts import WeightLayout
+from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp
-from .weights import WeightLayout, Weights
 
 Tensor = torch.Tensor
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..engine.interface import EngineWeights
 from ..enums import ActivationType
+from ..layouts import WeightLayout
 from ..routing.build import build_metadata
+from ..weights.stacked_cache import read_weights
 from .call import Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
-from .weights import WeightLayout, prepared_weights, versions_of
 
 Tensor = torch.Tensor
 
@@ -72,14 +72,6 @@ def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
     )
 
 
-def _check_not_overwritten(prepared: EngineWeights, versions: Any) -> None:
-    if versions_of(prepared) != versions:
-        raise RuntimeError(
-            "the expert weights were modified by an inplace operation and quantised again since this forward; "
-            "run its backward before the next forward with the changed weights"
-        )
-
-
 class _ExpertMlp(torch.autograd.Function):
     """Weight gradients are computed in fresh fp32 accumulators and returned in each weight's dtype."""
 
@@ -97,7 +89,7 @@ class _ExpertMlp(torch.autograd.Function):
         assert w1 is not None and w2 is not None
         with plan.config.activate():
             routing = _route(plan, indices, probs, w1)
-            out, saved, prepared = forward(
+            out, saved, reading = forward(
                 plan, x.contiguous(), routing, (w1, w2, b1, b2), save=True
             )
         assert saved is not None
@@ -106,8 +98,7 @@ class _ExpertMlp(torch.autograd.Function):
         # refuse a backward after they were changed in place, and they are prepared again for
         # backward, so that no rearranged copy lives from one pass to the other.
         quantised = plan.settings.recipe is not None
-        ctx.prepared = prepared if quantised else None
-        ctx.versions = versions_of(prepared)
+        ctx.reading = reading if quantised else None
         ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
         ctx.plan = plan
         ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
@@ -122,17 +113,14 @@ class _ExpertMlp(torch.autograd.Function):
         saved = ctx.spec.unpack(tensors)
         x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[2:]
         with plan.config.activate():
-            prepared = ctx.prepared
-            if prepared is None:
+            reading = ctx.reading
+            if reading is None:
                 weights = (w1, w2, b1, b2)
                 engine = plan.choose(saved.x, weights)
-                prepared = prepared_weights(
-                    engine, weights, plan.settings, plan.layout, saved.x.dtype
-                )
-            else:
-                _check_not_overwritten(prepared, ctx.versions)
+                reading = read_weights(engine, weights, plan.settings, plan.layout, saved.x.dtype)
+            reading.check_current()
             dx, dprobs, gradients = backward(
-                plan, dout, saved, prepared, ctx.dtypes, wgrad=any(weights_wanted)
+                plan, dout, saved, reading.weights, ctx.dtypes, wgrad=any(weights_wanted)
             )
         kept = (
             gradient if wanted else None

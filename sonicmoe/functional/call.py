@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from ..config import SonicMoEConfig, active_config
-from ..engine.interface import Engine, EngineSettings, EngineWeights, GradAccumulators, Saved
+from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer, Saved
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
 from ..enums import ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name
+from ..layouts import WeightLayout
 from ..routing.metadata import RoutingMetadata
-from .weights import WeightLayout, Weights, prepared_weights
+from ..weights.cache import Reading
+from ..weights.stacked_cache import Weights, read_weights
 
 Tensor = torch.Tensor
 
@@ -51,7 +53,7 @@ class Plan:
         if isinstance(weights, EngineWeights):
             inner, bias = weights.intermediate_size, weights.b1 is not None
         else:
-            inner, bias = self.layout.intermediate_size(weights), weights[2] is not None
+            inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
         workload = Workload(self.settings, int(x.shape[-1]), inner, dtype_name(x.dtype), bias)
         return _choice(device_name(x), self.engine, workload)
 
@@ -90,19 +92,19 @@ def check_use_fp8(use_fp8: object) -> None:
 
 def forward(
     plan: Plan, x: Tensor, routing: RoutingMetadata, weights: Weights, *, save: bool
-) -> tuple[Tensor, Saved | None, EngineWeights]:
+) -> tuple[Tensor, Saved | None, Reading]:
     """`(out [T, H], what backward needs, weights as the engine read them)`."""
     engine = plan.choose(x, weights)
-    prepared = prepared_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-    out, saved = engine.forward(x, routing, prepared, plan.settings, save=save)
-    return out, saved, prepared
+    reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
+    out, saved = engine.forward(x, routing, reading.weights, plan.settings, save=save)
+    return out, saved, reading
 
 
 def backward(
     plan: Plan,
     dout: Tensor,
     saved: Saved,
-    prepared: EngineWeights,
+    weights: EngineWeights,
     dtypes: tuple[torch.dtype | None, ...],
     *,
     wgrad: bool,
@@ -110,17 +112,31 @@ def backward(
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
     to `dtypes`.
     """
-    accumulators = _zeros_like_weights(prepared, dout) if wgrad else None
+    sums = _zeros_like_weights(weights, dout) if wgrad else None
     assert saved.x is not None
-    engine = plan.choose(saved.x, prepared)
-    dx, dprobs = engine.backward(dout, saved, prepared, accumulators)
-    if accumulators is None:
+    engine = plan.choose(saved.x, weights)
+    dx, dprobs = engine.backward(dout, saved, weights, sums)
+    if sums is None:
         return dx, dprobs, (None,) * len(dtypes)
-    return dx, dprobs, plan.layout.gradients(accumulators, dtypes)
+    return dx, dprobs, _user_gradients(plan.layout, sums, dtypes)
 
 
-def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> GradAccumulators:
+def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> NativeBuffer:
     experts, n1, hidden = (int(size) for size in weights.w1.shape)
-    return GradAccumulators.zeros(
+    return NativeBuffer.zeros(
         experts, n1, hidden, weights.intermediate_size, weights.b1 is not None, like.device
+    )
+
+
+def _user_gradients(
+    layout: WeightLayout, sums: NativeBuffer, dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """`(dw1, dw2, db1, db2)` in the order and shape of the user's weights; None where there is
+    none. They are rounded before they are rearranged, because that moves half the bytes.
+    """
+    native = (sums.dw1, sums.dw2, sums.db1, sums.db2)
+    maps = (layout.user_w1, layout.user_w2, layout.user_b1, lambda b2: b2)
+    return tuple(
+        None if gradient is None or dtype is None else to_user(gradient.to(dtype))
+        for gradient, dtype, to_user in zip(native, dtypes, maps, strict=True)
     )

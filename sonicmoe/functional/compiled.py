@@ -16,12 +16,13 @@ from ..engine.interface import EngineSettings, Saved
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
+from ..layouts import WeightLayout
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.gpu import build_routing_gpu, num_rows_bound
 from ..routing.metadata import RoutingMetadata
+from ..weights.stacked_cache import Weights, read_weights
 from .call import Plan, backward, forward, make_plan
 from .plan_numbers import plan_of
-from .weights import WeightLayout, Weights, prepared_weights
 
 Tensor = torch.Tensor
 TensorSpec = tuple[tuple[Any, ...], torch.dtype]
@@ -127,9 +128,8 @@ def _expert_mlp_backward(
     with plan.config.activate():
         plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
-        prepared = prepared_weights(
-            plan.choose(x, weights), weights, plan.settings, plan.layout, x.dtype
-        )
+        engine = plan.choose(x, weights)
+        prepared = read_weights(engine, weights, plan.settings, plan.layout, x.dtype).weights
         saved = Saved(
             plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales)
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..enums import ActivationType
+from ..layouts import WeightLayout
 from .call import make_plan
 from .plan_numbers import number_of
-from .weights import WeightLayout
 
 
 @torch.compiler.assume_constant_result

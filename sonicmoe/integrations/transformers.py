@@ -31,8 +31,8 @@ from ..enums import ActivationType
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
-from ..functional.weights import WeightLayout
 from ..interop import parse_version
+from ..layouts import WeightLayout
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]

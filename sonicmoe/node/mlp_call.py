@@ -13,50 +13,38 @@ from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
 from ..diagnostics.call_events import BackwardBegins, BackwardDone, ExpertCall, ForwardDone
 from ..diagnostics.stages import emit, is_awaited, stage
-from ..engine.interface import (
-    Engine,
-    EngineSettings,
-    EngineWeights,
-    GradAccumulators,
-    PendingWgrad,
-    Saved,
-)
+from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad, Saved
 from ..enums import FlushMode
-from ..experts import ExpertWeights
 from ..interop import plain_ops, requires_grad
 from ..routing.build import build_metadata
-from .step_guard import StepGuard
-from .wgrad_queue import WgradQueue
+from ..weights.cache import Reading
+from .layer_state import LayerState
 
 Tensor = torch.Tensor
 
 
 @dataclass(eq=False)
 class MlpCall(DifferentiableCall):
-    """Arguments of one call. Holds no activation: those live in the autograd context, so any number
-    of calls may be outstanding.
+    """Arguments of one call. Nothing writes to it, and it holds no activation: those live in the
+    autograd context, so any number of calls may be outstanding.
 
-    parameters are the module's as this forward found them: the inputs of the autograd node.
-    engine_weights is shared by all calls of an optimizer step and outlives the last backward
-    through this reference; weight_updates says which state of the weights it held then.
-    config is in force in both passes, so that kernels of the node's own cache directory serve it;
-    backward may run on another thread, and after the caller's `activate()` block has ended.
+    state: the node's, shared by all its calls.
+    config: in force in both passes, so that kernels of the node's own cache directory serve them;
+        backward may run on another thread, and after the caller's `activate()` block has ended.
+    parameters: the layer's as this forward found them, which are the inputs of the autograd node.
+    reading: the engine weights as this forward read them. They outlive the last backward through
+        this reference.
     """
 
+    state: LayerState
     config: SonicMoEConfig
     engine: Engine
     settings: EngineSettings
-    experts: ExpertWeights
     parameters: list[Tensor]
-    engine_weights: EngineWeights
-    weight_updates: int
-    flush: FlushMode
+    reading: Reading
     indices: Tensor
     tokens_per_expert: Any
-    num_experts: int
     validate: bool
-    step_guard: StepGuard
-    wgrad_queue: WgradQueue | None
 
     @property
     def releases_saved(self) -> bool:
@@ -70,13 +58,13 @@ class MlpCall(DifferentiableCall):
                 routing = build_metadata(
                     self.indices,
                     probs,
-                    self.num_experts,
+                    self.state.num_experts,
                     self.tokens_per_expert,
                     alignment=self.settings.row_alignment,
                     validate=self.validate,
                 )
             out, saved = self.engine.forward(
-                x, routing, self.engine_weights, self.settings, save=save
+                x, routing, self.reading.weights, self.settings, save=save
             )
         if is_awaited():
             emit(ForwardDone(self._described(), x, probs, out, saved))
@@ -102,49 +90,40 @@ class MlpCall(DifferentiableCall):
         if is_awaited():
             left = partial(self._weight_gradients, returned, trainable)
             emit(BackwardDone(self._described(), dx, dprobs, left))
-        if self.wgrad_queue is not None:
-            self.wgrad_queue.launch_after(following)
+        if self.state.wgrad_queue is not None:
+            self.state.wgrad_queue.launch_after(following)
         return (dx, dprobs), returned
 
     def _backward(
         self, dout: Tensor, saved: Saved, trainable: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        self.experts.check_current(self.engine_weights, self.weight_updates)
-        accumulators = self.experts.accumulators(dout.device) if trainable else None
+        self.reading.check_current()
+        # Memory first: a backward that runs out of it must not have added anything yet.
+        store = self.state.gradients
+        targets = store.targets(self.engine, dout.device) if trainable else None
         with self.config.activate():
-            dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.engine_weights)
-            if accumulators is not None:
-                self._hand_over(pending, accumulators)
-        if trainable:
-            self.experts.note_backward()
-            if self.flush is FlushMode.BACKWARD:
-                return dx, dprobs, self.experts.flush_through_autograd()
-            self.step_guard.note_backward(self.parameters)
-        return dx, dprobs, [None] * len(self.parameters)
+            dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
+            if targets is None:
+                return dx, dprobs, [None] * len(self.parameters)
+            self._hand_over(pending, targets)
+            return dx, dprobs, self.state.end_backward(self.parameters)
 
-    def _hand_over(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
+    def _hand_over(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """Add the weight gradients now, or have them added off the way of dx."""
-        if self.wgrad_queue is None:
-            self._add_wgrad(pending, accumulators)
+        queue = self.state.wgrad_queue
+        if queue is None:
+            self._add_wgrad(pending, targets)
         else:
             pending.shares_gpu = True
-            self.wgrad_queue.submit(pending, partial(self._add_wgrad, pending, accumulators))
+            queue.submit(pending, partial(self._add_wgrad, pending, targets))
 
-    def _add_wgrad(self, pending: PendingWgrad, accumulators: GradAccumulators) -> None:
-        try:
-            self.experts.additions.enter(accumulators.dw1)
-            with self.config.activate(), plain_ops():
-                self.engine.backward_dw(pending, accumulators)
-            self.experts.additions.leave()
-        except BaseException:
-            self.experts.note_failed_backward()
-            raise
+    def _add_wgrad(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        with self.config.activate():
+            self.state.gradients.add(self.engine, pending, targets)
 
     def _described(self) -> ExpertCall:
-        source = self.experts.source
-        return ExpertCall(
-            self.experts, self.engine.name, self.settings, self.indices, source.native
-        )
+        native = self.state.parameters.native
+        return ExpertCall(self.state, self.engine.name, self.settings, self.indices, native)
 
     def _weight_gradients(
         self, returned: Sequence[Tensor | None], trainable: bool
@@ -152,11 +131,10 @@ class MlpCall(DifferentiableCall):
         """The weight gradients of this backward, by name, wherever the flush mode has left them;
         those that `wgrad_queue` puts off are nowhere yet.
         """
-        if not trainable or self.wgrad_queue is not None:
+        if not trainable or self.state.wgrad_queue is not None:
             return
-        sums = self.experts.accumulators(self.indices.device)
-        yield from (("dw1", sums.dw1), ("dw2", sums.dw2))
-        if self.flush is FlushMode.BACKWARD:
+        yield from self.state.gradients.held().items()
+        if self.state.flush_mode is FlushMode.BACKWARD:
             mains = (getattr(parameter, "main_grad", None) for parameter in self.parameters)
             yield from (
                 ("flushed gradient", tensor) for tensor in (*returned, *mains) if tensor is not None

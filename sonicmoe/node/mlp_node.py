@@ -25,7 +25,6 @@ from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, Workload, announce, choose_engine
 from ..enums import ActivationType, EngineName, FlushMode, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
-from ..experts import ExpertParameters, ExpertWeights, FusedParameters, PerExpertParameters
 from ..interop import (
     device_name,
     dtype_name,
@@ -39,9 +38,9 @@ from ..kernels import DEFAULT_ARCH
 from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
+from ..weights.parameters import ExpertParameters, FusedParameters, PerExpertParameters
+from .layer_state import LayerState
 from .mlp_call import MlpCall
-from .step_guard import StepGuard
-from .wgrad_queue import WgradQueue
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -103,9 +102,11 @@ class SonicMoEMlpNode:
             raise LayoutError(
                 f"experts is {type(experts).__name__}; needed: a list of expert modules"
             )
-        source = PerExpertParameters(experts, n_experts, hidden_size, intermediate_size, activation)
+        parameters = PerExpertParameters(
+            experts, n_experts, hidden_size, intermediate_size, activation
+        )
         _refuse_biases(experts)
-        self._init(source, config, flush, split_wgrad)
+        self._init(parameters, config, flush, split_wgrad)
 
     @classmethod
     def from_fused(
@@ -137,7 +138,7 @@ class SonicMoEMlpNode:
 
     def _init(
         self,
-        source: ExpertParameters,
+        parameters: ExpertParameters,
         config: SonicMoEConfig | None,
         flush: FlushMode | str,
         split_wgrad: bool,
@@ -151,20 +152,18 @@ class SonicMoEMlpNode:
             ConfigError,
             "split_wgrad with flush='backward': hooks need complete gradients when a backward returns; needed: flush='step'",
         )
-        self._wgrad_queue = WgradQueue() if split_wgrad else None
-        self._step_guard = StepGuard()
         self._explicit_config = config
-        self._experts = ExpertWeights(source)
+        self._state = LayerState(parameters, self.flush_mode, split_wgrad)
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = (
-            source.native_shapes()
+            parameters.native_shapes()
         )
-        self.activation_type = source.activation
+        self.activation_type = parameters.activation
         self._settings: tuple[ResolvedConfig, EngineSettings] | None = None
         self._chosen: tuple[Any, EngineChoice] | None = None
         resolved, settings = (
             self._current()
         )  # what cannot work is refused here, not in the first step
-        weight = source.parameters()[0]
+        weight = parameters.parameters()[0]
         if resolved.engine is not EngineName.AUTO and is_cuda(weight):
             with self._scope():
                 self._choose(device_name(weight), resolved, settings, _token_dtype_for(weight))
@@ -214,23 +213,18 @@ class SonicMoEMlpNode:
         with self._scope() as scope:
             choice = self._choose(device_name(x), config, settings, dtype_name(x.dtype))
             settings = choice.settings or settings
-            parameters = self._experts.source.parameters()
-            engine_weights = self._experts.prepared(choice.engine, settings, parameters)
+            parameters = self._state.parameters.parameters()
+            reading = self._state.read_weights(choice.engine, settings, parameters)
         call = MlpCall(
+            state=self._state,
             config=scope,
             engine=choice.engine,
             settings=settings,
-            experts=self._experts,
             parameters=parameters,
-            engine_weights=engine_weights,
-            weight_updates=self._experts.updates,
-            flush=self.flush_mode,
+            reading=reading,
             indices=dispatched_indices,
             tokens_per_expert=tokens_per_expert,
-            num_experts=self.n_experts,
             validate=config.validate_dispatch,
-            step_guard=self._step_guard,
-            wgrad_queue=self._wgrad_queue,
         )
         inputs = (x.contiguous(), dispatched_probs)
         if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
@@ -250,42 +244,35 @@ class SonicMoEMlpNode:
             RuntimeError: a backward failed while it added weight gradients; see `discard_grads`.
         """
         self.flush_grads()
-        self._step_guard.stepped()
-        self._experts.invalidate()
+        self._state.end_step()
         if is_awaited():
-            emit(StepDone(self._experts))
+            emit(StepDone(self._state))
 
     def flush_grads(self) -> None:
         """The gradient half of `step()`: flush, keep the weight caches. May run between
         micro-batches.
         """
         self.finish_wgrad()
-        if self._experts.unflushed:
-            self._step_guard.check(self._experts.source.parameters())
         with self._scope(), stage("flush"):
-            self._experts.flush()
+            self._state.flush()
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
         on a GPU in stream order.
         """
-        if self._wgrad_queue is not None:
-            self._wgrad_queue.finish()
+        self._state.finish_wgrad()
 
     def invalidate_caches(self) -> None:
         """Forget everything derived from the weights; call it after loading or swapping weights
         outside an optimizer step.
         """
-        self._experts.invalidate()
+        self._state.invalidate()
 
     def discard_grads(self) -> None:
         """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
         backward that failed half-way.
         """
-        if self._wgrad_queue is not None:
-            self._wgrad_queue.discard()
-        self._experts.discard()
-        self._step_guard.discard()
+        self._state.discard()
 
     def release_grads(self) -> None:
         """Free the accumulators until the next backward.
@@ -293,18 +280,16 @@ class SonicMoEMlpNode:
         Raises:
             RuntimeError: they hold gradients that were not flushed.
         """
-        self.finish_wgrad()
-        self._experts.release()
+        self._state.release()
 
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step."""
         config, settings = self._current()
-        weight = self._experts.source.parameters()[0]
+        parameters = self._state.parameters.parameters()
+        weight = parameters[0]
         with self._scope():
             choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
-            self._experts.prepared(
-                choice.engine, choice.settings or settings, self._experts.source.parameters()
-            )
+            self._state.read_weights(choice.engine, choice.settings or settings, parameters)
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the
@@ -313,7 +298,7 @@ class SonicMoEMlpNode:
         Raises:
             CompileError: a kernel does not compile, or compiling is forbidden.
         """
-        weight = self._experts.source.parameters()[0]
+        weight = self._state.parameters.parameters()[0]
         device = device_name(weight)
         report = warmup_jit(
             self.n_experts,
@@ -334,12 +319,12 @@ class SonicMoEMlpNode:
         The file is there after the forward and complete after the backward; `step()` ends the wait
         for one. Copies weights and tokens to the host.
         """
-        dump_next_step(self._experts, path)
+        dump_next_step(self._state, path)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of fp32 accumulators the node holds now; 0 until the first backward."""
-        return self._experts.allocated_gradient_bytes
+        return self._state.gradients.nbytes
 
     def _current(self) -> tuple[ResolvedConfig, EngineSettings]:
         config = current_config(self._explicit_config)

@@ -1,14 +1,19 @@
-"""Notices a `node.step()` that comes too late: after gradients were reduced, scaled or applied
-without those waiting in the node.
+"""Notices a `node.step()` that is forgotten, or that comes after gradients were reduced, scaled or
+applied without those waiting in the node.
 
-Where the framework touched `main_grad`, or an optimizer the weights, between the last backward and
-`step()`, the waiting gradients missed it, and ranks drift apart without an error. Replaced and
-modified `main_grad`s show at every step, at no cost; so does a step of a `torch.optim.Optimizer`
-that holds the weights, even where it skips them because they have no gradient yet. What leaves no
-such trace (a reduction inside a fused buffer, a fused optimizer of Paddle) shows in the values,
-which are compared over the first steps on a
-host: a misplaced call is misplaced from the first step on. On a GPU that would wait for the device
-in every one of them.
+Gradients still held by the node are left out of such a reduction or update, and ranks diverge
+without an error. These traces show it:
+
+* `check`, at `step()`: a `main_grad` or `.grad` was replaced or written after the last backward.
+  Comparing costs nothing.
+* `check`, on a host and over the first steps: values of gradients or weights changed and left no
+  such trace, as in a fused communication buffer. On a GPU comparing would wait for the device.
+* `note_optimizer_step`: a `torch.optim.Optimizer` that holds the weights stepped, even where it
+  skipped them because they had no gradient yet.
+* `note_write`: a forward found the weights changed, where `weights.changes` can see that.
+* `count_backward`: far more backwards ran than anybody accumulates.
+
+One warning per node says it: a misplaced call is misplaced from the first step on.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda, plain_ops, requires_grad, writes_of
+from ..weights.cache import Unannounced
+from ..weights.changes import optimizer_watchers
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -32,25 +38,7 @@ REMEDY = (
     "optimizer (a Trainer's on_optimizer_begin is too late), or make the node with flush='backward'"
 )
 
-
 _NO_MAIN_GRAD: Any = object()
-_waiting: WeakSet[StepGuard] = WeakSet()
-
-
-def _optimizer_stepped(optimizer: Any, *_: Any) -> None:
-    guards = list(_waiting)
-    if guards:
-        updated = {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        }
-        for guard in guards:
-            guard.note_optimizer_step(updated)
-
-
-if not IS_PADDLE:  # its proxy has no such hook
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    register_optimizer_step_post_hook(_optimizer_stepped)
 
 
 class StepGuard:
@@ -59,20 +47,42 @@ class StepGuard:
     """
 
     STEPS_BY_VALUE = 2
+    FORGOTTEN_AFTER_BACKWARDS = 1024  # more micro-batches than anybody accumulates
 
     def __init__(self) -> None:
         """Nothing is remembered before the first backward."""
         self._parameters: list[Tensor] = []
         self._gradients: tuple[list[int], ...] | None = None
         self._values: tuple[Tensor | None, Tensor | None] | None = None
+        self._backwards = 0
         self._steps = 0
         self._warned = False
 
-    def note_backward(self, parameters: Sequence[Tensor]) -> None:
-        """A backward has just added to the accumulators."""
+    def count_backward(self, waiting: int, sees_writes: bool) -> None:
+        """A backward has added gradients, and those of `waiting` backwards wait now.
+
+        If step() is never called, weights never get gradients, never move, and nothing else shows
+        it; so backwards are counted. Where writes to the weights leave no trace (`sees_writes`),
+        step() must announce them even if no gradient waits for it; so there every backward counts.
+        """
+        self._backwards += 1
+        count = waiting if sees_writes else self._backwards
+        if count == self.FORGOTTEN_AFTER_BACKWARDS:
+            self._warn(f"{count} backward passes have run since node.step()")
+
+    def note_announcement(self) -> None:
+        """`step()` or `invalidate_caches()` has announced writes to the weights."""
+        self._backwards = 0
+
+    def note_write(self, found: Unannounced) -> None:
+        """A forward found that somebody wrote the weights while gradients wait."""
+        self._warn(f"{found.value} while gradients wait in the node, and will be without them")
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """A backward has just added gradients that wait for `step()`."""
         self._parameters = list(parameters)
         self._gradients = _identities(parameters)
-        _waiting.add(self)
+        optimizer_watchers.add(self)
         self._values = (
             _values(parameters)
             if self._steps < self.STEPS_BY_VALUE and _on_host(parameters)
@@ -83,7 +93,7 @@ class StepGuard:
         """An optimizer of the parameters with these ids has stepped while gradients wait."""
         trained = (parameter for parameter in self._parameters if requires_grad(parameter))
         if not self._warned and any(id(parameter) in updated for parameter in trained):
-            self._warn("an optimizer of the expert weights stepped")
+            self._missed("an optimizer of the expert weights stepped")
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """The waiting gradients are about to be flushed; says what happened too early."""
@@ -91,7 +101,7 @@ class StepGuard:
             map(is_, self._parameters, parameters)
         )
         before, values = self._gradients, self._values
-        self.discard()
+        self.forget()
         if (
             before is None or self._warned or not same
         ):  # parameters came or went, which is no trace of a reduction
@@ -102,30 +112,30 @@ class StepGuard:
                 _differ(*pair) for pair in zip(values, _values(parameters), strict=True)
             )
         if reduced:
-            self._warn("gradients of expert weights were reduced, scaled or replaced")
+            self._missed("gradients of expert weights were reduced, scaled or replaced")
         elif applied:
-            self._warn("an optimizer changed the expert weights")
+            self._missed("an optimizer changed the expert weights")
 
-    def discard(self) -> None:
+    def forget(self) -> None:
         """No gradients wait any more."""
         self._parameters, self._gradients, self._values = [], None, None
-        _waiting.discard(self)
+        optimizer_watchers.discard(self)
 
-    def stepped(self) -> None:
-        """An optimizer step begins anew."""
+    def end_step(self) -> None:
+        """`step()` was called; the next optimizer step begins."""
         self._steps += 1
 
     def __reduce__(self) -> tuple[type[StepGuard], tuple[()]]:
         """A copy of a node watches its own parameters, from its own first backward on."""
         return StepGuard, ()
 
-    def _warn(self, happened: str) -> None:
-        self._warned = True
-        logger.warning(
-            "node.step() came too late or not at all: after the last backward %s, without the gradients in the node; %s",
-            happened,
-            REMEDY,
-        )
+    def _missed(self, happened: str) -> None:
+        self._warn(f"after the last backward {happened}, without the gradients in the node")
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("node.step() came too late or not at all: %s; %s", what, REMEDY)
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from ..interop import (
     require_same_device,
 )
 from ..kernels.cuda_quantize import quantize_source
-from ..layouts import WeightSource, native_matrices
+from ..layouts import WeightSource
 from ..routing.backends import arch_of
 from ..stream_order import StreamOrder
 from .format import BlockScaledTensor, Orientation
@@ -134,9 +134,14 @@ class QuantizedWeights:
         if pointers != self._pointers:
             kernels.store_addresses(list(pointers), table, stream)
             self._pointers = pointers
-        element, flags = _ELEMENTS[source.up[0].dtype], (source.transposed, source.split_half)
+        element, flags = (
+            _ELEMENTS[source.up[0].dtype],
+            (source.layout.transposed, source.layout.split_half),
+        )
         sizes = (source.n1, source.hidden_size, source.intermediate_size)
-        kernels.check_weights(table, *sizes, source.transposed, element, checksums, state, stream)
+        kernels.check_weights(
+            table, *sizes, source.layout.transposed, element, checksums, state, stream
+        )
         kernels.quantize_weights(
             table, *outputs, *flags, element, state, force or not self._current, stream
         )
@@ -185,7 +190,7 @@ class QuantizedWeights:
         table = empty((2 * experts,), torch.int64, device)
         element = _ELEMENTS[source.up[0].dtype]
         count = _kernels(device_name(table)).num_checksums(
-            table, n1, hidden, inner, source.transposed, element
+            table, n1, hidden, inner, source.layout.transposed, element
         )
         checksums = empty((int(count),), torch.int32, device)
         state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
@@ -197,7 +202,7 @@ class QuantizedWeights:
         self._layout, self._pointers = layout, ()
 
     def _update_on_host(self, source: WeightSource) -> None:
-        self._forward = tuple(quantize(native, WEIGHT_BLOCK) for native in native_matrices(source))
+        self._forward = tuple(quantize(native, WEIGHT_BLOCK) for native in source.native()[:2])
         self._dgrad = () if self._iso_weight else tuple(transpose_storage(q) for q in self._forward)
         self._layout = None
 
@@ -241,8 +246,8 @@ def _layout_of(source: WeightSource) -> tuple[Any, ...]:
     sizes = (len(source.up), source.n1, source.hidden_size, source.intermediate_size)
     return (
         *sizes,
-        source.transposed,
-        source.split_half,
+        source.layout.transposed,
+        source.layout.split_half,
         source.up[0].dtype,
         device_name(source.up[0]),
     )
@@ -256,7 +261,7 @@ def _check_source(source: WeightSource) -> None:
         f"weights have N1={n1}, H={hidden}, I={inner}; needed: multiples of {ALIGNMENT}",
     )
     expect(
-        not source.split_half or n1 == 2 * inner,
+        not source.layout.split_half or n1 == 2 * inner,
         ShapeError,
         f"split halves need N1 = 2 I, got N1={n1} and I={inner}",
     )
@@ -270,7 +275,7 @@ def _check_source(source: WeightSource) -> None:
         ("up", source.up, (n1, hidden)),
         ("down", source.down, (hidden, inner)),
     ):
-        wanted = shape[::-1] if source.transposed else shape
+        wanted = shape[::-1] if source.layout.transposed else shape
         for index, matrix in enumerate(matrices):
             name = f"{kind}[{index}]"
             found = tuple(int(size) for size in matrix.shape)

@@ -38,7 +38,7 @@ from sonicmoe.diagnostics.step_dump import (
     load_dump,
     save_dump,
 )
-from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import EngineUnavailableError, ShapeError
@@ -234,7 +234,7 @@ def test_a_listener_changes_no_bit(settings):
         )
         weights = engine.prepare_weights(w1, w2, None, None, own)
         out, saved = engine.forward(x, routing, weights, own)
-        sums = GradAccumulators.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
+        sums = NativeBuffer.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
         return [
             numpy(t)
             for t in (out, *engine.backward(dout, saved, weights, sums), sums.dw1, sums.dw2)

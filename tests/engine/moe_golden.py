@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from framework import numpy, tensor, torch
 
-from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.routing.reference import build_routing
@@ -252,7 +252,7 @@ class Setup:
     def accumulators(self):
         experts, n1, hidden = (int(size) for size in native_weights(self.problem)[0].shape)
         bias = self.problem.b1 is not None
-        return GradAccumulators.zeros(experts, n1, hidden, self.problem.intermediate, bias, "cpu")
+        return NativeBuffer.zeros(experts, n1, hidden, self.problem.intermediate, bias, "cpu")
 
     def forward(self, save=True):
         return self.engine.forward(self.x, self.routing, self.weights, self.settings, save=save)

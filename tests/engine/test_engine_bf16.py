@@ -8,9 +8,10 @@ import pytest
 from framework import torch
 
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.interface import EngineSettings, EngineWeights, WeightSource
+from sonicmoe.engine.interface import Change, EngineSettings, EngineWeights
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.reference import build_routing
 
@@ -40,9 +41,9 @@ def test_master_weights_are_rounded_once(monkeypatch, dtype):
     ups, downs = (
         tuple(torch.rand(shape).to(dtype) for _ in range(2)) for shape in ([16, 16], [8, 16])
     )
-    source = WeightSource(ups, downs, transposed=True, split_half=True)
-    first = ENGINE.prepare_source(source, SETTINGS, None, True)
-    assert ENGINE.prepare_source(source, SETTINGS, first, False) is first and len(made) == 1
+    source = WeightSource(ups, downs, WeightLayout(transposed=True, split_half=True))
+    first = ENGINE.refresh(source, SETTINGS)
+    assert ENGINE.refresh(source, SETTINGS, first, Change.NO) is first and len(made) == 1
     w1, w2 = made[0][:2]
     wanted = torch.bfloat16 if dtype == torch.float32 else dtype
     assert w1.dtype == w2.dtype == wanted

@@ -15,12 +15,13 @@ from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import hopper, hopper_passes
 from sonicmoe.engine.hopper import HopperEngine, hopper_unavailable, settings_problem
-from sonicmoe.engine.interface import EngineSettings, WeightSource
+from sonicmoe.engine.interface import Change, EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.interop import data_ptr
 from sonicmoe.kernels import sm90
+from sonicmoe.layouts import WeightSource
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.reference import build_routing
@@ -79,7 +80,7 @@ class TestSettings:
         settings = replace(FP8, **changes)
         assert words in settings_problem(settings)
         with pytest.raises(ConfigError, match="the hopper engine cannot compute these settings"):
-            ENGINE.prepare_source(source(), settings, None, True)
+            ENGINE.refresh(source(), settings)
 
     def test_the_default_configuration_in_fp8_suits_it(self):
         config = SonicMoEConfig(fp8_mode="perf").resolve()
@@ -205,9 +206,7 @@ def source(dtype=torch.bfloat16, experts=2, hidden=144, inner=64):
     problem = make_problem(experts=experts, hidden=hidden, intermediate=inner)
     w1, w2, _, _ = native_weights(problem)
     w1, w2 = (tensor(w, torch.float32).to(dtype) for w in (w1, w2))
-    return WeightSource(
-        tuple(w1.unbind(0)), tuple(w2.unbind(0)), transposed=False, split_half=False
-    )
+    return WeightSource(tuple(w1.unbind(0)), tuple(w2.unbind(0)))
 
 
 def stacked(given):
@@ -231,45 +230,46 @@ class TestPreparedWeights:
         assert (ours.num_experts, ours.hidden_size, ours.intermediate_size) == (2, 144, 64)
 
     def test_iso_weight_holds_one_order(self):
-        ours = ENGINE.prepare_source(source(), replace(FP8, iso_weight=True), None, True)
+        ours = ENGINE.refresh(source(), replace(FP8, iso_weight=True))
         assert ours.w1_dgrad is ours.w1 and ours.w2_dgrad is ours.w2
 
     def test_rows_that_the_activation_cannot_have_are_refused(self):
         given = source()
-        halves = WeightSource(
-            tuple(up[:64] for up in given.up), given.down, transposed=False, split_half=False
-        )
+        halves = WeightSource(tuple(up[:64] for up in given.up), given.down)
         with pytest.raises(
             ShapeError, match="w1 has 64 rows per expert; swiglu with I=64 needs 128"
         ):
-            ENGINE.prepare_source(halves, FP8, None, True)
+            ENGINE.refresh(halves, FP8)
 
     def test_the_store_is_kept(self):
         given = source()
-        first = ENGINE.prepare_source(given, FP8, None, True)
+        first = ENGINE.refresh(given, FP8)
         assert isinstance(first.store, QuantizedWeights)
-        assert ENGINE.prepare_source(given, FP8, first, False).store is first.store
+        assert ENGINE.refresh(given, FP8, first, Change.NO).store is first.store
 
     def test_weights_that_changed_are_quantised_again(self):
-        first = ENGINE.prepare_source(source(), FP8, None, True)
+        first = ENGINE.refresh(source(), FP8)
         given = source()
         with torch.no_grad():
             for matrix in (*given.up, *given.down):
                 matrix.copy_(matrix * 0.5)
-        again = ENGINE.prepare_source(given, FP8, first, False)
+        again = ENGINE.refresh(given, FP8, first, Change.NO)
         assert again.store is first.store
         assert same(
             again.w1, ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8).w1
         )
 
-    def test_it_follows_weights_and_the_others_do_not(self):
-        assert HopperEngine.follows_weights and not ReferenceEngine.follows_weights
+    def test_it_updates_in_place_and_the_others_do_not(self):
+        assert ENGINE.refresh(source(), FP8).updated_in_place
+        assert not ReferenceEngine().refresh(source(), FP8).updated_in_place
 
     def test_biases_are_refused(self):
         w1, w2 = stacked(source())
         b1, b2 = (torch.zeros(list(w.shape[:2]), dtype=torch.float32) for w in (w1, w2))
         with pytest.raises(ConfigError, match="the hopper engine has no biases"):
             ENGINE.prepare_weights(w1, w2, b1, b2, FP8)
+        with pytest.raises(ConfigError, match="the hopper engine has no biases"):
+            ENGINE.refresh(WeightSource.stacked(w1, w2, b1, b2), FP8)
 
     def test_weights_that_do_not_fit_are_refused(self):
         w1, w2 = stacked(source())

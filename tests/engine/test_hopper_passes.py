@@ -21,7 +21,7 @@ from sonicmoe.diagnostics.nonfinite import NonFiniteError
 from sonicmoe.diagnostics.stages import listening, ranges_on
 from sonicmoe.engine import hopper, hopper_passes
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit.toolchain import find_toolkit
@@ -112,7 +112,7 @@ class Case:
 
     def run(self, engine, settings, **options):
         weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
-        sums = GradAccumulators.zeros(E, 2 * I, H, I, False, "cpu")
+        sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
         out, saved = engine.forward(self.x, self.routing, weights, settings)
         dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
         pending.shares_gpu = options.get("shares_gpu", False)
@@ -313,7 +313,7 @@ def test_tokens_that_moved_off_a_16_byte_address_since_forward():
         settings = replace(FP8, **MODES[mode])
         weights, sums = (
             OURS.prepare_weights(case.w1, case.w2, None, None, settings),
-            GradAccumulators.zeros(E, 2 * I, H, I, False, "cpu"),
+            NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu"),
         )
         _, saved = OURS.forward(case.x, case.routing, weights, settings)
         moved = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].reshape(T, H).copy_(case.x)
@@ -331,7 +331,7 @@ def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
     case, counts = Case(), Counter()
     weights, sums = (
         OURS.prepare_weights(case.w1, case.w2, None, None, FP8),
-        GradAccumulators.zeros(E, 2 * I, H, I, False, "cpu"),
+        NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu"),
     )
 
     def counting(name, function):

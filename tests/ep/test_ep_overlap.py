@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.engine.interface import GradAccumulators
+from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.node import wgrad_queue
@@ -172,10 +172,10 @@ def test_operands_and_accumulators_are_kept_for_the_side_stream(monkeypatch, log
     )
     node, _ = make_node(split_wgrad=True)
     forward(node, Dispatch.apply(tokens(), log)).sum().backward()
-    accumulators = node._experts.accumulators("cpu")
+    held = node._state.gradients.held().values()
     addresses = {tensor.data_ptr() for tensor in kept}
-    assert {tensor.data_ptr() for tensor in accumulators.tensors()} <= addresses
-    assert len(addresses) >= len(accumulators.tensors()) + 4  # x, dout, dz, y1s at least
+    assert {tensor.data_ptr() for tensor in held} <= addresses
+    assert len(addresses) >= len(held) + 4  # x, dout, dz, y1s at least
     assert len({id(tensor) for tensor in kept}) == len(kept)
 
 
@@ -203,7 +203,7 @@ def test_on_a_host_accumulators_wait_with_the_work():
     """A node, its experts and its calls are gone; what was put off still has where to add, and
     holds nothing afterwards.
     """
-    queue, accumulators = wgrad_queue.WgradQueue(), GradAccumulators.zeros(2, 4, 4, 2, False, "cpu")
+    queue, accumulators = wgrad_queue.WgradQueue(), NativeBuffer.zeros(2, 4, 4, 2, False, "cpu")
     alive, seen = weakref.ref(accumulators), []
     pending = SimpleNamespace(x=None, dout=torch.ones(1))
     queue.submit(

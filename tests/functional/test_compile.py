@@ -18,7 +18,7 @@ from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
 from sonicmoe.functional import plan_numbers
 from sonicmoe.functional.call import make_plan
 from sonicmoe.functional.plan_numbers import number_of
-from sonicmoe.functional.weights import WeightLayout
+from sonicmoe.layouts import WeightLayout
 
 FP8 = {"use_fp8": True}
 MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
@@ -286,7 +286,7 @@ def test_numbers_of_plans_are_the_same_in_every_process():
     script = (
         "from sonicmoe.functional.plan_numbers import number_of\n"
         "from sonicmoe.functional.call import make_plan\n"
-        "from sonicmoe.functional.weights import WeightLayout\n"
+        "from sonicmoe.layouts import WeightLayout\n"
         "from sonicmoe.enums import ActivationType\n"
         "for fp8 in (True, False, None):\n"
         "    print(number_of(make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8)))\n"

@@ -15,7 +15,7 @@ import torch
 
 from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
@@ -77,7 +77,7 @@ class Case:
 
     def accumulators(self):
         experts, n1, hidden = self.w1.shape
-        return GradAccumulators.zeros(experts, n1, hidden, int(self.w2.shape[2]), False, DEVICE)
+        return NativeBuffer.zeros(experts, n1, hidden, int(self.w2.shape[2]), False, DEVICE)
 
 
 def make_case(

@@ -16,7 +16,7 @@ import torch
 
 from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows, bf16_unavailable
-from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import default_cache, no_compile
@@ -151,7 +151,7 @@ def run(case, engine=OURS, *, accumulators=None, settings=None):
     routing = case.routing
     out, saved = engine.forward(case.x, routing, weights, settings)
     w1, w2, b1, _ = case.weights
-    accumulators = accumulators or GradAccumulators.zeros(
+    accumulators = accumulators or NativeBuffer.zeros(
         int(w1.shape[0]),
         int(w1.shape[1]),
         int(w1.shape[2]),
@@ -344,7 +344,7 @@ def test_accumulates_over_micro_batches():
     first, second = make_case(500, bias=True, seed=1), make_case(300, bias=True, seed=2)
     second.weights = first.weights
     alone = [run(case) for case in (first, second)]
-    accumulators = GradAccumulators.zeros(E, 2 * I, H, I, True, "cuda")
+    accumulators = NativeBuffer.zeros(E, 2 * I, H, I, True, "cuda")
     run(first, accumulators=accumulators)
     both = run(second, accumulators=accumulators)
     for name in ("dw1", "dw2", "db1", "db2"):
@@ -353,7 +353,7 @@ def test_accumulates_over_micro_batches():
 
 def test_an_expert_without_tokens_is_left_untouched():
     case = make_case(300, bias=True, empty=(0, 4, 5))
-    accumulators = GradAccumulators.zeros(E, 2 * I, H, I, True, "cuda")
+    accumulators = NativeBuffer.zeros(E, 2 * I, H, I, True, "cuda")
     for tensor in accumulators.tensors():
         tensor.normal_()
     before = [tensor.clone() for tensor in accumulators.tensors()]
@@ -401,7 +401,7 @@ def test_waits_for_nothing_and_can_be_captured():
     case, settings = make_case(900), EngineSettings()
     weights = OURS.prepare_weights(*case.weights, settings)
     routing, wanted = case.routing, run(case)
-    accumulators = GradAccumulators.zeros(E, 2 * I, H, I, False, "cuda")
+    accumulators = NativeBuffer.zeros(E, 2 * I, H, I, False, "cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -466,7 +466,7 @@ def test_counts_too_small_lose_rows_and_nothing_else():
     assert int(routing.padded_offsets[-1]) > routing.num_rows
     assert int(ExpertRows.of(routing).cu_rows[-1]) == routing.num_rows
     out, saved = OURS.forward(case.x, routing, weights, settings)
-    accumulators = GradAccumulators.zeros(E, 2 * I, H, I, False, "cuda")
+    accumulators = NativeBuffer.zeros(E, 2 * I, H, I, False, "cuda")
     dx, dprobs = OURS.backward(case.dout, saved, weights, accumulators)
     torch.cuda.synchronize()
     lost = routing.slot_row < 0

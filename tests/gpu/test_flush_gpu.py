@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from sonicmoe import gradients, layouts
-from sonicmoe.engine.interface import GradAccumulators
+from sonicmoe import layouts
+from sonicmoe.engine.interface import NativeBuffer
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.experts import ExpertWeights, FusedParameters, PerExpertParameters
+from sonicmoe.gradients import destinations
+from sonicmoe.gradients.store import GradientStore
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import flush_source
+from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +69,7 @@ def test_every_layout(flush_gradients, dtype, transposed, split_half, fresh, off
             for t, g in zip(targets, wanted, strict=True)
         ]
         targets[1] = None  # frozen
-        code = gradients.FORMATS[dtype] + gradients.FRESH * fresh
+        code = destinations.FORMATS[dtype] + destinations.FRESH * fresh
         table = [word for t in targets for word in ((0, 0) if t is None else (t.data_ptr(), code))]
         flush_gradients(dw1, dw2, table, transposed, split_half, current_stream(dw1))
         for index, (got, want) in enumerate(zip(targets, wanted, strict=True)):
@@ -78,8 +81,8 @@ def test_more_experts_than_one_launch_takes(flush_gradients):
     dw1, dw2 = native_gradients(450, 32, 24, 16)
     want = [in_layout(dw1, True, True), in_layout(dw2, True, False)]
     targets = [torch.ones_like(gradient) for gradient in want]
-    destinations = [gradients.Destination(target, target, False) for target in targets]
-    table = gradients.destination_table(destinations, 450)
+    places = [destinations.Destination(target, target, False) for target in targets]
+    table = destinations.destination_table(places, 450)
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for got, gradient in zip(targets, want, strict=True):
         assert torch.equal(got, 1 + gradient)
@@ -96,8 +99,8 @@ def test_past_two_to_the_31_elements(flush_gradients):
         torch.ones((experts, hidden, n1), device="cuda"),
         torch.zeros((experts, 4, hidden), device="cuda"),
     )
-    table = gradients.destination_table(
-        [gradients.Destination(t, t, False) for t in (target, small)], experts
+    table = destinations.destination_table(
+        [destinations.Destination(t, t, False) for t in (target, small)], experts
     )
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for expert, gradient in want.items():
@@ -136,7 +139,7 @@ def bind(source, kind):
 
 
 def fill(weights, seed):
-    held = weights.accumulators("cuda")
+    held = weights.targets(ReferenceEngine(), "cuda")
     (experts, n1, hidden), intermediate = held.dw1.shape, held.dw2.shape[2]
     for accumulator, values in zip(
         (held.dw1, held.dw2), native_gradients(experts, n1, hidden, intermediate, seed), strict=True
@@ -149,15 +152,15 @@ def flushed(kind, source, through_autograd):
     """Where every gradient is after two flushes, and what autograd got."""
     bind(source, kind)
     source.parameters()[1].requires_grad_(False)
-    weights, returned = ExpertWeights(source), []
+    weights, returned = GradientStore(source), []
     for seed in range(2):
         fill(weights, seed)
         if through_autograd:
             returned += weights.flush_through_autograd()
         else:
             weights.flush()
-        assert not weights.unflushed
-        assert not any(held.any() for held in weights.accumulators("cuda").tensors())
+        assert not weights.waiting
+        assert not any(held.any() for held in weights.held().values())
     return [
         t for p in source.parameters() for t in (p.grad, getattr(p, "main_grad", None))
     ] + returned
@@ -170,11 +173,11 @@ def flushed(kind, source, through_autograd):
 )
 @pytest.mark.parametrize("make", ["per_expert", "fused"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_expert_weights_equal_plain_operations(
+def test_one_launch_equals_plain_operations(
     make, activation, kind, dtype, through_autograd, monkeypatch
 ):
     ours = flushed(kind, source_of(make, activation, dtype), through_autograd)
-    monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: None)
+    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: None)
     wanted = flushed(kind, source_of(make, activation, dtype), through_autograd)
     assert any(want is not None for want in wanted)
     for got, want in zip(ours, wanted, strict=True):
@@ -192,9 +195,9 @@ def test_a_slice_of_a_fused_buffer_and_nothing_else():
         weight.main_grad = buffer[first : first + size].zero_().view(weight.shape)
         used[first : first + size] = True
         first += size + 7
-    weights = ExpertWeights(source)
+    weights = GradientStore(source)
     fill(weights, 0)
-    held = GradAccumulators(*(tensor.clone() for tensor in weights.accumulators("cuda").tensors()))
+    held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
     weights.flush()
     assert bool((buffer[~used] == 9).all())
     for weight, gradient in source.user_gradients(held):
@@ -206,7 +209,7 @@ def test_graph_and_no_sync(make):
     """Captured once, replayed with what the accumulators hold then."""
     source = source_of(make, ActivationType.SWIGLU, torch.bfloat16)
     bind(source, "bound")
-    weights = ExpertWeights(source)
+    weights = GradientStore(source)
     fill(weights, 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -218,7 +221,7 @@ def test_graph_and_no_sync(make):
             weights.flush()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    held = GradAccumulators(*(tensor.clone() for tensor in weights.accumulators("cuda").tensors()))
+    held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
     graph.replay()
     graph.replay()  # the accumulators are zero by now
     wanted = dict(source.user_gradients(held))
@@ -229,10 +232,12 @@ def test_graph_and_no_sync(make):
 def test_the_kernel_serves_gpu_accumulators(monkeypatch):
     source = source_of("per_expert", ActivationType.SWIGLU, torch.bfloat16)
     bind(source, "bound")
-    weights = ExpertWeights(source)
+    weights = GradientStore(source)
     fill(weights, 0)
     monkeypatch.setattr(
-        ExpertWeights, "_drain", lambda self: pytest.fail("plain operations served the flush")
+        GradientStore,
+        "_add_one_by_one",
+        lambda *_: pytest.fail("plain operations served the flush"),
     )
     weights.flush()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
-from sonicmoe.layouts import WeightSource, deinterleave_gate_up
+from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
 from sonicmoe.quant.recipes import iso, rows
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNWRITTEN = 0x55
+HALVES = WeightLayout(transposed=True, split_half=True)
 # (E, H, I): less than a tile, edges in both axes, whole tiles, public models' (GPT-OSS,
 # Qwen3-30B-A3B, the reference shape)
 SIZES = [
@@ -160,7 +161,7 @@ def user_weights(sizes, dtype, transposed, split_half, seed=0, special=True):
         up = deinterleave_gate_up(up)
     if transposed:
         up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-    return WeightSource(scattered(up), scattered(down), transposed, split_half)
+    return WeightSource(scattered(up), scattered(down), WeightLayout(transposed, split_half))
 
 
 def scattered(stacked):
@@ -174,7 +175,7 @@ def scattered(stacked):
 
 
 def check(weights, source, label=""):
-    natives = gpu.native_matrices(source)
+    natives = source.native()[:2]
     for native, forward, dgrad in zip(
         natives, (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), strict=True
     ):
@@ -207,19 +208,19 @@ class TestWeights:
 
     def test_ungated(self):
         up, down = values((3, 80, 144), torch.bfloat16), values((3, 144, 80), torch.bfloat16)
-        source = WeightSource(tuple(up), tuple(down), False, False)
+        source = WeightSource(tuple(up), tuple(down))
         weights = gpu.QuantizedWeights()
         weights.update(source)
         check(weights, source)
 
     def test_parameters_of_modules(self):
         """What the node hands over: leaves that want gradients."""
-        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
+        source = user_weights((2, 256, 128), torch.bfloat16, HALVES)
         as_parameters = [
             tuple(torch.nn.Parameter(m) for m in group) for group in (source.up, source.down)
         ]
         weights = gpu.QuantizedWeights()
-        weights.update(WeightSource(*as_parameters, True, True))
+        weights.update(WeightSource(*as_parameters, HALVES))
         check(weights, source)
 
     def test_past_two_to_the_31_elements(self):
@@ -232,11 +233,11 @@ class TestWeights:
         ).to(torch.bfloat16)
         assert up.numel() > 2**31
         weights = gpu.QuantizedWeights()
-        weights.update(WeightSource(tuple(up), tuple(down), True, True))
+        weights.update(WeightSource(tuple(up), tuple(down), HALVES))
         for e in (0, 1, experts - 1):
-            one = WeightSource((up[e],), (down[e],), True, True)
+            one = WeightSource((up[e],), (down[e],), HALVES)
             for native, forward, dgrad in zip(
-                gpu.native_matrices(one),
+                one.native()[:2],
                 (weights.w1, weights.w2),
                 (weights.w1_dgrad, weights.w2_dgrad),
                 strict=True,
@@ -271,7 +272,7 @@ class TestWeights:
         gpu.release_scratch()
 
     def test_border(self):
-        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
+        source = user_weights((2, 256, 128), torch.bfloat16, HALVES)
         down = (
             source.down[0],
             torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256),
@@ -279,10 +280,10 @@ class TestWeights:
         with pytest.raises(
             LayoutError, match=r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes"
         ):
-            gpu.QuantizedWeights().update(WeightSource(source.up, down, True, True))
+            gpu.QuantizedWeights().update(WeightSource(source.up, down, HALVES))
         with pytest.raises(LayoutError, match=r"up\[0\] is not contiguous"):
             up = (source.up[0].t().contiguous().t(), source.up[1])
-            gpu.QuantizedWeights().update(WeightSource(up, source.down, True, True))
+            gpu.QuantizedWeights().update(WeightSource(up, source.down, HALVES))
 
 
 class TestGuard:
@@ -342,7 +343,7 @@ class TestGuard:
         weights = gpu.QuantizedWeights()
         weights.update(source)
         scribble(weights)
-        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), True, True)
+        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), HALVES)
         weights.update(moved)
         check(weights, moved)
 
@@ -377,7 +378,7 @@ class TestGuard:
     def test_moved_weights_are_refused_in_a_capture(self, source):
         weights = gpu.QuantizedWeights()
         weights.update(source)
-        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), True, True)
+        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), HALVES)
         graph = torch.cuda.CUDAGraph()
         with (
             pytest.raises(Exception, match="have moved within a CUDA graph capture"),

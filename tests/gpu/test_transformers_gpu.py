@@ -14,8 +14,8 @@ from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, relative
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.functional.call import Plan, make_plan
-from sonicmoe.functional.weights import WeightLayout
 from sonicmoe.integrations.transformers import register
+from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sonicmoe.config import SonicMoEConfig, current_config
-from sonicmoe.gradients import FORMATS, FRESH
+from sonicmoe.gradients.destinations import FORMATS, FRESH
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.plan import ModelSpec

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 from engine.moe_golden import Result, make_problem
-from experts.weight_sources import expert_modules, fused_weights
 from framework import numpy, relative_rmse, tensor, torch
+from weights.weight_sources import expert_modules, fused_weights
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode

@@ -7,13 +7,13 @@ import logging
 import numpy as np
 import pytest
 from engine.moe_golden import assert_same_bits, golden, make_problem, run_engine
-from experts.weight_sources import expert_modules
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from node.node_harness import (
     FULL,
     Layer,
     counts_of,
 )
+from weights.weight_sources import expert_modules
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.interface import EngineSettings

@@ -23,7 +23,7 @@ def nothing_left_behind():
 def assert_inputs(step, call, layer):
     problem = call.problem
     valid = (problem.indices >= 0) & (problem.indices < problem.num_experts)
-    w1, w2 = (numpy(matrix) for matrix in layer.node._experts.source.native())
+    w1, w2 = (numpy(matrix) for matrix in layer.node._state.parameters.native())
     for found, given in (
         (step.x, numpy(call.x)),
         (step.indices, problem.indices),
@@ -140,9 +140,9 @@ def test_inference_is_written_and_ends_with_the_step(tmp_path):
 
 def test_a_dump_keeps_no_dropped_node(tmp_path):
     layer = Layer()
-    experts = weakref.ref(layer.node._experts)
+    state = weakref.ref(layer.node._state)
     layer.node.dump(tmp_path / "step.npz")
     del layer
     gc.collect()
-    assert experts() is None
+    assert state() is None
     Layer().run()  # its first event finds the observer without a layer

@@ -25,9 +25,9 @@ from node.node_harness import (
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.experts import ExpertWeights
 from sonicmoe.interop import data_ptr
 from sonicmoe.node import mlp_node
+from sonicmoe.node.layer_state import LayerState
 
 both_sources = pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 both_flushes = pytest.mark.parametrize("flush", ["step", "backward"])
@@ -128,7 +128,7 @@ class TestCallersTensors:
         for _ in range(2):
             layer.run()
             layer.node.step()
-        source = layer.node._experts.source.parameters()
+        source = layer.node._state.parameters.parameters()
         for (weight, pointer), now in zip(before, source, strict=True):
             assert now is weight
             assert data_ptr(now) == pointer
@@ -232,12 +232,12 @@ def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, t
         return spy
 
     monkeypatch.setattr(mlp_node, "choose_engine", spied("choose", mlp_node.choose_engine))
-    for name in ("prepared", "flush"):
-        monkeypatch.setattr(ExpertWeights, name, spied(name, getattr(ExpertWeights, name)))
+    for name in ("read_weights", "end_backward", "flush"):
+        monkeypatch.setattr(LayerState, name, spied(name, getattr(LayerState, name)))
     layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path))
     layer.call().backward()
     layer.node.step()
-    assert seen == dict.fromkeys(("choose", "prepared", "flush"), tmp_path)
+    assert seen == dict.fromkeys(("choose", "read_weights", "end_backward", "flush"), tmp_path)
     seen.clear()
     layer.node.prequantize_weights()
-    assert seen == {"prepared": tmp_path}
+    assert seen == {"read_weights": tmp_path}

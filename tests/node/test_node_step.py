@@ -79,7 +79,7 @@ def test_a_late_step_of_plain_gradients_is_named(said):
     layer = Layer()
     for _ in range(3):
         layer.run()
-        for weight in layer.node._experts.source.parameters():
+        for weight in layer.node._state.parameters.parameters():
             if weight.grad is not None:
                 weight.grad.mul_(0.5) if not IS_PADDLE else weight.grad.scale_(0.5)
         layer.node.step()

@@ -29,10 +29,10 @@ from ernie import (
 )
 from framework import numpy, tensor
 
-from sonicmoe import experts as experts_module
 from sonicmoe import layouts
 from sonicmoe.engine import reference
 from sonicmoe.routing import reference as routing
+from sonicmoe.weights import changes
 
 MODES = {
     "fp32": (PRECISE, "float32", "float32", PRECISE_BOUND),
@@ -406,8 +406,8 @@ def amp_levels(monkeypatch):
     spy(reference, "_grouped")
     spy(routing, "_build")
     spy(layouts, "stack")
-    spy(layouts, "user_w2_from_native")
-    spy(experts_module, "weight_fingerprint")
+    spy(layouts, "deinterleave_gate_up")
+    spy(changes, "weight_fingerprint")
     return levels
 
 
@@ -428,7 +428,7 @@ def test_automatic_mixed_precision_stays_outside(grad, amp_levels, monkeypatch):
     node.step()
     assert tracer._amp_level == level.O2, "the caller's setting is back"
     ran = {"_grouped", "_build", "stack", "weight_fingerprint"} | (
-        {"user_w2_from_native"} if grad else set()
+        {"deinterleave_gate_up"} if grad else set()
     )
     assert amp_levels == {name: {level.O0} for name in ran}
     assert pending.out.dtype == paddle.float32

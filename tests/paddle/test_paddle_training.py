@@ -34,7 +34,7 @@ from paddle.distributed.fleet.utils.mix_precision_utils import (
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import LayoutError
-from sonicmoe.experts import ExpertWeights
+from sonicmoe.node.step_guard import StepGuard
 
 AdamW = paddle.optimizer.AdamW
 
@@ -352,10 +352,10 @@ def test_forgotten_step_is_warned_about_although_no_weight_moves(caplog, monkeyp
     """Optimizers skip parameters without gradients, so weights of a node that never steps stay as
     they are.
     """
-    assert ExpertWeights.FORGOTTEN_STEP_BACKWARDS >= 512, (
+    assert StepGuard.FORGOTTEN_AFTER_BACKWARDS >= 512, (
         "longer than anybody accumulates micro-batches"
     )
-    monkeypatch.setattr(ExpertWeights, "FORGOTTEN_STEP_BACKWARDS", 4)
+    monkeypatch.setattr(StepGuard, "FORGOTTEN_AFTER_BACKWARDS", 4)
     experts, batch = make_experts(), make_batch()
     node, optimizer = make_node(experts), AdamW(0.05, parameters=weights_of(experts))
     with caplog.at_level(logging.WARNING, "sonicmoe"):

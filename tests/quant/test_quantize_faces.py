@@ -9,7 +9,7 @@ import pytest
 from framework import numpy, tensor, torch
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
-from sonicmoe.layouts import WeightSource
+from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
 from sonicmoe.quant.recipes import iso, rows
@@ -31,7 +31,7 @@ def source_of(w1, w2, transposed, split_half):
     up = np.concatenate([w1[:, ::2], w1[:, 1::2]], 1) if split_half else w1
     matrices = [a.transpose(0, 2, 1) if transposed else a for a in (up, w2)]
     up, down = (tuple(tensor(np.ascontiguousarray(matrix)) for matrix in a) for a in matrices)
-    return WeightSource(up, down, transposed, split_half)
+    return WeightSource(up, down, WeightLayout(transposed, split_half))
 
 
 def same(a, b):
@@ -148,7 +148,7 @@ def zeros(*shape, dtype=np.float32):
 )
 def test_weights_border(up, down, transposed, error, message):
     with pytest.raises(error, match=message):
-        gpu._check_source(WeightSource((up,), (down,), transposed, True))
+        gpu._check_source(WeightSource((up,), (down,), WeightLayout(transposed, True)))
 
 
 def test_a_weight_off_the_boundary_is_refused():
@@ -159,4 +159,4 @@ def test_a_weight_off_the_boundary_is_refused():
     with pytest.raises(
         LayoutError, match=r"down\[0\] starts at 0x\w+; needed: a multiple of 16 bytes"
     ):
-        gpu._check_source(WeightSource((zeros(16, 32),), (shifted,), True, True))
+        gpu._check_source(WeightSource((zeros(16, 32),), (shifted,), WeightLayout(True, True)))

@@ -30,7 +30,7 @@ import torch
 from gpu_timing import idle, median_us
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
-from sonicmoe.engine.interface import EngineSettings, GradAccumulators
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import default_cache
 from sonicmoe.jit.plan import CompileJob, ModelSpec
@@ -83,7 +83,7 @@ class Step:
         counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
         probs = torch.rand((tokens, topk), device="cuda")
         self.routing: RoutingMetadata = build_routing_gpu(indices, probs, experts, counts)
-        self.accumulators = GradAccumulators.zeros(
+        self.accumulators = NativeBuffer.zeros(
             experts, 2 * intermediate, hidden, intermediate, False, "cuda"
         )
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import INPUTS, copy_tbps, host_us, interleaved_us
 
-from sonicmoe.layouts import WeightSource
+from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import gpu
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import quantize
@@ -105,7 +105,9 @@ def weight_source(experts: int, hidden: int, inner: int, transposed: bool) -> We
         made = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(experts))
         return tuple(matrix.t().contiguous() if transposed else matrix for matrix in made)
 
-    return WeightSource(matrices(2 * inner, hidden), matrices(hidden, inner), transposed, True)
+    return WeightSource(
+        matrices(2 * inner, hidden), matrices(hidden, inner), WeightLayout(transposed, True)
+    )
 
 
 def updated(weights: gpu.QuantizedWeights, source: WeightSource, force: bool, _: int) -> None:
@@ -129,7 +131,7 @@ def weight_results(
         half = gpu.QuantizedWeights(iso_weight=True)
         for name, source in sources.items():
             both[name].update(source)
-            wanted = quantize(gpu.native_matrices(source)[0], iso(128))
+            wanted = quantize(source.native()[0], iso(128))
             assert torch.equal(
                 both[name].w1.codes.view(torch.uint8), wanted.codes.view(torch.uint8)
             ), name

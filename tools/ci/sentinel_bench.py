@@ -28,7 +28,7 @@ from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.functional.call import make_plan
-from sonicmoe.functional.weights import WeightLayout
+from sonicmoe.layouts import WeightLayout
 
 FRACTIONS = (1.0, 0.5, 0.125)
 Tensor = torch.Tensor

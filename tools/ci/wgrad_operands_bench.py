@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import interleaved_us
 
-from sonicmoe import gradients
+from sonicmoe.gradients import destinations as gradients
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.quant.format import BlockScaledTensor, Code

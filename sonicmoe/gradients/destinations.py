@@ -1,5 +1,6 @@
-"""Where weight gradients go: `main_grad` or `.grad` of each parameter, in one kernel launch on a
-GPU, else by plain operations.
+"""Where weight gradients go: `main_grad` or `.grad` of each parameter. One kernel launch serves all
+of them on a GPU (`one_launch`); plain operations serve one at a time (`add_to_main_grad`,
+`add_to_grad`).
 
 Both give the same bits: sums are formed in fp32 and rounded once to the destination's dtype.
 """
@@ -14,19 +15,23 @@ from typing import Any
 
 import torch
 
-from .errors import DTypeError, ShapeError, expect
-from .interop import (
+from ..engine.interface import NativeBuffer
+from ..errors import DTypeError, ShapeError, expect
+from ..interop import (
     IS_PADDLE,
+    current_stream,
     data_ptr,
     device_name,
     dtype_name,
     is_cuda,
     numel,
     require_same_device,
+    requires_grad,
 )
-from .jit.decided import FALLBACK, NO_FALLBACK, Decided
-from .kernels.cuda_wgrad import flush_source
-from .routing.backends import arch_of
+from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
+from ..kernels.cuda_wgrad import flush_source
+from ..layouts import WeightLayout
+from ..routing.backends import arch_of
 
 Tensor = torch.Tensor
 # As `flush_gradients` of kernels/cuda/flush.cu reads them.
@@ -143,9 +148,54 @@ class Destination:
         return first, first + numel(self.tensor) * ITEM_BYTES[self.tensor.dtype]
 
 
-def fit_one_launch(destinations: Sequence[Destination], device: str) -> bool:
-    """Whether the kernel can serve them together: contiguous, of a dtype it has, on one device,
-    none overlapping another.
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A flush of the native buffer to every destination by one kernel. It zeroes the buffer too.
+
+    destinations: one per parameter, None for those nobody trains.
+    """
+
+    kernel: FlushKernel
+    destinations: list[Destination | None]
+
+    def run(self, layout: WeightLayout, native: NativeBuffer) -> list[Tensor | None]:
+        """Launch, bind fresh memory, and return what autograd is to accumulate."""
+        table = destination_table(self.destinations, int(native.dw1.shape[0]))
+        stream = current_stream(native.dw1)
+        self.kernel(native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream)
+        for destination in self.destinations:
+            if destination is not None:
+                destination.bind()
+        return [None if d is None or not d.returned else d.tensor for d in self.destinations]
+
+
+def one_launch(
+    parameters: Sequence[Tensor], native: NativeBuffer, through_autograd: bool
+) -> Launch | None:
+    """The launch that serves all of these parameters, or None where plain operations must: on a
+    host, without a kernel, and for destinations that are strided, overlap or are named twice, which
+    need one addition after the other.
+
+    Raises:
+        CompileForbiddenError, CompileLockTimeout: see `kernel_for`.
+    """
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        return None
+    kernel = kernel_for(native.dw1)
+    if kernel is None:
+        return None
+    device = native.dw1.device
+    found = [
+        Destination.of(parameter, through_autograd, device) if requires_grad(parameter) else None
+        for parameter in parameters
+    ]
+    wanted = [destination for destination in found if destination is not None]
+    return Launch(kernel, found) if _fit_together(wanted, device_name(native.dw1)) else None
+
+
+def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
+    """Whether the kernel can serve them: contiguous, of a dtype it has, on one device, none
+    overlapping another.
     """
     for destination in destinations:
         tensor = destination.tensor

@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine.moe_golden import native_order
-from experts.weight_sources import (
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from weights.weight_sources import (
     SOURCES,
     SWIGLU,
     expert_modules,
@@ -16,13 +17,12 @@ from experts.weight_sources import (
     per_expert_source,
     weight_arrays,
 )
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
-from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
-from sonicmoe.experts import FusedParameters, PerExpertParameters
 from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
@@ -61,7 +61,7 @@ class TestSources:
     def test_user_gradients_have_the_layout_of_their_parameter(self, make):
         source = make(*weight_arrays())
         weights, dw1, dw2 = filled(source)
-        pairs = list(source.user_gradients(weights.accumulators("cpu")))
+        pairs = list(source.user_gradients(NativeBuffer(**weights.held())))
         assert {id(weight) for weight, _ in pairs} == {id(weight) for weight in source.parameters()}
         by_parameter = {id(weight): gradient for weight, gradient in pairs}
         for weight in source.parameters():

@@ -20,9 +20,10 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.functional import softmax_topk_layer
-from sonicmoe.functional.weights import WeightLayout, _kept, prepared_weights
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.weights.stacked_cache import _kept, read_weights
 
 FP8 = {"use_fp8": True}
 MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
@@ -180,9 +181,9 @@ def test_an_address_alone_does_not_name_weights():
     w2 = torch.ones(1, 128, 64)
     for value in range(1, 20):
         w1 = torch.full((1, 128, 128), float(value))
-        prepared = prepared_weights(
+        prepared = read_weights(
             engine, (w1, w2, None, None), settings, WeightLayout(), torch.bfloat16
-        )
+        ).weights
         assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
         del w1, prepared
 
@@ -359,7 +360,7 @@ def test_prepared_weights_are_not_stored():
     assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
 
 
-def test_an_engine_that_follows_weights_gives_others_buffers_of_their_own():
+def test_an_engine_that_updates_in_place_gives_others_buffers_of_their_own():
     """One up-projection with two down-projections: the second forward must not overwrite what the
     first one's backward reads.
     """
@@ -373,9 +374,9 @@ def test_an_engine_that_follows_weights_gives_others_buffers_of_their_own():
     w1, w2, other = weight(2, 128, 32), weight(2, 32, 64), torch.nn.Parameter(torch.ones(2, 32, 64))
 
     def prepare(down):
-        return prepared_weights(
+        return read_weights(
             engine, (w1, down, None, None), settings, WeightLayout(), torch.bfloat16
-        )
+        ).weights
 
     first = prepare(w2)
     assert prepare(w2).store is first.store
@@ -383,5 +384,5 @@ def test_an_engine_that_follows_weights_gives_others_buffers_of_their_own():
     assert torch.equal(dequantize(first.w2), dequantize(quantize(w2.detach(), iso(128))))
     with torch.inference_mode():
         anonymous = torch.ones(2, 128, 32), torch.ones(2, 32, 64), None, None
-    prepared_weights(engine, anonymous, settings, WeightLayout(), torch.bfloat16)
+    read_weights(engine, anonymous, settings, WeightLayout(), torch.bfloat16)
     assert anonymous[0] not in _kept

@@ -14,14 +14,14 @@ from functional.layer_golden import make_layer, make_tokens, run_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_topk_layer
-from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.interface import Change, EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.functional import weights as weights_module
 from sonicmoe.functional.call import Plan
-from sonicmoe.functional.weights import WeightLayout, _kept, prepared_weights
-from sonicmoe.layouts import native_matrices
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
+from sonicmoe.weights import stacked_cache
+from sonicmoe.weights.stacked_cache import _kept, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["iso128"])
 
@@ -32,15 +32,14 @@ class Following(ReferenceEngine):
     """
 
     name = "following"
-    follows_weights = True
 
     def __init__(self):
         # "made": in new buffers; "remade": in the old ones, as told; "found": in the old ones, by
         # its own guard
         self.events = []
 
-    def prepare_source(self, source, settings, previous, changed):
-        natives = native_matrices(source)
+    def refresh(self, source, settings, previous=None, change=Change.YES):
+        natives, changed = source.native()[:2], change is Change.YES
         if previous is None:
             self.events.append("made")
             fresh = self.prepare_weights(*natives, None, None, settings)
@@ -120,7 +119,7 @@ def test_one_quantisation_per_update(face, prepared):
 
 
 @FACES
-def test_an_engine_that_follows_weights_reuses_its_buffers(face, following):
+def test_an_engine_that_updates_in_place_reuses_its_buffers(face, following):
     """It is told of a change once per update; writes through `.data` it finds itself, and no call
     makes new buffers.
     """
@@ -147,18 +146,18 @@ def test_weights_are_split_into_experts_when_asked_for(contiguous):
     """Addresses need no views; and what an engine looked at shows later values, or is copied again."""
     engine, sources = Following(), []
 
-    def prepare_source(source, *arguments):
+    def refresh(source, *arguments):
         sources.append(source)
-        return Following.prepare_source(engine, source, *arguments)
+        return Following.refresh(engine, source, *arguments)
 
-    engine.prepare_source = prepare_source
+    engine.refresh = refresh
     w1 = torch.nn.Parameter(torch.randn(2, 128, 32) if contiguous else torch.randn(2, 32, 128).mT)
     w2 = torch.nn.Parameter(torch.randn(2, 32, 64))
 
     def codes():
         weights = (w1, w2, None, None)
         return dequantize(
-            prepared_weights(engine, weights, SETTINGS, WeightLayout(), torch.bfloat16).w1
+            read_weights(engine, weights, SETTINGS, WeightLayout(), torch.bfloat16).weights.w1
         ).clone()
 
     before = codes()
@@ -179,7 +178,7 @@ def test_weights_are_split_into_experts_when_asked_for(contiguous):
 
 @FACES
 @pytest.mark.parametrize("leave", ["converted", "let go"])
-def test_an_engine_that_follows_weights_keeps_none_of_them(face, leave, following):
+def test_an_engine_that_updates_in_place_keeps_none_of_them(face, leave, following):
     moe, x = make_layer(), make_tokens(19, 32)
     memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in moe.parameters()]
     for _ in range(2):
@@ -235,7 +234,7 @@ def test_codes_of_views_die_with_the_parameter(follows, request):
     moe, x = make_layer(), make_tokens(19, 32)
     whole_layer(moe, x).square().sum().backward()
     (kept,) = _kept[moe.c_fc.weight].values()
-    codes, memory = weakref.ref(kept.prepared.w1.codes), weakref.ref(moe.c_fc.weight)
+    codes, memory = weakref.ref(kept.cache.weights.w1.codes), weakref.ref(moe.c_fc.weight)
     del kept
     assert codes() is not None
     del moe
@@ -251,7 +250,7 @@ def test_every_layer_of_one_flat_buffer_has_its_own_entry(prepared):
 
     def prepare(i):
         weights = (flat[i], downs[i], None, None)
-        return prepared_weights(engine, weights, SETTINGS, WeightLayout(), torch.bfloat16)
+        return read_weights(engine, weights, SETTINGS, WeightLayout(), torch.bfloat16).weights
 
     first = [prepare(i) for i in range(4)]
     assert [prepare(i) for i in range(4)] == first and len(prepared) == 4
@@ -267,9 +266,9 @@ def test_overlapping_views_do_not_pile_up():
     buffer, w2 = torch.nn.Parameter(torch.randn(40, 128, 32)), torch.randn(2, 32, 64)
     for start in range(38):
         weights = (buffer[start : start + 2], w2, None, None)
-        prepared = prepared_weights(
+        prepared = read_weights(
             ReferenceEngine(), weights, SETTINGS, WeightLayout(), torch.bfloat16
-        )
+        ).weights
         assert torch.allclose(dequantize(prepared.w1), weights[0].detach(), atol=0.3)
     assert len(_kept[buffer]) == 20, "as many as fit side by side"
 
@@ -281,9 +280,9 @@ def test_strides_are_part_of_what_a_weight_is():
     def codes(down):
         weights = (w1, down, None, None)
         return dequantize(
-            prepared_weights(
+            read_weights(
                 ReferenceEngine(), weights, SETTINGS, WeightLayout(), torch.bfloat16
-            ).w2
+            ).weights.w2
         )
 
     assert torch.equal(codes(w2.mT), codes(w2).mT)
@@ -306,10 +305,10 @@ def test_a_graph_keeps_what_it_reads(monkeypatch):
     monkeypatch.setattr(Plan, "choose", lambda *_: engine)
     whole_layer(moe, x)
     (kept,) = _kept[moe.c_fc.weight].values()
-    codes = weakref.ref(kept.prepared.w1.codes)
+    codes = weakref.ref(kept.cache.weights.w1.codes)
     del kept
     with monkeypatch.context() as capture:
-        capture.setattr(weights_module, "is_cuda", lambda _: True)
+        capture.setattr(stacked_cache, "is_cuda", lambda _: True)
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         whole_layer(moe, x)
     with SonicMoEConfig(fp8_mode="perf", save_z="e4m3").activate():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from experts.weight_sources import weight_arrays
 from framework import numpy, parameter, torch
+from weights.weight_sources import weight_arrays
 
-from sonicmoe.weight_changes import weight_fingerprint
+from sonicmoe.weights.changes import weight_fingerprint
 
 
 class TestFingerprint:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from framework import numpy, tensor, torch
+from framework import IS_PADDLE, numpy, tensor, torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sonicmoe import layouts
-from sonicmoe.errors import LayoutError
+from sonicmoe.errors import LayoutError, ShapeError
+from sonicmoe.interop import data_ptr
+from sonicmoe.layouts import WeightLayout, WeightSource
 
 DTYPES = ["float32", "bfloat16", "float16"]
 sizes = st.integers(1, 9)
@@ -51,7 +53,7 @@ def test_interleave(lead, half, hidden, dtype):
 def test_w1(lead, hidden, intermediate, gated):
     """native[.., 2i, h] = user[.., h, i] (gate), native[.., 2i + 1, h] = user[.., h, I + i] (up)."""
     user = numbered((*lead, hidden, intermediate * (2 if gated else 1)))
-    native = layouts.native_w1_from_split_half(tensor_of(user), gated)
+    native = WeightLayout(True, gated).native_w1(tensor_of(user))
     got = numpy(native)
     for h in range(hidden):
         for i in range(intermediate):
@@ -63,55 +65,54 @@ def test_w1(lead, hidden, intermediate, gated):
             else:
                 np.testing.assert_array_equal(got[..., i, h], user[..., h, i])
     assert native.is_contiguous()
-    np.testing.assert_array_equal(numpy(layouts.split_half_from_native_w1(native, gated)), user)
+    np.testing.assert_array_equal(numpy(WeightLayout(True, gated).user_w1(native)), user)
 
 
 @EXAMPLES
 @given(leads, sizes, sizes)
 def test_w2(lead, intermediate, hidden):
     user = numbered((*lead, intermediate, hidden))
-    native = layouts.native_w2_from_user(tensor_of(user))
+    native = WeightLayout(True).native_w2(tensor_of(user))
     got = numpy(native)
     for i in range(intermediate):
         for h in range(hidden):
             np.testing.assert_array_equal(got[..., h, i], user[..., i, h])
     assert native.is_contiguous()
-    np.testing.assert_array_equal(numpy(layouts.user_w2_from_native(native)), user)
+    np.testing.assert_array_equal(numpy(WeightLayout(True).user_w2(native)), user)
 
 
 @EXAMPLES
 @given(leads, sizes)
 def test_bias(lead, half):
     split = numbered((*lead, 2 * half))
-    native = layouts.interleave_bias(tensor_of(split))
+    halves = WeightLayout(split_half=True)
+    native = halves.native_b1(tensor_of(split))
     for i in range(half):
         np.testing.assert_array_equal(numpy(native)[..., 2 * i], split[..., i])
         np.testing.assert_array_equal(numpy(native)[..., 2 * i + 1], split[..., half + i])
-    np.testing.assert_array_equal(numpy(layouts.deinterleave_bias(native)), split)
+    np.testing.assert_array_equal(numpy(halves.user_b1(native)), split)
 
 
 @pytest.mark.parametrize("half", [1, 2, 5])
 @pytest.mark.parametrize("hidden", [1, 3])
-@pytest.mark.parametrize("name", ["split_half_from_native_w1", "user_w2_from_native"])
+@pytest.mark.parametrize("name", ["user_w1", "user_w2"])
 def test_user_gradients_are_fresh_at_every_size(half, hidden, name):
     """An axis of one element makes a transpose contiguous as it is; the result must be a copy even
     so, the source is zeroed later.
     """
-    gated = [(True,), (False,)] if name == "split_half_from_native_w1" else [()]
-    for more in gated:
-        native = tensor_of(np.ones((2 * half, hidden) if more == (True,) else (half, hidden)))
-        user = getattr(layouts, name)(native, *more)
+    for gated in (False, True):
+        native = tensor_of(np.ones((2 * half if gated else half, hidden)))
+        user = getattr(WeightLayout(True, gated), name)(native)
         native.zero_()
-        assert (numpy(user) == 1).all(), more
+        assert (numpy(user) == 1).all(), gated
 
 
 def test_gate_and_up_are_not_exchanged():
     """[g0 g1 | u0 u1] becomes g0 u0 g1 u1: the concatenated layout read as interleaved would be
     nonsense without an error.
     """
-    native = layouts.native_w1_from_split_half(
-        tensor_of(np.array([[10.0, 11.0, 20.0, 21.0]])), True
-    )
+    halves = WeightLayout(transposed=True, split_half=True)
+    native = halves.native_w1(tensor_of(np.array([[10.0, 11.0, 20.0, 21.0]])))
     assert numpy(native).ravel().tolist() == [10, 20, 11, 21]
 
 
@@ -128,3 +129,45 @@ def test_stack_copies():
     np.testing.assert_array_equal(
         numpy(stacked), np.stack([numbered((2, 3)) + k for k in range(3)])
     )
+
+
+class TestSources:
+    """`WeightSource`: nothing is copied before somebody reads, and native weights never."""
+
+    def weights(self):
+        return tensor_of(numbered((2, 6, 4))), tensor_of(numbered((2, 4, 3)))
+
+    def test_native_weights_stay_the_users_memory(self):
+        w1, w2 = self.weights()
+        native = WeightSource.stacked(w1, w2).native()
+        assert [data_ptr(weight) for weight in native[:2]] == [data_ptr(w1), data_ptr(w2)]
+        assert native[2:] == (None, None)
+
+    def test_other_layouts_are_copied_into_native_order(self):
+        w1, w2 = self.weights()
+        for transposed in (False, True):
+            layout = WeightLayout(transposed, split_half=True)
+            user = layout.user_w1(w1), layout.user_w2(w2), layout.user_b1(w1[:, :, 0]), w2[:, :, 0]
+            stacked = WeightSource.stacked(*user, layout=layout)
+            apart = WeightSource(tuple(user[0].unbind(0)), tuple(user[1].unbind(0)), layout)
+            for source in (stacked, apart):
+                assert (source.n1, source.hidden_size, source.intermediate_size) == (6, 4, 3)
+                for got, want in zip(source.native()[:2], (w1, w2), strict=True):
+                    np.testing.assert_array_equal(numpy(got), numpy(want))
+            np.testing.assert_array_equal(numpy(stacked.native()[2]), numpy(w1[:, :, 0]))
+
+    @pytest.mark.skipif(IS_PADDLE, reason="Paddle has no strided tensors by default")
+    def test_a_strided_weight_is_copied_by_readers_only(self):
+        _, w2 = self.weights()
+        strided = tensor_of(numbered((2, 4, 6))).transpose(1, 2)
+        source = WeightSource.stacked(strided, w2)
+        assert data_ptr(source.anchor) == data_ptr(strided)
+        with torch.no_grad():
+            strided.zero_()
+        assert not numpy(source.up[1]).any() and source.up[1].is_contiguous()
+        assert source.pointers[0] == data_ptr(source.up[0]) != data_ptr(strided)
+
+    def test_a_projection_must_have_every_expert(self):
+        w1, w2 = self.weights()
+        with pytest.raises(ShapeError, match="2 up and 1 down matrices"):
+            WeightSource.stacked(w1, w2[:1])

@@ -6,8 +6,10 @@ import numpy as np
 from engine.moe_golden import native_order
 from framework import parameter, tensor
 
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.experts import ExpertWeights, FusedParameters, PerExpertParameters
+from sonicmoe.gradients.store import GradientStore
+from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
 SWIGLU = ActivationType.SWIGLU
 
@@ -66,20 +68,17 @@ SOURCES = {"per_expert": per_expert_source, "fused": fused_source}
 
 
 def filled(source, seed=7):
-    """`ExpertWeights` whose accumulators hold distinct gradients, and those as user-layout arrays
-    `(dw1, dw2)`.
+    """A `GradientStore` in which distinct gradients wait, and those as user-layout arrays `(dw1,
+    dw2)`.
     """
-    weights = ExpertWeights(source)
-    accumulators = weights.accumulators("cpu")
+    store = GradientStore(source)
+    targets = store.targets(ReferenceEngine(), "cpu")
     rng = np.random.default_rng(seed)
-    native = [
-        np.float32(rng.standard_normal(tuple(a.shape)))
-        for a in (accumulators.dw1, accumulators.dw2)
-    ]
-    accumulators.dw1.add_(tensor(native[0]))
-    accumulators.dw2.add_(tensor(native[1]))
-    weights.note_backward()
+    native = [np.float32(rng.standard_normal(tuple(target.shape))) for target in targets.tensors()]
+    for target, values in zip(targets.tensors(), native, strict=True):
+        target.add_(tensor(values))
+    store.note_backward()
     order = native_order(native[0].shape[1], is_glu(source.activation))
     dw1 = np.zeros(native[0].transpose(0, 2, 1).shape)
     dw1[:, :, order] = native[0].transpose(0, 2, 1)
-    return weights, dw1, native[1].transpose(0, 2, 1).astype(np.float64)
+    return store, dw1, native[1].transpose(0, 2, 1).astype(np.float64)

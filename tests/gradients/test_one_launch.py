@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from experts import test_expert_weights as plain
-from experts.flush_by_address import FlushByAddress
-from experts.weight_sources import (
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from gradients import test_store as plain
+from gradients.flush_by_address import FlushByAddress
+from weights.weight_sources import (
     SOURCES,
     SWIGLU,
     expert_modules,
@@ -16,12 +17,12 @@ from experts.weight_sources import (
     per_expert_source,
     weight_arrays,
 )
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
-from sonicmoe import gradients
 from sonicmoe.enums import ActivationType
-from sonicmoe.experts import PerExpertParameters
+from sonicmoe.gradients import destinations
 from sonicmoe.interop import data_ptr
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.weights.parameters import PerExpertParameters
 
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
@@ -29,7 +30,7 @@ each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch):
     launch = FlushByAddress()
-    monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: launch)
+    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: launch)
     return launch
 
 
@@ -58,7 +59,7 @@ def test_the_same_bits_as_plain_operations(make, dtype, times, monkeypatch):
         return [numpy(weight.grad) for weight in source.parameters()]
 
     ours = grads()
-    monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: None)
+    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: None)
     for got, want in zip(ours, grads(), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -149,12 +150,12 @@ def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
     for weight in source.parameters():
         weight.main_grad = None
     weights, dw1, _ = filled(source)
-    monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: refuse)
+    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: refuse)
     with pytest.raises(RuntimeError, match="no launch"):
         weights.flush()
-    assert weights.unflushed
+    assert weights.waiting
     assert all(weight.main_grad is None for weight in source.parameters())
-    monkeypatch.setattr(gradients, "kernel_for", lambda accumulator: FlushByAddress())
+    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: FlushByAddress())
     weights.flush()
     np.testing.assert_array_equal(plain.gradients_of(source, "main_grad")[0], dw1)
 
@@ -164,7 +165,7 @@ def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
 def test_sources_are_the_parameters_memory(make, activation):
     source = make(*weight_arrays(activation=activation), activation)
     weights = source.source()
-    assert (weights.transposed, weights.split_half) == (True, activation is SWIGLU)
+    assert weights.layout == WeightLayout(True, activation is SWIGLU)
     assert (weights.hidden_size, weights.n1, weights.intermediate_size) == (
         16,
         24 if activation is SWIGLU else 12,
@@ -182,4 +183,4 @@ def test_sources_are_the_parameters_memory(make, activation):
 
 def test_a_host_accumulator_has_no_kernel(monkeypatch):
     monkeypatch.undo()
-    assert gradients.kernel_for(parameter(np.zeros((1, 1), np.float32))) is None
+    assert destinations.kernel_for(parameter(np.zeros((1, 1), np.float32))) is None

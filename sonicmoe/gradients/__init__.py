@@ -1,0 +1,1 @@
+"""Weight gradients between the backwards that add them and the parameters that get them."""

@@ -1,0 +1,100 @@
+"""What a node keeps from call to call: one object that the node, its calls and diagnosis share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..engine.interface import Engine, EngineSettings
+from ..enums import FlushMode
+from ..gradients.store import GradientStore
+from ..weights.cache import LayerWeights, Reading, Unannounced
+from ..weights.parameters import ExpertParameters
+from .step_guard import StepGuard
+from .wgrad_queue import WgradQueue
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+
+
+class LayerState:
+    """The user's parameters, the engine weights made of them, the gradients that wait for them, and
+    the guard over both. Holds no activation, and no memory before the first call.
+
+    flush_mode: when gradients go to the parameters.
+    wgrad_queue: takes weight gradients that are put off; None where nothing is.
+    """
+
+    def __init__(self, parameters: ExpertParameters, flush: FlushMode, split_wgrad: bool) -> None:
+        """Wrap the parameters; reads and allocates nothing."""
+        self.parameters = parameters
+        self.num_experts = parameters.native_shapes()[0][0]
+        self.flush_mode = flush
+        self.weights = LayerWeights(parameters)
+        self.gradients = GradientStore(parameters)
+        self.guard = StepGuard()
+        self.wgrad_queue = WgradQueue() if split_wgrad else None
+
+    def read_weights(
+        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor] | None = None
+    ) -> Reading:
+        """As `LayerWeights.read`; says so where weights were written and nobody announced it."""
+        reading = self.weights.read(engine, settings, parameters)
+        if reading.unannounced is not None:
+            if self.gradients.waiting:
+                self.guard.note_write(reading.unannounced)
+            elif reading.unannounced is Unannounced.WRITE:
+                logger.info(
+                    "expert weights changed without step() or invalidate_caches(); caches rebuilt"
+                )
+        return reading
+
+    def end_backward(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """A backward has added its gradients, or put them off. Returns those that autograd is to
+        accumulate, one entry per parameter.
+        """
+        self.gradients.note_backward()
+        self.guard.count_backward(self.gradients.waiting, self.weights.sees_writes)
+        if self.flush_mode is FlushMode.BACKWARD:
+            return self.gradients.flush_through_autograd()
+        self.guard.watch(parameters)
+        return [None] * len(parameters)
+
+    def finish_wgrad(self) -> None:
+        """Have every weight gradient that was put off added: now, or on a GPU in stream order."""
+        if self.wgrad_queue is not None:
+            self.wgrad_queue.finish()
+
+    def flush(self) -> None:
+        """Hand what waits to the parameters; what was put off must have been finished before."""
+        if self.gradients.waiting:
+            self.guard.check(self.parameters.parameters())
+        self.gradients.flush()
+
+    def end_step(self) -> None:
+        """The parameters have their gradients, and an optimizer is about to write the weights."""
+        self.guard.end_step()
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Trust nothing derived from the weights."""
+        self.weights.invalidate()
+        self.guard.note_announcement()
+
+    def discard(self) -> None:
+        """Drop every gradient that waits, here or in the queue."""
+        if self.wgrad_queue is not None:
+            self.wgrad_queue.discard()
+        self.gradients.discard()
+        self.guard.forget()
+
+    def release(self) -> None:
+        """Free the gradients' memory.
+
+        Raises:
+            RuntimeError: gradients wait that were not flushed.
+        """
+        self.finish_wgrad()
+        self.gradients.release()

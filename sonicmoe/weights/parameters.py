@@ -1,0 +1,256 @@
+"""Adapters of the user's parameters: in which tensors the weights of E experts lie, and how.
+
+| arrangement | up | down | adapter |
+|---|---|---|---|
+| modules of ERNIE and Fleet | E times `[H, 2I]`, gate first | E times `[I, H]` | `PerExpertParameters` |
+| fused | `[E, H, 2I]`, gate first | `[E, I, H]` | `FusedParameters` |
+| the functional API's | stacked, as a `WeightLayout` says | the same | `WeightSource.stacked` |
+
+Parameters are never rebound, copied over or written; gradients are added in place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..engine.activations import pre_activation_width
+from ..engine.interface import NativeBuffer
+from ..enums import ActivationType, is_glu
+from ..errors import DTypeError, LayoutError, ShapeError, expect
+from ..interop import IS_PADDLE, dtype_name, require_framework_tensor
+from ..layouts import WeightLayout, WeightSource
+
+Tensor = torch.Tensor
+
+PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ExpertParameters(ABC):
+    """The node's weights in one of the arrangements: up `[H, N1]`, gate half first, down `[I, H]`.
+
+    activation: decides whether up has two halves.
+    layout: how each parameter lies.
+    """
+
+    def __init__(self, activation: ActivationType) -> None:
+        """Subclasses check the parameters."""
+        self.activation = activation
+        self.layout = WeightLayout(transposed=True, split_half=is_glu(activation))
+
+    @abstractmethod
+    def parameters(self) -> list[Tensor]:
+        """Every parameter, in a fixed order."""
+
+    def native(self) -> tuple[Tensor, Tensor]:
+        """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype."""
+        return self.source().native()[:2]
+
+    @abstractmethod
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of `native()` without making it."""
+
+    @abstractmethod
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        """Where the weights lie, one matrix per expert and projection; `parameters`: what
+        `parameters()` has just returned.
+        """
+
+    @abstractmethod
+    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
+        """`(parameter, fp32 gradient in the parameter's own layout)` pairs, in the order of
+        `parameters()`; the gradients are fresh tensors.
+        """
+
+
+_up_weight, _down_weight = attrgetter("up_gate_proj.weight"), attrgetter("down_proj.weight")
+
+
+class PerExpertParameters(ExpertParameters):
+    """ERNIE / Fleet modules: `expert.up_gate_proj.weight [H, 2I]` (split-half, gate first) and
+    `expert.down_proj.weight [I, H]`.
+
+    Args:
+        experts: modules in local-id order; `None` entries (experts of other ranks) are skipped.
+        num_experts, hidden_size, intermediate_size: what the weights must match.
+
+    Raises:
+        LayoutError: a module lacks a projection, or the number of local experts is not
+            `num_experts`.
+        ShapeError, DTypeError: naming the weight.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[Any],
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: ActivationType,
+    ) -> None:
+        """Collect and check the weights; keeps references to the modules."""
+        local = [expert for expert in experts if expert is not None]
+        expect(
+            len(local) == num_experts,
+            LayoutError,
+            f"experts holds {len(local)} local modules ({len(experts)} entries, None = another rank's); n_experts is {num_experts}",
+        )
+        super().__init__(activation)
+        self._experts = local
+        width = pre_activation_width(intermediate_size, activation)
+        for index, expert in enumerate(local):
+            up_gate, down = (
+                _projection(expert, index, "up_gate_proj"),
+                _projection(expert, index, "down_proj"),
+            )
+            _check_parameter(
+                up_gate.weight,
+                f"experts[{index}].up_gate_proj.weight",
+                (hidden_size, width),
+                "[H, 2I]",
+            )
+            _check_parameter(
+                down.weight,
+                f"experts[{index}].down_proj.weight",
+                (intermediate_size, hidden_size),
+                "[I, H]",
+            )
+
+    def parameters(self) -> list[Tensor]:
+        """up_gate of every expert, then down of every expert; read from the modules, which may
+        replace them.
+        """
+        return [*map(_up_weight, self._experts), *map(_down_weight, self._experts)]
+
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """From the first expert."""
+        first, count = self._experts[0], len(self._experts)
+        hidden, n1 = (int(size) for size in first.up_gate_proj.weight.shape)
+        return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
+
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        weights, experts = tuple(parameters or self.parameters()), len(self._experts)
+        return WeightSource(weights[:experts], weights[experts:], self.layout)
+
+    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pair per expert and projection."""
+        for index, expert in enumerate(self._experts):
+            yield expert.up_gate_proj.weight, self.layout.user_w1(native.dw1[index])
+        for index, expert in enumerate(self._experts):
+            yield expert.down_proj.weight, self.layout.user_w2(native.dw2[index])
+
+
+class FusedParameters(ExpertParameters):
+    """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
+    H]`.
+    """
+
+    def __init__(self, weight1: Tensor, weight2: Tensor, activation: ActivationType) -> None:
+        """Check the pair against each other."""
+        require_framework_tensor(weight1, "weight1")
+        require_framework_tensor(weight2, "weight2")
+        expect(
+            len(weight1.shape) == 3,
+            ShapeError,
+            f"weight1 has shape {tuple(weight1.shape)}; needed: [E, H, 2I]",
+        )
+        expect(
+            len(weight2.shape) == 3,
+            ShapeError,
+            f"weight2 has shape {tuple(weight2.shape)}; needed: [E, I, H]",
+        )
+        experts, hidden, _ = (int(size) for size in weight1.shape)
+        intermediate = int(weight2.shape[1])
+        width = pre_activation_width(intermediate, activation)
+        _check_parameter(weight1, "weight1", (experts, hidden, width), "[E, H, 2I]")
+        _check_parameter(weight2, "weight2", (experts, intermediate, hidden), "[E, I, H]")
+        super().__init__(activation)
+        self._weights = (weight1, weight2)
+
+    def parameters(self) -> list[Tensor]:
+        """`[weight1, weight2]`."""
+        return list(self._weights)
+
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """The fused shapes, transposed."""
+        experts, hidden, n1 = (int(size) for size in self._weights[0].shape)
+        return (experts, n1, hidden), (experts, hidden, int(self._weights[1].shape[1]))
+
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        """Views of each expert's matrices."""
+        return WeightSource.stacked(*self._weights, layout=self.layout)
+
+    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
+        """The two stacked gradients."""
+        weight1, weight2 = self._weights
+        yield weight1, self.layout.user_w1(native.dw1)
+        yield weight2, self.layout.user_w2(native.dw2)
+
+
+def check_memory(parameters: Sequence[Tensor]) -> None:
+    """Check that the weights can be read.
+
+    Raises:
+        LayoutError: they are on the meta device, or the framework has freed some of them.
+    """
+    if not IS_PADDLE:
+        if parameters[0].is_meta:
+            raise LayoutError(
+                "the experts' weights are on the meta device and hold no memory; needed: weights made real before the forward, and a "
+                "node of stacked parameters made after that: it keeps the tensors it was given"
+            )
+        return
+    freed = [index for index, parameter in enumerate(parameters) if not parameter._is_initialized()]  # type: ignore[attr-defined]
+    expect(
+        not freed,
+        LayoutError,
+        f"weights {freed} of the experts hold no memory; a forward needs all of them",
+    )
+
+
+def _projection(expert: Any, index: int, name: str) -> Any:
+    module = getattr(expert, name, None)
+    if module is not None and getattr(module, "weight", None) is not None:
+        return module
+    found = [
+        candidate
+        for candidate in ("gate_proj", "up_proj", "gate_up_fused_proj")
+        if hasattr(expert, candidate)
+    ]
+    hint = (
+        f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first" if found else ""
+    )
+    raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
+
+
+def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
+    require_framework_tensor(weight, name)
+    expect(
+        weight.dtype in PARAMETER_DTYPES,
+        DTypeError,
+        f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32",
+    )
+    found = tuple(weight.shape)
+    transposed = (*shape[:-2], shape[-1], shape[-2])
+    hint = (
+        "; it looks transposed: torch.nn.Linear stores [out, in]"
+        if found == transposed != shape
+        else ""
+    )
+    expect(
+        found == shape, ShapeError, f"{name} has shape {found}; needed: {legend} = {shape}{hint}"
+    )
+    expect(
+        weight.is_leaf,
+        LayoutError,
+        f"{name} is the result of an operation; needed: a leaf parameter, whose gradient can be kept",
+    )
+    expect(
+        weight.is_contiguous(),
+        LayoutError,
+        f"{name} is not contiguous; needed: a contiguous {legend} parameter",
+    )

@@ -1,0 +1,185 @@
+"""The caches of stacked weights that a caller passes to every call: each is found by the parameter,
+and dies with it.
+
+A call names its weights by tensors, which are new objects at every call where they are views. So a
+cache hangs on the parameter that a tensor is a view of, under the view's geometry, and remembers
+which memory the weights were in:
+
+    parameter (weak) ──► geometry of w1 ──► _Kept(place, memory, WeightCache)
+
+Nothing here holds the user's weights. A model that moves or frees them gets its memory back at
+once, and the engine weights go with the parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
+from ..errors import FrameworkError
+from ..interop import IS_PADDLE, is_cuda
+from ..layouts import WeightLayout, WeightSource
+from .cache import Reading, WeightCache
+from .changes import Seen, optimizer_steps
+
+if IS_PADDLE:
+    raise FrameworkError(
+        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
+    )
+
+from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Tensor = torch.Tensor
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A cache, where the weights were that it is of, and the memory they were in. Freed, that
+    memory may return under the same address with other values.
+    """
+
+    place: tuple[Any, ...]
+    cache: WeightCache
+    memory: tuple[StorageWeakRef, ...]
+
+    def is_dead(self) -> bool:
+        """Whether memory of the weights was freed."""
+        return any(storage.expired() for storage in self.memory)
+
+
+# By parameter (`_owner`), then by geometry.
+_kept = WeakTensorKeyDictionary()
+# Engine weights that a CUDA graph reads, which holds addresses and no reference: they stay as long
+# as the parameter, whatever replaces them in `_kept`.
+_captured = WeakTensorKeyDictionary()
+
+
+def read_weights(
+    engine: Engine,
+    weights: Weights,
+    settings: EngineSettings,
+    layout: WeightLayout,
+    dtype: torch.dtype,
+) -> Reading:
+    """Weights `(w1, w2, b1, b2)` as `engine` reads them, reused while they stand still.
+
+    Without a recipe both operands of a product are in `dtype`, that of the tokens: autocast leaves
+    parameters in fp32.
+
+    They stand still while w1, or the parameter that it is a view of, lives, storage and version
+    counters stay the same and no `torch.optim.Optimizer` steps. PyTorch's in-place operations move
+    the version counter, a view's and its parameter's alike; a write through `.data` moves nothing,
+    and asks for `forget`. Nothing is kept of
+
+    * unquantised weights: they are the user's own memory, or a second copy of the model where they
+      had to be rearranged or cast;
+    * inference tensors, which have no version counter;
+    * anything in a process that uses `fully_shard`, which refills the memory of gathered weights
+      and sets the version counter back.
+
+    While a CUDA graph is captured nobody knows the weights of its replays. An engine that updates
+    its weights in place does so at every replay, and `_captured` keeps its buffers for the graph.
+    Any other engine prepares the weights inside the graph, in memory that is the graph's own.
+    """
+    source = WeightSource.stacked(*weights, layout=layout, compute_dtype=dtype)
+    if settings.recipe is None or _any_module_is_sharded() or any(map(_is_inference, weights)):
+        _drop(weights[0])
+        return Reading(engine.refresh(source, settings))
+    place = (engine.name, settings, layout, _places(weights))
+    capturing = is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing()
+    kept = _find(weights[0], place)
+    reusable = kept is not None and (not capturing or _updates_in_place(kept))
+    cache = kept.cache if kept is not None and reusable else WeightCache()
+    told = Change.MAYBE if capturing else Change.NO
+    reading = cache.read(engine, settings, source, place, _seen(weights), told)
+    if capturing:
+        if not reading.weights.updated_in_place:
+            return reading  # an intermediate of the graph
+        _captured.setdefault(_owner(weights[0]), set()).add(reading.weights)
+    if not reusable:
+        _keep(weights[0], _Kept(place, cache, _memory(weights)))
+    return reading
+
+
+def forget(w1: Tensor) -> None:
+    """Drop what was prepared from these weights, and from every other view of the same tensor."""
+    _kept.pop(_owner(w1), None)
+
+
+def _owner(w1: Tensor) -> Tensor:
+    """Of views, only a plain parameter's: flattened and distributed ones are refilled behind their
+    version counter.
+    """
+    return w1._base if type(w1._base) is torch.nn.Parameter else w1
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _find(w1: Tensor, place: tuple[Any, ...]) -> _Kept | None:
+    """What is kept of these weights for this engine and these settings. Other weights beside the
+    same w1 get buffers of their own: an outstanding forward has still to read the old ones in its
+    backward.
+    """
+    entries: dict[tuple[Any, ...], _Kept] = _kept.get(_owner(w1), {})
+    kept = entries.get(_geometry(w1))
+    return None if kept is None or kept.is_dead() or kept.place != place else kept
+
+
+def _keep(w1: Tensor, kept: _Kept) -> None:
+    owner = _owner(w1)
+    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
+    entries.pop(_geometry(w1), None)
+    entries[_geometry(w1)] = kept
+    # More than fit side by side into one tensor overlap: the oldest goes, so that entries cannot
+    # grow without end.
+    if len(entries) > max(1, owner.numel() // max(1, w1.numel())):
+        del entries[next(iter(entries))]
+
+
+def _drop(w1: Tensor) -> None:
+    entries = _kept.get(_owner(w1))
+    if entries is not None:
+        entries.pop(_geometry(w1), None)
+
+
+def _places(weights: Weights) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights)
+
+
+def _seen(weights: Weights) -> Seen:
+    return Seen(tuple(None if t is None else t._version for t in weights), optimizer_steps())
+
+
+def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
+
+
+def _is_inference(weight: Tensor | None) -> bool:
+    return weight is not None and weight.is_inference()
+
+
+def _updates_in_place(kept: _Kept) -> bool:
+    weights: EngineWeights | None = kept.cache.weights
+    return weights is not None and weights.updated_in_place
+
+
+def _any_module_is_sharded() -> bool:
+    """Whether `fully_shard` was applied in this process: it makes a class of its own for every
+    class of modules it manages.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    base = getattr(fsdp, "FSDPModule", None)
+    if base is None:
+        return False
+    kinds = base.__subclasses__()  # and theirs: `replicate` derives from it
+    return any(
+        issubclass(k, torch.nn.Module) for kind in kinds for k in (kind, *kind.__subclasses__())
+    )

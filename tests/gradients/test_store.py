@@ -1,0 +1,299 @@
+"""`GradientStore`: a lazy native buffer, and a flush that adds in place, once, and in the user's
+layout.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from weights.weight_sources import (
+    SOURCES,
+    SWIGLU,
+    expert_modules,
+    filled,
+    fused_source,
+    per_expert_source,
+    weight_arrays,
+)
+
+from sonicmoe.engine.interface import GradientTargets, NativeBuffer, native_buffer
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.gradients.destinations import add_to_main_grad
+from sonicmoe.gradients.store import GradientStore
+from sonicmoe.interop import data_ptr, grad_enabled
+from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
+
+ENGINE = ReferenceEngine()
+each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+
+
+def gradients_of(source, attribute):
+    """The attribute of every parameter, stacked like the fused arrangement."""
+    arrays = [numpy(getattr(parameter, attribute)) for parameter in source.parameters()]
+    if isinstance(source, FusedParameters):
+        return arrays
+    half = len(arrays) // 2
+    return [np.stack(arrays[:half]), np.stack(arrays[half:])]
+
+
+def bind_main_grads(source, value=0.0):
+    for weight in source.parameters():
+        weight.main_grad = tensor(np.full(tuple(weight.shape), value), torch.float32)
+    return [weight.main_grad for weight in source.parameters()]
+
+
+class TestNativeBuffer:
+    def test_lazy(self):
+        store = GradientStore(per_expert_source(*weight_arrays()))
+        assert store.nbytes == 0 and store.held() == {}
+        targets = store.targets(ENGINE, "cpu")
+        assert store.targets(ENGINE, "cpu") is targets
+        assert store.nbytes == targets.nbytes == 4 * (3 * 24 * 16 + 3 * 16 * 12)
+        assert set(store.held()) == {"dw1", "dw2"}
+        assert all(
+            held.dtype == torch.float32 and not numpy(held).any() for held in targets.tensors()
+        )
+
+    def test_an_engine_that_takes_no_native_buffer_is_refused(self):
+        class Elsewhere(GradientTargets):
+            anchor = None
+
+            def named(self):
+                return {}
+
+        class Direct(ReferenceEngine):
+            name = "direct"
+            gradient_targets = (Elsewhere,)
+
+        with pytest.raises(ConfigError, match=r"'direct' adds weight gradients to \['Elsewhere'\]"):
+            GradientStore(per_expert_source(*weight_arrays())).targets(Direct(), "cpu")
+        with pytest.raises(
+            ConfigError, match="gradient targets are Elsewhere; this engine adds to"
+        ):
+            native_buffer(Elsewhere())
+
+    def test_an_addition_that_fails_leaves_the_store_incomplete(self):
+        """Nothing is flushed, however often it is tried, until what waits is discarded."""
+
+        class Failing(ReferenceEngine):
+            def backward_dw(self, pending, targets):
+                targets.dw2.fill_(1.0)
+                raise MemoryError("no room for dw1")
+
+        source = per_expert_source(*weight_arrays())
+        main_grads = bind_main_grads(source)
+        store, _, _ = filled(source)
+        with pytest.raises(MemoryError):
+            store.add(Failing(), None, store.targets(ENGINE, "cpu"))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="left a part of them in the node"):
+                store.flush()
+        with pytest.raises(RuntimeError, match="never flushed"):
+            store.release()
+        store.discard()
+        store.flush()
+        assert not any(numpy(held).any() for held in (*main_grads, *store.held().values()))
+        store.release()
+
+    def test_release(self):
+        store, _, _ = filled(per_expert_source(*weight_arrays()))
+        with pytest.raises(RuntimeError, match="never flushed"):
+            store.release()
+        store.flush()
+        store.release()
+        assert store.nbytes == 0
+        assert not numpy(store.targets(ENGINE, "cpu").dw1).any()
+
+    def test_zeros_with_biases(self):
+        accumulators = NativeBuffer.zeros(2, 6, 4, 3, True, "cpu")
+        assert [tuple(held.shape) for held in accumulators.tensors()] == [
+            (2, 6, 4),
+            (2, 4, 3),
+            (2, 6),
+            (2, 4),
+        ]
+        assert len(NativeBuffer.zeros(2, 6, 4, 3, False, "cpu").tensors()) == 2
+
+
+class TestFlush:
+    @each_source
+    @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
+    def test_adds_into_main_grad_in_place(self, make, activation):
+        source = make(*weight_arrays(activation=activation), activation)
+        main_grads = bind_main_grads(source, 0.5)
+        pointers = [data_ptr(held) for held in main_grads]
+        store, dw1, dw2 = filled(source)
+        store.flush()
+        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
+            np.testing.assert_array_equal(got, np.float32(want) + np.float32(0.5))
+        for weight, held, pointer in zip(source.parameters(), main_grads, pointers, strict=True):
+            assert weight.main_grad is held
+            assert data_ptr(held) == pointer
+            assert weight.grad is None
+        assert not store.waiting
+        assert not any(numpy(held).any() for held in store.held().values())
+
+    @each_source
+    def test_twice_is_once(self, make):
+        source = make(*weight_arrays())
+        bind_main_grads(source)
+        store, dw1, dw2 = filled(source)
+        store.flush()
+        store.flush()
+        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+    def test_nothing_to_flush_touches_nothing(self):
+        source = per_expert_source(*weight_arrays())
+        for weight in source.parameters():
+            weight.main_grad = None
+        GradientStore(source).flush()
+        assert all(
+            weight.main_grad is None and weight.grad is None for weight in source.parameters()
+        )
+
+    @each_source
+    def test_binds_a_main_grad_that_is_none_and_adds_afterwards(self, make):
+        source = make(*weight_arrays())
+        for weight in source.parameters():
+            weight.main_grad = None
+        store, dw1, dw2 = filled(source)
+        store.flush()
+        held = [weight.main_grad for weight in source.parameters()]
+        assert all(main_grad.dtype == torch.float32 for main_grad in held)
+        again, _, _ = filled(source)
+        again.flush()
+        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
+            np.testing.assert_array_equal(got, 2 * want)
+        assert all(
+            weight.main_grad is kept for weight, kept in zip(source.parameters(), held, strict=True)
+        )
+
+    @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (1, 4), (4, 1)])
+    @each_source
+    def test_a_bound_main_grad_shares_no_memory_with_the_accumulators(
+        self, make, hidden, intermediate
+    ):
+        source = make(*weight_arrays(2, hidden, intermediate))
+        for weight in source.parameters():
+            weight.main_grad = None
+        store, dw1, dw2 = filled(source)
+        store.flush()
+        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+    @each_source
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_without_the_attribute_it_is_grad(self, make, dtype):
+        source = make(*weight_arrays(), SWIGLU, getattr(torch, dtype))
+        for _ in range(2):
+            store, dw1, dw2 = filled(source)
+            store.flush()
+        for got, want in zip(gradients_of(source, "grad"), (dw1, dw2), strict=True):
+            np.testing.assert_allclose(got, 2 * want, rtol=2**-7 if dtype == "bfloat16" else 1e-6)
+        assert all(weight.grad.dtype == weight.dtype for weight in source.parameters())
+        assert not any(
+            hasattr(weight, "main_grad") and weight.main_grad is not None
+            for weight in source.parameters()
+        )
+
+    def test_a_slice_of_a_fused_buffer_is_filled_and_its_neighbours_stay(self):
+        source = per_expert_source(*weight_arrays())
+        total = sum(int(np.prod(tuple(weight.shape))) for weight in source.parameters())
+        gap = 8
+        buffer = tensor(np.full(total + gap * (len(source.parameters()) + 1), 9.0), torch.float32)
+        used, first = np.zeros(tuple(buffer.shape), bool), gap
+        for weight in source.parameters():
+            size = int(np.prod(tuple(weight.shape)))
+            buffer[first : first + size] = 0.0
+            weight.main_grad = buffer[first : first + size].view(list(weight.shape))
+            used[first : first + size] = True
+            first += size + gap
+        store, dw1, dw2 = filled(source)
+        store.flush()
+        np.testing.assert_array_equal(numpy(buffer)[~used], 9.0)
+        np.testing.assert_array_equal(
+            numpy(buffer)[used], np.concatenate([a.ravel() for a in (*dw1, *dw2)])
+        )
+
+    def test_a_rebound_main_grad_is_read_anew(self):
+        source = per_expert_source(*weight_arrays())
+        old = bind_main_grads(source)
+        filled(source)[0].flush()
+        before = [numpy(held).copy() for held in old]
+        bind_main_grads(source)
+        store, dw1, _ = filled(source)
+        store.flush()
+        np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
+        for held, kept in zip(old, before, strict=True):
+            np.testing.assert_array_equal(numpy(held), kept)
+
+    def test_frozen_parameters_get_nothing(self):
+        source = per_expert_source(*weight_arrays())
+        bind_main_grads(source)
+        frozen = source.parameters()[1]
+        if IS_PADDLE:
+            frozen.stop_gradient = True
+        else:
+            frozen.requires_grad_(False)
+        store, dw1, _ = filled(source)
+        store.flush()
+        assert not numpy(frozen.main_grad).any()
+        np.testing.assert_array_equal(numpy(source.parameters()[0].main_grad), dw1[0])
+
+    @pytest.mark.parametrize("wrong", ["dtype", "shape"])
+    def test_a_main_grad_that_does_not_fit_is_refused_before_anything_is_added(self, wrong):
+        source = per_expert_source(*weight_arrays())
+        main_grads = bind_main_grads(source)
+        last = source.parameters()[-1]
+        bad = np.zeros((12, 16) if wrong == "dtype" else (16, 12))
+        last.main_grad = tensor(bad, torch.float32).to(
+            torch.bfloat16 if wrong == "dtype" else torch.float32
+        )
+        store, dw1, _ = filled(source)
+        with pytest.raises(
+            DTypeError if wrong == "dtype" else ShapeError,
+            match=r"main_grad (is bfloat16|has shape)",
+        ):
+            store.flush()
+        assert grad_enabled()
+        assert store.waiting
+        assert not any(numpy(held).any() for held in main_grads[:-1])
+        last.main_grad = tensor(np.zeros((12, 16)), torch.float32)
+        store.flush()
+        np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
+
+    def test_add_to_main_grad_tells_whether_there_is_one(self):
+        weight = parameter(np.zeros((2, 3), np.float32))
+        gradient = tensor(np.ones((2, 3)), torch.float32)
+        assert not add_to_main_grad(weight, gradient)
+        weight.main_grad = None
+        assert add_to_main_grad(weight, gradient)
+
+    @each_source
+    def test_through_autograd_gradients_come_back_in_parameter_order(self, make):
+        source = make(*weight_arrays())
+        first = source.parameters()[0]
+        first.main_grad = tensor(np.zeros(tuple(first.shape)), torch.float32)
+        store, dw1, dw2 = filled(source)
+        returned = store.flush_through_autograd()
+        expected = [dw1, dw2] if make is fused_source else [*dw1, *dw2]
+        assert returned[0] is None
+        np.testing.assert_array_equal(numpy(first.main_grad), expected[0])
+        for got, want in zip(returned[1:], expected[1:], strict=True):
+            np.testing.assert_array_equal(numpy(got), want)
+        assert all(weight.grad is None for weight in source.parameters())
+        assert store.flush_through_autograd() == [None] * len(source.parameters())
+
+    def test_experts_that_share_a_parameter_sum_their_gradients(self):
+        up_gate, down = weight_arrays()
+        modules = expert_modules(up_gate, down)
+        modules[2].down_proj = modules[0].down_proj
+        source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+        store, _, dw2 = filled(source)
+        returned = store.flush_through_autograd()
+        shared = sum(numpy(returned[i]) for i in (3, 5) if returned[i] is not None)
+        np.testing.assert_allclose(shared, dw2[0] + dw2[2], rtol=1e-6)

@@ -1,0 +1,142 @@
+"""The guard of `step()`: traces that only forwards, or the number of backwards, can show. What shows
+at a step itself is in test_node_step.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, tensor, torch
+from weights.weight_sources import per_expert_source, weight_arrays
+
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import FlushMode
+from sonicmoe.node.layer_state import LayerState
+from sonicmoe.node.step_guard import StepGuard
+from sonicmoe.weights import changes
+from sonicmoe.weights.cache import Unannounced
+
+ENGINE, SETTINGS = ReferenceEngine(), EngineSettings()
+
+
+@pytest.fixture
+def said(caplog):
+    """Warnings of the package so far."""
+    caplog.set_level(logging.INFO, logger="sonicmoe")
+    yield lambda: [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+def state_of(source, flush=FlushMode.STEP):
+    return LayerState(source, flush, split_wgrad=False)
+
+
+def backward(state):
+    """Gradients of one backward, without an engine."""
+    state.gradients.targets(ENGINE, "cpu")
+    return state.end_backward(state.parameters.parameters())
+
+
+def double(weight):
+    with torch.no_grad():
+        weight.copy_(tensor(2 * numpy(weight), torch.float32).to(weight.dtype))
+
+
+def test_weights_that_change_while_gradients_wait_are_named_once(said):
+    source = per_expert_source(*weight_arrays())
+    state = state_of(source)
+    state.read_weights(ENGINE, SETTINGS)
+    backward(state)
+    for _ in range(2):
+        double(source.parameters()[0])
+        state.read_weights(ENGINE, SETTINGS)
+    (line,) = said()
+    assert "step() came too late or not at all: expert weights changed while gradients wait" in line
+    assert "call node.step() right after the last backward" in line
+
+
+def test_weights_that_change_while_none_wait_are_no_warning(said, caplog):
+    source = per_expert_source(*weight_arrays())
+    state = state_of(source)
+    state.read_weights(ENGINE, SETTINGS)
+    double(source.parameters()[0])
+    state.read_weights(ENGINE, SETTINGS)
+    assert said() == []
+    (record,) = caplog.records
+    assert record.getMessage().startswith("expert weights changed without step()")
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="a hook of PyTorch's optimizers")
+def test_an_optimizer_step_while_gradients_wait_is_named(said, monkeypatch):
+    """On a GPU, where a fused optimizer writes weights without a trace."""
+    monkeypatch.setattr(changes, "is_cuda", lambda tensor: True)
+    state = state_of(per_expert_source(*weight_arrays()))
+    state.read_weights(ENGINE, SETTINGS)
+    backward(state)
+    other = torch.nn.Parameter(torch.zeros(1))
+    other.grad = torch.ones(1)
+    torch.optim.AdamW([other], fused=True).step()
+    state.read_weights(ENGINE, SETTINGS)
+    (line,) = said()
+    assert "an optimizer stepped while gradients wait in the node" in line
+
+
+def test_one_warning_for_all_traces(said):
+    """A step that is forgotten shows in several ways, and each would be said."""
+    source = per_expert_source(*weight_arrays())
+    state = state_of(source)
+    state.read_weights(ENGINE, SETTINGS)
+    backward(state)
+    double(source.parameters()[0])
+    state.read_weights(ENGINE, SETTINGS)
+    if IS_PADDLE:
+        state.guard.note_write(Unannounced.OPTIMIZER_STEP)
+    else:
+        for weight in source.parameters():
+            weight.grad = torch.ones_like(weight)
+        torch.optim.SGD(source.parameters(), lr=0.1).step()
+    for _ in range(StepGuard.FORGOTTEN_AFTER_BACKWARDS):
+        state.guard.count_backward(0, sees_writes=False)
+    state.flush()
+    assert len(said()) == 1
+
+
+class TestBackwardsWithoutStep:
+    """Weights that get no gradient never move, so nothing else shows it."""
+
+    def test_as_many_as_nobody_accumulates_are_named_once(self, said):
+        guard = StepGuard()
+        for waiting in range(1, StepGuard.FORGOTTEN_AFTER_BACKWARDS):
+            guard.count_backward(waiting, sees_writes=True)
+        assert said() == []
+        for waiting in range(StepGuard.FORGOTTEN_AFTER_BACKWARDS, 4000):
+            guard.count_backward(waiting, sees_writes=True)
+        (line,) = said()
+        assert "1024 backward passes have run since node.step(); call node.step()" in line
+
+    @pytest.mark.parametrize("sees_writes", [False, True])
+    def test_complete_gradients_need_step_where_writes_leave_no_trace(self, said, sees_writes):
+        """flush="backward": no gradient waits, and nothing but step() announces new weights."""
+        guard = StepGuard()
+        for _ in range(StepGuard.FORGOTTEN_AFTER_BACKWARDS + 5):
+            guard.count_backward(0, sees_writes)
+        assert len(said()) == (0 if sees_writes else 1)
+
+    def test_an_announcement_starts_the_count_anew(self, said):
+        state = state_of(per_expert_source(*weight_arrays()))
+        for _ in range(2):
+            for _ in range(StepGuard.FORGOTTEN_AFTER_BACKWARDS - 1):
+                state.guard.count_backward(0, sees_writes=False)
+            state.end_step()
+        state.guard.count_backward(0, sees_writes=False)
+        assert said() == []
+
+    def test_flush_backward_leaves_nothing_waiting(self):
+        source = per_expert_source(*weight_arrays())
+        for weight in source.parameters():
+            weight.main_grad = tensor(np.zeros(tuple(weight.shape)), torch.float32)
+        state = state_of(source, FlushMode.BACKWARD)
+        assert backward(state) == [None] * len(source.parameters())
+        assert state.gradients.waiting == 0
