@@ -9,38 +9,23 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
-
-from .parallel import RankLayout
+from .parallel import JoinedRanks, RankLayout
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-class PaddleParallel:
+class PaddleParallel(JoinedRanks):
     """Joins the launcher's ranks and makes the groups."""
 
     def __init__(self, layout: RankLayout, max_tokens: int) -> None:
         """`max_tokens`: most tokens a rank dispatches at once."""
-        self.layout, self._max_tokens = layout, max_tokens
+        super().__init__(layout, max_tokens)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dist.init_parallel_env()
+        self._world_group = dist.get_group()
         self._ep_group = self._join(layout.ep_groups)
         self._replica_group = self._join(layout.replica_groups)
-
-    def dispatcher(self, num_experts: int) -> Dispatcher:
-        if self.layout.ep_size == 1:
-            return LocalDispatcher(num_experts)
-        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
-
-    def sum_world(self, tensors: list[Tensor]) -> None:
-        _sum(tensors, dist.get_group())
-
-    def sum_replicas(self, tensors: list[Tensor]) -> None:
-        _sum(tensors, self._replica_group)
-
-    def sum_ep(self, tensors: list[Tensor]) -> None:
-        _sum(tensors, self._ep_group)
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
         pieces: list[Tensor] = []
@@ -69,12 +54,10 @@ class PaddleParallel:
             own = made if self.layout.rank in ranks else own
         return own
 
-
-def _sum(tensors: list[Tensor], group: Any) -> None:
-    """One message for all tensors."""
-    if not tensors or group is None or group.nranks == 1:
-        return
-    with paddle.no_grad():
+    @paddle.no_grad()
+    def _sum(self, tensors: list[Tensor], group: Any) -> None:
+        if not tensors or group is None or group.nranks == 1:
+            return
         flat = paddle.concat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=group)
         start = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -127,6 +128,38 @@ class Parallel(Protocol):
 
     def close(self) -> None:
         """Leave the ranks; the last call."""
+
+
+class JoinedRanks(ABC):
+    """The half of `Parallel` that the frameworks share; they join the groups and add."""
+
+    _world_group: Any
+    _ep_group: Any
+    _replica_group: Any
+
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once."""
+        self.layout, self._max_tokens = layout, max_tokens
+
+    def dispatcher(self, num_experts: int) -> Dispatcher:
+        from sonicmoe.ep import LocalDispatcher, make_dispatcher
+
+        if self.layout.ep_size == 1:
+            return LocalDispatcher(num_experts)
+        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
+
+    def sum_world(self, tensors: list[Any]) -> None:
+        self._sum(tensors, self._world_group)
+
+    def sum_replicas(self, tensors: list[Any]) -> None:
+        self._sum(tensors, self._replica_group)
+
+    def sum_ep(self, tensors: list[Any]) -> None:
+        self._sum(tensors, self._ep_group)
+
+    @abstractmethod
+    def _sum(self, tensors: list[Any], group: Any) -> None:
+        """In place, in one message."""
 
 
 class SingleProcess:

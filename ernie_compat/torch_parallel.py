@@ -9,20 +9,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
-
-from .parallel import RankLayout
+from .parallel import JoinedRanks, RankLayout
 
 Tensor = torch.Tensor
 JOIN_TIMEOUT = timedelta(minutes=10)
 
 
-class TorchParallel:
+class TorchParallel(JoinedRanks):
     """Joins the launcher's ranks and makes the groups."""
 
     def __init__(self, layout: RankLayout, max_tokens: int) -> None:
         """`max_tokens`: most tokens a rank dispatches at once."""
-        self.layout, self._max_tokens = layout, max_tokens
+        super().__init__(layout, max_tokens)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", layout.launch.local_rank)
@@ -30,22 +28,9 @@ class TorchParallel:
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", timeout=JOIN_TIMEOUT
         )
+        self._world_group = dist.group.WORLD
         self._ep_group = self._join(layout.ep_groups)
         self._replica_group = self._join(layout.replica_groups)
-
-    def dispatcher(self, num_experts: int) -> Dispatcher:
-        if self.layout.ep_size == 1:
-            return LocalDispatcher(num_experts)
-        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
-
-    def sum_world(self, tensors: list[Tensor]) -> None:
-        _sum(tensors, dist.group.WORLD)
-
-    def sum_replicas(self, tensors: list[Tensor]) -> None:
-        _sum(tensors, self._replica_group)
-
-    def sum_ep(self, tensors: list[Tensor]) -> None:
-        _sum(tensors, self._ep_group)
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
         own = torch.from_numpy(values).to(self.device)
@@ -68,14 +53,12 @@ class TorchParallel:
             group for group, ranks in zip(made, groups, strict=True) if self.layout.rank in ranks
         )
 
-
-def _sum(tensors: list[Tensor], group: Any) -> None:
-    """One message for all tensors."""
-    if not tensors or dist.get_world_size(group) == 1:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].reshape(tensor.shape))
-        start += tensor.numel()
+    def _sum(self, tensors: list[Tensor], group: Any) -> None:
+        if not tensors or dist.get_world_size(group) == 1:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        start = 0
+        for tensor in tensors:
+            tensor.copy_(flat[start : start + tensor.numel()].reshape(tensor.shape))
+            start += tensor.numel()

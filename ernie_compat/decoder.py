@@ -1,8 +1,10 @@
-"""A small ERNIE-style MoE decoder on the node, in PyTorch; `paddle_model` is its twin, name by name
-and bit by bit at the start.
+"""A small ERNIE-style MoE decoder on the node, once for both frameworks: `torch` is PyTorch or
+Paddle's torch proxy, whichever `sonicmoe` is bound to. Axes are passed by position, because the two
+call them `dim` and `axis`.
 
-`dense_dtype` is that of the products outside the experts: fp32, or bf16 as mixed precision has it;
-residual stream, norms, routers, head and losses are fp32 either way.
+`dense_dtype` is that of the products outside the experts: fp32, or bf16 as mixed precision has it
+(Paddle's CPU build has no bf16 matrix product). Residual stream, norms, routers, head and losses are
+fp32 either way.
 
 Shape suffixes: T tokens (B x S), B sequences, S positions, H hidden, N heads, D head size, E
 experts, K slots, I intermediate, V vocabulary.
@@ -10,21 +12,25 @@ experts, K slots, I intermediate, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch import nn
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, NamedTuple
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.interop import IS_PADDLE
 
 from .initial_weights import causal_mask, half_turn, rotary_tables
 from .model_config import ModelConfig
 from .parallel import Parallel
-from .torch_attention import repeatable_attention
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+else:
+    from sonicmoe.interop import torch
+
+    nn = torch.nn
+F = nn.functional
 Tensor = torch.Tensor
 
 
@@ -55,12 +61,12 @@ class Projection(nn.Module):
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> None:
         """Allocate; values are loaded afterwards."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.weight = nn.Parameter(torch.empty([inputs, outputs]))
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]` in `dtype`."""
-        return x.to(self.dtype) @ self.weight.to(self.dtype)
+        return _as(x, self.dtype) @ _as(self.weight, self.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -69,7 +75,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         """Allocate; values are loaded afterwards."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty([size]))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +86,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; its gradients are the same bits every time.
 
-    In fp32 by plain products; in bf16 by PyTorch's fused kernels, which never store the scores.
+    In fp32 by plain products; in bf16, which only PyTorch runs, by its fused kernels, which never
+    store the scores.
     """
 
     cos_S1D: Tensor
@@ -108,27 +115,29 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]` in the dense dtype."""
         batch, length, hidden = x_BSH.shape
-        qk_BSH, v_BSH = self.qkv_proj(x_BSH).split([2 * hidden, hidden], dim=-1)
-        qk_BSND = self._rotate(qk_BSH.reshape(batch, length, 2 * self.num_heads, self.head_dim))
-        q_BNSD, k_BNSD = qk_BSND.transpose(1, 2).chunk(2, dim=1)
-        v_BNSD = v_BSH.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
-        attend = repeatable_attention if self.fused else self._attend
-        return self.o_proj(
-            attend(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2).reshape(batch, length, hidden)
-        )
+        qk_BSH, v_BSH = self.qkv_proj(x_BSH).split([2 * hidden, hidden], -1)
+        qk_BSND = self._rotate(qk_BSH.reshape([batch, length, 2 * self.num_heads, self.head_dim]))
+        q_BNSD, k_BNSD = _swap_heads(qk_BSND).chunk(2, 1)
+        v_BNSD = _swap_heads(v_BSH.reshape([batch, length, self.num_heads, self.head_dim]))
+        out_BNSD = self._attend(q_BNSD, k_BNSD, v_BNSD)
+        return self.o_proj(_swap_heads(out_BNSD).reshape([batch, length, hidden]))
 
     def _attend(self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
+        if self.fused:
+            from .torch_attention import repeatable_attention
+
+            return repeatable_attention(q_BNSD, k_BNSD, v_BNSD)
         length = q_BNSD.shape[2]
-        scores = (q_BNSD * self.head_dim**-0.5) @ k_BNSD.transpose(-2, -1)
-        return torch.softmax(scores + self.mask_SS[:length, :length], dim=-1) @ v_BNSD
+        scores = _times_transposed(q_BNSD * self.head_dim**-0.5, k_BNSD)
+        return torch.softmax(scores + self.mask_SS[:length, :length], -1) @ v_BNSD
 
     def _rotate(self, x_BSND: Tensor) -> Tensor:
         """In fp32, rounded once to the dtype of `x_BSND`."""
         length = x_BSND.shape[1]
-        turned = (x_BSND.reshape(-1, self.head_dim) @ self.turn_DD.to(x_BSND.dtype)).reshape(
-            x_BSND.shape
-        )
-        return (x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]).to(x_BSND.dtype)
+        turned = x_BSND.reshape([-1, self.head_dim]) @ _as(self.turn_DD, x_BSND.dtype)
+        turned = turned.reshape(x_BSND.shape)
+        rotated = x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]
+        return _as(rotated, x_BSND.dtype)
 
 
 class SwiGLUMlp(nn.Module):
@@ -144,7 +153,7 @@ class SwiGLUMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., H]` -> `[..., H]` in `dtype`."""
-        gate, up = self.up_gate_proj(x).chunk(2, dim=-1)
+        gate, up = self.up_gate_proj(x).chunk(2, -1)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -184,10 +193,10 @@ class MoEMlp(nn.Module):
     def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
         """`[T, H]` -> `[T, H]`, and the router's losses and counts."""
         logits_TE = self.router(x_TH)
-        probs_TE = torch.softmax(logits_TE, dim=-1)
-        top_TK, indices_TK = torch.topk(probs_TE, self.topk, dim=-1)
+        probs_TE = torch.softmax(logits_TE, -1)
+        top_TK, indices_TK = torch.topk(probs_TE, self.topk, -1)
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        # torch.bincount would wait for a GPU.
+        # `bincount` would wait for a GPU.
         counts_E = (indices_TK.unsqueeze(-1) == self.expert_ids_E).sum((0, 1)).to(torch.float32)
         self.parallel.sum_world([counts_E])
         received = self.dispatcher.dispatch(x_TH.to(self.token_dtype), indices_TK, top_TK)
@@ -197,9 +206,9 @@ class MoEMlp(nn.Module):
         # e); 1 when balanced.
         # The share is that of all ranks: the mean of the ranks' losses is then the loss of all
         # tokens together.
-        share_E = counts_E / (indices_TK.numel() * self.parallel.layout.world_size)
+        share_E = counts_E / (x_TH.shape[0] * self.topk * self.parallel.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
-        z_loss = torch.logsumexp(logits_TE, dim=-1).square().mean()
+        z_loss = torch.logsumexp(logits_TE, -1).square().mean()
         return out_TH.to(torch.float32), RouterOutput(aux_loss, z_loss, counts_E)
 
 
@@ -233,7 +242,7 @@ class DecoderLayer(nn.Module):
         normed_BSH = self.mlp_norm(x_BSH)
         if not isinstance(self.mlp, MoEMlp):
             return x_BSH + self.mlp(normed_BSH), None
-        out_TH, router = self.mlp(normed_BSH.reshape(-1, normed_BSH.shape[-1]))
+        out_TH, router = self.mlp(normed_BSH.reshape([-1, normed_BSH.shape[-1]]))
         return x_BSH + out_TH.reshape(x_BSH.shape), router
 
 
@@ -255,8 +264,10 @@ class ErnieMoEDecoder(nn.Module):
         dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, node_config, token_dtype, dense_dtype, parallel, dispatcher)
-            for i in range(config.num_layers)
+            [
+                DecoderLayer(config, i, node_config, token_dtype, dense_dtype, parallel, dispatcher)
+                for i in range(config.num_layers)
+            ]
         )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
@@ -273,10 +284,28 @@ class ErnieMoEDecoder(nn.Module):
         for layer in self.layers:
             x_BSH, router = layer(x_BSH)
             routers += [router] if router is not None else []
-        logits_TV = self.lm_head(self.final_norm(x_BSH)).reshape(tokens_BS.numel(), -1)
+        logits_BSV = self.lm_head(self.final_norm(x_BSH))
+        logits_TV = logits_BSV.reshape([-1, logits_BSV.shape[-1]])
         return DecoderOutput(
             logits_TV,
             torch.stack([router.aux_loss for router in routers]).sum(),
             torch.stack([router.z_loss for router in routers]).sum(),
             torch.stack([router.counts_E for router in routers]),
         )
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` itself where it has the dtype: Paddle would copy it."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _swap_heads(x: Tensor) -> Tensor:
+    """`[B, S, N, D]` <-> `[B, N, S, D]`."""
+    return x.permute([0, 2, 1, 3])
+
+
+def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b^T` over the last two axes, each framework by its own product that copies nothing."""
+    if IS_PADDLE:
+        return torch.matmul(a, b, transpose_y=True)  # type: ignore[call-arg]
+    return a @ b.transpose(-2, -1)

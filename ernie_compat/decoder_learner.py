@@ -1,0 +1,198 @@
+"""The half of a learner that both frameworks share: a decoder, its step, its state. `torch` is
+PyTorch or Paddle's torch proxy.
+
+A step is launched without waiting for a GPU where the framework's optimizer allows it, and its
+figures come back in one copy at the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sonicmoe.interop import device_name, numel
+
+from .checkpoint import require_matching_arrays
+from .decoder import ErnieMoEDecoder
+from .initial_weights import initial_weights
+from .metrics import StepResult
+from .model_config import ModelConfig, TrainConfig
+from .parallel import Parallel, gather_state, is_expert, whole_shapes
+from .precision import engine_in_use
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from sonicmoe.interop import torch
+F = torch.nn.functional
+Tensor = torch.Tensor
+
+
+class DecoderLearner(ABC):
+    """`Learner` on an `ErnieMoEDecoder`; a framework adds its optimizer.
+
+    gradient: the attribute in which a parameter's gradient is complete after `node.step()`.
+    moments: name in a checkpoint -> name in the optimizer's state.
+    layer: what a forward goes through, the decoder or a wrapper of it.
+    """
+
+    gradient: ClassVar[str]
+    moments: ClassVar[Mapping[str, str]]
+    layer: Any
+
+    def __init__(
+        self,
+        decoder: ErnieMoEDecoder,
+        model: ModelConfig,
+        train: TrainConfig,
+        precision: str,
+        engine: str,
+        parallel: Parallel,
+        device: str,
+    ) -> None:
+        """Load the initial weights."""
+        self.decoder, self.layer, self.model, self.train = decoder, decoder, model, train
+        self.device, self.parallel = device, parallel
+        weight = decoder.lm_head.weight
+        self.engine = engine_in_use(model, precision, engine, device_name(weight))
+        self.parameters: dict[str, Any] = dict(decoder.named_parameters())
+        self.num_parameters = sum(
+            numel(p) * (parallel.layout.ep_size if is_expert(name) else 1)
+            for name, p in self.parameters.items()
+        )
+        self._load_weights(initial_weights(model, train.seed))
+
+    def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
+        # Before the first launch: a copy to the device waits for everything that was launched.
+        batches = [
+            self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)
+        ]
+        loss, aux_loss, z_loss, grad_norm, *counts = self.launch_step(
+            batches, learning_rate
+        ).tolist()
+        shape = len(self.model.moe_layers), self.model.num_experts
+        return StepResult(
+            loss, aux_loss, z_loss, grad_norm, np.array(counts, dtype=np.int64).reshape(shape)
+        )
+
+    def launch_step(self, batches: list[tuple[Tensor, Tensor]], learning_rate: float) -> Tensor:
+        """One optimizer step on inputs `[B, S]` and targets `[B * S]` per micro-batch; PyTorch on a
+        GPU waits for nothing.
+
+        Returns:
+            fp64 `[4 + L_moe * E]` on the device: the fields of `StepResult`, in its order.
+        """
+        parts = [self._micro_batch(*batch) for batch in batches]
+        # After the last backward and before ranks add up their gradients: a later step() would
+        # leave the experts' gradients out of that sum (docs/design.md, "The place of step").
+        for node in self.decoder.nodes:
+            node.step()
+        self._reduce_gradients()
+        grad_norm = self._clip_gradients()
+        self._update(learning_rate)
+        losses = self._mean_over_ranks(torch.stack([losses for losses, _ in parts]).mean(0))
+        counts = torch.stack([counts for _, counts in parts]).sum(0)
+        return torch.cat(
+            [figures.reshape([-1]).to(torch.float64) for figures in (losses, grad_norm, counts)]
+        )
+
+    def evaluate(self, tokens: np.ndarray) -> float:
+        with torch.no_grad():
+            inputs, targets = self._inputs_and_targets(tokens)
+            return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).logits, targets)))
+
+    def state(self) -> dict[str, np.ndarray]:
+        local = {name: _to_numpy(tensor) for name, tensor in self._local_state()}
+        return gather_state(local, self.parallel, self.model.num_experts)
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        local = {name: tuple(tensor.shape) for name, tensor in self._local_state()}
+        require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
+        for name, tensor in self._local_state():
+            self._assign(tensor, arrays[name])
+        self._weights_changed()
+
+    @abstractmethod
+    def _clip_gradients(self) -> Tensor:
+        """Clip to `train.clip_norm`; the norm over all parameters of all ranks, before clipping."""
+
+    @abstractmethod
+    def _update(self, learning_rate: float) -> None:
+        """Apply the gradients and set them to zero."""
+
+    @abstractmethod
+    def _moment(self, parameter: Tensor, key: str) -> Tensor:
+        """The optimizer's own tensor; `key` is a value of `moments`."""
+
+    @abstractmethod
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        """A copy of an array beside the parameters."""
+
+    @abstractmethod
+    def _assign(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor in place."""
+
+    def _micro_batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.layer(inputs)
+        loss = F.cross_entropy(out.logits, targets)
+        total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
+        (total / (self.train.micro_batches * self.parallel.layout.world_size)).backward()
+        return torch.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
+
+    def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+        on_device = self._on_device(self.parallel.layout.shard(tokens))
+        return on_device[:, :-1].contiguous(), on_device[:, 1:].reshape([-1])
+
+    def _local_state(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters and optimizer state, by their names in a checkpoint."""
+        for name, parameter in self.parameters.items():
+            yield f"weight/{name}", parameter
+            for key, own in self.moments.items():
+                yield f"{key}/{name}", self._moment(parameter, own)
+
+    def _gradients(self, experts: bool) -> list[Tensor]:
+        return [
+            getattr(p, self.gradient)
+            for name, p in self.parameters.items()
+            if is_expert(name) == experts
+        ]
+
+    def _reduce_gradients(self) -> None:
+        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold
+        its whole group's tokens.
+        """
+        self.parallel.sum_world(self._gradients(experts=False))
+        self.parallel.sum_replicas(self._gradients(experts=True))
+
+    def _norm_over_ranks(self) -> Tensor:
+        """Of all parameters' gradients, those of other ranks' experts included."""
+        squares = [sum_of_squares(self._gradients(experts)) for experts in (False, True)]
+        self.parallel.sum_ep(squares[1:])
+        return torch.stack(squares).sum().sqrt()
+
+    def _mean_over_ranks(self, values: Tensor) -> Tensor:
+        self.parallel.sum_world([values])
+        return values / self.parallel.layout.world_size
+
+    def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        for name, parameter in self.parameters.items():
+            self._assign(parameter, weights[name])
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for node in self.decoder.nodes:
+            node.invalidate_caches()
+            # an engine that cannot run here, or not at these sizes, says so now
+            node.prequantize_weights()
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """0-d sum over all elements of all tensors."""
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    return np.array(tensor.detach().cpu().numpy())
