@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..ernie_compat import SonicMoEMlpNode
 from ..errors import SonicMoEError
+from ..node.mlp_node import SonicMoEMlpNode
 from .figures import Spread
 from .shapes import Shape, stack_layers
 from .steady import Stack, profile_steps, time_steps

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..ernie_compat import SonicMoEMlpNode
 from ..errors import SonicMoEError
+from ..node.mlp_node import SonicMoEMlpNode
 from .figures import Result, Spread
 from .shapes import Shape
 from .steady import LAYERS, Stack, profile_steps, time_steps

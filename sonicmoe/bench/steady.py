@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..ernie_compat import SonicMoEMlpNode
+from ..node.mlp_node import SonicMoEMlpNode
 from .timing import trace_of
 from .trace import covered_us, gpu_spans
 from .workload import Batch

@@ -14,8 +14,8 @@ from ..config import SonicMoEConfig, current_config
 from ..engine.interface import EngineSettings
 from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
-from ..ernie_compat import SonicMoEMlpNode
 from ..errors import ConfigError, EngineUnavailableError, expect
+from ..node.mlp_node import SonicMoEMlpNode
 from .shapes import Shape
 
 Tensor = torch.Tensor
