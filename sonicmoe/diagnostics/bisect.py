@@ -300,10 +300,9 @@ class _Judge:
 
     def routing(self, found: dict[str, Array]) -> list[Fault]:
         """The first tensor that breaks the routing contract, at its first wrong element."""
-        for name, wanted in self._expected.routing.items():
-            array = found[name][
-                : len(wanted)
-            ]  # rows beyond the contract's are padding by definition
+        for name, built in found.items():
+            wanted = self._expected.routing[name]
+            array = built[: len(wanted)]  # rows beyond the contract's are padding by definition
             off = (
                 array != wanted.astype(array.dtype)
                 if array.shape == wanted.shape

@@ -23,7 +23,7 @@ class RowLayout:
     """Which row of the padded, expert-sorted layout serves which slot: the routing contract,
     computed with a plain loop.
 
-    fields: the tensors of `RoutingMetadata` by name. row_expert `[R]`: owner of every row, padding
+    fields: the tensors of `RoutingMetadata` by name, and `row_slot`. row_expert `[R]`: owner of every row, padding
     included.
     """
 
@@ -46,8 +46,7 @@ class RowLayout:
         slot_row = np.full(tokens * topk, -1, dtype=np.int64)
         slot_row[row_slot[real]] = np.flatnonzero(real)
         fields = {
-            "expert_counts": counts, "expert_offsets": np.concatenate([[0], np.cumsum(counts)]),
-            "padded_counts": padded, "padded_offsets": first,
+            "expert_counts": counts, "padded_offsets": first,
             "row_token": np.where(real, row_slot // max(topk, 1), -1), "row_slot": row_slot,
             "slot_row": slot_row.reshape(tokens, topk), "row_prob": np.where(real, np.append(probs, 0.0)[row_slot], 0.0),
         }  # fmt: skip

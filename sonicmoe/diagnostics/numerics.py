@@ -17,7 +17,7 @@ from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.reference import ReferenceEngine
 from ..enums import ZCode
 from ..quant.recipes import DEEPSEEK_V3, BlockShape, Fp8Recipe
-from ..routing.reference import build_routing
+from ..routing.build import build_routing
 from .cases import TENSORS, Array, Case, golden
 
 Tensor = torch.Tensor

@@ -17,7 +17,7 @@ from ..config import ResolvedConfig
 from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import EngineChoice, Workload, choose_engine
 from ..enums import ActivationType
-from ..routing.reference import build_routing
+from ..routing.build import build_routing
 
 Array = np.ndarray
 Tensor = torch.Tensor

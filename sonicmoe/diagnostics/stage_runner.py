@@ -16,7 +16,8 @@ from ..gradients.store import GradientStore
 from ..interop import IS_PADDLE, plain_ops
 from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.reference import dequantize
-from ..routing.build import build_metadata
+from ..routing.build import build_routing
+from ..routing.ids import is_here
 from ..routing.metadata import RoutingMetadata
 from ..weights.parameters import PerExpertParameters
 from .golden_stages import RowLayout, golden_stages
@@ -113,9 +114,9 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
 
     x, w1, w2 = given("x"), given("w1"), given("w2")
     probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
-    served = step.indices[(step.indices >= 0) & (step.indices < step.num_experts)]
+    served = step.indices[is_here(step.indices, step.num_experts)]
     counts = np.bincount(served, minlength=step.num_experts).tolist()
-    routing = build_metadata(
+    routing = build_routing(
         indices, probs, step.num_experts, counts, alignment=settings.row_alignment
     )
     routing = tap("routing", routing)

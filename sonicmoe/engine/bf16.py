@@ -44,7 +44,7 @@ from ..kernels.quack_gemm import (
     missing_package,
 )
 from ..layouts import WeightSource
-from ..routing.gpu import aggregate, scatter_to_slots
+from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .interface import (
     Change,

@@ -22,7 +22,7 @@ from ..interop import ieee_matmul, plain_ops
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
-from ..routing.gpu import aggregate, scatter_to_slots
+from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .activations import activate, activate_backward
 from .interface import (
@@ -206,7 +206,7 @@ def _dgated(
                 row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
             )
     # A bias makes z, and with it y1, non-zero in padding rows: those rows must stay finite zeros.
-    real = (routing.row_slot >= 0).to(torch.float32).unsqueeze(-1)
+    real = (routing.row_token >= 0).to(torch.float32).unsqueeze(-1)
     return y1 * real, dz * real, row_dprob
 
 

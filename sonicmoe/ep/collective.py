@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .interface import Received, Transport
-from .local import count_experts
+from ..routing.ids import count_experts, in_one_spelling
+from .interface import Received, Transport, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -107,9 +107,8 @@ class CollectiveTransport(Transport):
         idx, weights = _take_rows(topk_idx, plan.tokens), _take_rows(topk_weights, plan.tokens)
         if int(idx.shape[0]):
             first = (ranks * self.num_local_experts).reshape([-1, 1])
-            here = (idx >= first) & (idx < first + self.num_local_experts)
-            idx = torch.where(here, idx - first, torch.full_like(idx, -1))
-            weights = torch.where(here, weights, torch.zeros_like(weights))
+            idx = in_one_spelling(idx - first, self.num_local_experts)
+            weights = zero_where_not_here(weights, idx, self.num_local_experts)
         packed = torch.cat([idx.to(torch.int32), _reinterpret(weights, torch.int32)], 1)
         moved = self._move(packed, plan.send_counts, plan.recv_counts)
         return moved[:, :topk].to(torch.int64), _reinterpret(

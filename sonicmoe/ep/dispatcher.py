@@ -12,6 +12,7 @@ from .. import autograd
 from ..autograd import DifferentiableCall
 from ..errors import ShapeError, expect
 from ..interop import grad_enabled, plain_ops, require_framework_tensor, requires_grad
+from ..routing.ids import in_one_spelling
 from .interface import Dispatched, Transport, check_dispatch, zero_where_not_here
 
 Tensor = torch.Tensor
@@ -32,8 +33,8 @@ class Dispatcher(ABC):
 
         Args:
             x: `[T, H]`; T may differ between ranks and be 0.
-            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row; -1 drops
-                the slot.
+            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row. -1 and ids
+                >= E drop the slot (docs/design.md, "Routing contract").
             topk_weights: fp32 `[T, K]`.
 
         Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
@@ -58,7 +59,7 @@ class Route:
     """One dispatch's way there and back.
 
     topk_idx int64 `[T, K]` as sent, indices int64 `[R, K]` as received: the masks of dropped and
-    foreign slots.
+    foreign slots, which are -1 in both.
     """
 
     transport: Transport
@@ -68,12 +69,13 @@ class Route:
 
     def dispatch_backward(self, dx: Tensor, dprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the received rows -> gradients of `x [T, H]` and `topk_weights [T, K]`."""
-        weights = zero_where_not_here(dprobs.to(torch.float32), self.indices)
-        combined, dweights = self.transport.combine(
-            dx.contiguous(), self.handle, weights.contiguous()
+        transport = self.transport
+        weights = zero_where_not_here(
+            dprobs.to(torch.float32), self.indices, transport.num_local_experts
         )
+        combined, dweights = transport.combine(dx.contiguous(), self.handle, weights.contiguous())
         assert dweights is not None
-        return combined, zero_where_not_here(dweights, self.topk_idx)
+        return combined, zero_where_not_here(dweights, self.topk_idx, transport.num_experts)
 
     def combine(self, out: Tensor) -> Tensor:
         return self.transport.combine(out.contiguous(), self.handle)[0]
@@ -109,7 +111,9 @@ class DispatchCall(DifferentiableCall):
             received = self.transport.dispatch(
                 x.detach().contiguous(), self.topk_idx, topk_weights.detach().contiguous()
             )
-            probs = zero_where_not_here(received.topk_weights, received.topk_idx)
+            probs = zero_where_not_here(
+                received.topk_weights, received.topk_idx, self.transport.num_local_experts
+            )
         self.tokens_per_expert = received.tokens_per_expert
         self.route = Route(self.transport, received.handle, self.topk_idx, received.topk_idx)
         return (received.x, probs), None
@@ -152,7 +156,8 @@ class TransportDispatcher(Dispatcher):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         check_dispatch(x, topk_idx, topk_weights)
-        call = DispatchCall(self.transport, topk_idx.detach().to(torch.int64).contiguous())
+        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
+        call = DispatchCall(self.transport, ids.contiguous())
         if grad_enabled() and (requires_grad(x) or requires_grad(topk_weights)):
             recv_x, probs = autograd.apply(call, (x, topk_weights))
         else:

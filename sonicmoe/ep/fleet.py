@@ -11,6 +11,7 @@ import torch
 
 from ..errors import DTypeError, ShapeError, expect
 from ..interop import dtype_name
+from ..routing.ids import in_one_spelling
 from .deepep import group_shape, host_counts
 from .dispatcher import Dispatcher
 from .interface import Dispatched, check_dispatch, zero_where_not_here
@@ -74,12 +75,12 @@ class FleetDispatcher(Dispatcher):
             DTypeError,
             f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16",
         )
-        ids = topk_idx.detach().to(torch.int64)
+        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         recv_x, recv_probs, states, *_ = self._functions.dispatch(
             x, ids, topk_weights, self.num_experts, self._group
         )
         indices = states["dispatched_indices"].to(torch.int64)
-        probs = zero_where_not_here(recv_probs, indices)
+        probs = zero_where_not_here(recv_probs, indices, self.num_local_experts)
         handle = FleetHandle(states["handle"], int(recv_x.shape[0]))
         return Dispatched(recv_x, host_counts(states["tokens_per_expert"]), indices, probs, handle)
 

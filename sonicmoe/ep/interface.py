@@ -14,6 +14,7 @@ import torch
 
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..routing.ids import is_here
 
 Tensor = torch.Tensor
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,7 +89,7 @@ class Transport(ABC):
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
-        `[T, K]`, -1 is dropped.
+        `[T, K]` in `[0, E)`, or -1, which is dropped.
         """
 
     @abstractmethod
@@ -144,10 +145,10 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
 
 
-def zero_where_not_here(values: Tensor, indices: Tensor) -> Tensor:
-    """`values` `[., K]` with exact zeros where `indices` is negative.
+def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Tensor:
+    """`values` `[., K]` with exact zeros where `indices` names none of `num_experts` experts.
 
     It selects and does not multiply by a mask, because libraries leave these slots unwritten and
     NaN times zero is NaN.
     """
-    return torch.where(indices >= 0, values, torch.zeros_like(values))
+    return torch.where(is_here(indices, num_experts), values, torch.zeros_like(values))

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ShapeError, expect
 from ..interop import is_cuda
+from ..routing.ids import count_experts, in_one_spelling
 from .dispatcher import Dispatcher
 from .interface import Dispatched, check_dispatch, zero_where_not_here
 
@@ -28,10 +29,10 @@ class LocalDispatcher(Dispatcher):
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`; `handle` is the number of rows."""
         check_dispatch(x, topk_idx, topk_weights)
-        indices = topk_idx.detach().to(torch.int64)
+        indices = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         if int(x.shape[0]) == 0:
             return Dispatched(x, [0] * self.num_experts, indices, topk_weights, 0)
-        probs = zero_where_not_here(topk_weights, indices)
+        probs = zero_where_not_here(topk_weights, indices, self.num_experts)
         # Counting waits for a GPU; the routing metadata then counts on the device.
         counts = None if is_cuda(indices) else count_experts(indices, self.num_experts).tolist()
         return Dispatched(x, counts, indices, probs, int(x.shape[0]))
@@ -43,14 +44,3 @@ class LocalDispatcher(Dispatcher):
             f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {handle} rows: needed [{handle}, H]",
         )
         return out
-
-
-def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """int64 `[num_experts]`: slots per expert; ids outside `[0, num_experts)` are not counted."""
-    if 0 in tuple(indices.shape):
-        return torch.zeros([num_experts], dtype=torch.int64, device=indices.device)
-    flat = indices.reshape([-1])
-    inside = (flat >= 0) & (flat < num_experts)
-    return torch.bincount(
-        torch.where(inside, flat, torch.full_like(flat, num_experts)), minlength=num_experts + 1
-    )[:num_experts]

@@ -18,6 +18,7 @@ from ..enums import ActivationType, is_glu, member_of
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda
 from ..layouts import WeightLayout
+from ..routing.ids import group_of
 from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp
 
@@ -58,7 +59,7 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
         f"x is {dtype_name(x.dtype)}; needed: int32 or int64",
     )
     ids = x.to(torch.int64)
-    group = torch.where((ids >= 0) & (ids < E), ids, torch.full_like(ids, E))
+    group = group_of(ids, E)
     # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
     # it.
     counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)

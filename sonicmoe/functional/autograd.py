@@ -8,7 +8,7 @@ import torch
 
 from ..enums import ActivationType
 from ..layouts import WeightLayout
-from ..routing.build import build_metadata
+from ..routing.build import build_routing
 from ..weights.stacked_cache import read_weights
 from .call import Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
@@ -67,7 +67,7 @@ def expert_mlp(
 
 def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
     experts = int(w1.shape[0])
-    return build_metadata(
+    return build_routing(
         indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate
     )
 

@@ -18,7 +18,7 @@ from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
 from ..layouts import WeightLayout
 from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..routing.gpu import build_routing_gpu, num_rows_bound
+from ..routing.build import build_routing, num_rows_bound
 from ..routing.metadata import RoutingMetadata
 from ..weights.stacked_cache import Weights, read_weights
 from .call import Plan, backward, forward, make_plan
@@ -234,7 +234,9 @@ def _n1(w1: Tensor, plan: Plan) -> Any:
 
 def _route(plan: Plan, indices: Tensor, probs: Tensor, experts: int) -> RoutingMetadata:
     alignment, validate = plan.settings.row_alignment, plan.validate
-    return build_routing_gpu(indices, probs, experts, alignment=alignment, validate=validate)
+    return build_routing(
+        indices, probs, experts, alignment=alignment, validate=validate, static_rows=True
+    )
 
 
 def _check_config(plan: Plan) -> None:

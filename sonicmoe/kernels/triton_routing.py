@@ -64,16 +64,14 @@ def _scan_programs(program_counts, expert_counts, num_programs, num_experts, BLO
 
 
 @triton.jit
-def _fill_padding(row_token, row_slot, row_prob, row, end):
+def _fill_padding(row_token, row_prob, row, end):
     tl.store(row_token + row, tl.full(row.shape, -1, tl.int32), mask=row < end)
-    tl.store(row_slot + row, tl.full(row.shape, -1, tl.int64), mask=row < end)
     tl.store(row_prob + row, tl.full(row.shape, 0.0, tl.float32), mask=row < end)
 
 
 @stored_jit(do_not_specialize=["num_slots", "num_rows", "slots_per_program"])
 def _write(
-    indices, probs, program_counts, expert_counts, expert_offsets, padded_counts, padded_offsets,
-    row_token, row_slot, slot_row, row_prob,
+    indices, probs, program_counts, expert_counts, padded_offsets, row_token, slot_row, row_prob,
     num_slots, num_rows, slots_per_program, topk, num_experts, alignment,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
@@ -86,9 +84,6 @@ def _write(
     padded_first = tl.cumsum(padded, 0) - padded
     padded_total = tl.sum(padded, 0)
     if program == 0:
-        tl.store(expert_offsets + experts, tl.cumsum(counts, 0) - counts, mask=known)
-        tl.store(expert_offsets + num_experts, tl.sum(counts, 0))
-        tl.store(padded_counts + experts, padded.to(tl.int32), mask=known)
         tl.store(padded_offsets + experts, padded_first, mask=known)
         tl.store(padded_offsets + num_experts, padded_total)
 
@@ -109,7 +104,6 @@ def _write(
         placed = (expert >= 0) & (row < num_rows)
         tl.store(slot_row + slot, tl.where(placed, row, -1), mask=slot < end)
         tl.store(row_token + row, (slot // topk).to(tl.int32), mask=placed)
-        tl.store(row_slot + row, slot, mask=placed)
         tl.store(row_prob + row, tl.load(probs + slot, mask=placed, other=0.0), mask=placed)
 
     for padded_expert in range(program, num_experts, programs):
@@ -117,9 +111,9 @@ def _write(
         first_row = tl.sum(tl.where(mine, padded_first + counts, 0), 0)
         last_row = tl.minimum(tl.sum(tl.where(mine, padded_first + padded, 0), 0), num_rows)
         for start in range(first_row, last_row, FILL):
-            _fill_padding(row_token, row_slot, row_prob, start + tl.arange(0, FILL), last_row)
+            _fill_padding(row_token, row_prob, start + tl.arange(0, FILL), last_row)
     for start in range(padded_total + program * FILL, num_rows, programs * FILL):
-        _fill_padding(row_token, row_slot, row_prob, start + tl.arange(0, FILL), num_rows)
+        _fill_padding(row_token, row_prob, start + tl.arange(0, FILL), num_rows)
 
 
 @stored_jit(do_not_specialize=["size", "limit"])
@@ -138,16 +132,7 @@ def build_metadata(
 
     Launches on the stream that Triton takes from the framework; waits for nothing.
     """
-    (
-        expert_counts,
-        expert_offsets,
-        padded_counts,
-        padded_offsets,
-        row_token,
-        row_slot,
-        slot_row,
-        row_prob,
-    ) = outputs
+    expert_counts, padded_offsets, row_token, slot_row, row_prob = outputs
     num_slots, topk = int(indices.shape[0]) * int(indices.shape[1]), max(int(indices.shape[1]), 1)
     experts = max(triton.next_power_of_2(num_experts), 2)
     block = min(256, max(16, _ONE_HOT_ELEMENTS // experts))
@@ -161,8 +146,7 @@ def build_metadata(
     )
     _scan_programs[(num_experts,)](program_counts, expert_counts, programs, num_experts, BLOCK=256)
     _write[(programs,)](
-        indices, probs, program_counts, expert_counts, expert_offsets, padded_counts, padded_offsets,
-        row_token, row_slot, slot_row, row_prob,
+        indices, probs, program_counts, expert_counts, padded_offsets, row_token, slot_row, row_prob,
         num_slots, int(row_token.shape[0]), per_program, topk, num_experts, alignment,
         BLOCK=block, EXPERTS=experts, FILL=_FILL,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ..diagnostics.stages import emit, is_awaited, stage
 from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad, Saved
 from ..enums import FlushMode
 from ..interop import plain_ops, requires_grad
-from ..routing.build import build_metadata
+from ..routing.build import route
 from ..weights.cache import Reading
 from .layer_state import LayerState
 
@@ -55,7 +55,7 @@ class MlpCall(DifferentiableCall):
         x, probs = inputs
         with self.config.activate(), plain_ops():  # once: inside, autocast costs nothing more
             with stage("routing"):
-                routing = build_metadata(
+                routing = route(
                     self.indices,
                     probs,
                     self.state.num_experts,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -14,7 +14,7 @@ from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, 
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
 from .metadata import NO_ROW, RoutingMetadata
-from .reference import build_routing
+from .reference import exact_routing
 
 logger = logging.getLogger("sonicmoe")
 
@@ -22,14 +22,34 @@ Tensor = torch.Tensor
 MAX_EXPERTS = 512
 
 
-class RoutingKernels(Protocol):
+class RoutingKernels(ABC):
     """One implementation. All of them give identical tensors; every tensor argument is contiguous
     and on one device.
     """
 
     name: str
 
-    def build_metadata(
+    def build(
+        self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
+    ) -> RoutingMetadata:
+        """Metadata with `num_rows` rows; a slot whose row would lie behind them is dropped.
+
+        No GPU implementation waits for the device, and so the counts stay unknown on the host.
+        """
+        tokens, topk = (int(size) for size in indices.shape)
+        device = device_of(indices)
+        outputs = (
+            empty((num_experts,), torch.int32, device),
+            empty((num_experts + 1,), torch.int64, device),
+            empty((num_rows,), torch.int32, device),
+            empty((tokens, topk), torch.int64, device),
+            empty((num_rows,), torch.float32, device),
+        )
+        self.fill(indices, probs, outputs, num_experts, alignment)
+        return RoutingMetadata(tokens, topk, num_experts, alignment, num_rows, *outputs)
+
+    @abstractmethod
+    def fill(
         self,
         indices: Tensor,
         probs: Tensor,
@@ -37,11 +57,15 @@ class RoutingKernels(Protocol):
         num_experts: int,
         alignment: int,
     ) -> None:
-        """Fill `outputs`, in the order of `RoutingMetadata.TENSOR_FIELDS`, every element of each."""
+        """Write every element of `outputs`, which are in the order of
+        `RoutingMetadata.TENSOR_FIELDS`.
+        """
 
+    @abstractmethod
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """`out[i] = values[index[i]]`, 0 where `index[i]` is none of `values`; int64, fp32, fp32."""
 
+    @abstractmethod
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
     ) -> None:
@@ -50,7 +74,7 @@ class RoutingKernels(Protocol):
         """
 
 
-class CudaKernels:
+class CudaKernels(RoutingKernels):
     """The CUDA sources, built or loaded on construction; errors as `CudaSource.load`."""
 
     name = "cuda"
@@ -65,7 +89,7 @@ class CudaKernels:
         self._scratch_per_expert = int(metadata.scratch_per_expert())
         self._forced_ctas = forced_ctas
 
-    def build_metadata(
+    def fill(
         self,
         indices: Tensor,
         probs: Tensor,
@@ -89,7 +113,7 @@ class CudaKernels:
         self._aggregate(rows, slot_row, row_prob, out, weighted, current_stream(rows))
 
 
-class TritonKernels:
+class TritonKernels(RoutingKernels):
     """The Triton kernels; compiled by Triton at the first launch for each number of experts."""
 
     name = "triton"
@@ -100,17 +124,9 @@ class TritonKernels:
 
         if IS_PADDLE:
             _take_stream_from_paddle()
-        self.build_metadata = triton_routing.build_metadata
-        self.gather_or_zero = triton_routing.gather_or_zero
-        self.aggregate_rows = triton_aggregate.aggregate_rows
+        self._routing, self._aggregate = triton_routing, triton_aggregate
 
-
-class PlainKernels:
-    """Plain tensor operations, any device; `build_metadata` waits for the device."""
-
-    name = "reference"
-
-    def build_metadata(
+    def fill(
         self,
         indices: Tensor,
         probs: Tensor,
@@ -118,16 +134,46 @@ class PlainKernels:
         num_experts: int,
         alignment: int,
     ) -> None:
-        """The reference builder, with padding rows up to the size of the outputs."""
-        built = build_routing(indices, probs, num_experts, alignment=alignment)
-        for name, out, value in zip(
-            RoutingMetadata.TENSOR_FIELDS, outputs, built.tensors(), strict=True
+        """Three launches."""
+        self._routing.build_metadata(indices, probs, outputs, num_experts, alignment)
+
+    def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
+        self._routing.gather_or_zero(index, values, out)
+
+    def aggregate_rows(
+        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+    ) -> None:
+        self._aggregate.aggregate_rows(rows, slot_row, row_prob, out, weighted)
+
+
+class PlainKernels(RoutingKernels):
+    """Plain tensor operations, any device; `fill` waits for the device."""
+
+    name = "reference"
+
+    def fill(
+        self,
+        indices: Tensor,
+        probs: Tensor,
+        outputs: tuple[Tensor, ...],
+        num_experts: int,
+        alignment: int,
+    ) -> None:
+        """The exact metadata, with padding rows up to the size of the outputs."""
+        built = exact_routing(indices, probs, num_experts, alignment)
+        counts, offsets, row_token, slot_row, row_prob = outputs
+        counts.copy_(built.expert_counts)
+        offsets.copy_(built.padded_offsets)
+        rows = int(row_token.shape[0])
+        slot_row.copy_(
+            torch.where(built.slot_row < rows, built.slot_row, torch.full_like(slot_row, NO_ROW))
+        )
+        for out, value, padding in (
+            (row_token, built.row_token, NO_ROW),
+            (row_prob, built.row_prob, 0.0),
         ):
-            if not name.startswith("row_"):
-                out.copy_(value)
-                continue
-            out.fill_(0 if name == "row_prob" else NO_ROW)
-            kept = min(int(value.shape[0]), int(out.shape[0]))
+            out.fill_(padding)
+            kept = min(built.num_rows, rows)
             if kept:
                 out[:kept] = value[:kept]
 

@@ -1,22 +1,22 @@
-"""Which builder serves a batch: kernels for tensors on a GPU, plain tensor operations for tensors
-on the host.
-"""
+"""Dispatched top-k indices and probabilities -> `RoutingMetadata`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..interop import is_cuda, require_framework_tensor
-from .gpu import build_routing_gpu
-from .metadata import ROW_ALIGNMENT, RoutingMetadata
-from .reference import build_routing
+from ..interop import is_cuda, plain_ops
+from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
+from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment, round_up
+from .reference import exact_routing
+from .validation import check_contents, check_counts, check_indices_and_probs, host_counts_of
 
 Tensor = torch.Tensor
 
 
-def build_metadata(
+def build_routing(
     indices: Tensor,
     probs: Tensor,
     num_experts: int,
@@ -24,14 +24,97 @@ def build_metadata(
     *,
     alignment: int = ROW_ALIGNMENT,
     validate: bool = False,
+    static_rows: bool = False,
 ) -> RoutingMetadata:
-    """The metadata of one forward; arguments and errors as `build_routing`.
+    """Build the metadata of one forward.
 
-    On the host, counts are always checked against the indices; on a GPU only with `validate`, which
-    waits for the device.
+    On a GPU this is one launch that waits for nothing. R then follows from the counts that the host
+    was given, or is the worst case of `num_rows_bound`; rows behind `padded_offsets[E]` are padding
+    (-1, 0). On a host R is exact, and counts are checked against the indices.
+
+    Args:
+        indices: int32 or int64 `[T, K]`; docs/design.md, "Routing contract", says which ids are
+            "not here".
+        probs: fp32 `[T, K]`; read at valid slots only.
+        num_experts: E, local experts.
+        tokens_per_expert: E counts on the host, true or rounded up to one power of two. None, an
+            empty list and a GPU tensor, which is not read, mean that nobody knows them. Counts
+            below the true ones lose slots on a GPU (never memory safety) unless `validate`.
+        alignment: rows every expert is padded to.
+        validate: also check distinct ids, finite probabilities, ids >= -1 and the counts; waits for
+            the device.
+        static_rows: size R on a host as on a GPU, from shapes and given counts alone.
+
+    Raises:
+        RoutingError: counts disagree with the indices, or `validate` found a violation.
+        ShapeError, DTypeError, DeviceError, FrameworkError: the inputs do not fit together.
+        CompileForbiddenError: the kernels are not compiled and compiling is forbidden.
     """
-    require_framework_tensor(indices, "dispatched_indices")
-    build = build_routing_gpu if is_cuda(indices) else build_routing
-    return build(
-        indices, probs, num_experts, tokens_per_expert, alignment=alignment, validate=validate
+    check_alignment(alignment)
+    check_indices_and_probs(indices, probs, num_experts)
+    return route(
+        indices,
+        probs,
+        num_experts,
+        tokens_per_expert,
+        alignment=alignment,
+        validate=validate,
+        static_rows=static_rows,
     )
+
+
+def route(
+    indices: Tensor,
+    probs: Tensor,
+    num_experts: int,
+    tokens_per_expert: Any = None,
+    *,
+    alignment: int,
+    validate: bool = False,
+    static_rows: bool = False,
+) -> RoutingMetadata:
+    """`build_routing` for callers whose own border has checked indices, probabilities and E."""
+    given = host_counts_of(tokens_per_expert, num_experts)
+    indices, probs = indices.detach().contiguous(), probs.detach().contiguous()
+    if validate:
+        with plain_ops():
+            check_contents(indices, probs, num_experts)
+    if not (static_rows or is_cuda(indices)):
+        with plain_ops():
+            routing = exact_routing(indices, probs, num_experts, alignment)
+        return _with_counts_checked(routing, given)
+    tokens, topk = (int(size) for size in indices.shape)
+    rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
+    kernels = _kernels(indices, num_experts)
+    routing = kernels.build(indices, probs, num_experts, alignment, rows)
+    # Given counts may be rounded up, or wrong. They size the rows, and nobody takes them for true.
+    return _with_counts_checked(routing, given) if validate else routing
+
+
+def num_rows_bound(
+    num_slots: int, num_experts: int, alignment: int, given: tuple[int, ...] | None = None
+) -> int:
+    """Rows that any routing of `num_slots` slots fits in; with counts given, the rows of those
+    counts.
+    """
+    if given is not None:
+        return sum(round_up(count, alignment) for count in given)
+    # Each expert that has rows wastes at most alignment - 1, and the sum is a multiple of the
+    # alignment.
+    return (num_slots + min(num_experts, num_slots) * (alignment - 1)) // alignment * alignment
+
+
+def _kernels(indices: Tensor, num_experts: int) -> RoutingKernels:
+    if num_experts > MAX_EXPERTS:
+        return plain_kernels(f"{num_experts} experts; the GPU kernels take at most {MAX_EXPERTS}")
+    return kernels_for(indices)
+
+
+def _with_counts_checked(
+    routing: RoutingMetadata, given: tuple[int, ...] | None
+) -> RoutingMetadata:
+    """The metadata with counts known on the host; given ones must agree with them."""
+    host_counts = routing.counts_on_host()
+    if given is not None:
+        check_counts(given, host_counts)
+    return replace(routing, host_counts=host_counts)

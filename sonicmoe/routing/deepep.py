@@ -9,7 +9,7 @@ import torch
 from ..config import current_config
 from ..errors import DTypeError, RoutingError, expect
 from ..interop import dtype_name
-from .build import build_metadata
+from .build import build_routing
 from .metadata import ROW_ALIGNMENT, RoutingMetadata
 from .validation import HYBRID_EP_HINT
 
@@ -28,9 +28,9 @@ def deepep_topk_to_sonic_metadata(
     """Build the routing metadata of one dispatched batch.
 
     Args:
-        dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids; -1 or >=
-            `num_experts` is "not on this rank".
-        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read at "not here" slots
+        dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids
+            (docs/design.md, "Routing contract").
+        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read where the id is not here
             (ElasticBuffer leaves them non-zero).
         num_experts: local experts E.
         tokens_per_expert: DeepEP's count list, true or aligned; None, or the empty list of
@@ -46,7 +46,7 @@ def deepep_topk_to_sonic_metadata(
     """
     if validate is None:
         validate = current_config().validate_dispatch
-    return build_metadata(
+    return build_routing(
         dispatched_indices,
         dispatched_probs,
         num_experts,

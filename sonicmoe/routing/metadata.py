@@ -31,17 +31,17 @@ class RoutingMetadata:
         num_rows: R, the size of every `row_*` tensor. At least `padded_offsets[E]`; rows beyond it
             are padding too, so a builder that does not know the counts on the host may size R for
             the worst case.
-        expert_counts:   int32 `[E]`, true number of rows per expert.
-        expert_offsets:  int64 `[E+1]`, exclusive prefix sum of `expert_counts`; `[E]` is the number of valid slots (TK).
-        padded_counts:   int32 `[E]`, counts rounded up to `alignment` (0 stays 0).
-        padded_offsets:  int64 `[E+1]`, exclusive prefix sum of `padded_counts`; expert e owns rows
+        expert_counts:  int32 `[E]`, true number of rows per expert.
+        padded_offsets: int64 `[E+1]`, exclusive prefix sum of `padded_counts`; expert e owns rows
             `padded_offsets[e] .. padded_offsets[e] + expert_counts[e]`, then its padding.
         row_token: int32 `[R]`, token gathered into each row; -1 in padding rows.
-        row_slot:  int64 `[R]`, flat slot (token * K + k) each row serves; -1 in padding rows.
         slot_row:  int64 `[T, K]`, row that computes each slot; -1 where the slot is not routed here.
         row_prob:  fp32 `[R]`, routing probability of each row; exactly 0 in padding rows.
         host_counts: `expert_counts` as Python ints where the builder knows them without waiting for
             a device, else None.
+
+    Stages of a pass read these tensors. The properties `expert_offsets`, `padded_counts` and
+    `row_slot` are computed from them when somebody asks.
     """
 
     num_tokens: int
@@ -50,23 +50,42 @@ class RoutingMetadata:
     alignment: int
     num_rows: int
     expert_counts: Tensor
-    expert_offsets: Tensor
-    padded_counts: Tensor
     padded_offsets: Tensor
     row_token: Tensor
-    row_slot: Tensor
     slot_row: Tensor
     row_prob: Tensor
     host_counts: tuple[int, ...] | None = None
 
-    TENSOR_FIELDS = (
-        "expert_counts", "expert_offsets", "padded_counts", "padded_offsets",
-        "row_token", "row_slot", "slot_row", "row_prob",
-    )  # fmt: skip
+    TENSOR_FIELDS = ("expert_counts", "padded_offsets", "row_token", "slot_row", "row_prob")
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in `TENSOR_FIELDS` order."""
         return tuple(getattr(self, name) for name in self.TENSOR_FIELDS)
+
+    @property
+    def expert_offsets(self) -> Tensor:
+        """int64 `[E+1]`, exclusive prefix sum of `expert_counts`; `[E]` is the number of valid
+        slots (TK).
+        """
+        counts = self.expert_counts.to(torch.int64)
+        return torch.cat([torch.zeros_like(counts[:1]), torch.cumsum(counts, 0)], 0)
+
+    @property
+    def padded_counts(self) -> Tensor:
+        """int32 `[E]`, counts rounded up to `alignment` (0 stays 0)."""
+        return (self.padded_offsets[1:] - self.padded_offsets[:-1]).to(torch.int32)
+
+    @property
+    def row_slot(self) -> Tensor:
+        """int64 `[R]`, flat slot (token * K + k) each row serves; -1 in padding rows."""
+        device, slots = self.slot_row.device, self.num_tokens * self.topk
+        # Slots without a row go to one more row behind the last: no size depends on the values.
+        found = torch.full((self.num_rows + 1,), NO_ROW, dtype=torch.int64, device=device)
+        if slots:
+            row = self.slot_row.reshape([slots])
+            row = torch.where(row >= 0, row, torch.full_like(row, self.num_rows))
+            found[row] = torch.arange(slots, dtype=torch.int64, device=device)
+        return found[: self.num_rows]
 
     def counts_on_host(self) -> tuple[int, ...]:
         """`expert_counts` as Python ints; waits for the device only when the builder did not know

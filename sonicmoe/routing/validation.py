@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from ..errors import DTypeError, RoutingError, ShapeError, expect
-from ..interop import device_name, dtype_name, require_framework_tensor, require_same_device
+from ..interop import (
+    device_name,
+    dtype_name,
+    is_cuda,
+    require_framework_tensor,
+    require_same_device,
+)
+from .ids import is_here
 from .metadata import round_up
 
 Tensor = torch.Tensor
@@ -85,7 +92,7 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
         ids < -1,
         lambda t, k: f"dispatched_indices[{t}, {k}] is {int(ids[t, k])}; ids below -1 mean nothing",
     )
-    valid = (ids >= 0) & (ids < num_experts)
+    valid = is_here(ids, num_experts)
     _raise_at(
         valid & ~torch.isfinite(probs),
         lambda t, k: (
@@ -124,7 +131,7 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
     if tokens_per_expert is None:
         return None
     if hasattr(tokens_per_expert, "tolist") and hasattr(tokens_per_expert, "shape"):
-        if _on_gpu(tokens_per_expert):
+        if isinstance(tokens_per_expert, torch.Tensor) and is_cuda(tokens_per_expert):
             return None
         tokens_per_expert = tokens_per_expert.tolist()
     expect(
@@ -162,12 +169,6 @@ def _is_count(value: Any) -> bool:
         return False
     number = float(value)
     return number >= 0 and number.is_integer()
-
-
-def _on_gpu(tensor: Any) -> bool:
-    from ..interop import is_cuda
-
-    return isinstance(tensor, torch.Tensor) and is_cuda(tensor)
 
 
 def check_counts(given: Sequence[int], counted: Sequence[int]) -> None:

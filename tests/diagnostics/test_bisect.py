@@ -44,7 +44,7 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import EngineUnavailableError, ShapeError
 from sonicmoe.quant.recipes import RECIPES, BlockShape
 from sonicmoe.quant.reference import quantize, transpose_storage
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 PLAIN = {"recipe": None}
 

@@ -16,7 +16,7 @@ from framework import numpy, tensor, torch
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "swiglu_oai": "clamped_silu"}
 CLAMPED = 7.0  # where GPT-OSS's gate stops growing

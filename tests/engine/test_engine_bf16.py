@@ -13,7 +13,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 ENGINE, SETTINGS = Bf16Engine(), EngineSettings()
 

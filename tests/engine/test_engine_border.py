@@ -21,7 +21,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["iso128"])

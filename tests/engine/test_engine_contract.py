@@ -93,7 +93,6 @@ class TestPoison:
             routing,
             num_rows=routing.num_rows + extra,
             row_token=longer(routing.row_token, -1),
-            row_slot=longer(routing.row_slot, -1),
             row_prob=longer(routing.row_prob, 0.0),
         )
         assert_same_bits(replace(setup, routing=oversized).run(), setup.run())

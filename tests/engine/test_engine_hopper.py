@@ -24,7 +24,7 @@ from sonicmoe.kernels import sm90
 from sonicmoe.layouts import WeightSource
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
 ENGINE = HopperEngine()

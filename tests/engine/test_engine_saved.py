@@ -24,7 +24,7 @@ from sonicmoe.engine.interface import EngineSettings, Saved
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import RoutingError
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["iso128"])

@@ -37,7 +37,7 @@ from sonicmoe.kernels.sm90 import (
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
-from sonicmoe.routing.reference import build_routing
+from sonicmoe.routing.build import build_routing
 
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
@@ -129,7 +129,7 @@ def with_spare_rows(routing, count):
         name: torch.cat(
             [getattr(routing, name), torch.full((count,), fill, dtype=getattr(routing, name).dtype)]
         )
-        for name, fill in (("row_token", -1), ("row_slot", -1), ("row_prob", 0))
+        for name, fill in (("row_token", -1), ("row_prob", 0))
     }
     return replace(routing, num_rows=rows, **longer)
 

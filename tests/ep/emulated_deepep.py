@@ -44,6 +44,7 @@ class _Emulation:
         """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and ids.dtype == topk_idx_t
         assert weights.dtype == torch.float32
+        assert ((ids >= -1) & (ids < num_experts)).all(), "the library knows no other ids"
         local = num_experts // self.group_size
         first = self.rank * local
         sources, rows, indices, raw = [], [], [], []

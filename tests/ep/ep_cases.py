@@ -21,8 +21,8 @@ class Source:
 
 
 def source(tokens, seed, experts=range(EXPERTS), dropped=0.2):
-    """`tokens` rows that pick distinct ids among `experts`; a share of slots is -1, with a weight
-    that must not matter.
+    """`tokens` rows that pick distinct ids among `experts`; a share of slots is "not here" in
+    every spelling, with a weight that must not matter.
     """
     rng = np.random.default_rng([seed, tokens])
     experts = list(experts)
@@ -30,9 +30,14 @@ def source(tokens, seed, experts=range(EXPERTS), dropped=0.2):
     ids = np.full((tokens, TOPK), -1, dtype=np.int64)
     for row in ids:
         row[rng.permutation(TOPK)[:take]] = rng.choice(experts, take, replace=False)
-    ids[rng.random(ids.shape) < dropped] = -1
+    spelling = np.array([-1, EXPERTS, EXPERTS + 3, 2**40])[rng.integers(0, 4, ids.shape)]
+    ids = np.where((rng.random(ids.shape) < dropped) | (ids < 0), spelling, ids)
     draw = lambda: rng.standard_normal((tokens, HIDDEN)).astype(np.float32)  # noqa: E731
     return Source(draw(), ids, (rng.random(ids.shape) + 0.1).astype(np.float32), draw())
+
+
+def not_here(ids):
+    return (ids < 0) | (ids >= EXPERTS)
 
 
 def cases(world):

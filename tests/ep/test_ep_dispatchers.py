@@ -278,6 +278,7 @@ class FleetWorld:
         prequant_dispatch_payload=None,
     ):
         assert token_probs.dtype == torch.float32 and token_indices.dtype == torch.int64
+        assert ((token_indices >= -1) & (token_indices < num_experts)).all()
         self.calls.append("dispatch")
         counts = [int((token_indices == e).sum()) for e in range(num_experts)]
         states = {
@@ -373,12 +374,13 @@ def test_local_dispatch_moves_nothing():
     data = source(12, 5)
     x, ids, weights = (torch.from_numpy(array) for array in (data.x, data.ids, data.weights))
     dispatcher = make_dispatcher(EXPERTS)
-    received = dispatcher.dispatch(x, ids.to(torch.int32), weights)
+    received = dispatcher.dispatch(x, ids, weights)
     assert isinstance(make_dispatcher(EXPERTS, Group(1)), LocalDispatcher)
     assert received.x is x and dispatcher.combine(x, received.handle) is x
-    assert received.indices.dtype == torch.int64 and torch.equal(
-        received.probs, torch.where(ids >= 0, weights, 0.0)
-    )
+    here = (ids >= 0) & (ids < EXPERTS)
+    assert received.indices.dtype == torch.int64
+    assert torch.equal(received.indices, torch.where(here, ids, -1))
+    assert torch.equal(received.probs, torch.where(here, weights, 0.0))
     assert received.tokens_per_expert == [int((ids == e).sum()) for e in range(EXPERTS)]
     empty = dispatcher.dispatch(x[:0], ids[:0], weights[:0])
     assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle == 0

@@ -20,7 +20,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.routing.build import build_metadata
+from sonicmoe.routing.build import build_routing
 
 DEVICE = "cuda"
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
@@ -65,7 +65,7 @@ class Case:
         return torch.bincount(self.indices[self.valid], minlength=self.num_experts).tolist()
 
     def routing(self, counts=None):
-        return build_metadata(self.indices, self.probs, self.num_experts, counts)
+        return build_routing(self.indices, self.probs, self.num_experts, counts)
 
     def tokens(self, index):
         """The same layer on some of its tokens."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.routing_cases import distinct_probs, sentinels, topk_of
+from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
 
 from sonicmoe.errors import DTypeError, ShapeError
 from sonicmoe.routing import backends
-from sonicmoe.routing.gpu import aggregate, build_routing_gpu
+from sonicmoe.routing.build import build_routing
+from sonicmoe.routing.combine import aggregate
 
 pytestmark = pytest.mark.gpu
 PLAIN = backends.PlainKernels()
@@ -26,7 +27,7 @@ def kernels(request):
 
 def routing_of(tokens, topk, global_experts, experts, seed=0):
     indices = sentinels(topk_of(tokens, topk, global_experts, seed), experts, seed % 3)
-    return build_routing_gpu(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
+    return build_routing(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
 
 
 def rows_of(routing, width, dtype):
@@ -52,8 +53,8 @@ def test_equals_plain_operations(kernels, dtype, weighted):
             for width in (1, 7, 8, 20, 256, 768, 1000, 2048, 3072, 4104):
                 rows = rows_of(routing, width, dtype)
                 for out in outputs_of(dtype) if width in (20, 3072) else [dtype]:
-                    ours = aggregate(rows, routing, weighted=weighted, dtype=out, kernels=kernels)
-                    want = aggregate(rows, routing, weighted=weighted, dtype=out, kernels=PLAIN)
+                    ours = summed_by(kernels, rows, routing, weighted=weighted, dtype=out)
+                    want = summed_by(PLAIN, rows, routing, weighted=weighted, dtype=out)
                     assert torch.equal(ours, want), (tokens, topk, width, out)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -61,13 +62,9 @@ def test_equals_plain_operations(kernels, dtype, weighted):
 
 def test_tokens_without_rows_are_exact_zeros(kernels):
     indices = torch.full((300, 4), -1, device="cuda")
-    routing = build_routing_gpu(indices, torch.full((300, 4), float("nan"), device="cuda"), 4)
-    out = aggregate(
-        torch.full((routing.num_rows, 512), float("nan"), device="cuda"),
-        routing,
-        weighted=True,
-        kernels=kernels,
-    )
+    routing = build_routing(indices, torch.full((300, 4), float("nan"), device="cuda"), 4)
+    rows = torch.full((routing.num_rows, 512), float("nan"), device="cuda")
+    out = summed_by(kernels, rows, routing, weighted=True)
     assert out.shape == (300, 512)
     assert bool((out == 0).all())
 
@@ -76,13 +73,13 @@ def test_tokens_without_rows_are_exact_zeros(kernels):
 def test_empty(kernels, tokens, width):
     routing = routing_of(tokens, 2, 4, 4)
     rows = torch.zeros((routing.num_rows, width), device="cuda")
-    assert aggregate(rows, routing, weighted=False, kernels=kernels).shape == (tokens, width)
+    assert summed_by(kernels, rows, routing, weighted=False).shape == (tokens, width)
 
 
 def test_rows_past_two_to_the_31_elements(kernels):
     tokens, width = 900_000, 2560
     indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)
-    routing = build_routing_gpu(
+    routing = build_routing(
         indices, torch.ones((tokens, 1), device="cuda"), 2, [tokens // 2, tokens // 2]
     )
     assert routing.num_rows * width > 2**31
@@ -92,7 +89,7 @@ def test_rows_past_two_to_the_31_elements(kernels):
         .expand(-1, width)
         .contiguous()
     )
-    out = aggregate(rows, routing, weighted=False, kernels=kernels)
+    out = summed_by(kernels, rows, routing, weighted=False)
     assert torch.equal(out[:, 0], rows[routing.slot_row[:, 0], 0])
     assert torch.equal(out[-1], rows[routing.slot_row[-1, 0]])
     assert torch.equal(out[:, -1], out[:, 0])
@@ -104,20 +101,20 @@ def test_unaligned_rows(kernels):
     base = torch.randn(routing.num_rows * 64 + 1, device="cuda").to(torch.bfloat16)
     rows = base[1:].reshape(routing.num_rows, 64)
     assert torch.equal(
-        aggregate(rows, routing, weighted=True, kernels=kernels),
-        aggregate(rows, routing, weighted=True, kernels=PLAIN),
+        summed_by(kernels, rows, routing, weighted=True),
+        summed_by(PLAIN, rows, routing, weighted=True),
     )
 
 
 def test_graph_and_no_sync(kernels):
     routing = routing_of(2048, 8, 16, 16)
     rows = rows_of(routing, 1024, torch.bfloat16)
-    want = aggregate(rows, routing, weighted=True, kernels=kernels).clone()
+    want = summed_by(kernels, rows, routing, weighted=True).clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = aggregate(rows, routing, weighted=True, kernels=kernels)
+            out = summed_by(kernels, rows, routing, weighted=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()

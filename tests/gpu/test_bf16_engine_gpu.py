@@ -30,7 +30,7 @@ from sonicmoe.kernels.quack_gemm import (
     expert_rows_source,
     grouped_gemms,
 )
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +97,7 @@ class Case:
 
     @property
     def routing(self):
-        return build_routing_gpu(self.indices, self.probs, int(self.weights[0].shape[0]))
+        return build_routing(self.indices, self.probs, int(self.weights[0].shape[0]))
 
     def to(self, dtype):
         w1, w2, b1, b2 = self.weights
@@ -462,7 +462,7 @@ def test_counts_too_small_lose_rows_and_nothing_else():
     """The offsets then pass the rows there are: no product may follow them."""
     case, settings = make_case(600, invalid=0.0), EngineSettings()
     weights = OURS.prepare_weights(*case.weights, settings)
-    routing = build_routing_gpu(case.indices, case.probs, E, [128] * E)
+    routing = build_routing(case.indices, case.probs, E, [128] * E)
     assert int(routing.padded_offsets[-1]) > routing.num_rows
     assert int(ExpertRows.of(routing).cu_rows[-1]) == routing.num_rows
     out, saved = OURS.forward(case.x, routing, weights, settings)

@@ -15,7 +15,7 @@ from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_wgrad_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def make_routing(shape, generator):
     scores = torch.rand((tokens, experts), generator=generator, device="cuda")
     scores[:, experts // 2] -= 2.0 if experts > 2 * topk else 0.0  # an expert without tokens
     probs = torch.rand((tokens, topk), generator=generator, device="cuda")
-    return build_routing_gpu(scores.topk(topk, 1).indices, probs, experts)
+    return build_routing(scores.topk(topk, 1).indices, probs, experts)
 
 
 class Backward:

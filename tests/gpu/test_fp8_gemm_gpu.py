@@ -15,7 +15,7 @@ from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import dequantize, quantize
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def make_case(shape, seed=0, spread=0.0):
         normal(experts, 2 * intermediate, hidden) * hidden**-0.5,
         normal(experts, hidden, intermediate) * intermediate**-0.5,
     )
-    return x, w1, w2, build_routing_gpu(indices, probs, experts)
+    return x, w1, w2, build_routing(indices, probs, experts)
 
 
 def up_projection(module, x, w1, routing, activation=0, store_z=True):

@@ -38,7 +38,7 @@ from sonicmoe.jit_warmup import warmup_jit
 from sonicmoe.kernels.sm90 import engine_sources
 from sonicmoe.quant import gpu
 from sonicmoe.routing import backends
-from sonicmoe.routing.gpu import num_rows_bound
+from sonicmoe.routing.build import num_rows_bound
 
 pytestmark = pytest.mark.gpu
 

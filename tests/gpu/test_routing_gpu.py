@@ -9,14 +9,21 @@ import logging
 
 import pytest
 import torch
-from kernels.routing_cases import corpus, distinct_probs, sentinels, topk_of
+from kernels.routing_cases import (
+    built_by,
+    corpus,
+    distinct_probs,
+    moved_by,
+    sentinels,
+    topk_of,
+)
 
 from sonicmoe.errors import RoutingError
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.routing import backends
-from sonicmoe.routing.gpu import build_routing_gpu, gather_to_rows, num_rows_bound, scatter_to_slots
+from sonicmoe.routing.build import build_routing, num_rows_bound
+from sonicmoe.routing.combine import scatter_to_slots
 from sonicmoe.routing.metadata import RoutingMetadata
-from sonicmoe.routing.reference import build_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +52,7 @@ def expected(indices, probs, num_experts, rows, alignment=128):
     """The reference's tensors, with padding rows up to `rows`."""
     built = build_routing(indices.cpu(), probs.cpu(), num_experts, alignment=alignment)
     tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, built.tensors(), strict=True))
-    for name in ("row_token", "row_slot", "row_prob"):
+    for name in ("row_token", "row_prob"):
         short = tensors[name]
         padding = torch.full(
             (rows - short.shape[0],), 0 if name == "row_prob" else -1, dtype=short.dtype
@@ -70,8 +77,10 @@ def check(indices, num_experts, kernels, label, alignment=128, counts_known=Fals
     counts = list(built.host_counts) if counts_known else None
     if counts_known:
         tensors, _ = expected(indices, probs, num_experts, built.num_rows, alignment)
-    routing = build_routing_gpu(
-        device_indices, device_probs, num_experts, counts, alignment=alignment, kernels=kernels
+    routing = (
+        build_routing(device_indices, device_probs, num_experts, counts, alignment=alignment)
+        if kernels is None
+        else built_by(kernels, device_indices, device_probs, num_experts, counts, alignment)
     )
     assert routing.num_rows == (built.num_rows if counts_known else rows), label
     assert_equal(routing, tensors, label)
@@ -124,26 +133,24 @@ LARGE = [
 @pytest.mark.parametrize("name", [*LARGE, "all_on_one", "all_on_each", "99_percent_invalid"])
 def test_large(kernels, name, poisoned):
     indices, experts, probs, tensors = large_case(name)
-    assert_equal(
-        build_routing_gpu(indices.cuda(), probs.cuda(), experts, kernels=kernels), tensors, name
-    )
+    assert_equal(built_by(kernels, indices.cuda(), probs.cuda(), experts), tensors, name)
 
 
 def test_repeats_are_bit_equal(kernels):
     indices = topk_of(8192, 8, 64, 3).cuda()
     probs = torch.rand(8192, 8).cuda()
-    first = build_routing_gpu(indices, probs, 64, kernels=kernels)
+    first = built_by(kernels, indices, probs, 64)
     for _ in range(50):
-        again = build_routing_gpu(indices, probs, 64, kernels=kernels)
+        again = built_by(kernels, indices, probs, 64)
         assert all(torch.equal(a, b) for a, b in zip(first.tensors(), again.tensors(), strict=True))
 
 
 def test_graph_replay_follows_its_inputs(kernels):
     indices, probs = torch.zeros((4096, 8), dtype=torch.int64).cuda(), torch.zeros(4096, 8).cuda()
-    build_routing_gpu(indices, probs, 48, kernels=kernels)
+    built_by(kernels, indices, probs, 48)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        routing = build_routing_gpu(indices, probs, 48, kernels=kernels)
+        routing = built_by(kernels, indices, probs, 48)
     for seed in range(3):
         fresh = sentinels(topk_of(4096, 8, 64, seed), 48, seed)
         indices.copy_(fresh)
@@ -160,10 +167,10 @@ def test_many_streams_and_graphs_at_once(kernels):
     streams = [torch.cuda.Stream() for _ in cases]
     graphs = []
     for ids, probs in inputs[:2]:
-        build_routing_gpu(ids, probs, 16, kernels=kernels)
+        built_by(kernels, ids, probs, 16)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = build_routing_gpu(ids, probs, 16, kernels=kernels)
+            captured = built_by(kernels, ids, probs, 16)
         graphs.append((graph, captured))
     torch.cuda.synchronize()
     results = {}
@@ -174,7 +181,7 @@ def test_many_streams_and_graphs_at_once(kernels):
                     graphs[number][0].replay()
                     results[number] = graphs[number][1]
                 else:
-                    results[number] = build_routing_gpu(ids, probs, 16, kernels=kernels)
+                    results[number] = built_by(kernels, ids, probs, 16)
     torch.cuda.synchronize()
     for number, (ids, probs) in enumerate(inputs):
         assert_equal(results[number], expected(ids, probs, 16, results[number].num_rows)[0], number)
@@ -182,24 +189,29 @@ def test_many_streams_and_graphs_at_once(kernels):
 
 def test_never_waits_for_the_gpu(kernels):
     indices, probs = topk_of(8192, 8, 16, 0).cuda(), torch.rand(8192, 8).cuda()
-    build_routing_gpu(indices, probs, 8, kernels=kernels)
+    built_by(kernels, indices, probs, 8)
+    routing = build_routing(indices, probs, 8)
+    scatter_to_slots(routing.row_prob, routing)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        routing = build_routing_gpu(indices, probs, 8, kernels=kernels)
-        build_routing_gpu(indices, probs, 8, [8192] * 8, kernels=kernels)
-        scatter_to_slots(routing.row_prob, routing, kernels=kernels)
+        routing = built_by(kernels, indices, probs, 8)
+        built_by(kernels, indices, probs, 8, [8192] * 8)
+        moved_by(kernels, routing.row_prob, routing.slot_row)
+        scatter_to_slots(routing.row_prob, routing)
+        build_routing(indices, probs, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_counts_below_the_true_ones_write_nothing_out_of_bounds(kernels):
     indices, probs = torch.zeros((3000, 1), dtype=torch.int64).cuda(), torch.ones(3000, 1).cuda()
-    routing = build_routing_gpu(indices, probs, 2, [127, 1], kernels=kernels)
+    routing = built_by(kernels, indices, probs, 2, [127, 1])
     assert routing.num_rows == 256
     assert int(routing.slot_row.max()) == 255
     assert int((routing.slot_row < 0).sum()) == 3000 - 256
+    assert torch.equal(routing.row_slot.cpu(), torch.arange(256))
     with pytest.raises(RoutingError, match=r"tokens_per_expert\[0\]"):
-        build_routing_gpu(indices, probs, 2, [127, 1], kernels=kernels, validate=True)
+        build_routing(indices, probs, 2, [127, 1], validate=True)
 
 
 def test_slot_values(kernels, poisoned):
@@ -208,12 +220,10 @@ def test_slot_values(kernels, poisoned):
         slots, rows = torch.randn(tuple(indices.shape)).cuda(), torch.randn(routing.num_rows).cuda()
         rows[routing.row_slot < 0] = float("nan")
         plain = backends.PlainKernels()
-        assert torch.equal(
-            gather_to_rows(slots, routing, kernels=kernels),
-            gather_to_rows(slots, routing, kernels=plain),
-        )
-        ds = scatter_to_slots(rows, routing, kernels=kernels)
-        assert torch.equal(ds, scatter_to_slots(rows, routing, kernels=plain)), name
+        flat, row_slot = slots.reshape(-1), routing.row_slot
+        assert torch.equal(moved_by(kernels, flat, row_slot), moved_by(plain, flat, row_slot))
+        ds = moved_by(kernels, rows, routing.slot_row)
+        assert torch.equal(ds, moved_by(plain, rows, routing.slot_row)), name
         assert bool((ds[routing.slot_row < 0] == 0).all()), name
 
 
@@ -248,13 +258,12 @@ def test_slots_past_two_to_the_31():
     places = [(0, 3, 1), (2**26 - 1, 31, 0), (2**26 + 4, 30, 1)]
     for token, slot, expert in places:
         indices[token, slot], probs[token, slot] = expert, token % 1000 + 0.5
-    routing = build_routing_gpu(indices, probs, 2, [1, 2])
+    routing = build_routing(indices, probs, 2, [1, 2])
     assert routing.num_rows == 256
     rows = {0: 128, 1: 0, 2: 129}
     for number, (token, slot, _) in enumerate(places):
         row = rows[number]
         assert int(routing.slot_row[token, slot]) == row
-        assert int(routing.row_slot[row]) == token * topk + slot
         assert int(routing.row_token[row]) == token
         assert float(routing.row_prob[row]) == token % 1000 + 0.5
     assert int((routing.slot_row >= 0).sum()) == 3
@@ -265,9 +274,9 @@ def test_slots_past_two_to_the_31():
 
 def test_one_launch():
     indices, probs = topk_of(8192, 8, 16, 0).cuda(), torch.rand(8192, 8).cuda()
-    build_routing_gpu(indices, probs, 8)
+    build_routing(indices, probs, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        build_routing_gpu(indices, probs, 8)
+        build_routing(indices, probs, 8)
         torch.cuda.synchronize()
     launched = [
         event.name
@@ -282,8 +291,8 @@ def test_automatic_choice_is_cuda_and_is_logged_once(caplog):
     backends._choose.cache_clear()
     indices, probs = topk_of(64, 2, 8, 0).cuda(), torch.rand(64, 2).cuda()
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        build_routing_gpu(indices, probs, 8)
-        build_routing_gpu(indices, probs, 8)
+        build_routing(indices, probs, 8)
+        build_routing(indices, probs, 8)
     lines = [
         record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()
     ]

@@ -19,7 +19,7 @@ from sonicmoe.quant.gpu_wgrad import (
 )
 from sonicmoe.quant.recipes import iso
 from sonicmoe.quant.reference import quantize
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def case(shape, dtype, seed=0):
     """Tokens and routing with the worst-case number of rows; tokens that nobody routes to are NaN."""
     tokens, width, experts, topk, everywhere = shape
     indices = sentinels(topk_of(tokens, topk, everywhere, seed), experts, seed % 3)
-    routing = build_routing_gpu(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
+    routing = build_routing(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn((tokens, width), generator=generator, device="cuda")
     x = x * torch.exp2(24 * torch.rand((tokens, 1), generator=generator, device="cuda") - 12)
@@ -110,7 +110,7 @@ def test_a_matrix_of_nothing_but_nan_or_zeros():
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_no_rows(tokens):
     indices = torch.full((tokens, 2), -1, device="cuda")
-    routing = build_routing_gpu(indices, torch.zeros((tokens, 2), device="cuda"), 4)
+    routing = build_routing(indices, torch.zeros((tokens, 2), device="cuda"), 4)
     x = torch.full((tokens, 256), float("nan"), device="cuda", dtype=torch.bfloat16)
     assert gathered(x, routing).codes.shape == (256, routing.num_rows)
 

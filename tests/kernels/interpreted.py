@@ -7,20 +7,19 @@ from __future__ import annotations
 import sys
 
 import torch
-from kernels.routing_cases import corpus, distinct_probs
+from kernels.routing_cases import built_by, corpus, distinct_probs, moved_by, summed_by
 from kernels.triton_interpreter import repair
 
 repair()
 
 from sonicmoe.routing.backends import PlainKernels, TritonKernels  # noqa: E402
-from sonicmoe.routing.gpu import aggregate, build_routing_gpu, gather_to_rows, scatter_to_slots  # noqa: E402
 
 TRITON, PLAIN = TritonKernels(), PlainKernels()
 
 
 def both(indices, probs, num_experts, counts=None, alignment=128):
     return [
-        build_routing_gpu(indices, probs, num_experts, counts, alignment=alignment, kernels=kernels)
+        built_by(kernels, indices, probs, num_experts, counts, alignment)
         for kernels in (TRITON, PLAIN)
     ]
 
@@ -56,10 +55,11 @@ def metadata_and_slot_values() -> int:
 def counts_too_small() -> int:
     """Rows that do not fit are dropped: nothing is written out of bounds, and no slot points there."""
     indices = torch.zeros((300, 1), dtype=torch.int64)
-    routing = build_routing_gpu(indices, torch.ones(300, 1), 2, [127, 1], kernels=TRITON)
-    assert routing.num_rows == 256
-    assert int(routing.slot_row.max()) == 255
-    assert int((routing.slot_row < 0).sum()) == 44
+    for routing in both(indices, torch.ones(300, 1), 2, (127, 1)):
+        assert routing.num_rows == 256
+        assert int(routing.slot_row.max()) == 255
+        assert int((routing.slot_row < 0).sum()) == 44
+        assert torch.equal(routing.row_slot, torch.arange(256))
     return 1
 
 
@@ -67,11 +67,12 @@ def slot_values(name, indices, ours) -> None:
     slots = torch.randn(tuple(indices.shape), generator=torch.Generator().manual_seed(7))
     rows = torch.randn(ours.num_rows, generator=torch.Generator().manual_seed(8))
     rows[ours.row_slot < 0] = float("nan")
+    flat = slots.reshape(-1)
     assert torch.equal(
-        gather_to_rows(slots, ours, kernels=TRITON), gather_to_rows(slots, ours, kernels=PLAIN)
+        moved_by(TRITON, flat, ours.row_slot), moved_by(PLAIN, flat, ours.row_slot)
     ), name
-    ds = scatter_to_slots(rows, ours, kernels=TRITON)
-    assert torch.equal(ds, scatter_to_slots(rows, ours, kernels=PLAIN)), name
+    ds = moved_by(TRITON, rows, ours.slot_row)
+    assert torch.equal(ds, moved_by(PLAIN, rows, ours.slot_row)), name
     assert bool((ds[ours.slot_row < 0] == 0).all()), name
 
 
@@ -85,14 +86,9 @@ def aggregation() -> int:
         for dtype in (torch.float32, torch.bfloat16):
             for weighted in (True, False):
                 rows = exact.to(dtype)
-                ours = aggregate(rows, routing, weighted=weighted, kernels=TRITON)
-                assert torch.equal(
-                    ours, aggregate(rows, routing, weighted=weighted, kernels=PLAIN)
-                ), (
-                    width,
-                    dtype,
-                    weighted,
-                )
+                ours = summed_by(TRITON, rows, routing, weighted=weighted)
+                plain = summed_by(PLAIN, rows, routing, weighted=weighted)
+                assert torch.equal(ours, plain), (width, dtype, weighted)
     return 1
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from sonicmoe.routing.build import num_rows_bound
+
 Case = tuple[str, torch.Tensor, int]
 
 
@@ -24,6 +26,27 @@ def distinct_probs(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
     )
     valid = (indices >= 0) & (indices < num_experts)
     return torch.where(valid, probs, torch.full_like(probs, float("nan")))
+
+
+def built_by(kernels, indices, probs, num_experts, counts=None, alignment=128):
+    """The metadata of one implementation, sized as the builder sizes it."""
+    rows = num_rows_bound(indices.numel(), num_experts, alignment, counts)
+    return kernels.build(indices, probs, num_experts, alignment, rows)
+
+
+def moved_by(kernels, values, index):
+    """fp32 values to where `index` names them, zeros elsewhere."""
+    out = torch.empty(tuple(index.shape), dtype=torch.float32, device=values.device)
+    kernels.gather_or_zero(index, values, out)
+    return out
+
+
+def summed_by(kernels, rows, routing, *, weighted, dtype=None):
+    """`[R, H]` -> `[T, H]`."""
+    shape = (routing.num_tokens, rows.shape[1])
+    out = torch.empty(shape, dtype=dtype or rows.dtype, device=rows.device)
+    kernels.aggregate_rows(rows, routing.slot_row, routing.row_prob, out, weighted)
+    return out
 
 
 def topk_of(tokens: int, topk: int, global_experts: int, seed: int) -> torch.Tensor:

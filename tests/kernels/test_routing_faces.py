@@ -16,9 +16,13 @@ from sonicmoe.ernie_compat import deepep_topk_metadata_cuda as face
 from sonicmoe.errors import DTypeError, RoutingError, ShapeError
 from sonicmoe.jit.errors import CompileForbiddenError, ToolchainError
 from sonicmoe.routing import backends
-from sonicmoe.routing.gpu import aggregate, build_routing_gpu, num_rows_bound
+from sonicmoe.routing.build import build_routing, num_rows_bound
+from sonicmoe.routing.combine import aggregate
 from sonicmoe.routing.metadata import round_up
-from sonicmoe.routing.reference import build_routing
+
+
+def sized_as_on_a_gpu(*arguments, **options):
+    return build_routing(*arguments, static_rows=True, **options)
 
 
 def dispatch(seed=0, tokens=300, topk=3, experts=5):
@@ -41,9 +45,9 @@ def fresh_choice():
 def test_host_tensors_give_the_reference_and_padding(alignment):
     indices, probs = dispatch()
     want = build_routing(indices, probs, 5, alignment=alignment)
-    exact = build_routing_gpu(indices, probs, 5, list(want.host_counts), alignment=alignment)
+    exact = sized_as_on_a_gpu(indices, probs, 5, list(want.host_counts), alignment=alignment)
     assert exact.num_rows == want.num_rows
-    worst = build_routing_gpu(indices, probs, 5, alignment=alignment)
+    worst = sized_as_on_a_gpu(indices, probs, 5, alignment=alignment)
     assert worst.num_rows == num_rows_bound(900, 5, alignment) >= want.num_rows
     for name in want.TENSOR_FIELDS:
         expected = numpy(getattr(want, name))
@@ -83,37 +87,39 @@ def test_given_counts_size_the_rows_and_are_not_taken_for_true(counts):
     of the indices.
     """
     indices, probs = tensor(np.zeros((0, 2), np.int64)), tensor(np.zeros((0, 2)), torch.float32)
-    routing = build_routing_gpu(indices, probs, 2, counts)
+    routing = sized_as_on_a_gpu(indices, probs, 2, counts)
     assert routing.host_counts is None and routing.counts_on_host() == (0, 0)
     assert routing.num_rows == sum(round_up(count, 128) for count in counts)
-    assert build_routing_gpu(indices, probs, 2, [0, 0], validate=True).host_counts == (0, 0)
+    assert sized_as_on_a_gpu(indices, probs, 2, [0, 0], validate=True).host_counts == (0, 0)
 
 
 def test_aligned_counts_are_accepted_and_wrong_ones_refused_when_validating():
     indices, probs = dispatch()
     true = build_routing(indices, probs, 5).host_counts
     aligned = [round_up(count, 128) for count in true]
-    routing = build_routing_gpu(indices, probs, 5, aligned)
+    routing = sized_as_on_a_gpu(indices, probs, 5, aligned)
     assert routing.counts_on_host() == true
     probs = tensor(np.random.default_rng(0).random((300, 1)), torch.float32)
     single = tensor(np.random.default_rng(1).integers(0, 5, (300, 1)))
     with pytest.raises(RoutingError, match="tokens_per_expert"):
-        build_routing_gpu(single, probs, 5, [1, 1, 1, 1, 1], validate=True)
+        sized_as_on_a_gpu(single, probs, 5, [1, 1, 1, 1, 1], validate=True)
 
 
 def test_the_public_face():
     indices, probs = dispatch(3)
-    routing = face.topk_metadata(indices, probs, 5)
-    assert face.backend_of(indices) == "reference"
-    assert np.array_equal(numpy(face.gather_probs(probs, routing)), numpy(routing.row_prob))
-    back = numpy(face.scatter_dprobs(routing.row_prob, routing))
+    routing = face.build_routing(indices, probs, 5)
+    assert np.array_equal(
+        numpy(routing.slot_row),
+        numpy(face.deepep_topk_to_sonic_metadata(indices, probs, 5).slot_row),
+    )
+    back = numpy(face.scatter_to_slots(routing.row_prob, routing))
     routed = numpy(routing.slot_row) >= 0
     assert np.array_equal(back, np.where(routed, numpy(probs), 0))
 
 
 def test_aggregate_refuses_what_it_cannot_sum():
     indices, probs = dispatch(4)
-    routing = build_routing_gpu(indices, probs, 5)
+    routing = sized_as_on_a_gpu(indices, probs, 5)
     rows = tensor(np.zeros((routing.num_rows, 4)), torch.float32)
     with pytest.raises(ShapeError, match=rf"rows has shape .*needed: \[{routing.num_rows}, H\]"):
         aggregate(rows[1:], routing, weighted=True)
@@ -171,8 +177,8 @@ def test_a_forbidden_compile_is_never_answered_by_a_fallback(monkeypatch, fresh_
 def test_more_experts_than_the_kernels_take(caplog, fresh_choice):
     indices, probs = dispatch(5, tokens=20)
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        routing = build_routing_gpu(indices, probs, 600)
-        build_routing_gpu(indices, probs, 600)
+        routing = sized_as_on_a_gpu(indices, probs, 600)
+        sized_as_on_a_gpu(indices, probs, 600)
     assert routing.num_experts == 600
     (line,) = log_lines(caplog)
     assert "600 experts; the GPU kernels take at most 512" in line

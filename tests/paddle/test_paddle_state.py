@@ -56,7 +56,7 @@ def test_a_forward_under_mixed_precision_runs_without(monkeypatch, grad):
 
         return call
 
-    monkeypatch.setattr(mlp_call, "build_metadata", noted(mlp_call.build_metadata))
+    monkeypatch.setattr(mlp_call, "route", noted(mlp_call.route))
     monkeypatch.setattr(ReferenceEngine, "forward", noted(ReferenceEngine.forward))
     with mixed_precision():
         node(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from routing.naive_builder import naive_routing
 
 from sonicmoe.errors import RoutingError
+from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.metadata import RoutingMetadata, check_alignment, round_up
-from sonicmoe.routing.reference import build_routing
 
 DTYPES = {
     "expert_counts": torch.int32,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.deepep import check_dispatched_tokens
-from sonicmoe.routing.reference import build_routing
 from sonicmoe.routing.validation import host_counts_of
 
 INDICES = np.array(

@@ -37,7 +37,7 @@ from sonicmoe.jit.plan import CompileJob, ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources, quack_gemm
 from sonicmoe.kernels.quack_gemm import GemmConfig, MlpShape, all_kernels, expert_rows_source
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.metadata import RoutingMetadata
 
 Tensor = torch.Tensor
@@ -82,7 +82,7 @@ class Step:
         indices = torch.rand((tokens, experts), device="cuda").topk(topk, 1).indices
         counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
         probs = torch.rand((tokens, topk), device="cuda")
-        self.routing: RoutingMetadata = build_routing_gpu(indices, probs, experts, counts)
+        self.routing: RoutingMetadata = build_routing(indices, probs, experts, counts)
         self.accumulators = NativeBuffer.zeros(
             experts, 2 * intermediate, hidden, intermediate, False, "cuda"
         )

@@ -35,8 +35,8 @@ from sonicmoe.interop import current_stream
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.kernels.limits import DPROB_COLUMNS
 from sonicmoe.routing.backends import arch_of
-from sonicmoe.routing.build import build_metadata
-from sonicmoe.routing.gpu import aggregate
+from sonicmoe.routing.build import build_routing
+from sonicmoe.routing.combine import aggregate
 from sonicmoe.routing.metadata import RoutingMetadata
 
 Tensor = torch.Tensor
@@ -141,7 +141,7 @@ def route(tokens: int, experts: int, topk: int) -> RoutingMetadata:
     """Every slot routed to a random local expert."""
     ids = torch.rand((tokens, experts), device=DEVICE).topk(topk, 1).indices
     counts = torch.bincount(ids.reshape(-1), minlength=experts).tolist()
-    return build_metadata(ids, torch.rand((tokens, topk), device=DEVICE) + 0.05, experts, counts)
+    return build_routing(ids, torch.rand((tokens, topk), device=DEVICE) + 0.05, experts, counts)
 
 
 def repeats(call: Callable[[], Tensor]) -> bool:

@@ -26,7 +26,7 @@ from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import quantize
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 
 SHAPES = (
     (8192, 3072, 1536, 8, 8),
@@ -45,7 +45,7 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
     module = fp8_grouped_gemm_source().load()
     indices = torch.rand((tokens, experts), device="cuda").topk(topk, 1).indices
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
-    routing = build_routing_gpu(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
+    routing = build_routing(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
     r, n = routing.num_rows, 2 * intermediate
     x = quantize(torch.randn((tokens, hidden), device="cuda"), rows(128))
     w1 = quantize(torch.randn((experts, n, hidden), device="cuda") * hidden**-0.5, iso(128))

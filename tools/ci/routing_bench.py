@@ -25,7 +25,8 @@ import torch
 from gpu_timing import INPUTS, copy_tbps, host_us, interleaved_us
 
 from sonicmoe.routing.backends import CudaKernels, TritonKernels, arch_of
-from sonicmoe.routing.gpu import aggregate, build_routing_gpu, scatter_to_slots
+from sonicmoe.routing.build import build_routing
+from sonicmoe.routing.combine import scatter_to_slots
 
 Tensor = torch.Tensor
 METADATA_SHAPES = (
@@ -70,9 +71,6 @@ def padded_sort_pipeline(
     slot_row = torch.empty(slots, dtype=torch.int64, device=device).scatter_(
         0, order, torch.where(valid, row, -1)
     )
-    row_slot = torch.full((rows + 1,), -1, dtype=torch.int64, device=device).scatter_(
-        0, row, order
-    )[:rows]
     row_token = torch.full((rows + 1,), -1, dtype=torch.int32, device=device).scatter_(
         0, row, token
     )[:rows]
@@ -81,11 +79,8 @@ def padded_sort_pipeline(
     ]
     return (
         counts.to(torch.int32),
-        offsets,
-        padded.to(torch.int32),
         first,
         row_token,
-        row_slot,
         slot_row,
         row_prob,
     )
@@ -110,11 +105,13 @@ def metadata_rows(
     results = []
     for tokens, topk, experts in shapes:
         inputs = routed(tokens, topk, experts)
-        rows = build_routing_gpu(*inputs[0], experts).num_rows
+        rows = build_routing(*inputs[0], experts).num_rows
 
-        def build(choice: Any, number: int, inputs: Any = inputs, experts: int = experts) -> Any:
+        def build(
+            choice: Any, number: int, inputs: Any = inputs, experts: int = experts, rows: int = rows
+        ) -> Any:
             indices, probs = inputs[number]
-            return build_routing_gpu(indices, probs, experts, kernels=choice)
+            return choice.build(indices, probs, experts, 128, rows)
 
         def sort(number: int, inputs: Any = inputs, experts: int = experts) -> Any:
             return sort_pipeline(inputs[number][0], experts)
@@ -164,7 +161,7 @@ def aggregate_rows(
     results = []
     for tokens, topk, width, everywhere in shapes:
         indices, probs = routed(tokens, topk, everywhere)[0]
-        routing = build_routing_gpu(
+        routing = build_routing(
             indices, probs, 32, torch.bincount(indices.reshape(-1), minlength=32).tolist()[:32]
         )
         rows = torch.randn(routing.num_rows, width, device="cuda").to(torch.bfloat16)
@@ -173,7 +170,10 @@ def aggregate_rows(
         def combine(
             choice: Any, weighted: bool, _: int, rows: Any = rows, routing: Any = routing
         ) -> Any:
-            return aggregate(rows, routing, weighted=weighted, kernels=choice)
+            shape = (routing.num_tokens, int(rows.shape[1]))
+            out = torch.empty(shape, dtype=rows.dtype, device="cuda")
+            choice.aggregate_rows(rows, routing.slot_row, routing.row_prob, out, weighted)
+            return out
 
         def dprobs(_: int, values: Any = row_values, routing: Any = routing) -> Any:
             return scatter_to_slots(values, routing)

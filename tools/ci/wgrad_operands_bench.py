@@ -36,7 +36,7 @@ from sonicmoe.quant.gpu_wgrad import (
     transpose_codes,
 )
 from sonicmoe.quant.recipes import iso
-from sonicmoe.routing.gpu import build_routing_gpu
+from sonicmoe.routing.build import build_routing
 
 Tensor = torch.Tensor
 # (T, H, I, E, K)
@@ -58,7 +58,7 @@ def operand_variants(
         torch.rand((tokens, max(experts, topk)), device="cuda").topk(topk, 1).indices % experts
     )
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
-    routing = build_routing_gpu(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
+    routing = build_routing(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
     rows, n1 = routing.num_rows, 2 * intermediate
     x, dout = (torch.randn((tokens, hidden), device="cuda").to(torch.bfloat16) for _ in range(2))
     codes = torch.randint(0, 120, (rows, n1), dtype=torch.uint8, device="cuda").view(

@@ -43,11 +43,8 @@ struct Arguments {
   const void* indices;
   const float* probs;
   int32_t* expert_counts;
-  int64_t* expert_offsets;
-  int32_t* padded_counts;
   int64_t* padded_offsets;
   int32_t* row_token;
-  int64_t* row_slot;
   int64_t* slot_row;
   float* row_prob;
   int32_t* cta_counts;  // [E, CTAs]
@@ -251,10 +248,7 @@ __device__ void scan_experts(const Arguments& a, const Shared& s, int warp, int 
   if (known) s.first_row[expert] += padded_offset;
   if (expert <= a.num_experts) s.padded_offsets[expert] = padded_offset;
   if (blockIdx.x == 0) {
-    const int64_t offset = cta_exclusive_sum(own, s.warp_sums, warp, lane);
     if (known) a.expert_counts[expert] = static_cast<int32_t>(own);
-    if (known) a.padded_counts[expert] = static_cast<int32_t>(padded);
-    if (expert <= a.num_experts) a.expert_offsets[expert] = offset;
     if (expert <= a.num_experts) a.padded_offsets[expert] = padded_offset;
   }
   __syncthreads();
@@ -301,7 +295,6 @@ __device__ void write_tile(const Arguments& a, const Shared& s, const Tile& tile
     const int64_t row = s.first_row[staged >> kSlotBits] + sorted;
     if (row < a.num_rows) {
       a.row_token[row] = static_cast<int32_t>(token + (rest + at) / static_cast<unsigned>(a.topk));
-      a.row_slot[row] = tile.begin + at;
       a.row_prob[row] = s.staged_prob[sorted];
     }
   }
@@ -311,7 +304,6 @@ __device__ void write_tile(const Arguments& a, const Shared& s, const Tile& tile
 
 __device__ void write_padding_row(const Arguments& a, int64_t row) {
   a.row_token[row] = -1;
-  a.row_slot[row] = -1;
   a.row_prob[row] = 0.f;
 }
 
@@ -410,10 +402,9 @@ int64_t choose_ctas(int64_t num_slots, int64_t forced, int64_t resident) {
 // scratch int32 [E * scratch_per_expert]; forced_ctas > 0 sets the size of the grid (for
 // measurements).
 void build(TensorView indices, TensorView probs, TensorView expert_counts,
-           TensorView expert_offsets, TensorView padded_counts, TensorView padded_offsets,
-           TensorView row_token, TensorView row_slot, TensorView slot_row, TensorView row_prob,
-           TensorView scratch, int64_t num_experts, int64_t alignment, int64_t forced_ctas,
-           int64_t stream) {
+           TensorView padded_offsets, TensorView row_token, TensorView slot_row,
+           TensorView row_prob, TensorView scratch, int64_t num_experts, int64_t alignment,
+           int64_t forced_ctas, int64_t stream) {
   TVM_FFI_ICHECK(indices.ndim() == 2) << "indices must be [tokens, topk]";
   TVM_FFI_ICHECK(num_experts > 0 && num_experts <= kMaxExperts)
       << "num_experts is " << num_experts << "; at most " << kMaxExperts;
@@ -428,11 +419,8 @@ void build(TensorView indices, TensorView probs, TensorView expert_counts,
                    : checked_i32(indices, "indices", device, 0);
   a.probs = checked_f32(probs, "probs", device, slots);
   a.expert_counts = checked_i32(expert_counts, "expert_counts", device, num_experts);
-  a.expert_offsets = checked_i64(expert_offsets, "expert_offsets", device, num_experts + 1);
-  a.padded_counts = checked_i32(padded_counts, "padded_counts", device, num_experts);
   a.padded_offsets = checked_i64(padded_offsets, "padded_offsets", device, num_experts + 1);
   a.row_token = checked_i32(row_token, "row_token", device, rows);
-  a.row_slot = checked_i64(row_slot, "row_slot", device, rows);
   a.slot_row = checked_i64(slot_row, "slot_row", device, slots);
   a.row_prob = checked_f32(row_prob, "row_prob", device, rows);
   a.cta_counts = checked_i32(scratch, "scratch", device, num_experts * kMaxCtas);

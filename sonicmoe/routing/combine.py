@@ -1,0 +1,91 @@
+"""Values of rows back to slots and tokens: plain tensor operations on a host, kernels on a GPU, which
+wait for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import DTypeError, ShapeError, expect
+from ..interop import (
+    device_of,
+    dtype_name,
+    empty,
+    require_framework_tensor,
+    require_same_device,
+)
+from .backends import kernels_for
+from .metadata import RoutingMetadata
+
+Tensor = torch.Tensor
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
+    """fp32 `[R]` -> `[T, K]`: the value of each slot's row, exactly 0 in invalid slots; padding
+    rows are not read (dprobs).
+    """
+    _check_fp32(row_values, "row_values", (routing.num_rows,), routing)
+    out = empty((routing.num_tokens, routing.topk), torch.float32, device_of(row_values))
+    kernels = kernels_for(row_values)
+    kernels.gather_or_zero(routing.slot_row, row_values.detach().contiguous(), out)
+    return out
+
+
+def aggregate(
+    rows: Tensor,
+    routing: RoutingMetadata,
+    *,
+    weighted: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`[R, H]` -> `[T, H]`: per token the sum of its rows, in slot order and fp32; a token without
+    rows gets exact zeros.
+
+    Args:
+        rows: bf16, fp16 or fp32; padding rows are not read.
+        routing: whose `slot_row` and `row_prob` to use.
+        weighted: times the routing probability (out), or not (dx).
+        dtype: of the result: that of `rows` (default), or any with fp32 rows, or fp32.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: `rows` does not fit; the message says what is needed.
+    """
+    require_framework_tensor(rows, "rows")
+    dtype = dtype or rows.dtype
+    for name, value in (("rows", rows.dtype), ("dtype", dtype)):
+        expect(
+            value in VALUE_DTYPES,
+            DTypeError,
+            f"{name} is {dtype_name(value)}; needed: bfloat16, float16 or float32",
+        )
+    expect(
+        dtype == rows.dtype or torch.float32 in (dtype, rows.dtype),
+        DTypeError,
+        f"dtype is {dtype_name(dtype)} for rows of {dtype_name(rows.dtype)}; needed: the same, or one of them float32",
+    )
+    fits = len(rows.shape) == 2 and int(rows.shape[0]) == routing.num_rows
+    expect(fits, ShapeError, f"rows has shape {tuple(rows.shape)}; needed: [{routing.num_rows}, H]")
+    require_same_device([("rows", rows), ("routing", routing.slot_row)])
+    out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
+    kernels_for(rows).aggregate_rows(
+        rows.detach().contiguous(), routing.slot_row, routing.row_prob, out, weighted
+    )
+    return out
+
+
+def _check_fp32(values: Any, name: str, shape: tuple[int, ...], routing: RoutingMetadata) -> None:
+    require_framework_tensor(values, name)
+    expect(
+        values.dtype == torch.float32,
+        DTypeError,
+        f"{name} is {dtype_name(values.dtype)}; needed: float32",
+    )
+    expect(
+        tuple(values.shape) == shape,
+        ShapeError,
+        f"{name} has shape {tuple(values.shape)}; needed: {shape}",
+    )
+    require_same_device([(name, values), ("routing", routing.slot_row)])
