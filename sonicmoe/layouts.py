@@ -2,11 +2,13 @@
 arithmetic).
 
 Native layouts (what every engine reads and accumulates into):
-    w1 [E, N1, H]   up-projection, K-major; N1 = 2I for gated activations with rows interleaved (row 2i = gate_i, row 2i+1 = up_i), else I
+    w1 [E, N1, H]   up-projection, K-major; gated: N1 = 2I, row 2i = gate_i, row 2i+1 = up_i;
+                    ungated: N1 = I
     w2 [E, H, I]    down-projection, K-major
 User layouts, which `WeightLayout` names:
-    split-half, per expert  `up_gate_proj.weight [H, 2I]` (columns [0, I) gate, [I, 2I) up) and `down_proj.weight [I, H]`
-    fused                   `weight1 [E, H, 2I]` split-half and `weight2 [E, I, H]`
+    per expert   `up_gate_proj.weight [H, 2I]`, split-half: columns [0, I) gate, [I, 2I) up;
+                 `down_proj.weight [I, H]`
+    fused        `weight1 [E, H, 2I]` split-half and `weight2 [E, I, H]`
 
 Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so the gated activation
 needs no exchange.
@@ -194,7 +196,8 @@ class WeightSource:
         """Refuse sources that no engine could read in place."""
         if not len(self.up) == len(self.down) > 0:
             raise ShapeError(
-                f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per expert"
+                f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per "
+                "expert"
             )
 
     @classmethod

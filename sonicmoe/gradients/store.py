@@ -1,9 +1,9 @@
 """`GradientStore`: the weight gradients of one layer, from the backward that adds them to the flush
 that hands them to the parameters.
 
-    targets() ──► engine.backward_dw adds ──► note_backward() ──► flush() ──► main_grad, .grad or autograd
-                        │ fails                                      ▲
-                        └──► incomplete: flush() refuses ──► discard()
+    targets ──► engine.backward_dw adds ──► note_backward ──► flush ──► main_grad, .grad or autograd
+                        │ fails
+                        └──► incomplete: flush refuses ──► discard
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class GradientStore:
         """
         if self._waiting or self._incomplete:
             raise RuntimeError(
-                "accumulators hold gradients that were never flushed; call step() or discard_grads() first"
+                "accumulators hold gradients that were never flushed; call step() or "
+                "discard_grads() first"
             )
         self._native = None
 
@@ -152,8 +153,9 @@ class GradientStore:
         """
         if self._incomplete:
             raise RuntimeError(
-                "a backward failed while it added weight gradients, and left a part of them in the node; call node.discard_grads(), "
-                "which drops those of every backward since the last step(), and run the step again or skip it"
+                "a backward failed while it added weight gradients, and left a part of them in the "
+                "node; call node.discard_grads(), which drops those of every backward since the "
+                "last step(), and run the step again or skip it"
             )
         for parameter in parameters:
             if requires_grad(parameter):

@@ -34,8 +34,9 @@ Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
 
 REMEDY = (
-    "call node.step() right after the last backward: before the gradient reduction, before scaling and clipping, before the "
-    "optimizer (a Trainer's on_optimizer_begin is too late), or make the node with flush='backward'"
+    "call node.step() right after the last backward: before the gradient reduction, before scaling "
+    "and clipping, before the optimizer (a Trainer's on_optimizer_begin is too late), or make the "
+    "node with flush='backward'"
 )
 
 _NO_MAIN_GRAD: Any = object()

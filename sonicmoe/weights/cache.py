@@ -1,6 +1,6 @@
 """What an engine made of one set of weights, kept until the weights change.
 
-    source, seen ──► WeightCache.read ──► Reading(weights, ...) ──► forward ... backward: check_current()
+    source, seen ──► WeightCache.read ──► Reading ──► forward ──► backward: check_current()
 
 The faces differ in what they can see of a write and in how long a cache lives. `LayerWeights`, for
 the node, lives as long as its layer and is told of every optimizer step. `stacked_cache`, for the
@@ -59,8 +59,9 @@ class Reading:
         if cache is None or cache.weights is not self.weights or cache.writes == self.writes:
             return
         raise RuntimeError(
-            "the expert weights were modified by an inplace operation, and read by another forward, between this forward and its "
-            "backward; its gradients would mix old activations with new weights. Finish every backward before the weights change"
+            "the expert weights were modified by an inplace operation, and read by another "
+            "forward, between this forward and its backward; its gradients would mix old "
+            "activations with new weights. Finish every backward before the weights change"
         )
 
 
@@ -103,8 +104,8 @@ class WeightCache:
         written = previous is not None and seen.marks != self._seen.marks
         stepped = previous is not None and seen.optimizer_steps != self._seen.optimizer_steps
         change = Change.YES if previous is None or written or stepped else told
-        anchor = source.anchor
-        self._streams.enter(anchor)
+        # A forward on another stream must wait for the launches that made what it reads.
+        self._streams.enter(source.anchor)
         self.weights = engine.refresh(source, settings, previous, change)
         self._streams.leave()
         self._place, self._seen = key, seen

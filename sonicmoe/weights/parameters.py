@@ -2,7 +2,7 @@
 
 | arrangement | up | down | adapter |
 |---|---|---|---|
-| modules of ERNIE and Fleet | E times `[H, 2I]`, gate first | E times `[I, H]` | `PerExpertParameters` |
+| ERNIE's, Fleet's modules | E of `[H, 2I]`, gate first | E of `[I, H]` | `PerExpertParameters` |
 | fused | `[E, H, 2I]`, gate first | `[E, I, H]` | `FusedParameters` |
 | the functional API's | stacked, as a `WeightLayout` says | the same | `WeightSource.stacked` |
 
@@ -97,7 +97,8 @@ class PerExpertParameters(ExpertParameters):
         expect(
             len(local) == num_experts,
             LayoutError,
-            f"experts holds {len(local)} local modules ({len(experts)} entries, None = another rank's); n_experts is {num_experts}",
+            f"experts holds {len(local)} local modules ({len(experts)} entries, None = another "
+            f"rank's); n_experts is {num_experts}",
         )
         super().__init__(activation)
         self._experts = local
@@ -200,11 +201,13 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
     if not IS_PADDLE:
         if parameters[0].is_meta:
             raise LayoutError(
-                "the experts' weights are on the meta device and hold no memory; needed: weights made real before the forward, and a "
-                "node of stacked parameters made after that: it keeps the tensors it was given"
+                "the experts' weights are on the meta device and hold no memory; needed: weights "
+                "made real before the forward, and a node of stacked parameters made after that, "
+                "because it keeps the tensors it was given"
             )
         return
-    freed = [index for index, parameter in enumerate(parameters) if not parameter._is_initialized()]  # type: ignore[attr-defined]
+    held: Iterator[bool] = (parameter._is_initialized() for parameter in parameters)  # type: ignore[attr-defined]
+    freed = [index for index, is_held in enumerate(held) if not is_held]
     expect(
         not freed,
         LayoutError,

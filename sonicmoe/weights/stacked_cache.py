@@ -28,7 +28,8 @@ from .changes import Seen, optimizer_steps
 
 if IS_PADDLE:
     raise FrameworkError(
-        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use sonicmoe.ernie_compat.SonicMoEMlpNode"
+        "sonicmoe.functional and sonicmoe.MoE are the PyTorch face; under Paddle use "
+        "sonicmoe.ernie_compat.SonicMoEMlpNode"
     )
 
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
