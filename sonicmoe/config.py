@@ -241,8 +241,8 @@ def default_local_cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"
     except FileNotFoundError as error:
         raise ConfigError(
-            f"there is no directory for the node's own copy of the compile cache: {error.strerror}; "
-            "set SONIC_MOE_LOCAL_CACHE_DIR, or TMPDIR"
+            "there is no directory for the node's own copy of the compile cache: "
+            f"{error.strerror}; set SONIC_MOE_LOCAL_CACHE_DIR, or TMPDIR"
         ) from None
 
 
@@ -403,7 +403,9 @@ class SonicMoEConfig:
         return {flag.field: held[flag.field] for flag in FLAGS if held[flag.field] is not None}
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.given() == self.given()  # type: ignore[attr-defined]
+        if not isinstance(other, SonicMoEConfig) or other.decided != self.decided:
+            return False
+        return other.given() == self.given()
 
     def __hash__(self) -> int:
         return hash(tuple(self.given().items()))
@@ -498,7 +500,7 @@ def active_config() -> SonicMoEConfig:
 
 
 def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:
-    """Resolve `explicit`, else the activated configuration, else the environment and the defaults."""
+    """Resolve `explicit`, else the activated configuration, else environment and defaults."""
     return (explicit or active_config()).resolve()
 
 

@@ -23,7 +23,7 @@ class ExpertCall:
 
     layer: the object that all calls of one layer have in common; observers compare identities.
     engine: its name.
-    indices: int `[T, K]` as the caller gave them; -1 and ids >= E mean "not here".
+    indices: int `[T, K]` as the caller gave them (docs/design.md, "Routing contract").
     native_weights: `w1 [E, N1, H]` (gate, up interleaved) and `w2 [E, H, I]`, copied out of the
         caller's parameters as they are when it is called.
     """

@@ -33,8 +33,8 @@ class Dispatcher(ABC):
 
         Args:
             x: `[T, H]`; T may differ between ranks and be 0.
-            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row. -1 and ids
-                >= E drop the slot (docs/design.md, "Routing contract").
+            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row
+                (docs/design.md, "Routing contract", for all E experts of the group).
             topk_weights: fp32 `[T, K]`.
 
         Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is

@@ -1,8 +1,7 @@
 """The PyTorch face, functional half: upstream SonicMoE's signatures over the engine seam. Weights
 are `w1 [N1, H, E]`, `w2 [H, I, E]`.
 
-Sentinels: an expert id of -1, or >= E, drops its slot at no cost: no output, exactly zero gradient
-(docs/design.md, "Routing contract").
+Which expert ids drop their slot, and what a dropped slot means: docs/design.md, "Routing contract".
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def moe_general_routing_inputs(
         x: `[T, H]`.
         router_scores: `[N]`, any floating dtype; receives a gradient.
         token_indices: int `[N]`, ascending.
-        expert_indices: int `[N]`; -1 and >= E drop the triple.
+        expert_indices: int `[N]`, expert ids (docs/design.md, "Routing contract").
         E: number of experts; must match the weights when given.
         w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout,
         use_fp8: as in

@@ -34,7 +34,7 @@ def expert_mlp(
 
     Args:
         x: `[T, H]`.
-        indices: int `[T, K]`; -1 and ids >= E drop their slot.
+        indices: int `[T, K]`, expert ids (docs/design.md, "Routing contract").
         probs: fp32 `[T, K]`.
         w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`,
             `[E, H, I]`).

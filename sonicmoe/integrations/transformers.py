@@ -252,7 +252,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
     def forward(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """`[T, H]`, ids `[T, K]` (-1 and >= E: another rank's), weights `[T, K]` -> `[T, H]`."""
+        """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`."""
         reason = _unsupported_reason(self, standard_gate)
         if reason is not None:
             raise LayoutError(

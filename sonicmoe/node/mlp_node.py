@@ -191,8 +191,8 @@ class SonicMoEMlpNode:
                 T may be 0.
             tokens_per_expert: E counts as DeepEP lists them, or a tensor, or None / [] to count
                 from the indices.
-            dispatched_indices: int32 or int64 `[T, K]`, local expert id per slot; -1 and ids >= E
-                mean "not here".
+            dispatched_indices: int32 or int64 `[T, K]`, local expert id per slot; docs/design.md,
+                "Routing contract", says which ids are "not here".
             dispatched_probs: fp32 `[T, K]`; only values at valid slots count. Its gradient is
                 exactly 0 elsewhere.
 
