@@ -29,8 +29,9 @@ def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) 
         EngineUnavailableError: an engine asked for by name cannot run.
     """
     from sonicmoe.config import current_config
+    from sonicmoe.engine.capabilities import Workload
     from sonicmoe.engine.interface import EngineSettings
-    from sonicmoe.engine.select import Workload, choose_engine
+    from sonicmoe.engine.select import choose_engine
     from sonicmoe.enums import ActivationType
 
     config = current_config(node_config(precision, engine))

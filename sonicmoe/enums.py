@@ -1,10 +1,13 @@
-"""Names shared by every layer. Members and values of the first two follow upstream SonicMoE, so
-that user code keeps working.
+"""Names shared by every layer, and the records of the activations. Members and values of the first
+two enumerations follow upstream SonicMoE, so that user code keeps working.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
+from math import isfinite
 from typing import Any, TypeVar
 
 from .errors import ConfigError
@@ -21,12 +24,7 @@ class KernelBackendMoE(Enum):
 
 
 class ActivationType(Enum):
-    """The expert's activation; the first four are gated.
-
-    Upstream has seven, gated ones of the form `act(gate) * up`. `SWIGLU_OAI` is GPT-OSS's, with
-    alpha 1.702 and limit 7: `gate = min(gate, limit)`, `up = clamp(up, -limit, limit)`, `gate *
-    sigmoid(alpha * gate) * (up + 1)`.
-    """
+    """The expert's activation. The first four are gated. `ACTIVATIONS` has the record of each."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -39,14 +37,103 @@ class ActivationType(Enum):
     SILU = "silu"
 
 
-GATED_ACTIVATIONS = frozenset(
-    {ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU, ActivationType.SWIGLU_OAI}
-)
+class EngineName(Enum):
+    """Engines behind the seam; `AUTO` lets `choose_engine` decide and say why."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    BF16 = "bf16"
+    HOPPER = "hopper"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an activation is.
+
+    Attributes:
+        formula: y1 as an expression of `x` (ungated), or of `gate` and `up`, and of the parameters.
+            It may use + - * / **, numbers, the functions of `diagnostics/formulas.py`, and the
+            names of ungated activations. The golden of `bisect` evaluates this text and its
+            derivative.
+        source: who defined it.
+        kernels: the engines whose kernels compute it, beside the reference engine, which computes
+            all.
+        base: of a gated one `base(gate) * up`, the ungated activation; None for other gates.
+        parameters: (name, default) of the numbers that a layer may set for itself.
+    """
+
+    formula: str
+    source: str
+    kernels: frozenset[EngineName]
+    gated: bool = False
+    base: ActivationType | None = None
+    parameters: tuple[tuple[str, float], ...] = ()
+
+    def values(self, overrides: ActivationParameters = ()) -> dict[str, float]:
+        """Every parameter by name, at its default where `overrides` does not set it."""
+        return {**dict(self.parameters), **dict(overrides)}
+
+
+# (name, value) pairs of the parameters that a layer sets, sorted by name.
+ActivationParameters = tuple[tuple[str, float], ...]
+
+_BOTH = frozenset({EngineName.BF16, EngineName.HOPPER})
+_BF16 = frozenset({EngineName.BF16})
+_GLU = "Shazeer, arXiv:2002.05202"
+
+ACTIVATIONS: Mapping[ActivationType, Activation] = {
+    ActivationType.SWIGLU: Activation(
+        "silu(gate) * up", _GLU, _BOTH, gated=True, base=ActivationType.SILU
+    ),
+    ActivationType.GEGLU: Activation(
+        "gelu(gate) * up", _GLU, _BOTH, gated=True, base=ActivationType.GELU
+    ),
+    ActivationType.REGLU: Activation(
+        "relu(gate) * up", _GLU, _BOTH, gated=True, base=ActivationType.RELU
+    ),
+    ActivationType.SWIGLU_OAI: Activation(
+        "min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clamp(up, -limit, limit) + 1)",
+        "GPT-OSS, arXiv:2508.10925",
+        _BF16,
+        gated=True,
+        parameters=(("alpha", 1.702), ("limit", 7.0)),
+    ),
+    ActivationType.RELU_SQ: Activation("max(x, 0) ** 2", "So et al., arXiv:2109.08668", _BF16),
+    ActivationType.RELU: Activation("max(x, 0)", "Nair and Hinton, ICML 2010", _BF16),
+    ActivationType.GELU: Activation(
+        "x * (1 + erf(x / sqrt(2))) / 2", "Hendrycks and Gimpel, arXiv:1606.08415", _BF16
+    ),
+    ActivationType.SILU: Activation("x * sigmoid(x)", "Elfwing et al., arXiv:1702.03118", _BF16),
+}
 
 
 def is_glu(activation_type: ActivationType) -> bool:
     """Whether the up-projection has a gate and an up half."""
-    return activation_type in GATED_ACTIVATIONS
+    return ACTIVATIONS[activation_type].gated
+
+
+def layer_parameters(
+    activation: ActivationType, given: Mapping[str, float] | ActivationParameters | None
+) -> ActivationParameters:
+    """Those of `given` that differ from the activation's defaults, checked and sorted, so that
+    equal layers have equal settings.
+
+    Raises:
+        ConfigError: naming a parameter that this activation does not have, or a value that is no
+            finite number.
+    """
+    defaults = dict(ACTIVATIONS[activation].parameters)
+    found = {}
+    for name, value in dict(given or {}).items():
+        if name not in defaults:
+            raise ConfigError(
+                f"activation_parameters has {name!r}; {activation.value} has {sorted(defaults)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise ConfigError(f"activation_parameters[{name!r}] is {value!r}; needed: a number")
+        if value != defaults[name]:
+            found[name] = float(value)
+    return tuple(sorted(found.items()))
 
 
 class ZCode(Enum):
@@ -57,15 +144,6 @@ class ZCode(Enum):
     INT8 = "int8"
     E4M3 = "e4m3"
     BF16 = "bf16"
-
-
-class EngineName(Enum):
-    """Engines behind the seam; `AUTO` lets `choose_engine` decide and say why."""
-
-    AUTO = "auto"
-    REFERENCE = "reference"
-    BF16 = "bf16"
-    HOPPER = "hopper"
 
 
 class FlushMode(Enum):

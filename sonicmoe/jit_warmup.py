@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .architectures import DEFAULT_ARCH
 from .config import SonicMoEConfig, current_config
+from .engine.compile_plan import require_precision, warm_up_plan
 from .enums import ActivationType
 from .errors import DeviceError, expect
 from .jit.cache import default_cache
 from .jit.errors import CompileError
-from .jit.plan import BF16, BOTH, FP8, NEITHER, ModelSpec, WarmUpPlan, require, warm_up_plan
+from .jit.plan import BF16, BOTH, FP8, NEITHER, ModelSpec, WarmUpPlan
 from .jit.warmup import FAILED, Progress, WarmUpReport, warm_up
 
 # The device decides nothing but whether there is anything to compile: the CPU runs the reference
@@ -28,7 +30,7 @@ def warmup_jit(
     precision: str | None = None,
     dtype: str = "bfloat16",
     activation: ActivationType | str = ActivationType.SWIGLU,
-    arch: str = "sm_90a",
+    arch: str | None = None,
     jobs: int | None = None,
     cache_dir: Path | str | None = None,
     config: SonicMoEConfig | None = None,
@@ -50,7 +52,7 @@ def warmup_jit(
                 choose FP8 call by call.
         dtype: dtype of tokens and parameters.
         activation: the expert's activation.
-        arch: the GPU architecture to compile for.
+        arch: the GPU architecture to compile for; default: `architectures.DEFAULT_ARCH`.
         jobs: worker processes at most; default: the CPUs this process may use.
         cache_dir: instead of the configured one.
         config: instead of the configuration in force.
@@ -73,11 +75,11 @@ def warmup_jit(
     settings = current_config(config)
     if cache_dir is not None:
         settings = settings.replace(cache_dir=Path(cache_dir))
-    spec = ModelSpec(E, H, I, dtype, ActivationType(activation).value, arch)
+    spec = ModelSpec(E, H, I, dtype, ActivationType(activation).value, arch or DEFAULT_ARCH)
     needed = WarmUpPlan((), NEITHER)
     if kind != "cpu":
         needed = warm_up_plan(spec, precision or _precision_of(config), settings)
-        needed = require(needed, precision) if precision else needed
+        needed = require_precision(needed, precision) if precision else needed
     report = warm_up(
         spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=needed
     )

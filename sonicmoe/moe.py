@@ -4,11 +4,21 @@ SonicMoE.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from .engine.activations import activate, pre_activation_width
-from .enums import GATED_ACTIVATIONS, ActivationType, KernelBackendMoE, member_of
+from .enums import (
+    ActivationType,
+    KernelBackendMoE,
+    layer_parameters,
+    member_of,
+)
+from .enums import (
+    is_glu as is_gated,
+)
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8
@@ -67,13 +77,16 @@ class MoE(nn.Module):
         std: standard deviation of the expert weights.
         is_glu: as upstream's scripts say it; follows from the activation, which it must not
             contradict.
+        activation_parameters: numbers of this layer's activation by name, such as `alpha` and
+            `limit` of `swiglu_oai`; those not given have their defaults (`enums.ACTIVATIONS`).
 
     `state_dict` names: `router.weight [E, H]`, `c_fc.weight [E, N1, H]` (gate and up rows
     interleaved), `c_fc.bias`, `c_proj.weight [E, H, I]`, `c_proj.bias`.
 
     Raises:
         ShapeError: K > E, or a size is not positive.
-        ConfigError: an unknown activation, or `is_glu` contradicts it.
+        ConfigError: an unknown activation, one without these parameters, or `is_glu` contradicts
+            it.
     """
 
     def __init__(
@@ -86,6 +99,7 @@ class MoE(nn.Module):
         add_bias: bool = False,
         std: float = 0.02,
         is_glu: bool | None = None,
+        activation_parameters: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
@@ -102,11 +116,14 @@ class MoE(nn.Module):
         self.activation_function = member_of(
             ActivationType, activation_function, "activation_function"
         )
-        gated = self.activation_function in GATED_ACTIVATIONS
+        gated = is_gated(self.activation_function)
         expect(
             is_glu is None or is_glu == gated,
             ConfigError,
             f"is_glu is {is_glu}; {self.activation_function.value} needs {gated}",
+        )
+        self.activation_parameters = layer_parameters(
+            self.activation_function, activation_parameters
         )
         width = pre_activation_width(intermediate_size, self.activation_function)
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
@@ -155,6 +172,7 @@ class MoE(nn.Module):
                 (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias),
                 self.top_k,
                 self.activation_function,
+                parameters=self.activation_parameters,
                 inference=is_inference_mode,
                 use_fp8=use_fp8,
             )
@@ -193,7 +211,8 @@ class MoE(nn.Module):
         out = torch.zeros_like(tokens)
         for expert in range(self.num_experts):
             token, slot = torch.nonzero(indices == expert, as_tuple=True)
-            y1 = activate(_linear(tokens[token], self.c_fc, expert), self.activation_function)
+            z = _linear(tokens[token], self.c_fc, expert)
+            y1 = activate(z, self.activation_function, self.activation_parameters)
             weighted = _linear(y1, self.c_proj, expert) * probs[token, slot].unsqueeze(-1)
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)

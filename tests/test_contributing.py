@@ -12,7 +12,8 @@ from sonicmoe.jit.toolchain import find_toolkit
 
 GATE = "tests/kernels/test_cuda_sources.py"
 PLANNED = """
-from sonicmoe.jit.plan import ModelSpec, warm_up_plan
+from sonicmoe.engine.compile_plan import warm_up_plan
+from sonicmoe.jit.plan import ModelSpec
 for precision in ("fp8", "bf16"):
     names = {job.name for job in warm_up_plan(ModelSpec(8, 3072, 1536), precision).jobs}
     print(precision, "row_maxima" in names)
@@ -91,3 +92,103 @@ def test_a_new_kernel(tmp_path):
     # The page that lists the kernels is asked to follow.
     result = python(tree, "-m", "pytest", "-q", "tests/cli", "-k", "compiles_what_its_page_says")
     assert result.returncode == 1, result.stdout
+
+
+ACTIVATION = """
+import numpy as np, torch
+from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.engine.capabilities import BF16, HOPPER, REFERENCE, Workload, problem
+from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.quant.recipes import RECIPES
+
+new = ActivationType("qgeglu")
+for record, recipe in ((HOPPER, RECIPES["iso128"]), (BF16, None), (REFERENCE, None)):
+    print(record.name.value, problem(record, Workload(EngineSettings(new, recipe), 64, 64), None))
+
+z = torch.randn((5, 12), dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+dy1 = torch.linspace(-1, 2, 30, dtype=torch.float64).reshape(5, 6)
+y1, dz = activate_backward(z, dy1, new)
+gate, up = z[:, ::2], z[:, 1::2]
+by_hand = gate / (1 + torch.exp(-1.702 * gate)) * up
+print(is_glu(new), bool(torch.allclose(y1, by_hand)), bool(torch.equal(y1, activate(z, new))))
+numeric = torch.zeros_like(z)
+for place in np.ndindex(*z.shape):
+    step = torch.zeros_like(z)
+    step[place] = 1e-6
+    difference = activate(z + step, new) - activate(z - step, new)
+    numeric[place] = (dy1 * difference).sum() / 2e-6
+print(bool(torch.allclose(dz, numeric, atol=1e-7)))
+"""
+# The device code of every gate, and the names, in a source that compiles in seconds.
+SMALL = """
+#include "activations.cuh"
+#include <tvm/ffi/function.h>
+namespace sonicmoe {
+template <class Gate>
+__global__ void evaluate(float* at) {
+  float value, slope;
+  Gate::both(at[threadIdx.x], 1.f, Gate::kArgument, value, slope);
+  at[threadIdx.x] = Gate::value(at[threadIdx.x]) + value + slope;
+}
+void touch(int64_t number) {
+  check_activation(number);
+  with_activation(number, [](auto gate) { evaluate<decltype(gate)><<<1, 1>>>(nullptr); });
+}
+}  // namespace sonicmoe
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_names, sonicmoe::activation_names);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(touch, sonicmoe::touch);
+"""
+NAMES = """
+from pathlib import Path
+from sonicmoe.jit.cache import CompileCache
+from sonicmoe.jit.cuda_source import CudaSource, resource_usage
+
+tree = Path.cwd()
+source = CudaSource.make(
+    "small", tree / "small.cu", arch="sm_90a", include_dirs=(tree / "sonicmoe/kernels/sm90",)
+)
+cache = CompileCache(tree / "cache", tree / "local")
+print(*source.load(cache).activation_names())
+print(len(resource_usage(source.compile(cache))))
+try:
+    source.load(cache).touch(4)
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_new_activation(tmp_path):
+    tree = copy_of_the_tree(tmp_path)
+    recipe = steps("A new activation")
+    product = {step.path for step in recipe if step.path.startswith("sonicmoe/")}
+    assert len(product) <= 4, product
+    for step in recipe:
+        carry_out(step, tree)
+    computed = python(tree, "-c", ACTIVATION)
+    wanted = "hopper None\nbf16 None\nreference None\nTrue True True\nTrue\n"
+    assert computed.stdout == wanted, computed.stderr
+    passes(tree, "tests/engine/test_engine_activations.py", "-k", "qgeglu")
+    passes(tree, "tests/engine/test_capabilities.py", "-k", "ActivationsOfRecords")
+    passes(tree, "tests/engine/test_engine_select.py", "-k", "never_picks")
+
+    # The page with the table of the engines is asked to follow.
+    result = python(tree, "-m", "pytest", "-q", "tests/engine/test_capabilities.py", "-k", "table")
+    assert result.returncode == 1 and "`reglu`, `qgeglu`" in result.stdout, result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+@pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi")
+def test_a_new_activation_in_the_header(tmp_path):
+    """Compiled with every gate's device code; the module counts the new one in."""
+    tree = copy_of_the_tree(tmp_path)
+    for step in steps("A new activation"):
+        if step.path.endswith(".cuh"):
+            carry_out(step, tree)
+    (tree / "small.cu").write_text(SMALL, encoding="utf-8")
+    result = python(tree, "-c", NAMES)
+    names, kernels, refusal = result.stdout.splitlines()[:3]
+    assert set(names.split()) == {"qgeglu", "swiglu", "geglu", "reglu"}, result.stderr
+    assert kernels == "4" and "activation is 4; needed: a place in the list" in refusal

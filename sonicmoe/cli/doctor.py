@@ -88,6 +88,7 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         ),
         ("device", device_line(report)),
         ("engine", f"{report.engine}: {report.engine_reason}" if report.engine else "none"),
+        *((f"  {name}", able) for name, able in report.engines.items()),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
         *(("warmed", line) for state in report.caches for line in state.warmed),
         *((name, value) for name, value in report.honoured.items() if value),

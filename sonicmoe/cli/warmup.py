@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..architectures import DEFAULT_ARCH
 from ..config import current_config
+from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
 from ..errors import SonicMoEError
 from ..jit.cache import CompileCache, default_cache
-from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan, require, warm_up_plan
+from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import (
     BUILT,
     CACHED,
@@ -54,7 +56,7 @@ from ..jit.warmup import (
     default=ActivationType.SWIGLU.value, show_default=True, help="The expert's activation.",
 )  # fmt: skip
 @click.option(
-    "--arch", default="sm_90a", show_default=True, help="GPU architecture to compile for."
+    "--arch", default=DEFAULT_ARCH, show_default=True, help="GPU architecture to compile for."
 )
 @click.option(
     "--jobs",
@@ -97,7 +99,7 @@ def warmup(
     settings = current_config()
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
-    planned = require(warm_up_plan(spec, precision, settings), precision)
+    planned = require_precision(warm_up_plan(spec, precision, settings), precision)
     report = (
         check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
     )

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .. import __version__
-from ..kernels.quack_gemm import PACKAGES
+from ..engine.capabilities import BF16
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 CARRIERS = ("paddlefleet_ops",)
@@ -65,7 +65,7 @@ def wrong_quacks() -> list[Copy]:
     found = {
         copy.path: copy for copy in (*_shadowed("quack"), *_carried("quack"), *_loaded("quack"))
     }
-    return [copy for _, copy in sorted(found.items()) if copy.version != PACKAGES[QUACK]]
+    return [copy for _, copy in sorted(found.items()) if copy.version != dict(BF16.packages)[QUACK]]
 
 
 def _shadowed(name: str) -> Iterator[Copy]:

@@ -32,11 +32,11 @@ from ..config import (
     spelling,
     unknown_flags,
 )
+from ..engine.capabilities import BF16
 from ..enums import EngineName
 from ..errors import ConfigError, FrameworkError, SonicMoEError
 from ..install import NVIDIA_DRIVER, install_hint
 from ..jit.warmup import read_records
-from ..kernels.quack_gemm import PACKAGES
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 
 if TYPE_CHECKING:
@@ -94,8 +94,10 @@ class CacheState:
 
 @dataclass
 class Report:
-    """Everything on the doctor's screen; a field that could not be found out is None or empty, and
+    """Everything on the doctor's screen. A field that could not be found out is None or empty, and
     `problems` says why.
+
+    engines: "able", or why this machine cannot run it, by engine and whatever the model.
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Report:
     device: Device | None = None
     engine: str | None = None
     engine_reason: str = ""
+    engines: dict[str, str] = field(default_factory=dict)
     caches: list[CacheState] = field(default_factory=list)
     flags: list[FlagState] = field(default_factory=list)
     honoured: dict[str, str | None] = field(default_factory=dict)
@@ -174,8 +177,8 @@ def examine_copies(report: Report) -> None:
         )
     for copy in wrong_quacks():
         report.warning(
-            f"quack of another version than {PACKAGES[QUACK]}: {copy}",
-            f"the BF16 GEMMs are compiled by {QUACK} {PACKAGES[QUACK]} alone: run `sonicmoe warmup` where that is the only one",
+            f"quack of another version than {dict(BF16.packages)[QUACK]}: {copy}",
+            f"the BF16 GEMMs are compiled by {QUACK} {dict(BF16.packages)[QUACK]} alone: run `sonicmoe warmup` where that is the only one",
         )
 
 
@@ -394,6 +397,7 @@ def examine_engine(report: Report, config: ResolvedConfig) -> None:
         )
     try:
         in_force = "fp8" if config.fp8 else "bf16"
+        report.engines = selftest.engines_on(device.name)
         choice = selftest.engine_for(config, in_force, device.name)
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         start = time.perf_counter()

@@ -6,16 +6,13 @@ Row stages lie in expert order with zero padding rows, as routing lays them out;
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..enums import ActivationType, is_glu
+from ..enums import ActivationParameters, ActivationType, is_glu
+from .formulas import value_and_gradients
 from .step_dump import Array, StepDump
-
-_ALPHA, _LIMIT = 1.702, 7.0  # GPT-OSS's
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +65,10 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
     owners = [
         np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
     ]
-    activation = ActivationType(step.settings.activation)
+    activation, parameters = step.settings.activation_type, step.settings.parameters
     with np.errstate(all="ignore"):  # a NaN or infinity in the inputs is what is being looked for
         z = grouped(gathered(x, token), w1.transpose(0, 2, 1), owners)
-        y1, _ = activate(z, np.zeros_like(z[:, : w2.shape[2]]), activation)
+        y1, _ = activate(z, np.zeros_like(z[:, : w2.shape[2]]), activation, parameters)
         y2 = grouped(y1, w2.transpose(0, 2, 1), owners)
         stages = {
             "x": x, "probs": step.probs.astype(np.float64), "w1": w1, "w2": w2, "w1_fp8": w1, "w2_fp8": w2,
@@ -81,7 +78,7 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
             return stages
         dout = step.dout.astype(np.float64)
         dy1 = grouped(gathered(dout, token), w2, owners)
-        _, dz = activate(z, probability * dy1, activation)
+        _, dz = activate(z, probability * dy1, activation, parameters)
         dx_rows = grouped(dz, w1, owners)
         ds = np.zeros(step.indices.size)
         ds[slot[layout.real]] = (dy1 * y1).sum(1)[layout.real]
@@ -132,57 +129,14 @@ def user_layout(dw1: Array, dw2: Array, gated: bool) -> Array:
     return np.concatenate([up.transpose(0, 2, 1), dw2], axis=2)
 
 
-def activate(z: Array, dy1: Array, activation: ActivationType) -> tuple[Array, Array]:
-    """`(y1, dz)` of native z (gate and up interleaved)."""
-    base = _BASES.get(activation, activation)
+def activate(
+    z: Array, dy1: Array, activation: ActivationType, parameters: ActivationParameters = ()
+) -> tuple[Array, Array]:
+    """`(y1, dz)` of native z (gate and up interleaved), from the formula of the record."""
     if not is_glu(activation):
-        value, slope = _FUNCTIONS[base](z)
-        return value, dy1 * slope
-    gate, up = z[:, 0::2], z[:, 1::2]
-    dup = dy1
-    if activation is ActivationType.SWIGLU_OAI:
-        dup = dy1 * (np.abs(up) <= _LIMIT)
-        up = np.clip(up, -_LIMIT, _LIMIT) + 1
-    value, slope = _FUNCTIONS[base](gate)
+        y1, slopes = value_and_gradients(activation, parameters, x=z)
+        return y1, dy1 * slopes["x"]
+    y1, slopes = value_and_gradients(activation, parameters, gate=z[:, 0::2], up=z[:, 1::2])
     dz = np.empty_like(z)
-    dz[:, 0::2], dz[:, 1::2] = dy1 * up * slope, dup * value
-    return value * up, dz
-
-
-def _silu(v: Array) -> tuple[Array, Array]:
-    sigma = 1 / (
-        1 + np.exp(-np.clip(v, -700, 700))
-    )  # exp must not overflow; sigma is 0 or 1 there anyway
-    return v * sigma, sigma * (1 + v * (1 - sigma))
-
-
-def _gelu(v: Array) -> tuple[Array, Array]:
-    phi = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(v / math.sqrt(2)))
-    return v * phi, phi + v * np.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
-
-
-def _relu(v: Array) -> tuple[Array, Array]:
-    return np.maximum(v, 0), (v > 0).astype(np.float64)
-
-
-def _relu_sq(v: Array) -> tuple[Array, Array]:
-    return np.maximum(v, 0) ** 2, 2 * np.maximum(v, 0)
-
-
-def _clamped_gate(v: Array) -> tuple[Array, Array]:
-    scaled, slope = _silu(_ALPHA * np.minimum(v, _LIMIT))
-    return scaled / _ALPHA, slope * (v <= _LIMIT)
-
-
-_BASES = {
-    ActivationType.SWIGLU: ActivationType.SILU,
-    ActivationType.GEGLU: ActivationType.GELU,
-    ActivationType.REGLU: ActivationType.RELU,
-}
-_FUNCTIONS: dict[ActivationType, Callable[[Array], tuple[Array, Array]]] = {
-    ActivationType.SILU: _silu,
-    ActivationType.GELU: _gelu,
-    ActivationType.RELU: _relu,
-    ActivationType.RELU_SQ: _relu_sq,
-    ActivationType.SWIGLU_OAI: _clamped_gate,
-}
+    dz[:, 0::2], dz[:, 1::2] = dy1 * slopes["gate"], dy1 * slopes["up"]
+    return y1, dz

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from ..engine.capabilities import RECORDS
 from ..install import gpu_present, install_hint
 from ..jit.key import package_versions
 from ..jit.toolchain import find_toolkit
-from ..kernels.quack_gemm import PACKAGES
-
-FP8_NEEDS = ("apache-tvm-ffi",)
 
 
 def lacking() -> list[str]:
     """What is missing, in words; empty where FP8 and BF16 kernels can be compiled, loaded and run."""
-    absent = [name for name, found in package_versions(*FP8_NEEDS, *PACKAGES) if found == "absent"]
-    missing = [f"{name} ({'FP8 and BF16' if name in FP8_NEEDS else 'BF16'})" for name in absent]
+    needed = _needed_by()
+    absent = [name for name, found in package_versions(*needed) if found == "absent"]
+    missing = [f"{name} (for {' and '.join(needed[name])})" for name in absent]
     if find_toolkit() is None:
         missing.append("nvcc, to compile (a warm cache does without)")
     return [*missing, *_cpu_builds()]
@@ -34,6 +33,15 @@ def report() -> str | None:
         return "a GPU is here, and nothing that the GPU engines need is missing"
     remedy = f"Paddle: {install_hint('paddle')}; PyTorch: {install_hint('torch')}"
     return f"a GPU is here, and the GPU engines lack: {', '.join(missing)}. {remedy}"
+
+
+def _needed_by() -> dict[str, list[str]]:
+    """The engines by each package that loads or compiles their kernels."""
+    needed: dict[str, list[str]] = {}
+    for name, record in RECORDS.items():
+        for package in filter(None, [record.loads_with, *dict(record.packages)]):
+            needed.setdefault(package, []).append(name.value)
+    return needed
 
 
 def _cpu_builds() -> list[str]:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from ..config import ResolvedConfig
+from ..engine.capabilities import Workload
 from ..engine.interface import EngineSettings, NativeBuffer
-from ..engine.select import EngineChoice, Workload, choose_engine
+from ..engine.select import ENGINES, EngineChoice, choose_engine, unavailable
 from ..enums import ActivationType
 from ..routing.build import build_routing
 
@@ -70,6 +71,11 @@ def engine_for(config: ResolvedConfig, precision: str, device: str) -> EngineCho
             cannot do.
     """
     return choose_engine(device, config.engine, Workload(_settings(config, precision), H, I))
+
+
+def engines_on(device: str) -> dict[str, str]:
+    """Whether each engine can run on a device, whatever the model: "able", or the reason."""
+    return {name.value: unavailable(name, device) or "able" for name in ENGINES}
 
 
 def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..enums import ActivationType, ZCode, is_glu
+from ..enums import ZCode, is_glu
 from ..quant.format import Code
 from ..quant.recipes import BlockShape, ScaleFormat
 from ..quant.reference import dequantize, quantize
@@ -36,7 +36,7 @@ class StageArithmetic:
         ]
         self._token = layout.fields["row_token"]
         self._probability = layout.fields["row_prob"].astype(np.float64)[:, None]
-        self._activation = ActivationType(step.settings.activation)
+        self._activation = step.settings.activation_type
 
     def expected(self, name: str) -> Array:
         """The stage from the best known inputs."""
@@ -111,7 +111,8 @@ class StageArithmetic:
 
     def _activated(self, z: Array, dy1: Array | None = None) -> tuple[Array, Array]:
         width = self._step.w2.shape[2]
-        return activate(z, np.zeros((len(z), width)) if dy1 is None else dy1, self._activation)
+        dy1 = np.zeros((len(z), width)) if dy1 is None else dy1
+        return activate(z, dy1, self._activation, self._step.settings.parameters)
 
     def _y1(self) -> Array:
         return self._stored(self._activated(self._best("z"))[0], "y1")

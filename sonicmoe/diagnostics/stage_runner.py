@@ -158,8 +158,8 @@ def engine_settings(step: StepDump) -> EngineSettings:
     """
     own = step.settings
     flags = {flag.field: getattr(own.flags, flag.field) for flag in STEP_FLAGS}
-    settings = EngineSettings(ActivationType(own.activation), own.fp8_recipe, **flags)
-    return replace(settings, recompute_z=False)
+    settings = EngineSettings(own.activation_type, own.fp8_recipe, **flags)
+    return replace(settings, recompute_z=False, activation_parameters=own.parameters)
 
 
 class _Projection:

@@ -91,6 +91,7 @@ def settings_of(call: ExpertCall, x: Tensor) -> StepSettings:
     own = call.settings
     return StepSettings.of(
         activation=own.activation.value,
+        activation_parameters=dict(own.activation_parameters),
         recipe=None if own.recipe is None else own.recipe.name,
         dtype=dtype_name(x.dtype),
         engine=call.engine,

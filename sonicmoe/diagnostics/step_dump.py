@@ -15,7 +15,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ..config import FLAGS, ResolvedConfig, spelling
-from ..enums import ActivationType, EngineName, is_glu
+from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
 from ..quant.recipes import RECIPES, Fp8Recipe
 
@@ -38,6 +38,7 @@ class StepSettings:
 
     Attributes:
         recipe: None for unquantised operands.
+        activation_parameters: those that the layer sets for itself.
         flags: the flags that decide what a step computes (`STEP_FLAGS`); nothing else is set.
     """
 
@@ -45,6 +46,7 @@ class StepSettings:
     recipe: str | None = "iso128"
     dtype: str = "bfloat16"
     engine: str = EngineName.REFERENCE.value
+    activation_parameters: dict[str, float] = field(default_factory=dict)
     flags: ResolvedConfig = field(default_factory=ResolvedConfig)
 
     def __post_init__(self) -> None:
@@ -55,6 +57,19 @@ class StepSettings:
             ("dtype", self.dtype, TOKEN_DTYPES),
         ):
             expect(value in known, DumpError, f"{name} is {value!r}; needed: one of {list(known)}")
+        try:
+            self.parameters  # noqa: B018  asked for its check
+        except ConfigError as error:
+            raise DumpError(str(error)) from None
+
+    @property
+    def activation_type(self) -> ActivationType:
+        return ActivationType(self.activation)
+
+    @property
+    def parameters(self) -> ActivationParameters:
+        """Of the activation, as engines take them."""
+        return layer_parameters(self.activation_type, self.activation_parameters)
 
     @classmethod
     def of(cls, **names: Any) -> StepSettings:
@@ -77,6 +92,7 @@ class StepSettings:
             "recipe": self.recipe,
             "dtype": self.dtype,
             "engine": self.engine,
+            "activation_parameters": self.activation_parameters,
             **{
                 name: value if isinstance(value, bool) else spelling(value)
                 for name, value in flags.items()
@@ -120,7 +136,7 @@ class StepDump:
             f"indices has shape {self.indices.shape}; needed: [T, K]",
         )
         (tokens, topk), (experts, hidden, width) = self.indices.shape, self.w2.shape
-        n1 = width * (2 if is_glu(ActivationType(self.settings.activation)) else 1)
+        n1 = width * (2 if is_glu(self.settings.activation_type) else 1)
         wanted = {
             "x": (tokens, hidden),
             "probs": (tokens, topk),

@@ -1,33 +1,29 @@
 """The activations and their derivatives in fp32, on the native interleaved pre-activation `z`.
 
-Gated: `z [rows, 2I]` holds (gate_i, up_i) pairs, `y1 = act(gate) * up`. Ungated: `z [rows, I]`, `y1
-= act(z)`. GELU is the tanh approximation's exact parent, `x * Phi(x)` (Hendrycks and Gimpel,
-arXiv:1606.08415); GLU variants follow Shazeer (arXiv:2002.05202). GPT-OSS's (arXiv:2508.10925)
-clamps both halves and adds 1 to up; gradients are zero beyond a clamp's bound and pass at the bound
-itself, as `torch.clamp`'s. NaN in, NaN out.
+Gated: `z [rows, 2I]` holds (gate_i, up_i) pairs. Ungated: `z [rows, I]`. `enums.ACTIVATIONS` has
+the formula and the source of each. A gated activation whose record names a `base` needs no entry
+here, because it is `base(gate) * up`.
+
+Gradients are zero beyond a clamp's bound and pass at the bound itself, as those of `torch.clamp`.
+The slope at a kink is 0. NaN in, NaN out.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ..enums import ActivationType, is_glu
+from ..enums import ACTIVATIONS, ActivationParameters, ActivationType, is_glu
+from ..errors import ConfigError
 
 Tensor = torch.Tensor
-
-SWIGLU_OAI_ALPHA = 1.702  # GPT-OSS's `swiglu_alpha` and `swiglu_limit`
-SWIGLU_OAI_LIMIT = 7.0
+Values = Mapping[str, float]  # every parameter of the activation by name
 
 _INV_SQRT2 = 1.0 / math.sqrt(2.0)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
-
-_BASE = {
-    ActivationType.SWIGLU: ActivationType.SILU,
-    ActivationType.GEGLU: ActivationType.GELU,
-    ActivationType.REGLU: ActivationType.RELU,
-}
 
 
 def pre_activation_width(intermediate_size: int, activation: ActivationType) -> int:
@@ -35,26 +31,33 @@ def pre_activation_width(intermediate_size: int, activation: ActivationType) -> 
     return 2 * intermediate_size if is_glu(activation) else intermediate_size
 
 
-def activate(z: Tensor, activation: ActivationType) -> Tensor:
-    """`y1` from fp32 `z`."""
-    if is_glu(activation):
-        gate, up = split_gate_up(z)
-        if activation is ActivationType.SWIGLU_OAI:
-            return _clamped_value_and_slope(gate)[0] * (_clamped(up, both=True) + 1.0)
-        return value_and_slope(gate, _BASE[activation])[0] * up
-    return value_and_slope(z, activation)[0]
+def activate(
+    z: Tensor, activation: ActivationType, parameters: ActivationParameters = ()
+) -> Tensor:
+    """`y1` from fp32 `z`; `parameters` has those that the layer sets."""
+    if not is_glu(activation):
+        return value_and_slope(z, activation, parameters)[0]
+    gate, up = split_gate_up(z)
+    base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
+    if base is not None:
+        return value_and_slope(gate, base, tuple(values.items()))[0] * up
+    return _entry(_GATES, activation)[0](gate, up, values)
 
 
-def activate_backward(z: Tensor, dy1: Tensor, activation: ActivationType) -> tuple[Tensor, Tensor]:
+def activate_backward(
+    z: Tensor, dy1: Tensor, activation: ActivationType, parameters: ActivationParameters = ()
+) -> tuple[Tensor, Tensor]:
     """`(y1, dz)` from fp32 `z` and the gradient of `y1`; `dz` has the layout of `z`."""
     if not is_glu(activation):
-        value, slope = value_and_slope(z, activation)
+        value, slope = value_and_slope(z, activation, parameters)
         return value, dy1 * slope
     gate, up = split_gate_up(z)
-    if activation is ActivationType.SWIGLU_OAI:
-        return _swiglu_oai_backward(gate, up, dy1)
-    value, slope = value_and_slope(gate, _BASE[activation])
-    return value * up, merge_gate_up(dy1 * up * slope, dy1 * value)
+    base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
+    if base is not None:
+        value, slope = value_and_slope(gate, base, tuple(values.items()))
+        return value * up, merge_gate_up(dy1 * up * slope, dy1 * value)
+    y1, dgate, dup = _entry(_GATES, activation)[1](gate, up, dy1, values)
+    return y1, merge_gate_up(dgate, dup)
 
 
 def split_gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,46 +71,102 @@ def merge_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([gate, up], -1).reshape([int(gate.shape[0]), 2 * int(gate.shape[1])])
 
 
-def value_and_slope(x: Tensor, activation: ActivationType) -> tuple[Tensor, Tensor]:
-    """`act(x)` and `act'(x)` of an ungated activation; the slope at a kink is 0."""
-    if activation is ActivationType.SILU:
-        sigma = torch.sigmoid(x)
-        return x * sigma, sigma * (1.0 + x * (1.0 - sigma))
-    if activation is ActivationType.GELU:
-        phi = 0.5 * (1.0 + torch.erf(x * _INV_SQRT2))
-        return x * phi, phi + x * torch.exp(-0.5 * x * x) * _INV_SQRT_2PI
-    positive = (
-        x.clamp(min=0.0) + x * 0.0
-    )  # the second term keeps NaN alive where a framework's clamp drops it
-    step = (x > 0.0).to(x.dtype)
-    if activation is ActivationType.RELU:
-        return positive, step + x * 0.0
-    if activation is ActivationType.RELU_SQ:
-        return positive * positive, 2.0 * positive
-    raise ValueError(f"{activation} is gated; split it first")
+def value_and_slope(
+    x: Tensor, activation: ActivationType, parameters: ActivationParameters = ()
+) -> tuple[Tensor, Tensor]:
+    """`act(x)` and `act'(x)` of an ungated activation.
 
-
-def _swiglu_oai_backward(gate: Tensor, up: Tensor, dy1: Tensor) -> tuple[Tensor, Tensor]:
-    """`(y1, dz)` of GPT-OSS's gate."""
-    value, slope = _clamped_value_and_slope(gate)
-    factor = _clamped(up, both=True) + 1.0
-    passes = (up.abs() <= SWIGLU_OAI_LIMIT).to(up.dtype)
-    return value * factor, merge_gate_up(dy1 * factor * slope, dy1 * value * passes)
-
-
-def _clamped_value_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
-    """`c * sigmoid(alpha * c)` of `c = min(gate, limit)`, and its derivative by `gate`."""
-    clamped = _clamped(gate, both=False)
-    sigma = torch.sigmoid(SWIGLU_OAI_ALPHA * clamped)
-    value = clamped * sigma
-    passes = (gate <= SWIGLU_OAI_LIMIT).to(gate.dtype)  # a factor, not a choice: NaN times 0 is NaN
-    return value, (sigma + SWIGLU_OAI_ALPHA * value * (1.0 - sigma)) * passes
-
-
-def _clamped(x: Tensor, *, both: bool) -> Tensor:
-    """`min(x, limit)`, and `max` of that and `-limit` when `both`; a choice, since a framework's
-    clamp may drop NaN.
+    Raises:
+        ValueError: the activation is gated.
+        ConfigError: it has no formula here.
     """
-    limit = torch.full_like(x, SWIGLU_OAI_LIMIT)
+    record = ACTIVATIONS[activation]
+    if record.gated:
+        raise ValueError(f"{activation.value} is gated; split it first")
+    return _entry(_UNGATED, activation)(x, record.values(parameters))
+
+
+def _entry(table: Mapping[ActivationType, Any], key: ActivationType) -> Any:
+    """The entry of a table of formulas.
+
+    Raises:
+        ConfigError: there is none; the record alone does not teach the reference engine to compute.
+    """
+    if key not in table:
+        raise ConfigError(
+            f"activation {key.value!r} has a record and no tensor formula: add it to "
+            "engine/activations.py, or name its base in the record"
+        )
+    return table[key]
+
+
+# ---- ungated: (act(x), act'(x)) ----
+
+
+def _silu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    sigma = torch.sigmoid(x)
+    return x * sigma, sigma * (1.0 + x * (1.0 - sigma))
+
+
+def _gelu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    phi = 0.5 * (1.0 + torch.erf(x * _INV_SQRT2))
+    return x * phi, phi + x * torch.exp(-0.5 * x * x) * _INV_SQRT_2PI
+
+
+def _relu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    return _positive(x), (x > 0.0).to(x.dtype) + x * 0.0
+
+
+def _relu_sq(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    positive = _positive(x)
+    return positive * positive, 2.0 * positive
+
+
+def _positive(x: Tensor) -> Tensor:
+    """`max(x, 0)`. The second term keeps NaN alive where a framework's clamp drops it."""
+    return x.clamp(min=0.0) + x * 0.0
+
+
+_UNGATED = {
+    ActivationType.SILU: _silu,
+    ActivationType.GELU: _gelu,
+    ActivationType.RELU: _relu,
+    ActivationType.RELU_SQ: _relu_sq,
+}
+
+# ---- gates that are not `base(gate) * up`: y1, and (y1, dgate, dup) from dy1 ----
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor, values: Values) -> Tensor:
+    return _clamped_swish(gate, values)[0] * (_clamped(up, values["limit"], both=True) + 1.0)
+
+
+def _swiglu_oai_backward(
+    gate: Tensor, up: Tensor, dy1: Tensor, values: Values
+) -> tuple[Tensor, Tensor, Tensor]:
+    value, slope = _clamped_swish(gate, values)
+    factor = _clamped(up, values["limit"], both=True) + 1.0
+    passes = (up.abs() <= values["limit"]).to(up.dtype)
+    return value * factor, dy1 * factor * slope, dy1 * value * passes
+
+
+def _clamped_swish(gate: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    """`c * sigmoid(alpha * c)` of `c = min(gate, limit)`, and its derivative by `gate`."""
+    alpha, limit = values["alpha"], values["limit"]
+    clamped = _clamped(gate, limit, both=False)
+    sigma = torch.sigmoid(alpha * clamped)
+    value = clamped * sigma
+    passes = (gate <= limit).to(gate.dtype)  # a factor, not a choice: NaN times 0 is NaN
+    return value, (sigma + alpha * value * (1.0 - sigma)) * passes
+
+
+def _clamped(x: Tensor, bound: float, *, both: bool) -> Tensor:
+    """`min(x, bound)`, and `max` of that and `-bound` when `both`. It chooses element by element,
+    because a framework's clamp may drop NaN.
+    """
+    limit = torch.full_like(x, bound)
     below = torch.where(x > limit, limit, x)
     return torch.where(below < -limit, -limit, below) if both else below
+
+
+_GATES = {ActivationType.SWIGLU_OAI: (_swiglu_oai, _swiglu_oai_backward)}

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..diagnostics.stages import stage, tap
 from ..enums import ActivationType
-from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
+from ..errors import DeviceError, DTypeError, expect
 from ..interop import (
     IS_PADDLE,
     aligned,
@@ -32,20 +32,18 @@ from ..interop import (
     is_cuda,
     plain_ops,
 )
-from ..jit.key import package_versions
 from ..kernels.quack_gemm import (
-    DTYPES,
     GroupedGemms,
     MlpShape,
     expert_rows_module,
     grouped_gemms,
-    is_warm,
     launching_on,
-    missing_package,
 )
 from ..layouts import WeightSource
+from ..routing.backends import arch_of
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
+from .capabilities import BF16, Workload, require
 from .interface import (
     Change,
     Engine,
@@ -62,13 +60,10 @@ from .interface import (
 )
 
 Tensor = torch.Tensor
-HOPPER = (9, 0)
 
 
 class Bf16Engine(Engine):
-    """See the module docstring. Takes bfloat16 and float16 tokens and weights of one dtype, H and I
-    multiples of 8, no recipe.
-    """
+    """See the module docstring; `capabilities.BF16` says what it takes."""
 
     name = "bf16"
 
@@ -78,29 +73,25 @@ class Bf16Engine(Engine):
         """The native weights as they are; forward and dgrad read the same storage.
 
         Raises:
-            ConfigError: the settings have a recipe: this engine quantises nothing.
-            DTypeError: the weights are not bfloat16 or float16, or of two dtypes.
-            ShapeError: they do not fit together, or H or I is no multiple of 8.
+            ConfigError, DTypeError, ShapeError: `capabilities.require` finds a problem, or the
+                weights do not fit together, or are of two dtypes.
             DeviceError: they are not on a GPU.
         """
         check_weights(w1, w2, b1, b2, settings.activation)
+        dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]
         expect(
-            settings.recipe is None,
-            ConfigError,
-            f"the bf16 engine quantises nothing and the settings have recipe {settings.recipe and settings.recipe.name!r}; needed: None",
-        )
-        same = w1.dtype == w2.dtype and dtype_name(w1.dtype) in DTYPES
-        expect(
-            same,
+            dtypes[0] == dtypes[1] and dtypes[0] in BF16.dtypes,
             DTypeError,
-            f"w1 is {dtype_name(w1.dtype)}, w2 is {dtype_name(w2.dtype)}; the bf16 engine needs both of one of {list(DTYPES)}",
+            f"w1 is {dtypes[0]}, w2 is {dtypes[1]}; "
+            f"the bf16 engine needs both of one of {list(BF16.dtypes)}",
         )
-        problem = _shape_of(w1, w2, settings.activation, b1 is not None).problem()
-        expect(problem is None, ShapeError, str(problem))
+        sizes = int(w1.shape[2]), int(w2.shape[2])
+        require(BF16, Workload(settings, *sizes, dtypes[0], b1 is not None))
         expect(
             is_cuda(w1),
             DeviceError,
-            f"w1 is on {device_name(w1)}; the bf16 engine needs a Hopper GPU",
+            f"w1 is on {device_name(w1)}; "
+            f"the bf16 engine needs a GPU of {', '.join(map(str, BF16.architectures))}",
         )
         with plain_ops():
             w1, w2 = aligned(w1), aligned(w2)
@@ -215,32 +206,6 @@ class Bf16Engine(Engine):
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
-def bf16_unavailable(
-    device: str, dtype: Any = "bfloat16", shape: MlpShape | None = None
-) -> str | None:
-    """Why the BF16 engine cannot run, in words fit for a log line, or None where it can.
-
-    Args:
-        device: of the tensors: "cpu", "cuda:0".
-        dtype: of tokens and weights, a dtype or its name.
-        shape: of the MLP, where known: it may be unsupported, or warm in the cache, which makes
-            compilers unnecessary.
-    """
-    if not device.startswith("cuda"):
-        return f"no GPU: tensors are on {device}"
-    if dtype_name(dtype) not in DTYPES:
-        return f"tokens are {dtype_name(dtype)}, and its GEMMs take {' or '.join(DTYPES)}"
-    capability = tuple(torch.cuda.get_device_capability(_index_of(device)))
-    if capability != HOPPER:
-        return f"{device} has compute capability {capability[0]}.{capability[1]}, and its GEMMs are for Hopper (9.0)"
-    if dict(package_versions("apache-tvm-ffi"))["apache-tvm-ffi"] == "absent":
-        return "apache-tvm-ffi, which loads and launches its GEMMs, is not installed"
-    if shape is not None and shape.problem():
-        return shape.problem()
-    missing = missing_package()
-    return missing if missing and not (shape is not None and is_warm(shape)) else None
-
-
 @dataclass(frozen=True, eq=False)
 class ExpertRows:
     """The rows of each expert as the kernels want them, made on the device.
@@ -250,12 +215,14 @@ class ExpertRows:
     its expert's last true row gathers, with probability 0: it is finite wherever the expert's own
     rows are, its dz and y1s are zeros, and no index is out of bounds.
 
-    cu_rows int32 `[E+1]`; gather_index int32 `[R]`, a token in every row.
+    cu_rows int32 `[E+1]`; gather_index int32 `[R]`, a token in every row; native: the module of
+    the row kernels.
     """
 
     cu_rows: Tensor
     gather_index: Tensor
     stream: int
+    native: Any
 
     @classmethod
     def of(cls, routing: RoutingMetadata) -> ExpertRows:
@@ -263,7 +230,8 @@ class ExpertRows:
         cu_rows = torch.empty((routing.num_experts + 1,), dtype=torch.int32, device=device)
         gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
         stream = current_stream(routing.row_token)
-        expert_rows_module().index_rows(
+        native = expert_rows_module(_gpu(device_name(routing.row_token)).arch)
+        native.index_rows(
             routing.row_token,
             routing.expert_counts,
             routing.padded_offsets,
@@ -271,7 +239,7 @@ class ExpertRows:
             cu_rows,
             stream,
         )
-        return cls(cu_rows, gather_index, stream)
+        return cls(cu_rows, gather_index, stream, native)
 
     def sum_partials(self, partials: Tensor, dout: Tensor, b2: Tensor | None) -> Tensor:
         """fp32 `[R]`: partials `[R, tiles]` summed, plus `<dout, b2>` of each row where there is a
@@ -279,7 +247,7 @@ class ExpertRows:
         """
         out = torch.empty((int(partials.shape[0]),), dtype=torch.float32, device=partials.device)
         bias = partials if b2 is None else b2  # without a bias that argument is not read
-        expert_rows_module().row_sums(
+        self.native.row_sums(
             partials, dout, self.gather_index, bias, self.cu_rows, out, b2 is not None, self.stream
         )
         return out
@@ -290,7 +258,7 @@ class ExpertRows:
         """
         gathered = weight is not None
         unread = self.gather_index if weight is None else weight
-        expert_rows_module().column_sums(
+        self.native.column_sums(
             values, self.gather_index, unread, self.cu_rows, accumulator, gathered, self.stream
         )
 
@@ -342,7 +310,7 @@ def _launches(
         _plain(weights.w1), _plain(weights.w2), settings.activation, weights.b1 is not None
     )
     with _launch_scope(x):
-        yield grouped_gemms(shape, _multiprocessors(device_name(x))), ExpertRows.of(routing)
+        yield grouped_gemms(shape, _gpu(device_name(x)).multiprocessors), ExpertRows.of(routing)
 
 
 @contextmanager
@@ -361,12 +329,14 @@ def _gemms_of_operands(
 ) -> GroupedGemms:
     hidden, intermediate = int(x.shape[1]), int(y1s.shape[1])
     bias = accumulators.db1 is not None
-    shape = MlpShape(hidden, intermediate, activation, dtype_name(dz.dtype), bias)
-    return grouped_gemms(shape, _multiprocessors(device_name(x)))
+    gpu = _gpu(device_name(x))
+    shape = MlpShape(hidden, intermediate, activation, dtype_name(dz.dtype), bias, arch=gpu.arch)
+    return grouped_gemms(shape, gpu.multiprocessors)
 
 
 def _shape_of(w1: Tensor, w2: Tensor, activation: ActivationType, bias: bool) -> MlpShape:
-    return MlpShape(int(w1.shape[2]), int(w2.shape[2]), activation, dtype_name(w1.dtype), bias)
+    sizes, arch = (int(w1.shape[2]), int(w2.shape[2])), _gpu(device_name(w1)).arch
+    return MlpShape(*sizes, activation, dtype_name(w1.dtype), bias, arch=arch)
 
 
 def _rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
@@ -388,6 +358,14 @@ def _index_of(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
+class _Gpu(NamedTuple):
+    """What launches depend on."""
+
+    arch: str
+    multiprocessors: int
+
+
 @lru_cache(maxsize=64)
-def _multiprocessors(device: str) -> int:
-    return int(torch.cuda.get_device_properties(_index_of(device)).multi_processor_count)
+def _gpu(device: str) -> _Gpu:
+    properties = torch.cuda.get_device_properties(_index_of(device))
+    return _Gpu(arch_of(device), int(properties.multi_processor_count))

@@ -18,16 +18,15 @@ from typing import Any
 import torch
 
 from ..diagnostics.stages import stage, tap
-from ..errors import ConfigError, ShapeError
-from ..interop import aligned, device_name, device_of, dtype_name, empty, plain_ops
-from ..kernels.limits import FP8_ACTIVATIONS, fp8_settings_problem, fp8_sizes_problem
-from ..kernels.sm90 import missing_tool
+from ..errors import ShapeError
+from ..interop import aligned, device_name, device_of, empty, plain_ops
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, to_scratch
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
-from .bf16 import HOPPER, Bf16Engine, bf16_unavailable
+from .bf16 import Bf16Engine
+from .capabilities import HOPPER, Workload, require
 from .hopper_passes import BY_BLOCKS, BY_ROWS, launch, passes_on, scratch
 from .interface import (
     Change,
@@ -46,15 +45,9 @@ from .interface import (
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = {
-    activation: number for number, activation in enumerate(FP8_ACTIVATIONS)
-}  # as the kernels number them
-
 
 class HopperEngine(Engine):
-    """See the module docstring. bfloat16 tokens and weights, no biases; `hopper_unavailable` says
-    what else it needs.
-    """
+    """See the module docstring; `capabilities.HOPPER` says what it takes."""
 
     name = "hopper"
 
@@ -74,7 +67,8 @@ class HopperEngine(Engine):
             DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
             in place.
         """
-        _check_computable(source, settings)
+        if previous is None:  # else the same settings were checked when it was made
+            _check_computable(source, settings)
         store = None if previous is None else previous.store
         if not isinstance(store, QuantizedWeights):
             previous, store = None, QuantizedWeights(settings.iso_weight)
@@ -159,61 +153,14 @@ class HopperEngine(Engine):
 
 
 def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
-    if source.b1 is not None:
-        raise ConfigError("the hopper engine has no biases; needed: b1 and b2 None")
-    problem = settings_problem(settings)
-    if problem is not None:
-        raise ConfigError(f"the hopper engine cannot compute these settings: {problem}")
     inner, activation = source.intermediate_size, settings.activation
+    workload = Workload(settings, source.hidden_size, inner, bias=source.b1 is not None)
+    require(HOPPER, workload)
     width = pre_activation_width(inner, activation)
     if source.n1 != width:
         raise ShapeError(
             f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}"
         )
-
-
-def settings_problem(settings: EngineSettings) -> str | None:
-    """What of the settings this engine does not compute, or None."""
-    if settings.recipe is None:
-        return "FP8 is off"
-    return fp8_settings_problem(settings.recipe.name, settings.activation, settings.save_z)
-
-
-def hopper_unavailable(
-    device: str,
-    settings: EngineSettings,
-    dtype: Any = "bfloat16",
-    sizes: tuple[int, int] | None = None,
-    bias: bool = False,
-) -> str | None:
-    """Why the Hopper engine cannot run, in words fit for a log line, or None where it can.
-
-    Args:
-        device: of the tensors: "cpu", "cuda:0".
-        settings: what is to be computed.
-        dtype: of tokens and weights, a dtype or its name.
-        sizes: (H, I) where known.
-        bias: whether the experts have biases.
-    """
-    if not device.startswith("cuda"):
-        return f"no GPU: tensors are on {device}"
-    capability = tuple(torch.cuda.get_device_capability(int(device.partition(":")[2] or 0)))
-    if capability != HOPPER:
-        return f"{device} has compute capability {capability[0]}.{capability[1]}, and its GEMMs are for Hopper (9.0)"
-    if dtype_name(dtype) != "bfloat16":
-        return f"tokens are {dtype_name(dtype)}, and it takes bfloat16"
-    if bias:
-        return "the experts have biases, and it has none"
-    problem = fp8_sizes_problem(*sizes) if sizes is not None else None
-    problem = problem or settings_problem(settings) or missing_tool()
-    if problem is None and not settings.fp8_wgrad:
-        reason = bf16_unavailable(device)
-        problem = (
-            f"fp8_wgrad is off and the BF16 weight gradients cannot run: {reason}"
-            if reason
-            else None
-        )
-    return problem
 
 
 def _scaled(operand: Any) -> BlockScaledTensor:
@@ -254,7 +201,7 @@ def _forward(
     stored = (None, None) if z is None else (z.bytes, z.scale_inv)
     launch(
         passes.forward, x, routing.row_token, routing.padded_offsets, routing.slot_row, routing.row_prob, w1.bytes, w1.scale_inv,
-        w2.bytes, w2.scale_inv, *stored, memory, out, ACTIVATIONS[settings.activation], scratches=(memory, *stored),
+        w2.bytes, w2.scale_inv, *stored, memory, out, passes.up_activations[settings.activation], scratches=(memory, *stored),
     )  # fmt: skip
 
 
@@ -299,7 +246,8 @@ def _dgated(
         outputs = [operands[0], None, operands[1], None]
     launch(
         passes.dgated, dout, routing.row_token, routing.row_prob, routing.padded_offsets, routing.slot_row, w2.bytes, w2.scale_inv,
-        z.bytes, z.scale_inv, *outputs, not settings.fp8_wgrad, memory, dout_fp8, dprobs, ACTIVATIONS[settings.activation],
+        z.bytes, z.scale_inv, *outputs, not settings.fp8_wgrad, memory, dout_fp8, dprobs,
+        passes.dgated_activations[settings.activation],
         scratches=(memory, dout_fp8),
     )  # fmt: skip
     return memory, tap("ds", dprobs), tap("dz", operands[0]), tap("y1s", operands[1])

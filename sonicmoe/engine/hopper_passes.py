@@ -5,7 +5,7 @@ whoever listens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..diagnostics.stages import is_heard, is_observed, stage, tap
+from ..enums import ActivationType
 from ..interop import current_stream, data_ptr, device_name, device_of, empty, numel
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
@@ -46,7 +47,8 @@ _BYTES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4}
 @dataclass(frozen=True)
 class Passes:
     """Native functions, documented in `kernels/sm90/passes.cu`: `sizes` has those that say how
-    large a scratch must be.
+    large a scratch must be. The numbers of the activations are those that the modules of the up
+    projection and of dgated were built with.
     """
 
     sizes: Any
@@ -55,6 +57,8 @@ class Passes:
     dgrad: Any
     wgrad: Any
     wgrad_of: Any
+    up_activations: Mapping[ActivationType, int]
+    dgated_activations: Mapping[ActivationType, int]
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,6 +73,7 @@ def passes_on(device: str) -> Passes:
     native = passes_source(arch).load()
     return make_passes(
         native,
+        activations=(gemms.activation_names(), dgated.activation_names()),
         quantize_rows=quantize.quantize_rows,
         gather_gated_gemm=gemms.gather_gated_gemm,
         grouped_gemm=gemms.grouped_gemm,
@@ -81,9 +86,14 @@ def passes_on(device: str) -> Passes:
     )
 
 
-def make_passes(native: Any, **kernels: Any) -> Passes:
-    """Passes of the module `native` that launch these kernels, named as their modules export them."""
+def make_passes(
+    native: Any, activations: tuple[Iterable[Any], Iterable[Any]], **kernels: Any
+) -> Passes:
+    """Passes of the module `native` that launch these kernels, named as their modules export them;
+    `activations`: what the modules of the up projection and of dgated export.
+    """
     k = kernels
+    up_activations, dgated_activations = map(_numbers, activations)
     return Passes(
         sizes=native,
         forward=native.make_forward(
@@ -93,7 +103,14 @@ def make_passes(native: Any, **kernels: Any) -> Passes:
         dgrad=native.make_dgrad(k["grouped_gemm"], k["aggregate_rows"]),
         wgrad=native.make_wgrad(k["gather_transpose_quantize_pair"], k["grouped_wgrad"]),
         wgrad_of=native.make_wgrad_of(k["gather_transpose_quantize"], k["grouped_wgrad"]),
+        up_activations=up_activations,
+        dgated_activations=dgated_activations,
     )
+
+
+def _numbers(names: Iterable[Any]) -> dict[ActivationType, int]:
+    """The number of each activation in a module that exports these names."""
+    return {ActivationType(str(name)): number for number, name in enumerate(names)}
 
 
 def scratch(size: int, device: Any) -> Tensor:

@@ -15,14 +15,13 @@ in expert order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
-from ..config import ResolvedConfig
-from ..enums import ActivationType, ZCode
+from ..enums import ActivationType
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
 from ..interop import (
     dtype_name,
@@ -34,51 +33,13 @@ from ..interop import (
 )
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..quant.recipes import RECIPES, BlockShape, Fp8Recipe
+from ..quant.recipes import BlockShape
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
+from .settings import EngineSettings
 
 Tensor = torch.Tensor
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What a call computes; static over a training run.
-
-    `recipe` is None for unquantised operands in the dtype of the tokens. Every other setting has
-    the name that it has in the configuration.
-    """
-
-    activation: ActivationType = ActivationType.SWIGLU
-    recipe: Fp8Recipe | None = None
-    fp8_wgrad: bool = True
-    save_z: ZCode = ZCode.INT8
-    recompute_z: bool = False
-    frees_stagewise: bool = False
-    iso_weight: bool = False
-
-    @classmethod
-    def from_config(cls, config: ResolvedConfig, activation: ActivationType) -> EngineSettings:
-        """Settings of a resolved configuration.
-
-        Raises:
-            ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad
-                than in forward.
-        """
-        recipe = RECIPES[config.recipe] if config.fp8 else None
-        if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
-            raise ConfigError(
-                f"iso_weight needs a recipe with the same weight blocks in forward and dgrad, as isotropic ones are; {recipe.name!r} "
-                f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}"
-            )
-        names = {field.name for field in fields(cls)} - {"activation", "recipe"}
-        return cls(activation, recipe, **{name: getattr(config, name) for name in names})
-
-    @property
-    def row_alignment(self) -> int:
-        """Rows the routing metadata must pad every expert to."""
-        return 128 if self.recipe is None else self.recipe.row_alignment
 
 
 @dataclass(frozen=True, eq=False)

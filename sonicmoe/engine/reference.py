@@ -95,7 +95,12 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             x = x.detach()
             z = tap("z", _up_projection(x, routing, weights, settings))
-            y1 = _operand(activate(z, settings.activation), "y1", settings, x.dtype)
+            y1 = _operand(
+                activate(z, settings.activation, settings.activation_parameters),
+                "y1",
+                settings,
+                x.dtype,
+            )
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
             out = tap(
                 "out",
@@ -197,7 +202,12 @@ def _dgated(
     """
     dout_rows = _gather_rows(_operand(dout, "dout", settings, dout.dtype), routing)
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
-    y1, dz = activate_backward(z, dy1 * routing.row_prob.unsqueeze(-1), settings.activation)
+    y1, dz = activate_backward(
+        z,
+        dy1 * routing.row_prob.unsqueeze(-1),
+        settings.activation,
+        settings.activation_parameters,
+    )
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:
         exact = _gather_rows(dout, routing)

@@ -1,4 +1,6 @@
-"""Which engine runs, and why: one decision, one log line."""
+"""Which engine runs, and why: one decision, one log line. `capabilities.py` says who can compute
+what.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from ..enums import EngineName
 from ..errors import EngineUnavailableError
-from ..kernels.limits import FP8_RECIPE
-from ..kernels.quack_gemm import MlpShape
-from ..quant.recipes import RECIPES
-from .bf16 import Bf16Engine, bf16_unavailable
-from .hopper import HopperEngine, hopper_unavailable
-from .interface import Engine, EngineSettings
+from ..routing.backends import arch_of
+from .bf16 import Bf16Engine
+from .capabilities import HOST, RECORDS, EngineRecord, Workload, missing_tool, problem
+from .hopper import HopperEngine
+from .interface import Engine
 from .reference import ReferenceEngine
+from .settings import EngineSettings
 
 logger = logging.getLogger("sonicmoe")
 
@@ -23,19 +25,6 @@ ENGINES: dict[EngineName, Callable[[], Engine]] = {
     EngineName.BF16: Bf16Engine,
     EngineName.HOPPER: HopperEngine,
 }
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is to be computed, as far as it decides which engine can: sizes and dtype are of the
-    experts and their tokens.
-    """
-
-    settings: EngineSettings
-    hidden_size: int
-    intermediate_size: int
-    dtype: str = "bfloat16"
-    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,33 +53,65 @@ def choose_engine(
     """
     if requested is EngineName.AUTO:
         return _automatic(device, workload)
-    reason = _unavailable(requested, device, workload)
+    reason = unavailable(requested, device, workload)
     if reason is not None:
-        able = [name.value for name in ENGINES if _unavailable(name, device, workload) is None]
+        able = [name.value for name in ENGINES if unavailable(name, device, workload) is None]
         raise EngineUnavailableError(
             f"engine {requested.value!r} cannot run: {reason}; able: {able}, or 'auto'"
         )
     return EngineChoice(ENGINES[requested](), "asked for by the configuration")
 
 
+def unavailable(name: EngineName, device: str, workload: Workload | None = None) -> str | None:
+    """Why this engine cannot serve this workload on this device, or None."""
+    if name is EngineName.REFERENCE:  # nothing is left to fall back to, and its border says more
+        return None
+    arch = _arch(device)
+    reason = problem(RECORDS[name], workload, arch)
+    return reason or (None if arch == HOST else missing_tool(RECORDS[name], workload, arch))
+
+
+def _arch(device: str) -> str:
+    return arch_of(device) if device.startswith("cuda") else HOST
+
+
 def _automatic(device: str, workload: Workload | None) -> EngineChoice:
-    plain = f"plain tensor operations in fp32, {_emulation(workload)}"
-    if device == "cpu":
+    """The first engine with kernels, in the order of the records, that computes this precision."""
+    plain = f"{RECORDS[EngineName.REFERENCE].gemms}, {_emulation(workload)}"
+    if _arch(device) == HOST:
         return EngineChoice(ReferenceEngine(), f"no GPU: {plain}")
-    wanted = (
-        EngineName.BF16
-        if workload is None or workload.settings.recipe is None
-        else EngineName.HOPPER
-    )
-    reason = _unavailable(wanted, device, workload)
-    if reason is not None:
-        return _fallback(device, workload, f"not {wanted.value}: {reason}", plain)
-    what = (
-        "FP8 GEMMs with fused activation"
-        if wanted is EngineName.HOPPER
-        else "grouped GEMMs in the dtype of the tokens"
-    )
-    return EngineChoice(ENGINES[wanted](), f"a Hopper GPU: {what}")
+    fp8 = workload is not None and workload.settings.recipe is not None
+    name, problems = _first_able(device, workload, fp8)
+    if name is not None:
+        return EngineChoice(
+            ENGINES[name](), f"{_gpu(device, RECORDS[name])}: {RECORDS[name].gemms}"
+        )
+    if workload is not None and fp8:
+        settings = replace(workload.settings, recipe=None)
+        name, _ = _first_able(device, replace(workload, settings=settings), fp8=False)
+        if name is not None:  # emulating FP8 would be hundreds of times slower
+            reason = f"{problems}; {RECORDS[name].gemms}, without FP8"
+            return EngineChoice(ENGINES[name](), reason, falls_back=True, settings=settings)
+    return EngineChoice(ReferenceEngine(), f"{problems}; {plain}", falls_back=True)
+
+
+def _first_able(device: str, workload: Workload | None, fp8: bool) -> tuple[EngineName | None, str]:
+    """The engine, and in its absence why none can: "not hopper: ..."."""
+    problems = []
+    for name, record in RECORDS.items():
+        if record.architectures and record.quantises(fp8):
+            reason = unavailable(name, device, workload)
+            if reason is None:
+                return name, ""
+            problems.append(f"not {name.value}: {reason}")
+    return None, "; ".join(problems)
+
+
+def _gpu(device: str, record: EngineRecord) -> str:
+    """ "a Hopper GPU", for the log line."""
+    architecture = record.architecture(_arch(device))
+    assert architecture is not None
+    return f"a {architecture.family} GPU"
 
 
 def _emulation(workload: Workload | None) -> str:
@@ -98,39 +119,6 @@ def _emulation(workload: Workload | None) -> str:
         return "FP8, where it is on, emulated exactly"
     recipe = workload.settings.recipe
     return "FP8 off" if recipe is None else f"FP8 emulated exactly (recipe {recipe.name})"
-
-
-def _fallback(device: str, workload: Workload | None, problem: str, plain: str) -> EngineChoice:
-    """For FP8 that the GPU engine cannot compute, BF16 that it can: emulating it would be hundreds
-    of times slower.
-    """
-    if workload is not None and workload.settings.recipe is not None:
-        settings = replace(workload.settings, recipe=None)
-        if _unavailable(EngineName.BF16, device, replace(workload, settings=settings)) is None:
-            reason = f"{problem}; grouped GEMMs in the dtype of the tokens, without FP8"
-            return EngineChoice(Bf16Engine(), reason, falls_back=True, settings=settings)
-    return EngineChoice(ReferenceEngine(), f"{problem}; {plain}", falls_back=True)
-
-
-def _unavailable(name: EngineName, device: str, workload: Workload | None) -> str | None:
-    """Why this engine cannot serve this workload on this device, or None."""
-    if name is EngineName.REFERENCE:
-        return None
-    if workload is None:  # the device and packages; nothing else is known
-        fp8 = EngineSettings(recipe=RECIPES[FP8_RECIPE])
-        return (
-            hopper_unavailable(device, fp8)
-            if name is EngineName.HOPPER
-            else bf16_unavailable(device)
-        )
-    settings, sizes = workload.settings, (workload.hidden_size, workload.intermediate_size)
-    if name is EngineName.HOPPER:
-        return hopper_unavailable(device, settings, workload.dtype, sizes, workload.bias)
-    if settings.recipe is not None:
-        return f"FP8 is on (recipe {settings.recipe.name!r}), and it quantises nothing"
-    return bf16_unavailable(
-        device, workload.dtype, MlpShape(*sizes, settings.activation, workload.dtype, workload.bias)
-    )
 
 
 _LOGGED: set[tuple[str, str, str]] = set()

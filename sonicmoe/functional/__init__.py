@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from ..config import active_config, current_config
-from ..enums import ActivationType, is_glu, member_of
+from ..enums import ActivationParameters, ActivationType, is_glu, member_of
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda
 from ..layouts import WeightLayout
@@ -126,6 +126,7 @@ def softmax_topk_layer(
     K: int,
     activation: ActivationType,
     *,
+    parameters: ActivationParameters = (),
     layout: WeightLayout | None = None,
     inference: bool = False,
     use_fp8: bool | None = None,
@@ -147,6 +148,7 @@ def softmax_topk_layer(
         probs,
         *weights,
         activation,
+        parameters=parameters,
         layout=layout,
         inference=inference,
         use_fp8=use_fp8,

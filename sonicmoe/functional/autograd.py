@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..enums import ActivationType
+from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..routing.build import build_routing
 from ..weights.stacked_cache import read_weights
@@ -26,6 +26,7 @@ def expert_mlp(
     b2: Tensor | None,
     activation: ActivationType,
     *,
+    parameters: ActivationParameters = (),
     layout: WeightLayout | None = None,
     inference: bool = False,
     use_fp8: bool | None = None,
@@ -38,6 +39,7 @@ def expert_mlp(
         probs: fp32 `[T, K]`.
         w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`,
             `[E, H, I]`).
+        parameters: of the activation, those that the layer sets.
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
 
@@ -50,10 +52,12 @@ def expert_mlp(
     save = save and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
     layout = layout or WeightLayout()
     if torch.compiler.is_compiling():
-        return compiled_expert_mlp(x, indices, probs, weights, activation, layout, use_fp8, save)
+        return compiled_expert_mlp(
+            x, indices, probs, weights, activation, parameters, layout, use_fp8, save
+        )
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8)
+    plan = make_plan(activation, layout, use_fp8, parameters)
     with plan.config.activate():
         plan = plan.fitted(x, weights)
     if save:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from ..config import SonicMoEConfig, active_config
+from ..engine.capabilities import Workload
 from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer, Saved
-from ..engine.select import EngineChoice, Workload, announce, choose_engine
-from ..enums import ActivationType, EngineName
+from ..engine.select import EngineChoice, announce, choose_engine
+from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name
 from ..layouts import WeightLayout
@@ -64,7 +65,12 @@ def _choice(device: str, engine: EngineName, workload: Workload) -> EngineChoice
     return choose_engine(device, engine, workload)
 
 
-def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | None) -> Plan:
+def make_plan(
+    activation: ActivationType,
+    layout: WeightLayout,
+    use_fp8: bool | None,
+    parameters: ActivationParameters = (),
+) -> Plan:
     """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode.
 
     Raises:
@@ -76,7 +82,7 @@ def make_plan(activation: ActivationType, layout: WeightLayout, use_fp8: bool | 
     if use_fp8 is not None and use_fp8 != resolved.fp8:
         config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
         resolved = config.resolve()
-    settings = EngineSettings.from_config(resolved, activation)
+    settings = EngineSettings.from_config(resolved, activation, parameters)
     return Plan(config, settings, layout, use_fp8, resolved.engine, resolved.validate_dispatch)
 
 

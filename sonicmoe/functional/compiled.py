@@ -13,7 +13,7 @@ import torch
 
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import EngineSettings, Saved
-from ..enums import ActivationType, ZCode
+from ..enums import ActivationParameters, ActivationType, ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
 from ..layouts import WeightLayout
@@ -34,6 +34,7 @@ def compiled_expert_mlp(
     probs: Tensor,
     weights: Weights,
     activation: ActivationType,
+    parameters: ActivationParameters,
     layout: WeightLayout,
     use_fp8: bool | None,
     save: bool,
@@ -48,7 +49,9 @@ def compiled_expert_mlp(
         plan_number,
     )  # it loads the compiler, a second or more: only for those who compile
 
-    number = plan_number(activation.value, layout.transposed, layout.split_half, use_fp8)
+    number = plan_number(
+        activation.value, parameters, layout.transposed, layout.split_half, use_fp8
+    )
     out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
@@ -247,7 +250,10 @@ def _check_config(plan: Plan) -> None:
         active_config() == SonicMoEConfig()
     ):  # nothing activated, or activation recompute on a thread of autograd's own
         return
-    wanted = make_plan(plan.settings.activation, plan.layout, plan.use_fp8)
+    settings = plan.settings
+    wanted = make_plan(
+        settings.activation, plan.layout, plan.use_fp8, settings.activation_parameters
+    )
     expect(
         wanted.settings == plan.settings and wanted.engine == plan.engine,
         ConfigError,

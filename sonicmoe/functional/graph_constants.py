@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ..enums import ActivationType
+from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from .call import make_plan
 from .plan_numbers import number_of
 
 
 @torch.compiler.assume_constant_result
-def plan_number(activation: str, transposed: bool, split_half: bool, use_fp8: bool | None) -> int:
+def plan_number(
+    activation: str,
+    parameters: ActivationParameters,
+    transposed: bool,
+    split_half: bool,
+    use_fp8: bool | None,
+) -> int:
     """The number of the plan in force now."""
-    return number_of(
-        make_plan(ActivationType(activation), WeightLayout(transposed, split_half), use_fp8)
-    )
+    layout = WeightLayout(transposed, split_half)
+    return number_of(make_plan(ActivationType(activation), layout, use_fp8, parameters))

@@ -21,13 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.activations import (
-    SWIGLU_OAI_ALPHA,
-    SWIGLU_OAI_LIMIT,
-    activate_backward,
-    merge_gate_up,
-)
-from ..enums import ActivationType
+from ..engine.activations import activate_backward, merge_gate_up
+from ..enums import ACTIVATIONS, ActivationType
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
@@ -54,11 +49,9 @@ _PLAIN = {
     "relu2": ActivationType.RELU_SQ,
 }
 _OAI = ActivationType.SWIGLU_OAI
+_OAI_DEFAULTS = ACTIVATIONS[_OAI].values()
 _OAI_CONSTANTS = {  # under every name that classes with this gate use
-    "alpha": SWIGLU_OAI_ALPHA,
-    "limit": SWIGLU_OAI_LIMIT,
-    "swiglu_alpha": SWIGLU_OAI_ALPHA,
-    "swiglu_limit": SWIGLU_OAI_LIMIT,
+    name: value for key, value in _OAI_DEFAULTS.items() for name in (key, f"swiglu_{key}")
 }
 _NEEDED = "models take registered experts implementations from transformers 5.7 on"
 # transformers instantiates these for `hidden_act`; tanh approximations of GELU are other classes,
@@ -169,7 +162,8 @@ def _activation_problem(experts: nn.Module, standard_gate: Any) -> str:
     if not _has_oai_gate(type(experts), _is_split_half(experts)):
         return "a gate of its own (_apply_gate); the engine computes act(gate) * up, and GPT-OSS's"
     found = ", ".join(f"{name} {value}" for name, value in _other_constants(experts).items())
-    return f"{found} in GPT-OSS's gate; needed: alpha {SWIGLU_OAI_ALPHA}, limit {SWIGLU_OAI_LIMIT}"
+    needed = ", ".join(f"{name} {value}" for name, value in _OAI_DEFAULTS.items())
+    return f"{found} in GPT-OSS's gate; needed: {needed}"
 
 
 def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
@@ -199,7 +193,7 @@ def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
     agree elsewhere may differ. The gate is called on a stand-in that has the constants and nothing
     else, so a gate that reads more of its module is refused.
     """
-    bound = SWIGLU_OAI_LIMIT
+    bound = _OAI_DEFAULTS["limit"]
     ticks = [
         -40.0,
         -bound - 0.5,

@@ -34,17 +34,17 @@ class CudaSource:
         name: kernel name of the key, and stem of the shared object.
         files: the `.cu` files; headers they include in quotes count into the fingerprint by
             themselves.
+        arch: "sm_90a" compiles for exactly that (`-gencode=arch=compute_90a,code=sm_90a`).
         defines: preprocessor macros of static model dimensions: ("E", 8) becomes `-DE=8`. Never a
             token count.
-        arch: "sm_90a" compiles for exactly that (`-gencode=arch=compute_90a,code=sm_90a`).
         flags: further nvcc flags; `-O2` (host), `-lineinfo` and the resource report are always on.
         include_dirs: searched for quoted headers.
     """
 
     name: str
     files: tuple[Path, ...]
+    arch: str
     defines: tuple[tuple[str, int | str], ...] = ()
-    arch: str = "sm_90a"
     flags: tuple[str, ...] = ()
     include_dirs: tuple[Path, ...] = field(default=())
 
@@ -60,7 +60,7 @@ class CudaSource:
         return cls(
             name,
             tuple(Path(file) for file in files),
-            tuple(sorted((defines or {}).items())),
+            defines=tuple(sorted((defines or {}).items())),
             **rest,
         )
 

@@ -44,7 +44,7 @@ class CuteKernel:
     entry: str
     statics: tuple[tuple[str, Any], ...]
     sources: tuple[Path, ...]
-    arch: str = "sm_90a"
+    arch: str
     packages: tuple[str, ...] = ("nvidia-cutlass-dsl", "quack-kernels")
 
     @classmethod

@@ -6,19 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config import ResolvedConfig
 from .cuda_source import CudaSource
-from .plan import ModelSpec, provides
 
 
-def toolchain_probe(arch: str = "sm_90a", threads: int = 256) -> CudaSource:
+def toolchain_probe(arch: str, threads: int = 256) -> CudaSource:
     """`scale_add(x, y, a)`: y = a * x + y on fp32 vectors [n]; `threads()`: the block size it was
     compiled for.
     """
     source = Path(__file__).with_name("toolchain_probe.cu")
     return CudaSource.make("toolchain_probe", source, defines={"THREADS": threads}, arch=arch)
-
-
-@provides("toolchain_probe")
-def _needs(spec: ModelSpec, config: ResolvedConfig) -> list[CudaSource]:
-    return [toolchain_probe(spec.arch)]

@@ -47,7 +47,7 @@ class StoredJITFunction(JITFunction[Any]):
         self.compile = compile_stored
         return binder
 
-    def ahead(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> TritonCompile:
+    def ahead(self, *args: Any, arch: str, **kwargs: Any) -> TritonCompile:
         """The compile that a launch with such arguments needs, for `arch` and without a GPU.
 
         Args:

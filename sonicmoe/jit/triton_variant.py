@@ -27,12 +27,10 @@ class TritonVariant:
     name: str
     entry: str
     statics: tuple[tuple[str, Any], ...]
-    arch: str = "sm_90a"
+    arch: str
 
     @classmethod
-    def make(
-        cls, name: str, entry: str, statics: Mapping[str, Any], arch: str = "sm_90a"
-    ) -> TritonVariant:
+    def make(cls, name: str, entry: str, statics: Mapping[str, Any], arch: str) -> TritonVariant:
         """The same with a mapping of statics."""
         return cls(name, entry, tuple(sorted(statics.items())), arch)
 

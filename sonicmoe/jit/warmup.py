@@ -17,7 +17,7 @@ from .cache import CompileCache
 from .errors import CompileError
 from .key import package_versions
 from .manifest import utc_now
-from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan, warm_up_plan
+from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan
 from .worker import CacheSettings, Worker
 
 BUILT, CACHED, FAILED, MISSING = "built", "cached", "failed", "missing"
@@ -74,20 +74,20 @@ def warm_up(
     spec: ModelSpec,
     cache: CompileCache,
     *,
+    compile_jobs: WarmUpPlan | Sequence[CompileJob],
     jobs: int | None = None,
     progress: Progress | None = None,
-    compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None,
 ) -> WarmUpReport:
-    """Compile what `spec` needs and record it; does not raise for a kernel that fails: see the
+    """Compile what a plan for `spec` holds and record it; does not raise for a kernel that fails: see the
     report.
 
     Args:
         spec: the model.
         cache: where to.
+        compile_jobs: the plan, or jobs that the caller picked.
         jobs: worker processes at most; default: the CPUs this process may use.
         progress: called once per kernel, from one thread at a time; if it raises, no further, and
             its exception comes at the end.
-        compile_jobs: instead of the plan of `spec` in every precision.
 
     Raises:
         CompileForbiddenError: something has to be compiled and that is forbidden.
@@ -95,7 +95,7 @@ def warm_up(
         BaseException: whatever `progress` raised.
     """
     started = time.monotonic()
-    planned = _planned(spec, compile_jobs)
+    planned = _planned(compile_jobs)
     collected = _Outcomes(progress)
     pending: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
     # Everything that is cached is settled first, and a forbidden or impossible compile raises here,
@@ -122,11 +122,11 @@ def warm_up(
 def check(
     spec: ModelSpec,
     cache: CompileCache,
-    compile_jobs: WarmUpPlan | Sequence[CompileJob] | None = None,
+    compile_jobs: WarmUpPlan | Sequence[CompileJob],
 ) -> WarmUpReport:
     """Which kernels of `spec` are in the cache, intact; compiles and writes nothing."""
     started = time.monotonic()
-    planned = _planned(spec, compile_jobs)
+    planned = _planned(compile_jobs)
     outcomes = []
     for job in planned.jobs:
         key = job.key()
@@ -162,9 +162,7 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _planned(spec: ModelSpec, compile_jobs: WarmUpPlan | Sequence[CompileJob] | None) -> WarmUpPlan:
-    if compile_jobs is None:
-        return warm_up_plan(spec)
+def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
     return (
         compile_jobs
         if isinstance(compile_jobs, WarmUpPlan)

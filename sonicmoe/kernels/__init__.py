@@ -1,37 +1,43 @@
 """GPU kernels: CUDA C++ sources (`cuda/`) and their Triton counterparts. No policy, no framework,
 no caching.
+
+The kernels of an engine are listed in its record (`engine/capabilities.py`); `EVERY_RUN` lists
+those that every run needs, whichever engine it chooses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from ..config import ResolvedConfig
 from ..jit.cuda_source import CudaSource
-from ..jit.plan import ModelSpec, provides
+from ..jit.probe import toolchain_probe
+from .cuda_wgrad import flush_source
 
 _CUDA = Path(__file__).with_name("cuda")
-DEFAULT_ARCH = "sm_90a"
 
 
-def routing_metadata_source(arch: str = DEFAULT_ARCH) -> CudaSource:
+def routing_metadata_source(arch: str) -> CudaSource:
     """Exports `build_metadata`, `gather_or_zero`, `sum_or_zero`, `scratch_per_expert`,
     `max_experts`. One artefact serves every model.
     """
     return CudaSource.make("routing_metadata", _CUDA / "routing_metadata.cu", arch=arch)
 
 
-def aggregate_source(arch: str = DEFAULT_ARCH) -> CudaSource:
+def aggregate_source(arch: str) -> CudaSource:
     """Exports `aggregate_rows` for bf16, fp16 and fp32. One artefact serves every model."""
     return CudaSource.make("aggregate", _CUDA / "aggregate.cu", arch=arch)
 
 
-def cuda_sources(arch: str = DEFAULT_ARCH) -> tuple[CudaSource, ...]:
+def cuda_sources(arch: str) -> tuple[CudaSource, ...]:
     """Every CUDA source of routing and aggregation, for warm-up and for the spill check."""
     return routing_metadata_source(arch), aggregate_source(arch)
 
 
-@provides("routing")
-def routing_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CudaSource, ...]:
-    """What every training run needs of this package, whatever its model and configuration."""
-    return cuda_sources(spec.arch)
+# From an architecture to a source.
+EVERY_RUN: tuple[Callable[[str], CudaSource], ...] = (
+    toolchain_probe,
+    routing_metadata_source,
+    aggregate_source,
+    flush_source,
+)

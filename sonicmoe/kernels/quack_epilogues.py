@@ -32,10 +32,9 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
 Backward = Callable[..., Any]
 
-_OAI = (
-    1.702,
-    7.0,
-)  # alpha and limit as in `engine.activations`: this file is part of the compile key, that one is not
+# The defaults of `enums.ACTIVATIONS`, said again because this file is part of the compile key and
+# that one is not. Engine `bf16` refuses layers with other values.
+_OAI = {"alpha": 1.702, "limit": 7.0}
 
 
 def _silu_slope(x):
@@ -74,7 +73,6 @@ _UNGATED = {
     "relu": (_relu, _relu_slope),
     "relu_sq": (_relu_sq, _relu_sq_slope),
 }
-_BASE_OF_GATED = {"geglu": "gelu", "reglu": "relu"}
 
 
 def _gated(
@@ -93,11 +91,11 @@ def _gated(
 
 
 def _swiglu_oai(gate, up):
-    return swiglu_oai(gate, up, *_OAI)
+    return swiglu_oai(gate, up, *_OAI.values())
 
 
 def _dswiglu_oai(gate, up, dy1):
-    dgate, dup, y1 = dswiglu_oai(gate, up, dy1, *_OAI)
+    dgate, dup, y1 = dswiglu_oai(gate, up, dy1, *_OAI.values())
     return (
         dgate + y1 * 0.0,
         dup,
@@ -105,15 +103,32 @@ def _dswiglu_oai(gate, up, dy1):
     )  # the masks of the clamps turn a NaN into 0; y1 is bounded by them
 
 
-_FROM_QUACK = {"swiglu": (swiglu, dswiglu), "swiglu_oai": (_swiglu_oai, _dswiglu_oai)}
+# SwiGLU's come from quack, which spends fewer instructions on them.
+_GATED = {
+    "swiglu": (swiglu, dswiglu),
+    "swiglu_oai": (_swiglu_oai, _dswiglu_oai),
+    "geglu": _gated(*_UNGATED["gelu"]),
+    "reglu": _gated(*_UNGATED["relu"]),
+}
 
 
-@functools.cache
+def ungated_functions(activation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward, and value and slope, of an ungated activation."""
+    return _entry(_UNGATED, activation)
+
+
 def gate_functions(activation: str) -> tuple[Callable[..., Any], Backward]:
-    """Forward and backward of a gated activation. SwiGLU's come from quack, which spends fewer
-    instructions on them.
-    """
-    return _FROM_QUACK.get(activation) or _gated(*_UNGATED[_BASE_OF_GATED[activation]])
+    """Forward and backward of a gated activation."""
+    return _entry(_GATED, activation)
+
+
+def _entry(table: dict[str, Any], activation: str) -> Any:
+    if activation not in table:
+        raise NotImplementedError(
+            f"activation {activation!r} has no epilogue in kernels/quack_epilogues.py, though its "
+            "record names engine 'bf16'"
+        )
+    return table[activation]
 
 
 @functools.cache
@@ -121,7 +136,7 @@ def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> E
     """`z = acc (+ bias)` as D when `store_z`, `y1 = act(z)` from the unrounded z as the output
     "y1".
     """
-    act = gate_functions(activation)[0] if gated else _UNGATED[activation][0]
+    act = gate_functions(activation)[0] if gated else ungated_functions(activation)[0]
 
     def finish(z):
         y1 = act(*unpack(z)) if gated else act(z)
@@ -149,7 +164,7 @@ def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
         return {"D": pack(dgate, dup), "y1s": y1 * prob, "dprob": (y1, acc)}
 
     def of_element(acc, c, prob):
-        y1, slope = _UNGATED[activation][1](c)
+        y1, slope = ungated_functions(activation)[1](c)
         return {"D": acc * prob * slope, "y1s": y1 * prob, "dprob": (y1, acc)}
 
     return gemm_epilogue(

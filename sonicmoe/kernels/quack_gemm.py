@@ -13,24 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..config import ResolvedConfig
-from ..enums import ActivationType, EngineName, is_glu
-from ..jit.cache import CompileCache, default_cache
+from ..enums import ActivationType, is_glu
 from ..jit.cuda_source import CudaSource
 from ..jit.cute_kernel import CuteKernel
-from ..jit.key import package_versions
-from ..jit.plan import CompileJob, ModelSpec, provides
 
 _HERE = Path(__file__).parent
 _BUILDER = f"{__package__}.quack_build"
-ARCH = "sm_90a"
-DTYPES = ("bfloat16", "float16")
-SIZE_MULTIPLE = 8  # rows of 16 bytes, as TMA wants them
+# They compile the GEMMs: quack's builders change from version to version.
 PACKAGES = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 
 Launch = Callable[..., None]
@@ -115,7 +109,7 @@ CANDIDATES: dict[str, Candidates] = {
 class MlpShape:
     """What the variants of one expert MLP are compiled for; static over a training run.
 
-    dtype: "bfloat16" or "float16". bias: whether z and y2 get one.
+    dtype: "bfloat16" or "float16". bias: whether z and y2 get one. arch: "sm_90a".
     """
 
     hidden: int
@@ -123,6 +117,7 @@ class MlpShape:
     activation: ActivationType
     dtype: str = "bfloat16"
     bias: bool = False
+    arch: str = field(kw_only=True)
 
     @property
     def n1(self) -> int:
@@ -133,15 +128,6 @@ class MlpShape:
         if product in ("up", "wgrad_up"):
             return self.n1
         return self.hidden if product in ("down", "dgrad") else self.intermediate
-
-    def problem(self) -> str | None:
-        """Why no variant exists for this shape, or None."""
-        if self.dtype not in DTYPES:
-            return f"dtype is {self.dtype}; the GEMMs take {' or '.join(DTYPES)}"
-        for name, size in (("H", self.hidden), ("I", self.intermediate)):
-            if size % SIZE_MULTIPLE:
-                return f"{name}={size}; the GEMMs need a multiple of {SIZE_MULTIPLE}, rows of whole 16 bytes"
-        return None
 
 
 def candidates(product: str, shape: MlpShape) -> Candidates:
@@ -163,7 +149,7 @@ def choose_config(product: str, shape: MlpShape) -> GemmConfig:
     return best
 
 
-def expert_rows_source(arch: str = ARCH) -> CudaSource:
+def expert_rows_source(arch: str) -> CudaSource:
     """Exports `index_rows`, `row_sums`, `column_sums`. One artefact serves every model."""
     return CudaSource.make("expert_rows", _HERE / "cuda" / "expert_rows.cu", arch=arch)
 
@@ -227,10 +213,14 @@ def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKern
         down_kernel(shape),
         dgated_kernel(shape),
         dgrad_kernel(shape),
-        wgrad_down_kernel(shape),
-        wgrad_up_kernel(shape),
+        *wgrad_kernels(shape),
     )
     return (*kernels, up_again_kernel(shape)) if recompute_z else kernels
+
+
+def wgrad_kernels(shape: MlpShape) -> tuple[CuteKernel, ...]:
+    """The two variants that weight gradients launch."""
+    return wgrad_down_kernel(shape), wgrad_up_kernel(shape)
 
 
 def _activation(shape: MlpShape) -> dict[str, Any]:
@@ -242,45 +232,9 @@ def _kernel(
 ) -> CuteKernel:
     statics = {**special, "dtype": shape.dtype, **config.statics}
     sources = (_HERE / "quack_build.py", _HERE / "quack_epilogues.py")
-    return CuteKernel.make(f"bf16_{name}", f"{_BUILDER}:{builder}", statics, *sources, arch=ARCH)
-
-
-def missing_package() -> str | None:
-    """Why this machine cannot compile the GEMMs, naming both versions, or None."""
-    for name, found in package_versions(*PACKAGES):
-        if found != PACKAGES[name]:
-            return f"{name} {PACKAGES[name]} compiles its GEMMs, and it is {found}"
-    return None
-
-
-def is_warm(shape: MlpShape, cache: CompileCache | None = None) -> bool:
-    """Whether every variant of `shape` is in the cache, so that nothing has to be compiled."""
-    cache = cache or default_cache()
-    return all(cache.try_load(kernel.key()) is not None for kernel in all_kernels(shape))
-
-
-@provides("bf16")
-def bf16_jobs(spec: ModelSpec, config: ResolvedConfig) -> tuple[CompileJob, ...]:
-    """The GEMMs of unquantised training on Hopper, with and without biases; of FP8 training those
-    of its unquantised wgrad.
-    """
-    engine = EngineName.HOPPER if config.fp8 else EngineName.BF16
-    needed = not (config.fp8 and config.fp8_wgrad)
-    if not needed or config.engine not in (EngineName.AUTO, engine) or spec.arch != ARCH:
-        return ()
-    activation = ActivationType(spec.activation)
-    dtype = (
-        "bfloat16" if spec.dtype == "float32" else spec.dtype
-    )  # master weights are rounded to the tokens' dtype
-    shapes = [MlpShape(spec.H, spec.I, activation, dtype, bias) for bias in (False, True)]
-    if shapes[0].problem() or missing_package():
-        return ()
-    if config.fp8:
-        return expert_rows_source(), wgrad_down_kernel(shapes[0]), wgrad_up_kernel(shapes[0])
-    kernels = [
-        kernel for shape in shapes for kernel in all_kernels(shape, recompute_z=config.recompute_z)
-    ]
-    return (expert_rows_source(), *dict.fromkeys(kernels))
+    return CuteKernel.make(
+        f"bf16_{name}", f"{_BUILDER}:{builder}", statics, *sources, arch=shape.arch
+    )
 
 
 class GroupedGemms:
@@ -394,10 +348,10 @@ def grouped_gemms(shape: MlpShape, multiprocessors: int) -> GroupedGemms:
     return GroupedGemms(shape, multiprocessors)
 
 
-@lru_cache(maxsize=1)
-def expert_rows_module() -> Any:
+@lru_cache(maxsize=8)
+def expert_rows_module(arch: str) -> Any:
     """The process's loaded `expert_rows_source`; errors as `CudaSource.load`."""
-    return expert_rows_source().load()
+    return expert_rows_source(arch).load()
 
 
 def launching_on(device_index: int, stream: int) -> AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from ..config import (
 from ..diagnostics.call_events import StepDone
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
+from ..engine.capabilities import Workload
 from ..engine.interface import EngineSettings
-from ..engine.select import EngineChoice, Workload, announce, choose_engine
-from ..enums import ActivationType, EngineName, FlushMode, member_of
+from ..engine.select import EngineChoice, announce, choose_engine
+from ..enums import ActivationType, EngineName, FlushMode, layer_parameters, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..interop import (
     device_name,
@@ -34,7 +35,6 @@ from ..interop import (
     requires_grad,
 )
 from ..jit_warmup import warmup_jit
-from ..kernels import DEFAULT_ARCH
 from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
@@ -69,6 +69,8 @@ class SonicMoEMlpNode:
         activation_type: a member of `ActivationType`, or its value.
         config: settings of this node; None follows the activated configuration and the environment
             at every call.
+        activation_parameters: numbers of this layer's activation by name, such as `alpha` and
+            `limit` of `swiglu_oai`; those not given have their defaults (`enums.ACTIVATIONS`).
         flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every
             backward does (needed when communication overlaps backward), and the framework's
             gradient hooks then see complete gradients, once per weight.
@@ -94,6 +96,7 @@ class SonicMoEMlpNode:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
+        activation_parameters: Mapping[str, float] | None = None,
         flush: FlushMode | str = "step",
         split_wgrad: bool = False,
     ) -> None:
@@ -106,7 +109,7 @@ class SonicMoEMlpNode:
             experts, n_experts, hidden_size, intermediate_size, activation
         )
         _refuse_biases(experts)
-        self._init(parameters, config, flush, split_wgrad)
+        self._init(parameters, config, activation_parameters, flush, split_wgrad)
 
     @classmethod
     def from_fused(
@@ -116,6 +119,7 @@ class SonicMoEMlpNode:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
+        activation_parameters: Mapping[str, float] | None = None,
         flush: FlushMode | str = "step",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
@@ -131,6 +135,7 @@ class SonicMoEMlpNode:
                 weight1, weight2, member_of(ActivationType, activation_type, "activation_type")
             ),
             config,
+            activation_parameters,
             flush,
             split_wgrad,
         )
@@ -140,6 +145,7 @@ class SonicMoEMlpNode:
         self,
         parameters: ExpertParameters,
         config: SonicMoEConfig | None,
+        activation_parameters: Mapping[str, float] | None,
         flush: FlushMode | str,
         split_wgrad: bool,
     ) -> None:
@@ -158,6 +164,7 @@ class SonicMoEMlpNode:
             parameters.native_shapes()
         )
         self.activation_type = parameters.activation
+        self.activation_parameters = layer_parameters(parameters.activation, activation_parameters)
         self._settings: tuple[ResolvedConfig, EngineSettings] | None = None
         self._chosen: tuple[Any, EngineChoice] | None = None
         resolved, settings = (
@@ -307,7 +314,7 @@ class SonicMoEMlpNode:
             device,
             dtype=dtype_name(weight.dtype),
             activation=self.activation_type,
-            arch=arch_of(device) if is_cuda(weight) else DEFAULT_ARCH,
+            arch=arch_of(device) if is_cuda(weight) else None,
             config=self._explicit_config,
         )
         return tuple(outcome.kernel for outcome in report.kernels)
@@ -329,7 +336,10 @@ class SonicMoEMlpNode:
     def _current(self) -> tuple[ResolvedConfig, EngineSettings]:
         config = current_config(self._explicit_config)
         if self._settings is None or self._settings[0] is not config:
-            self._settings = config, EngineSettings.from_config(config, self.activation_type)
+            settings = EngineSettings.from_config(
+                config, self.activation_type, self.activation_parameters
+            )
+            self._settings = config, settings
         return self._settings
 
     def _scope(self) -> AbstractContextManager[SonicMoEConfig]:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from ..architectures import arch_name
 from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, is_cuda
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
@@ -252,8 +253,9 @@ def plain_kernels(reason: str) -> RoutingKernels:
 
 def arch_of(device: str) -> str:
     """The architecture to compile for: "cuda:0" -> "sm_90a" on a Hopper GPU."""
-    major, minor = torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    index = int(device.partition(":")[2] or 0)
+    major, minor = torch.cuda.get_device_capability(index)
+    return arch_name((major, minor))
 
 
 def _make_cuda(device: str) -> RoutingKernels:

@@ -10,44 +10,33 @@ import pytest
 
 from sonicmoe.bench.public_models import PUBLIC_MODELS, expert_sizes
 from sonicmoe.bench.shapes import SHAPES
-from sonicmoe.engine import hopper
-from sonicmoe.engine.hopper import hopper_unavailable
-from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.enums import ActivationType
-from sonicmoe.kernels.quack_gemm import MlpShape
+from sonicmoe.engine.capabilities import BF16, HOPPER, Workload, problem
+from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.quant.recipes import RECIPES
 
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
 MODELS = pytest.mark.parametrize("name", PUBLIC_MODELS)
 
 
-@pytest.fixture
-def on_a_hopper_gpu(monkeypatch):
-    """Whose kernels can be had."""
-    monkeypatch.setattr(hopper, "missing_tool", lambda: None)
-    monkeypatch.setattr(hopper.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+def workload(model, settings, changes=(0, 0)):
+    hidden, inner = (size + change for size, change in zip(model[:2], changes, strict=True))
+    return Workload(settings, hidden, inner)
 
 
+@pytest.mark.parametrize(
+    ("record", "settings"), [(HOPPER, FP8), (BF16, EngineSettings())], ids=["fp8", "bf16"]
+)
 @MODELS
-def test_served_in_fp8(name, on_a_hopper_gpu):
-    assert hopper_unavailable("cuda:0", FP8, sizes=PUBLIC_MODELS[name][:2]) is None
+def test_served_by_both_gpu_engines(name, record, settings):
+    assert problem(record, workload(PUBLIC_MODELS[name], settings), "sm_90a") is None
 
 
 @pytest.mark.parametrize("changes", [(8, 0), (0, 32)], ids=str)
 @MODELS
-def test_sizes_nearby_are_refused_by_number(name, changes, on_a_hopper_gpu):
-    hidden, inner = (
-        size + change for size, change in zip(PUBLIC_MODELS[name][:2], changes, strict=True)
-    )
-    assert f"H is {hidden} and I is {inner}" in hopper_unavailable(
-        "cuda:0", FP8, sizes=(hidden, inner)
-    )
-
-
-@MODELS
-def test_served_in_bf16(name):
-    model = PUBLIC_MODELS[name]
-    assert MlpShape(model.hidden, model.intermediate, ActivationType.SWIGLU).problem() is None
+def test_sizes_nearby_are_refused_by_number(name, changes):
+    nearby = workload(PUBLIC_MODELS[name], FP8, changes)
+    words = f"H is {nearby.hidden_size} and I is {nearby.intermediate_size}"
+    assert words in problem(HOPPER, nearby, "sm_90a")
 
 
 @MODELS

@@ -30,7 +30,6 @@ from sonicmoe.diagnostics.doctor import (
     examine_flags,
     examine_variables,
 )
-from sonicmoe.engine import hopper as hopper_engine
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.install import install_hint
@@ -74,6 +73,8 @@ def test_healthy_machine_as_json() -> None:
     assert found["versions"]["python"] == sys.version.split()[0]
     assert found["versions"]["numpy"] == np.__version__
     assert found["engine"] and found["engine_reason"]
+    assert set(found["engines"]) == {"reference", "bf16", "hopper"}
+    assert found["engines"]["reference"] == "able"
     assert [flag["name"] for flag in found["flags"]] == [flag.env for flag in FLAGS]
     assert [(check["precision"], check["tensor"]) for check in found["self_test"]] == [
         (precision, tensor) for precision in ("bf16", "fp8") for tensor in TENSORS
@@ -255,9 +256,8 @@ def test_engine_in_force_on_a_hopper_gpu(
     its own precision.
     """
     ran = []
-    monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(hopper_engine, "missing_tool", lambda: None)
-    monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
+    monkeypatch.setattr(select, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
     monkeypatch.setattr(
         selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0")
     )

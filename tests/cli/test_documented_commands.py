@@ -12,9 +12,10 @@ import pytest
 from sonicmoe.bench.shapes import SHAPES
 from sonicmoe.cli.bench import bench, chosen_shapes
 from sonicmoe.cli.main import COMMANDS, main
+from sonicmoe.engine.capabilities import BF16, missing_package
+from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.cuda_source import CudaSource
-from sonicmoe.jit.plan import PRECISIONS, ModelSpec, warm_up_plan
-from sonicmoe.kernels.quack_gemm import missing_package
+from sonicmoe.jit.plan import PRECISIONS, ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
@@ -159,7 +160,10 @@ def test_the_commands_of_the_step_table_measure_its_shapes():
     }
 
 
-@pytest.mark.skipif(missing_package() is not None, reason=str(missing_package()))
+MISSING = missing_package(BF16.jobs(None, "sm_90a"))
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_the_warm_up_compiles_what_its_page_says():
     text = TEXTS["docs/jit.md"].replace("\n", " ")
     (sizes,) = set(re.findall(r"warmup --E (\d+) --H (\d+) --I (\d+)", text))

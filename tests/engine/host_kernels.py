@@ -14,13 +14,16 @@ import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.enums import ActivationType
-from sonicmoe.kernels.limits import DPROB_COLUMNS
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.backends import PlainKernels
 
-ACTIVATIONS = (ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU)
+# As the modules of the up projection and of dgated export them: in two orders, because neither
+# number is the other's.
+ACTIVATION_NAMES = (("swiglu", "geglu", "reglu"), ("reglu", "swiglu", "geglu"))
+UP_ACTIVATIONS, DGATED_ACTIVATIONS = (tuple(map(ActivationType, n)) for n in ACTIVATION_NAMES)
+DPROB_COLUMNS = 256  # of dy1 in one partial sum, as `passes.cu` has it
 BY_ROWS, BY_BLOCKS = rows(128), iso(128)
 PLAIN = PlainKernels()
 
@@ -116,7 +119,7 @@ def gather_gated_gemm(
         q = quantize(out, BY_ROWS, Code.INT8)
         found.view(torch.int8)[: offsets[-1]] = q.codes[: offsets[-1]]
         scales[: offsets[-1]] = q.scale_inv[: offsets[-1]]
-    put(quantize(activate(out, ACTIVATIONS[activation]), BY_ROWS), y1, y1_scale, offsets[-1])
+    put(quantize(activate(out, UP_ACTIVATIONS[activation]), BY_ROWS), y1, y1_scale, offsets[-1])
 
 
 def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, stream):
@@ -145,7 +148,7 @@ def gather_dgated_gemm(
     kept = values(z, z_scale, BY_ROWS, Code.INT8)
     kept[last:] = 0
     y1, gradient = activate_backward(
-        kept, dy1 * torch.where(prob > 0, prob, 0.0), ACTIVATIONS[activation]
+        kept, dy1 * torch.where(prob > 0, prob, 0.0), DGATED_ACTIVATIONS[activation]
     )
     real = (index >= 0).unsqueeze(1)
     y1s, gradient = y1 * prob * real, gradient * real

@@ -7,9 +7,9 @@ import pytest
 from engine.moe_golden import ALL_ACTIVATIONS, CLAMPED, base_of, slope, up_factor, value
 from framework import IS_PADDLE, numpy, tensor, torch
 
+from sonicmoe.diagnostics import golden_stages
+from sonicmoe.engine import activations
 from sonicmoe.engine.activations import (
-    SWIGLU_OAI_ALPHA,
-    SWIGLU_OAI_LIMIT,
     activate,
     activate_backward,
     merge_gate_up,
@@ -17,7 +17,9 @@ from sonicmoe.engine.activations import (
     split_gate_up,
     value_and_slope,
 )
-from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.enums import ACTIVATIONS, ActivationType, is_glu, layer_parameters
+from sonicmoe.errors import ConfigError
 
 OAI = ActivationType.SWIGLU_OAI
 UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
@@ -41,9 +43,11 @@ def by_finite_differences(name, points, step=1e-5):
 
 
 def test_upstreams_seven_and_gpt_oss_are_covered():
-    assert len(UNGATED) == 4
-    assert len(GATED) == 4
-    assert {base_of(a) for a in GATED if a is not OAI} <= {a.value for a in UNGATED}
+    upstream = {"swiglu", "geglu", "reglu", "gelu", "relu", "silu", "relu_sq"}
+    assert upstream | {"swiglu_oai"} <= {a.value for a in ALL_ACTIVATIONS}
+    for activation in GATED:
+        base = ACTIVATIONS[activation].base
+        assert base is None or (base in UNGATED and base.value == base_of(activation))
 
 
 @pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
@@ -137,7 +141,7 @@ class TestGptOss:
         ) + 2.0
 
     def test_constants(self):
-        assert (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT) == (1.702, CLAMPED)
+        assert ACTIVATIONS[OAI].values() == {"alpha": 1.702, "limit": CLAMPED}
 
     @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's autograd is the reference")
     def test_fp64_autograd_of_the_definition(self):
@@ -216,3 +220,71 @@ def test_pre_activation_width(activation):
 def test_a_gated_activation_has_no_slope_of_its_own(activation):
     with pytest.raises(ValueError, match="gated"):
         value_and_slope(fp32([1.0]), activation)
+
+
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
+def test_the_formula_of_the_record_is_what_is_computed(activation):
+    """Values and derivatives: the text, through dual numbers, against the tensor formulas."""
+    rng = np.random.default_rng(11)
+    z = rng.standard_normal((7, 12)) * 4
+    dy1 = rng.standard_normal((7, 6 if is_glu(activation) else 12))
+    wanted = golden_stages.activate(z, dy1, activation)
+    for got, golden in zip(activate_backward(fp32(z), fp32(dy1), activation), wanted, strict=True):
+        np.testing.assert_allclose(numpy(got), golden, rtol=2e-5, atol=5e-6)
+
+
+class TestParameters:
+    OWN = (("alpha", 1.1), ("limit", 2.0))
+
+    def test_a_layer_sets_them(self):
+        """Value by hand, gradient by finite differences, and by the formula of the record."""
+        z = np.array([[1.5, -1.0], [3.0, 0.5], [-2.5, 2.5], [0.3, -7.0]])
+        gate, up = np.minimum(z[:, 0], 2.0), np.clip(z[:, 1], -2.0, 2.0)
+        y1, dz = (
+            numpy(v) for v in activate_backward(fp32(z), fp32(np.ones((4, 1))), OAI, self.OWN)
+        )
+        by_hand = gate / (1 + np.exp(-1.1 * gate)) * (up + 1)
+        np.testing.assert_allclose(y1[:, 0], by_hand, rtol=1e-5)
+        assert np.array_equal(numpy(activate(fp32(z), OAI, self.OWN)), y1)
+        step, total = 1e-3, np.zeros_like(z)
+        for position in np.ndindex(*z.shape):
+            there = np.zeros_like(z)
+            there[position] = step
+            pair = [numpy(activate(fp32(z + s * there), OAI, self.OWN)).sum() for s in (1, -1)]
+            total[position] = (pair[0] - pair[1]) / (2 * step)
+        np.testing.assert_allclose(dz, total, atol=2e-3)
+        golden = golden_stages.activate(z, np.ones((4, 1)), OAI, self.OWN)
+        np.testing.assert_allclose(dz, golden[1], rtol=1e-5, atol=1e-6)
+
+    def test_equal_layers_have_equal_settings(self):
+        given = {"limit": 5, "alpha": 1.702}
+        assert layer_parameters(OAI, given) == (("limit", 5.0),)
+        settings = EngineSettings(OAI, activation_parameters=tuple(given.items()))
+        assert settings.activation_parameters == (("limit", 5.0),)
+        assert EngineSettings(OAI, activation_parameters=(("alpha", 1.702),)) == EngineSettings(OAI)
+        assert hash(settings) != hash(EngineSettings(OAI))
+
+    @pytest.mark.parametrize(
+        ("activation", "given", "words"),
+        [
+            (ActivationType.SWIGLU, {"limit": 7.0}, "has 'limit'; swiglu has"),
+            (OAI, {"beta": 1.0}, r"has 'beta'; swiglu_oai has \['alpha', 'limit'\]"),
+            (OAI, {"alpha": "1.7"}, r"\['alpha'\] is '1.7'; needed: a number"),
+            (OAI, {"limit": float("nan")}, r"\['limit'\] is nan; needed: a number"),
+            (OAI, {"limit": True}, r"\['limit'\] is True; needed: a number"),
+        ],
+    )
+    def test_what_is_no_parameter_is_refused(self, activation, given, words):
+        with pytest.raises(ConfigError, match=words):
+            layer_parameters(activation, given)
+
+
+@pytest.mark.parametrize(
+    ("table", "activation"), [("_UNGATED", ActivationType.SILU), ("_GATES", OAI)], ids=str
+)
+def test_a_record_without_a_formula_is_a_clear_error(monkeypatch, table, activation):
+    monkeypatch.delitem(getattr(activations, table), activation)
+    with pytest.raises(
+        ConfigError, match=f"{activation.value!r} has a record and no tensor formula"
+    ):
+        activate(fp32([[1.0, 2.0]]), activation)

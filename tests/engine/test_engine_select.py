@@ -8,11 +8,11 @@ from dataclasses import replace
 import framework  # noqa: F401  before anything of sonicmoe
 import pytest
 
-from sonicmoe.engine import hopper as hopper_engine
 from sonicmoe.engine import select
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, Workload
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.select import ENGINES, Workload, announce, choose_engine
+from sonicmoe.engine.select import ENGINES, announce, choose_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
 from sonicmoe.quant.recipes import RECIPES
@@ -44,9 +44,16 @@ beyond_hopper = pytest.mark.parametrize(
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine with a Hopper GPU and every package."""
-    monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(hopper_engine, "missing_tool", lambda: None)
-    monkeypatch.setattr(select, "bf16_unavailable", lambda *_: None)
+    monkeypatch.setattr(select, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
+
+
+@pytest.fixture
+def without_bf16(monkeypatch):
+    """A machine on which the BF16 GEMMs cannot be compiled."""
+    monkeypatch.setattr(
+        select, "missing_tool", lambda record, *_: "quack is absent" if record is BF16 else None
+    )
 
 
 @pytest.mark.parametrize("requested", [EngineName.AUTO, EngineName.REFERENCE])
@@ -77,7 +84,7 @@ def test_the_default_is_auto_and_says_why():
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_plain_operations_say_whether_fp8_is_on(device, workload, words, monkeypatch):
-    monkeypatch.setattr(select, "_unavailable", lambda *_: "there is none")
+    monkeypatch.setattr(select, "arch_of", lambda device: "sm_80")
     reason = choose_engine(device, workload=workload).reason
     assert reason.endswith(f"plain tensor operations in fp32, {words}")
 
@@ -122,17 +129,20 @@ class TestOnHopper:
 
     @beyond_hopper
     def test_what_it_cannot_do_falls_back(self, hopper, workload, words):
+        """To BF16 without the recipe, or to plain operations where BF16 cannot either."""
         choice = choose_engine("cuda:0", workload=workload)
-        assert choice.engine.name == "bf16" and choice.falls_back
-        assert choice.settings == replace(workload.settings, recipe=None)
+        assert choice.falls_back
         assert choice.reason.startswith("not hopper: ") and words in choice.reason
-        assert choice.reason.endswith("without FP8")
+        if workload.dtype == "float32":
+            assert choice.engine.name == "reference" and choice.settings is None
+        else:
+            assert choice.engine.name == "bf16" and choice.reason.endswith("without FP8")
+            assert choice.settings == replace(workload.settings, recipe=None)
 
     @beyond_hopper
     def test_and_to_plain_operations_without_the_bf16_engine(
-        self, hopper, monkeypatch, workload, words
+        self, hopper, without_bf16, workload, words
     ):
-        monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "quack-kernels is absent")
         choice = choose_engine("cuda:0", workload=workload)
         assert choice.engine.name == "reference" and choice.falls_back and choice.settings is None
         assert choice.reason.startswith("not hopper: ") and words in choice.reason
@@ -145,13 +155,12 @@ class TestOnHopper:
         assert "able: ['reference']" in str(caught.value)
 
     def test_by_name_without_a_workload_it_needs_none_of_the_bf16_packages(
-        self, hopper, monkeypatch
+        self, hopper, without_bf16
     ):
-        monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "quack-kernels is absent")
         assert choose_engine("cuda:0", EngineName.HOPPER).engine.name == "hopper"
         with pytest.raises(
             EngineUnavailableError,
-            match=r"quack-kernels is absent; able: \['reference', 'hopper'\]",
+            match=r"quack is absent; able: \['reference', 'hopper'\]",
         ):
             choose_engine("cuda:0", EngineName.BF16)
 
@@ -161,15 +170,41 @@ class TestOnHopper:
         ):
             choose_engine("cuda:0", EngineName.BF16, WORKLOAD)
         with pytest.raises(
-            EngineUnavailableError, match=r"FP8 is off; able: \['reference', 'bf16'\]"
+            EngineUnavailableError,
+            match=r"FP8 is off, and its GEMMs are FP8; able: \['reference', 'bf16'\]",
         ):
             choose_engine("cuda:0", EngineName.HOPPER, replace(WORKLOAD, settings=EngineSettings()))
 
     def test_another_gpu_falls_back(self, hopper, monkeypatch):
-        monkeypatch.setattr(select, "bf16_unavailable", lambda *_: "it is no Hopper GPU")
-        monkeypatch.setattr(hopper_engine.torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        monkeypatch.setattr(select, "arch_of", lambda device: "sm_80")
         choice = choose_engine("cuda:0", workload=WORKLOAD)
-        assert choice.falls_back and "cuda:0 has compute capability 8.0" in choice.reason
+        assert choice.falls_back and choice.engine.name == "reference"
+        assert "the architecture is sm_80, and its kernels are for sm_90a" in choice.reason
+
+    @pytest.mark.parametrize("activation", ActivationType, ids=lambda member: member.value)
+    @pytest.mark.parametrize("recipe", [None, RECIPES["iso128"]], ids=["plain", "fp8"])
+    def test_auto_never_picks_an_engine_without_the_activation(
+        self, hopper, monkeypatch, activation, recipe
+    ):
+        """Not even where only the record of that one engine lacks it."""
+        settings = replace(FP8, activation=activation, recipe=recipe)
+        workload = replace(WORKLOAD, settings=settings)
+        chosen = choose_engine("cuda:0", workload=workload).engine.name
+        assert activation in RECORDS[EngineName(chosen)].activations
+        for record in (HOPPER, BF16):
+            others = tuple(member for member in record.activations if member is not activation)
+            monkeypatch.setitem(RECORDS, record.name, replace(record, activations=others))
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "reference" and choice.falls_back
+        assert f"the activation is '{activation.value}'" in choice.reason
+
+    def test_compiled_in_parameters_send_a_layer_to_the_reference_engine(self, hopper):
+        oai = EngineSettings(ActivationType.SWIGLU_OAI)
+        assert choose_engine("cuda:0", workload=Workload(oai, 64, 64)).engine.name == "bf16"
+        own = replace(oai, activation_parameters=(("alpha", 1.5),))
+        choice = choose_engine("cuda:0", workload=Workload(own, 64, 64))
+        assert choice.engine.name == "reference" and choice.falls_back
+        assert "alpha of swiglu_oai is 1.5, and its kernels have 1.702 compiled in" in choice.reason
 
     def test_the_host_is_no_fallback(self):
         assert not choose_engine("cpu", workload=WORKLOAD).falls_back

@@ -15,7 +15,8 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
 
-from engine import host_kernels
+from engine.host_kernels import ACTIVATION_NAMES as NAMES
+from engine.host_kernels import KERNELS
 
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
 from sonicmoe.diagnostics.stages import listening, ranges_on
@@ -70,13 +71,13 @@ REAL = {
 
 @pytest.fixture(scope="module")
 def native(artefacts):
-    return passes_source().load(artefacts)
+    return passes_source("sm_90a").load(artefacts)
 
 
 @pytest.fixture(autouse=True)
 def host_passes(native, monkeypatch):
     """Launches reach the host's kernels; every byte that nobody wrote is a NaN."""
-    passes = hopper_passes.make_passes(native, **host_kernels.KERNELS)
+    passes = hopper_passes.make_passes(native, NAMES, **KERNELS)
     monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
     empty = torch.empty
 
@@ -362,7 +363,7 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
 
     with listening(listener), pytest.raises(NonFiniteError, match=r"^the listener.s own$"):
         case.run(OURS, FP8)
-    passes = hopper_passes.make_passes(native, **host_kernels.KERNELS | {"grouped_gemm": refuse})
+    passes = hopper_passes.make_passes(native, NAMES, **KERNELS | {"grouped_gemm": refuse})
     monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
     with pytest.raises(ValueError, match="not this one"):
         case.run(OURS, FP8)
@@ -371,8 +372,8 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
 @pytest.mark.parametrize("kernel", REAL)
 def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts, monkeypatch):
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
-    real = getattr(REAL[kernel]().load(artefacts), kernel)
-    passes = hopper_passes.make_passes(native, **host_kernels.KERNELS | {kernel: real})
+    real = getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)
+    passes = hopper_passes.make_passes(native, NAMES, **KERNELS | {kernel: real})
     monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     with pytest.raises(Exception, match="must be on a CUDA device"):
@@ -381,7 +382,10 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
 
 def test_a_scratch_that_is_too_small_is_refused(native):
     """Nothing is launched into memory that is not there."""
-    passes, case = hopper_passes.make_passes(native, **host_kernels.KERNELS), Case()
+    passes, case = (
+        hopper_passes.make_passes(native, NAMES, **KERNELS),
+        Case(),
+    )
     weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
     needed = native.forward_bytes(T, case.routing.num_rows, H, I, False)
     small = torch.empty(needed - 1, dtype=torch.uint8)

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from sonicmoe.bench.public_models import expert_sizes
-from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows, bf16_unavailable
+from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
+from sonicmoe.engine.capabilities import Workload
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.engine.select import unavailable
+from sonicmoe.enums import ActivationType, EngineName, is_glu
 from sonicmoe.jit import default_cache, no_compile
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
@@ -34,7 +36,7 @@ from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
-SWIGLU = ActivationType.SWIGLU
+SWIGLU, ARCH = ActivationType.SWIGLU, "sm_90a"
 BF16, FP16 = torch.bfloat16, torch.float16
 H, I, E, K = 512, 384, 6, 3
 OURS, REFERENCE = Bf16Engine(), ReferenceEngine()
@@ -48,16 +50,16 @@ def compiled():
     tilings.
     """
     shapes = [
-        MlpShape(H, I, activation, "bfloat16", bias)
+        MlpShape(H, I, activation, "bfloat16", bias, arch=ARCH)
         for activation in ActivationType
         for bias in (False, True)
     ]
     shapes += [
-        MlpShape(H, I, SWIGLU, "float16"),
-        *(MlpShape(h, i, SWIGLU) for h, i in MODELS.values()),
+        MlpShape(H, I, SWIGLU, "float16", arch=ARCH),
+        *(MlpShape(h, i, SWIGLU, arch=ARCH) for h, i in MODELS.values()),
     ]
-    shapes += [MlpShape(128, 1280, SWIGLU)]
-    jobs = [*cuda_sources(), expert_rows_source()]
+    shapes += [MlpShape(128, 1280, SWIGLU, arch=ARCH)]
+    jobs = [*cuda_sources("sm_90a"), expert_rows_source("sm_90a")]
     jobs += [
         kernel
         for shape in shapes
@@ -81,7 +83,7 @@ def forced(product, config):
         getattr(quack_gemm, f"{product}_kernel"),
         {"store_z": True} if product == "up" else {},
     )
-    return make(MlpShape(H, I, SWIGLU), config=config, **options)
+    return make(MlpShape(H, I, SWIGLU, arch=ARCH), config=config, **options)
 
 
 @dataclass
@@ -227,8 +229,9 @@ def assert_same_bits(actual, wanted, names=None):
 
 
 def test_this_gpu_can_run_it():
-    assert bf16_unavailable("cuda:0") is None
-    assert "float32" in bf16_unavailable("cuda:0", torch.float32)
+    assert unavailable(EngineName.BF16, "cuda:0") is None
+    fp32 = Workload(EngineSettings(), H, I, "float32")
+    assert "float32" in unavailable(EngineName.BF16, "cuda:0", fp32)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])

@@ -28,7 +28,7 @@ SIZES = [(3, 128, 64), (2, 200, 72), (3, 66, 35), (2, 1, 1), (2, 2880, 768)]
 
 @pytest.fixture(scope="module")
 def flush_gradients():
-    return flush_source().load().flush_gradients
+    return flush_source("sm_90a").load().flush_gradients
 
 
 def native_gradients(experts, n1, hidden, intermediate, seed=0):

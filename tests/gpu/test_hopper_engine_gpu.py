@@ -33,11 +33,13 @@ from gpu.hopper_cases import (
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.bench.public_models import expert_sizes
-from sonicmoe.engine.hopper import hopper_unavailable
-from sonicmoe.enums import ActivationType
+from sonicmoe.engine.capabilities import Workload
+from sonicmoe.engine.compile_plan import plan
+from sonicmoe.engine.select import unavailable
+from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit import default_cache, no_compile
-from sonicmoe.jit.plan import ModelSpec, plan
+from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels.quack_gemm import (
     MlpShape,
@@ -57,8 +59,8 @@ MODELS = expert_sizes()
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Every kernel of this module, built in parallel; nothing below may compile."""
-    spec, shape = ModelSpec(E, H, I), MlpShape(H, I, ActivationType.SWIGLU)
-    plain = (expert_rows_source(), wgrad_down_kernel(shape), wgrad_up_kernel(shape))
+    spec, shape = ModelSpec(E, H, I), MlpShape(H, I, ActivationType.SWIGLU, arch="sm_90a")
+    plain = (expert_rows_source("sm_90a"), wgrad_down_kernel(shape), wgrad_up_kernel(shape))
     jobs = (*plan(spec, SonicMoEConfig(fp8_mode="perf").resolve()), *plain)
     report = warm_up(
         spec, default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs))
@@ -70,14 +72,14 @@ def compiled():
 
 @pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
 def test_this_gpu_can_run_public_models(sizes):
-    assert hopper_unavailable("cuda:0", FP8, sizes=sizes) is None
+    assert unavailable(EngineName.HOPPER, "cuda:0", Workload(FP8, *sizes)) is None
 
 
 @pytest.mark.parametrize(
     ("sizes", "words"), [((2056, 768), "H is 2056 and I is 768"), ((2048, 736), "I is 736")]
 )
 def test_sizes_without_a_kernel_are_refused(sizes, words):
-    assert words in hopper_unavailable("cuda:0", FP8, sizes=sizes)
+    assert words in unavailable(EngineName.HOPPER, "cuda:0", Workload(FP8, *sizes))
 
 
 def test_settings_without_a_kernel_are_refused():

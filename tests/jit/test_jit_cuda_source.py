@@ -29,7 +29,7 @@ from sonicmoe.kernels.cuda_wgrad import flush_source
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs nvcc")
 DIMENSIONS = ["--E", "8", "--H", "256", "--I", "128"]
 ENGINE = "reference"  # whose plan has CUDA sources only: the probe, and what takes long to compile
-LARGE = (*cuda_sources(), flush_source())
+LARGE = (*cuda_sources("sm_90a"), flush_source("sm_90a"))
 # Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to
 # keep them in.
 SPILLING = """\
@@ -110,15 +110,15 @@ def test_cold_directory_under_forbid_compile_is_one_line(tmp_path: Path) -> None
 def test_module_loads_without_a_gpu_and_checks_its_arguments(warm_cache: CompileCache) -> None:
     torch = pytest.importorskip("torch")
     with no_compile():
-        module = toolchain_probe().load(warm_cache)
+        module = toolchain_probe("sm_90a").load(warm_cache)
     assert module.threads() == 256
-    assert toolchain_probe().load(warm_cache) is module
+    assert toolchain_probe("sm_90a").load(warm_cache) is module
     with pytest.raises(RuntimeError, match="x must be on a CUDA device"):
         module.scale_add(torch.zeros(3), torch.zeros(3), 1.0)
 
 
 def test_report_shows_the_architecture_and_no_spill(warm_cache: CompileCache) -> None:
-    (kernel,) = resource_usage(toolchain_probe().compile(warm_cache))
+    (kernel,) = resource_usage(toolchain_probe("sm_90a").compile(warm_cache))
     assert kernel.arch == "sm_90a" and "scale_add" in kernel.kernel and 0 < kernel.registers <= 32
     require_no_spills([kernel])
 
@@ -127,7 +127,7 @@ def test_spilling_kernel_is_found_out(tmp_path: Path) -> None:
     source = tmp_path / "hungry.cu"
     source.write_text(SPILLING)
     cache = CompileCache(tmp_path / "cache", tmp_path / "local")
-    usage = resource_usage(CudaSource.make("hungry", source).compile(cache))
+    usage = resource_usage(CudaSource.make("hungry", source, arch="sm_90a").compile(cache))
     assert usage[0].spills and usage[0].registers <= 64
     with pytest.raises(SpillError, match=r"hungry.*spills"):
         require_no_spills(usage)
@@ -138,7 +138,7 @@ def test_compile_error_ends_with_the_compilers_words(tmp_path: Path) -> None:
     source.write_text("int f() { return undefined; }\n")
     cache = CompileCache(tmp_path / "cache", tmp_path / "local")
     with pytest.raises(CompileError, match=r"broken did not compile[\s\S]*broken\.cu\(1\)"):
-        CudaSource.make("broken", source).compile(cache)
+        CudaSource.make("broken", source, arch="sm_90a").compile(cache)
     assert list((tmp_path / "cache" / "staging").iterdir()) == []
 
 
@@ -148,7 +148,11 @@ def test_key_follows_macros_flags_sources_and_nothing_else(tmp_path: Path) -> No
     source.write_text('#include "tile.cuh"\n')
 
     def digest(**changes: Any) -> str:
-        return CudaSource.make("k", source, **{"defines": {"E": 8}, **changes}).key().digest
+        return (
+            CudaSource.make("k", source, **{"arch": "sm_90a", "defines": {"E": 8}, **changes})
+            .key()
+            .digest
+        )
 
     base = digest()
     assert digest() == base
@@ -162,10 +166,10 @@ def test_key_follows_macros_flags_sources_and_nothing_else(tmp_path: Path) -> No
 def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(
     no_toolkit: None, warm_cache: CompileCache
 ) -> None:
-    assert find_toolkit() is None and toolchain_probe().key().toolchain is None
-    assert toolchain_probe().load(warm_cache).threads() == 256
+    assert find_toolkit() is None and toolchain_probe("sm_90a").key().toolchain is None
+    assert toolchain_probe("sm_90a").load(warm_cache).threads() == 256
     with pytest.raises(ToolchainError, match="CUDA_HOME"):
-        toolchain_probe(threads=128).load(warm_cache)
+        toolchain_probe("sm_90a", threads=128).load(warm_cache)
 
 
 def test_toolkit_is_found_through_a_wrapper_script(

@@ -25,7 +25,9 @@ needs_cute = pytest.mark.skipif(not HAS_CUTE, reason=f"{NOT_RUN}needs nvidia-cut
 
 
 def sample(threads: int = 128, name: str = "scale_add") -> CuteKernel:
-    return CuteKernel.make(name, "cute_sample:compile_scale_add", {"threads": threads}, SAMPLE)
+    return CuteKernel.make(
+        name, "cute_sample:compile_scale_add", {"threads": threads}, SAMPLE, arch="sm_90a"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_report_shows_the_architecture_and_no_spill(warmed: CompileCache) -> Non
 
 @needs_cute
 def test_compile_error_ends_with_the_compilers_words(tmp_path: Path) -> None:
-    broken = CuteKernel.make("broken", "cute_sample:no_such_function", {}, SAMPLE)
+    broken = CuteKernel.make("broken", "cute_sample:no_such_function", {}, SAMPLE, arch="sm_90a")
     with pytest.raises(CompileError, match=r"broken did not compile[\s\S]*no_such_function"):
         broken.compile(CompileCache(tmp_path / "cache", tmp_path / "local"))
 
@@ -78,11 +80,13 @@ def test_key_follows_statics_and_source(tmp_path: Path) -> None:
     copy = tmp_path / "cute_sample.py"
     copy.write_text(SAMPLE.read_text())
     keys = {sample().key().family, sample(256).key().family}
-    moved = CuteKernel.make("scale_add", "cute_sample:compile_scale_add", {"threads": 128}, copy)
+    moved = CuteKernel.make(
+        "scale_add", "cute_sample:compile_scale_add", {"threads": 128}, copy, arch="sm_90a"
+    )
     assert moved.key().family in keys
     copy.write_text(SAMPLE.read_text() + "# changed\n")
     assert moved.key().family not in keys
     with pytest.raises(KeyFieldError, match="num_tokens"):
         CuteKernel.make(
-            "scale_add", "cute_sample:compile_scale_add", {"num_tokens": 1}, SAMPLE
+            "scale_add", "cute_sample:compile_scale_add", {"num_tokens": 1}, SAMPLE, arch="sm_90a"
         ).key()

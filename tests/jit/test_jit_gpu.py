@@ -34,9 +34,9 @@ def check_launches(scale_add: Any) -> None:
 
 def test_cuda_source(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", tmp_path / "local")
-    toolchain_probe().compile(cache)
+    toolchain_probe("sm_90a").compile(cache)
     with no_compile():
-        module = toolchain_probe().load(cache)
+        module = toolchain_probe("sm_90a").load(cache)
         check_launches(lambda x, y: module.scale_add(x, y, 2.0))
 
 
@@ -46,9 +46,9 @@ def test_triton_kernel(tmp_path: Path) -> None:
     with SonicMoEConfig(
         cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local"
     ).activate():
-        TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}).compile(
-            default_cache()
-        )
+        TritonVariant.make(
+            "scale_add", "triton_sample:scale_add_for", {"block": 256}, "sm_90a"
+        ).compile(default_cache())
 
         def scale_add(x: Any, y: Any) -> None:
             if len(x):
@@ -64,7 +64,9 @@ def test_triton_kernel(tmp_path: Path) -> None:
 def test_cute_kernel(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", tmp_path / "local")
     source = Path(__file__).with_name("cute_sample.py")
-    kernel = CuteKernel.make("scale_add", "cute_sample:compile_scale_add", {"threads": 128}, source)
+    kernel = CuteKernel.make(
+        "scale_add", "cute_sample:compile_scale_add", {"threads": 128}, source, arch="sm_90a"
+    )
     kernel.compile(cache)
     with no_compile():
         function = kernel.load(cache)

@@ -28,7 +28,7 @@ from triton import language as tl  # noqa: E402
 
 from sonicmoe.jit.triton_kernel import stored_jit  # noqa: E402
 
-VARIANT = TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256})
+VARIANT = TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}, "sm_90a")
 
 
 class AbsentGPU:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,21 @@ from fake_jobs import DyingJob, FailingJob, FakeJob, UnsendableJob
 from processes import Field, environment
 from racer import load
 
-import sonicmoe.jit.plan as plan_module
 import sonicmoe.jit.warmup as warmup_module
 import sonicmoe.jit.worker as worker_module
 from sonicmoe.cli.main import main
 from sonicmoe.cli.warmup import warmup
 from sonicmoe.config import SonicMoEConfig, current_config
-from sonicmoe.engine import hopper as hopper_engine
+from sonicmoe.engine import capabilities, compile_plan
+from sonicmoe.engine.capabilities import BF16, RECORDS, missing_package
+from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
-from sonicmoe.jit.plan import BOTH, PRECISIONS, ModelSpec, WarmUpPlan, plan, warm_up_plan
+from sonicmoe.jit.plan import BOTH, PRECISIONS, ModelSpec, WarmUpPlan
 from sonicmoe.jit.warmup import SELECTED, KernelOutcome, check, find_record, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
-from sonicmoe.kernels import limits, quack_gemm
-from sonicmoe.kernels.quack_gemm import missing_package
 
 SPEC = ModelSpec(8, 3072, 1536)
 DIMENSIONS = ["--E", "8", "--H", "3072", "--I", "1536"]
@@ -236,7 +236,8 @@ BF16_KERNELS = {
     for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")
 }
 EVERY_RUN = {"routing_metadata", "aggregate", "flush"}
-needs_quack = pytest.mark.skipif(missing_package() is not None, reason=str(missing_package()))
+MISSING = missing_package(BF16.jobs(None, "sm_90a"))
+needs_quack = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def names(planned: WarmUpPlan) -> set[str]:
@@ -303,8 +304,8 @@ def test_what_has_no_fp8_kernels_is_left_out_unless_asked_for(
 
 def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     why = "quack-kernels 0.6.5 compiles its GEMMs, and it is absent"
-    for module in (limits, quack_gemm):
-        monkeypatch.setattr(module, "missing_package", lambda: why)
+    absent = lambda *names: tuple((name, "absent") for name in names)  # noqa: E731
+    monkeypatch.setattr(capabilities, "package_versions", absent)
     planned = warm_up_plan(SPEC)
     assert planned.precision == "fp8" and planned.left_out == (
         f"fp8 with fp8_wgrad=0: {why}",
@@ -313,8 +314,12 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.Monk
     assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
 
 
-def test_limits_are_those_of_the_engine() -> None:
-    assert set(limits.FP8_ACTIVATIONS) == set(hopper_engine.ACTIVATIONS)
+def test_the_bf16_part_knows_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = tuple(member for member in BF16.activations if member.value != "swiglu")
+    monkeypatch.setitem(RECORDS, BF16.name, replace(BF16, activations=others))
+    planned = warm_up_plan(SPEC)
+    assert planned.left_out[-1].startswith("bf16: the activation is 'swiglu', and it has [")
+    assert not (BF16_KERNELS - {"bf16_wgrad_down", "bf16_wgrad_up"}) & names(planned)
 
 
 def test_an_unknown_precision_is_refused() -> None:
@@ -337,27 +342,28 @@ def test_in_process_refuses_an_unknown_device_and_skips_the_cpu(tmp_path: Path) 
     assert report.kernels == () and report.record is None and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("options", "modes", "precision"), [
-    ({}, {"off", "perf"}, "both"),
-    ({"config": SonicMoEConfig(recompute_z=True)}, {"off", "perf"}, "both"),
-    ({"config": SonicMoEConfig(fp8_mode="mem")}, {"off", "perf"}, "fp8"),
-    ({"config": SonicMoEConfig(fp8_mode="off")}, {"off"}, "bf16"),
-    ({"precision": "bf16", "config": SonicMoEConfig(fp8_mode="perf")}, {"off"}, "bf16"),
+@pytest.mark.parametrize(("options", "quantised", "precision"), [
+    ({}, {False, True}, "both"),
+    ({"config": SonicMoEConfig(recompute_z=True)}, {False, True}, "both"),
+    ({"config": SonicMoEConfig(fp8_mode="mem")}, {True}, "fp8"),
+    ({"config": SonicMoEConfig(fp8_mode="off")}, {False}, "bf16"),
+    ({"precision": "bf16", "config": SonicMoEConfig(fp8_mode="perf")}, {False}, "bf16"),
 ])  # fmt: skip
 def test_in_process_plans_both_unless_the_configuration_or_the_caller_says_which(
     options: dict[str, Any],
-    modes: set[str],
+    quantised: set[bool],
     precision: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
-    provider = lambda spec, config: seen.append(config.fp8_mode) or ()  # noqa: E731
-    monkeypatch.setattr(plan_module, "_PROVIDERS", {"seen": provider})
-    monkeypatch.setattr(limits, "missing_package", lambda: None)
+    monkeypatch.setattr(compile_plan, "EVERY_RUN", ())
+    for name, record in RECORDS.items():
+        jobs = lambda workload, arch: seen.append(workload.settings.recipe is not None) or ()  # noqa: E731
+        monkeypatch.setitem(RECORDS, name, replace(record, jobs=jobs))
     assert (
         warmup_jit(8, 64, 64, cache_dir=tmp_path, **options).precision == precision
-        and set(seen) == modes
+        and set(seen) == quantised
     )
 
 

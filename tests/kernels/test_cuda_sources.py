@@ -9,6 +9,8 @@ import importlib.util
 import pytest
 
 from sonicmoe.config import SonicMoEConfig, current_config
+from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.enums import ActivationType
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import BUILD_LOG, resource_usage
 from sonicmoe.jit.resources import performance_losses, require_no_spills
@@ -17,7 +19,7 @@ from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.sm90 import gemm_sources
 
-SOURCES = (*cuda_sources(), quantize_source(), *gemm_sources())
+SOURCES = (*cuda_sources("sm_90a"), quantize_source("sm_90a"), *gemm_sources("sm_90a"))
 
 EXPORTS = {
     "routing_metadata": (
@@ -36,8 +38,8 @@ EXPORTS = {
         "check_weights",
         "quantize_weights",
     ),
-    "fp8_grouped_gemm": ("grouped_gemm", "gather_gated_gemm"),
-    "fp8_dgated": ("gather_dgated_gemm",),
+    "fp8_grouped_gemm": ("activation_names", "grouped_gemm", "gather_gated_gemm"),
+    "fp8_dgated": ("activation_names", "gather_dgated_gemm"),
     "fp8_wgrad": ("grouped_wgrad",),
 }
 # entry functions: {int32, int64}, the gather and its sum; 7 pairs of rows' and result's dtype x {3
@@ -84,29 +86,37 @@ def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
 def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
     from sonicmoe.routing.backends import MAX_EXPERTS
 
-    module = cuda_sources()[0].load(artefacts)
+    module = cuda_sources("sm_90a")[0].load(artefacts)
     assert int(module.max_experts()) == MAX_EXPERTS
     assert int(module.scratch_per_expert()) >= 132
+
+
+@pytest.mark.parametrize("source", gemm_sources("sm_90a")[:2], ids=lambda source: source.name)
+def test_modules_name_the_activations_they_were_built_with(source, artefacts: CompileCache) -> None:
+    names = [str(name) for name in source.load(artefacts).activation_names()]
+    assert {ActivationType(name) for name in names} == set(HOPPER.activations)
+    assert len(names) == len(set(names))
 
 
 def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
     import torch
 
-    module = cuda_sources()[0].load(artefacts)
+    module = cuda_sources("sm_90a")[0].load(artefacts)
     index, values = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
     with pytest.raises(Exception, match="index must be on a CUDA device"):
         module.gather_or_zero(index, values, values, 0)
 
 
 def test_warm_up_plans_every_source() -> None:
-    from sonicmoe.jit.plan import ModelSpec, plan
+    from sonicmoe.engine.compile_plan import plan
+    from sonicmoe.jit.plan import ModelSpec
 
     def names(dtype: str = "bfloat16", **options) -> set[str]:
         spec = ModelSpec(E=8, H=3072, I=1536, dtype=dtype)
         return {job.name for job in plan(spec, current_config(SonicMoEConfig(**options)))}
 
-    always = {source.name for source in cuda_sources()}
-    fp8 = {source.name for source in (quantize_source(), *gemm_sources())}
+    always = {source.name for source in cuda_sources("sm_90a")}
+    fp8 = {source.name for source in (quantize_source("sm_90a"), *gemm_sources("sm_90a"))}
     assert always | fp8 <= names(fp8_mode="perf")
     assert always | fp8 <= names("float32", fp8_mode="perf"), "fp32 master weights, bf16 tokens"
     assert always <= names() and not fp8 & names()

@@ -20,21 +20,19 @@ from worlds import ROOT, environment
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import current_config
-from sonicmoe.engine import bf16
-from sonicmoe.engine.bf16 import bf16_unavailable
-from sonicmoe.enums import ActivationType, EngineName, is_glu
+from sonicmoe.engine.capabilities import missing_package
+from sonicmoe.engine.compile_plan import plan
+from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileForbiddenError
-from sonicmoe.jit.plan import ModelSpec, plan
+from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.resources import parse_ptxas, require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import quack_gemm
 from sonicmoe.kernels.quack_gemm import (
-    ARCH,
     CANDIDATES,
-    DTYPES,
     GemmConfig,
     GroupedGemms,
     MlpShape,
@@ -43,17 +41,14 @@ from sonicmoe.kernels.quack_gemm import (
     choose_config,
     down_kernel,
     expert_rows_source,
-    is_warm,
-    missing_package,
 )
 
-SWIGLU = ActivationType.SWIGLU
-SHAPE = MlpShape(3072, 1536, SWIGLU)
+SWIGLU, ARCH = ActivationType.SWIGLU, "sm_90a"
+SHAPE = MlpShape(3072, 1536, SWIGLU, arch=ARCH)
 PARTS = 2  # of the variants, so that parallel workers share them
+MISSING = missing_package(all_kernels(SHAPE))
 needs_quack = pytest.mark.skipif(
-    missing_package() is not None
-    or importlib.util.find_spec("tvm_ffi") is None
-    or find_toolkit() is None,
+    MISSING is not None or importlib.util.find_spec("tvm_ffi") is None or find_toolkit() is None,
     reason="needs quack-kernels, nvidia-cutlass-dsl, apache-tvm-ffi and nvcc",
 )
 
@@ -80,7 +75,7 @@ def every_variant() -> tuple[CuteKernel, ...]:
     ]
     for activation in ActivationType:
         for bias in (False, True):
-            shape = MlpShape(3072, 1536, activation, bias=bias)
+            shape = MlpShape(3072, 1536, activation, bias=bias, arch=ARCH)
             variants += all_kernels(shape, recompute_z=True)
             variants += [tiled("up", config, shape) for config, _ in candidates("up", shape)]
     variants += all_kernels(replace(SHAPE, dtype="float16"), recompute_z=True)
@@ -188,7 +183,7 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: Compi
         "from sonicmoe.enums import ActivationType\n"
         "from sonicmoe.kernels.quack_gemm import MlpShape, down_kernel\n"
         f"cache = CompileCache(Path({str(artefacts.root)!r}), Path({str(artefacts.local_root)!r}))\n"
-        "with no_compile(): launch = down_kernel(MlpShape(3072, 1536, ActivationType.SWIGLU, bias=True)).load(cache)\n"
+        f"with no_compile(): launch = down_kernel(MlpShape(3072, 1536, ActivationType.SWIGLU, bias=True, arch={ARCH!r})).load(cache)\n"
         "half = {'dtype': torch.bfloat16}\n"
         "try: launch(torch.zeros(128, 64, **half), torch.zeros(2, 32, 64, **half), torch.zeros(128, 32, **half),\n"
         "            torch.zeros(2, 32), torch.zeros(3, dtype=torch.int32), None, 66)\n"
@@ -202,11 +197,11 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: Compi
 
 @needs_quack
 def test_row_kernels_compile_without_spills(artefacts: CompileCache) -> None:
-    resources = resource_usage(expert_rows_source().compile(artefacts))
+    resources = resource_usage(expert_rows_source("sm_90a").compile(artefacts))
     assert len(resources) == 5  # index; sums of rows and of columns for two dtypes each
     require_no_spills(resources)
     assert all(item.stack_bytes == 0 for item in resources)
-    module = expert_rows_source().load(artefacts)
+    module = expert_rows_source("sm_90a").load(artefacts)
     counts = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(Exception, match="row_token must be on a CUDA device"):
         module.index_rows(
@@ -244,7 +239,7 @@ def test_tiles_fit_the_width(hidden: int, tile: tuple[int, int], cluster: tuple[
     "intermediate", [512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336]
 )
 def test_no_tiling_computes_much_for_nothing(hidden: int, intermediate: int) -> None:
-    shape = MlpShape(hidden, intermediate, SWIGLU)
+    shape = MlpShape(hidden, intermediate, SWIGLU, arch=ARCH)
     for product in CANDIDATES:
         width = shape.width(product)
         assert choose_config(product, shape).columns(width) <= 1.1 * width, product
@@ -287,7 +282,7 @@ def test_plan_covers_a_training_run_with_and_without_biases() -> None:
 
     BF16_NAMES = {kernel.name for kernel in all_kernels(SHAPE, recompute_z=True)} | {"expert_rows"}
     spec = ModelSpec(8, 3072, 1536)
-    everything = BF16_NAMES - {"bf16_up_again"} if missing_package() is None else set()
+    everything = BF16_NAMES - {"bf16_up_again"} if MISSING is None else set()
     assert planned(spec) == everything
     assert planned(spec, engine="reference") == set()
     assert planned(spec, fp8_mode="perf") == set()
@@ -298,7 +293,7 @@ def test_plan_covers_a_training_run_with_and_without_biases() -> None:
     assert planned(replace(spec, H=3076)) == set()
     if everything:
         assert planned(spec, recompute_z=True) == BF16_NAMES
-        jobs = quack_gemm.bf16_jobs(spec, current_config(SonicMoEConfig(engine=EngineName.BF16)))
+        jobs = plan(spec, current_config(SonicMoEConfig(engine="bf16")))
         assert {dict(job.statics)["bias"] for job in jobs if job.name == "bf16_up"} == {False, True}
 
 
@@ -313,53 +308,6 @@ def test_a_compile_is_refused_where_it_is_forbidden(tmp_path: Path) -> None:
         gemms.down(None, None, None, None, None)
 
 
-def test_a_cache_is_warm_when_nothing_is_missing(cache: CompileCache) -> None:
-    assert not is_warm(SHAPE, cache)
-
-
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        (replace(SHAPE, dtype="float32"), "dtype is float32; the GEMMs take bfloat16 or float16"),
-        (replace(SHAPE, hidden=3076), "H=3076; the GEMMs need a multiple of 8"),
-        (replace(SHAPE, intermediate=100), "I=100; the GEMMs need a multiple of 8"),
-    ],
-)
-def test_shapes_without_a_variant_say_why(shape: MlpShape, words: str) -> None:
-    assert words in (shape.problem() or "")
-    assert SHAPE.problem() is None and all(
-        replace(SHAPE, dtype=dtype).problem() is None for dtype in DTYPES
-    )
-
-
 def test_widths_of_z() -> None:
     for activation in ActivationType:
-        assert MlpShape(64, 24, activation).n1 == (48 if is_glu(activation) else 24)
-
-
-def test_why_the_engine_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    capability = [(9, 0)]
-    monkeypatch.setattr(bf16.torch.cuda, "get_device_capability", lambda index: capability[0])
-    monkeypatch.setattr(bf16, "missing_package", lambda: None)
-    monkeypatch.setattr(bf16, "package_versions", lambda name: ((name, "0.1.15"),))
-    assert bf16_unavailable("cuda:0", torch.bfloat16, SHAPE) is None
-    assert bf16_unavailable("cpu") == "no GPU: tensors are on cpu"
-    assert "tokens are float32" in (bf16_unavailable("cuda:0", torch.float32) or "")
-    assert "H=12" in (bf16_unavailable("cuda:0", shape=replace(SHAPE, hidden=12)) or "")
-    capability[0] = (10, 0)
-    assert "compute capability 10.0" in (bf16_unavailable("cuda:0") or "")
-    capability[0] = (9, 0)
-    monkeypatch.setattr(
-        bf16, "missing_package", lambda: "quack-kernels 0.6.5 compiles its GEMMs, and it is absent"
-    )
-    monkeypatch.setattr(bf16, "is_warm", lambda shape: shape == SHAPE)
-    assert bf16_unavailable("cuda:0", shape=SHAPE) is None
-    assert "quack-kernels 0.6.5" in (bf16_unavailable("cuda:0") or "")
-    monkeypatch.setattr(bf16, "package_versions", lambda name: ((name, "absent"),))
-    assert "apache-tvm-ffi" in (bf16_unavailable("cuda:0") or "")
-
-
-def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (("quack-kernels", "0.6.4"), ("nvidia-cutlass-dsl", "4.8.1"))
-    monkeypatch.setattr(quack_gemm, "package_versions", lambda *names: found)
-    assert missing_package() == "quack-kernels 0.6.5 compiles its GEMMs, and it is 0.6.4"
+        assert MlpShape(64, 24, activation, arch=ARCH).n1 == (48 if is_glu(activation) else 24)

@@ -34,7 +34,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def module(session_folder):
     return host_cuda.load(
-        quantize_source().files, session_folder / "host_cuda", find_toolkit().home / "include"
+        quantize_source("sm_90a").files,
+        session_folder / "host_cuda",
+        find_toolkit().home / "include",
     )
 
 

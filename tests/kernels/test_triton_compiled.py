@@ -19,6 +19,8 @@ from sonicmoe.kernels import triton_aggregate, triton_routing
 
 I32, I64, F32, BF16 = (MockTensor(dtype) for dtype in (tl.int32, tl.int64, tl.float32, tl.bfloat16))
 
+ARCH = "sm_90a"
+
 
 def requests(num_slots, experts, ids=I64):
     """Every kernel of a build, of the slot values and of the aggregation, as launched for so many
@@ -26,14 +28,18 @@ def requests(num_slots, experts, ids=I64):
     """
     expert_block, block = max(experts, 2), min(256, max(16, 8192 // max(experts, 2)))
     yield triton_routing._count.ahead(
-        ids, I32, num_slots, num_slots // 7, experts, BLOCK=block, EXPERTS=expert_block
+        ids, I32, num_slots, num_slots // 7, experts, BLOCK=block, EXPERTS=expert_block, arch=ARCH
     )
-    yield triton_routing._scan_programs.ahead(I32, I32, num_slots // 100, experts, BLOCK=256)
+    yield triton_routing._scan_programs.ahead(
+        I32, I32, num_slots // 100, experts, BLOCK=256, arch=ARCH
+    )
     yield triton_routing._write.ahead(
         ids, F32, I32, I32, I64, I32, I64, I32, I64, I64, F32,
-        num_slots, num_slots + 1000, num_slots // 7, 8, experts, 128, BLOCK=block, EXPERTS=expert_block, FILL=128,
+        num_slots, num_slots + 1000, num_slots // 7, 8, experts, 128, BLOCK=block, EXPERTS=expert_block, FILL=128, arch=ARCH,
     )  # fmt: skip
-    yield triton_routing._gather_or_zero.ahead(I64, F32, F32, num_slots, num_slots + 3, BLOCK=1024)
+    yield triton_routing._gather_or_zero.ahead(
+        I64, F32, F32, num_slots, num_slots + 3, BLOCK=1024, arch=ARCH
+    )
     yield triton_aggregate._aggregate.ahead(
         BF16,
         I64,
@@ -46,6 +52,7 @@ def requests(num_slots, experts, ids=I64):
         WEIGHTED=True,
         COLUMNS=1024,
         enable_fp_fusion=False,
+        arch=ARCH,
     )
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from sonicmoe.config import SonicMoEConfig, current_config
+from sonicmoe.engine.compile_plan import plan
 from sonicmoe.gradients.destinations import FORMATS, FRESH
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.resources import require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
-from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_jobs, wgrad_operands_source
+from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
 
 EXPORTS = {
     "wgrad_operands": (
@@ -29,7 +30,7 @@ EXPORTS = {
 }
 # {bf16, fp16, fp32, codes}; {transposed, native}
 KERNELS = {"wgrad_operands": 4, "flush": 2}
-SOURCES = (wgrad_operands_source(), flush_source())
+SOURCES = (wgrad_operands_source("sm_90a"), flush_source("sm_90a"))
 
 needs_compiler = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
@@ -66,7 +67,7 @@ def test_host_tensors_are_refused_by_name(source, artefacts: CompileCache) -> No
 
 
 def test_formats_are_those_of_the_kernel() -> None:
-    text = flush_source().files[0].read_text(encoding="utf-8")
+    text = flush_source("sm_90a").files[0].read_text(encoding="utf-8")
     codes = dict(re.findall(r"k(Float32|Bfloat16|Float16|Fresh) = (\d)", text))
     assert {name: int(code) for name, code in codes.items()} == {
         "Float32": FORMATS[torch.float32], "Bfloat16": FORMATS[torch.bfloat16], "Float16": FORMATS[torch.float16], "Fresh": FRESH,
@@ -79,5 +80,8 @@ def test_formats_are_those_of_the_kernel() -> None:
     ({"fp8_mode": "off"}, {"flush"}),
 ])  # fmt: skip
 def test_warm_up_jobs(options, names) -> None:
+    """Of the two sources; without FP8 weight gradients the operands come with the engine's other
+    kernels, where its compilers are there.
+    """
     config = current_config(SonicMoEConfig(**options))
-    assert {job.name for job in wgrad_jobs(ModelSpec(8, 3072, 1536), config)} == names
+    assert names <= {job.name for job in plan(ModelSpec(8, 3072, 1536), config)}

@@ -69,7 +69,7 @@ class Step:
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Allocate and fill everything."""
         tokens, hidden, intermediate, experts, topk = shape
-        self.mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU)
+        self.mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch="sm_90a")
         self.settings, self.engine = EngineSettings(), Bf16Engine()
         w1 = torch.randn((experts, 2 * intermediate, hidden), device="cuda") * hidden**-0.5
         w2 = torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5
@@ -285,8 +285,8 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
 def main(json_path: Path | None, do_sweep: bool, tokens: tuple[int, ...]) -> None:
     """Time forward, and forward and backward, of the BF16 engine at H=3072 I=1536 E=8 K=8."""
     _, hidden, intermediate, _, topk = REFERENCE
-    mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU)
-    compile_all([*cuda_sources(), expert_rows_source(), *all_kernels(mlp)])
+    mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch="sm_90a")
+    compile_all([*cuda_sources("sm_90a"), expert_rows_source("sm_90a"), *all_kernels(mlp)])
     report: list[dict[str, Any]] = []
     for count in tokens:
         step = Step((count, *REFERENCE[1:]))

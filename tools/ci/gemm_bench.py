@@ -42,7 +42,7 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
     balanced random routing.
     """
     tokens, hidden, intermediate, experts, topk = shape
-    module = fp8_grouped_gemm_source().load()
+    module = fp8_grouped_gemm_source("sm_90a").load()
     indices = torch.rand((tokens, experts), device="cuda").topk(topk, 1).indices
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
     routing = build_routing(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)

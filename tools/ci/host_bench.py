@@ -146,7 +146,10 @@ def launch_nothing() -> None:
     from sonicmoe.routing import backends
 
     nothing = tvm_ffi.get_global_func("testing.nop")
-    passes = hopper_passes.make_passes(passes_source().load(), **dict.fromkeys(KERNELS, nothing))
+    names = ("swiglu",)  # as both modules would export them
+    passes = hopper_passes.make_passes(
+        passes_source("sm_90a").load(), (names, names), **dict.fromkeys(KERNELS, nothing)
+    )
     hopper.passes_on = lambda device: passes
     weight_kernels = SimpleNamespace(
         num_checksums=lambda *_: 1,

@@ -49,7 +49,7 @@ def child(root: Path) -> None:
         marks[name] = (time.perf_counter() - since) / calls
         return time.perf_counter()
 
-    source, cache = toolchain_probe(), CompileCache(root, root / "node-local")
+    source, cache = toolchain_probe("sm_90a"), CompileCache(root, root / "node-local")
     print("ready", flush=True)
     sys.stdin.readline()
     moment = time.perf_counter()

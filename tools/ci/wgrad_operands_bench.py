@@ -85,7 +85,7 @@ def flush_variants(hidden: int, intermediate: int, experts: int) -> Variants:
     ERNIE's weights.
     """
     n1 = 2 * intermediate
-    kernel = flush_source().load().flush_gradients
+    kernel = flush_source("sm_90a").load().flush_gradients
     dw1 = torch.zeros((experts, n1, hidden), device="cuda")
     dw2 = torch.zeros((experts, hidden, intermediate), device="cuda")
     elements = float(dw1.numel() + dw2.numel())

@@ -1,6 +1,7 @@
 // What happens to a tile's accumulators: bf16 rows, or the gated activation with FP8 y1 and INT8 z.
 #pragma once
 
+#include "activations.cuh"
 #include "fp8_grouped_gemm.cuh"
 
 namespace sonicmoe::sm90 {
@@ -30,63 +31,6 @@ __device__ __forceinline__ uint32_t e4m3x2(float low, float high) {
 __device__ __forceinline__ uint32_t int8_bits(float x, float by) {
   return __float_as_uint(__fmaf_rn(x, by, 12582912.f));
 }
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
-// value(x); and for backward, of x = code * scale, the derivative and value / scale, which leaves a
-// constant of the row to later.
-struct Silu {
-  static constexpr float kArgument = -1.4426950408889634f;
-  __device__ static __forceinline__ float value(float x) {
-    return x * reciprocal(1.f + exp2_approx(x * kArgument));
-  }
-  __device__ static __forceinline__ void both(float code, float scale, float argument_scale,
-                                              float& value, float& slope) {
-    const float s = reciprocal(1.f + exp2_approx(code * argument_scale));
-    value = code * s;
-    slope = fmaf(value, fmaf(-s, scale, scale), s);
-  }
-};
-// Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its
-// tail and density share a factor.
-struct Gelu {
-  static constexpr float kArgument = 1.f;
-  __device__ static __forceinline__ float cdf(float x, float& gauss) {
-    const float t = reciprocal(fmaf(fabsf(x), 0.23164190f, 1.f));  // 0.3275911 / sqrt(2)
-    gauss = exp2_approx(x * x * -0.72134752044448170f);
-    float tail = fmaf(t, 0.53070271f, -0.72657601f);  // halves of the published coefficients
-    tail = fmaf(t, tail, 0.71070687f);
-    tail = fmaf(t, tail, -0.14224837f);
-    tail = fmaf(t, tail, 0.12741480f) * t * gauss;
-    return x > 0.f ? 1.f - tail : tail;
-  }
-  __device__ static __forceinline__ float value(float x) {
-    float gauss;
-    return x * cdf(x, gauss);
-  }
-  __device__ static __forceinline__ void both(float code, float scale, float, float& value,
-                                              float& slope) {
-    float gauss;
-    const float x = code * scale, c = cdf(x, gauss);
-    value = code * c;
-    slope = fmaf(x * 0.39894228f, gauss, c);
-  }
-};
-struct Relu {
-  static constexpr float kArgument = 1.f;
-  __device__ static __forceinline__ float value(float x) {
-    return x > 0.f ? x : x * 0.f;
-  }  // x * 0 keeps NaN
-  __device__ static __forceinline__ void both(float code, float, float, float& value,
-                                              float& slope) {
-    value = fmaxf(code, 0.f);  // a code is no NaN: a scale may be, and comes in later
-    slope = code > 0.f ? 1.f : 0.f;
-  }
-};
 
 // Base of the epilogues that leave through per-warp patches.
 struct PatchEpilogue {

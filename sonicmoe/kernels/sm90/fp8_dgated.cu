@@ -21,7 +21,7 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::Dgated
 // dprob_parts fp32 [ceil(I / 256), R], whose sum over its first axis is <dy1, y1>, and the operands
 // of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place of dz_t and y1s_t, else e4m3 dz_t
 // [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and y1s_t_scale [ceil(I / 128), R /
-// 128]. activation: 0 SwiGLU, 1 GeGLU, 2 ReGLU. Rows at and behind padded_offsets[E] are not
+// 128]. activation: a place in `activation_names()`. Rows at and behind padded_offsets[E] are not
 // written.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         TensorView row_token, TensorView row_prob, TensorView padded_offsets,
@@ -36,8 +36,7 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   TVM_FFI_ICHECK(rows % 128 == 0) << "row_token has " << rows
                                   << " elements; needed: a multiple of 128";
   TVM_FFI_ICHECK(rows * (n / 8) < (int64_t(1) << 32)) << "z is larger than 64 GiB";
-  TVM_FFI_ICHECK(activation >= 0 && activation < 3)
-      << "activation is " << activation << "; needed: 0, 1 or 2";
+  check_activation(activation);
   TVM_FFI_ICHECK(o.params.a_scale_shift == 0)
       << "dout_scale has one row per 128 tokens; needed: one per token, they are gathered";
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
@@ -66,12 +65,12 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
     maps.c = matrix_map(dz_t_data, 2 * n, rows, 128);
     maps.d = matrix_map(y1s_t_data, n, rows, 128);
   }
-  if (activation == 0) return launch_dgated<sm90::Silu>(o, maps, more, stream);
-  if (activation == 1) return launch_dgated<sm90::Gelu>(o, maps, more, stream);
-  launch_dgated<sm90::Relu>(o, maps, more, stream);
+  with_activation(activation,
+                  [&](auto gate) { launch_dgated<decltype(gate)>(o, maps, more, stream); });
 }
 
 }  // namespace
 }  // namespace sonicmoe
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_names, sonicmoe::activation_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_dgated_gemm, sonicmoe::gather_dgated_gemm);

@@ -36,8 +36,8 @@ void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, fl
 
 // z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up.
 // Writes z int8 [R, N] with z_scale [R, N / 128] unless `store_z` is false, and y1 e4m3 [R, N / 2]
-// with y1_scale [R, ceil(N / 256)]. activation: 0 SwiGLU, 1 GeGLU, 2 ReGLU. Padding rows (row_token
-// -1) come out as zeros.
+// with y1_scale [R, ceil(N / 256)]. activation: a place in `activation_names()`. Padding rows
+// (row_token -1) come out as zeros.
 void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                        TensorView row_token, TensorView padded_offsets, TensorView z,
                        TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,
@@ -45,10 +45,9 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
   const int64_t rows = row_token.numel();
   Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
+  check_activation(activation);
   TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n
                                << "; needed: a multiple of 128 (I a multiple of 64)";
-  TVM_FFI_ICHECK(activation >= 0 && activation < 3)
-      << "activation is " << activation << "; needed: 0, 1 or 2";
   TVM_FFI_ICHECK(o.params.a_scale_shift == 0)
       << "a_scale has one row per 128 tokens; needed: one per token, they are gathered";
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
@@ -60,13 +59,14 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
   TensorMaps maps = operand_maps(o, 0, sm90::GatedFp8<sm90::Silu, true>::kColumnGroup);
   maps.c = matrix_map(y1_data, rows, n / 2, 16);
   if (store_z) maps.d = matrix_map(z_data, rows, n, 16);
-  if (activation == 0) return launch_gated<sm90::Silu>(o, maps, y1_scales, z_scales, stream);
-  if (activation == 1) return launch_gated<sm90::Gelu>(o, maps, y1_scales, z_scales, stream);
-  launch_gated<sm90::Relu>(o, maps, y1_scales, z_scales, stream);
+  with_activation(activation, [&](auto gate) {
+    launch_gated<decltype(gate)>(o, maps, y1_scales, z_scales, stream);
+  });
 }
 
 }  // namespace
 }  // namespace sonicmoe
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_names, sonicmoe::activation_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, sonicmoe::grouped_gemm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_gated_gemm, sonicmoe::gather_gated_gemm);

@@ -259,12 +259,6 @@ __device__ __forceinline__ void rescale(float (&acc)[64], float low, float high)
   }
 }
 
-__device__ __forceinline__ float reciprocal(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
 // The scales one thread needs (two rows, two column blocks), four k-blocks at a time and one batch
 // ahead: a load then has thousands of cycles to arrive. Entries behind the end repeat the last one.
 struct Scales {

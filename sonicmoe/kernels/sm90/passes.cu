@@ -23,8 +23,7 @@ using tvm::ffi::TensorView;
 
 constexpr int64_t kAlignment = 512;  // that of a framework's allocator
 constexpr int64_t kBlock = 128;      // of the quantisation
-constexpr int64_t kDprobColumns =
-    256;  // of dy1 in one partial sum: a tile's (DPROB_COLUMNS of `kernels/limits.py`)
+constexpr int64_t kDprobColumns = 256;  // of dy1 in one partial sum: a tile's
 constexpr DLDataType kByte{kDLUInt, 8, 1}, kFloat{kDLFloat, 32, 1}, kBfloat{kDLBfloat, 16, 1};
 
 int64_t blocks(int64_t n, int64_t size = kBlock) { return (n + size - 1) / size; }

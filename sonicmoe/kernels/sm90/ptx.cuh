@@ -250,4 +250,17 @@ __device__ __forceinline__ void wgmma_m64n256k32(float (&low)[64], float (&high)
 #undef H64
 #undef H16
 #undef H4
+
+// ---- approximate arithmetic
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float exp2_approx(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 }  // namespace sonicmoe::sm90

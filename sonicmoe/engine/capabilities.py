@@ -1,0 +1,302 @@
+"""Which engine can compute what: one record per engine, and the one rule that reads them.
+
+The choice of an engine (`select.py`), warm-up (`compile_plan.py`), `sonicmoe doctor`, the engine
+table of docs/design.md and every message about an engine that cannot run ask here. Imports no
+framework, so warm-up runs on a machine without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from ..architectures import SM90, Architecture
+from ..enums import ACTIVATIONS, ActivationType, EngineName, ZCode
+from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, SonicMoEError
+from ..jit.cache import default_cache
+from ..jit.key import package_versions
+from ..jit.plan import CompileJob
+from ..jit.toolchain import find_toolkit
+from ..kernels.quack_gemm import PACKAGES, MlpShape, all_kernels, expert_rows_source, wgrad_kernels
+from ..kernels.sm90 import engine_sources
+from ..quant.recipes import RECIPES
+from .settings import EngineSettings
+
+HOST = "host"  # in place of an architecture, where tensors are on no GPU
+
+
+class TokenFormat(Enum):
+    """How tokens reach an engine: plain in their dtype, or as e4m3 codes with 1x128 scales."""
+
+    PLAIN = "plain"
+    E4M3_1X128 = "e4m3_1x128"
+
+
+class GradientTarget(Enum):
+    """Where an engine adds weight gradients: into fp32 accumulators in the native layout, or into
+    the parameter's own `main_grad`.
+    """
+
+    NATIVE = "native"
+    MAIN_GRAD = "main_grad"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be computed, as far as it decides which engine can. Sizes and dtype are those of
+    the experts and their tokens.
+    """
+
+    settings: EngineSettings
+    hidden_size: int
+    intermediate_size: int
+    dtype: str = "bfloat16"
+    bias: bool = False
+    tokens: TokenFormat = TokenFormat.PLAIN
+    gradients: GradientTarget = GradientTarget.NATIVE
+
+
+Jobs = Callable[[Workload | None, str], tuple[CompileJob, ...]]
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """What one engine can compute, and what it needs.
+
+    Attributes:
+        gemms: how it multiplies, for the log line of a choice.
+        architectures: those it has kernels for; empty: any device, the host included.
+        dtypes: of tokens and weights, by name.
+        recipes: FP8 recipes by name; None stands for unquantised operands.
+        z_codes: codes of the saved z under a recipe; without one z has the dtype of the tokens.
+        hidden_multiple, intermediate_multiple: of H and of I.
+        sets_parameters: takes activation parameters at run time. Kernels of the others have the
+            defaults compiled in.
+        loads_with: the package that loads and launches its kernels.
+        packages: those that compile its kernels, with the version its builders are written for.
+        jobs: its kernels for a workload and an architecture, as compile jobs. Without a workload,
+            those of some workload, so that a missing compiler can be named.
+    """
+
+    name: EngineName
+    gemms: str
+    architectures: tuple[Architecture, ...]
+    dtypes: tuple[str, ...]
+    recipes: tuple[str | None, ...]
+    activations: tuple[ActivationType, ...]
+    z_codes: tuple[ZCode, ...]
+    hidden_multiple: int
+    intermediate_multiple: int
+    biases: bool
+    sets_parameters: bool
+    tokens: tuple[TokenFormat, ...] = (TokenFormat.PLAIN,)
+    gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
+    loads_with: str | None = None
+    packages: tuple[tuple[str, str], ...] = ()
+    jobs: Jobs = lambda workload, arch: ()
+
+    def quantises(self, fp8: bool) -> bool:
+        """Whether it computes with FP8 operands, or (False) with unquantised ones."""
+        return any((recipe is not None) == fp8 for recipe in self.recipes)
+
+    def architecture(self, arch: str) -> Architecture | None:
+        """The record of an architecture by name, if it has kernels for it."""
+        return next((known for known in self.architectures if known.name == arch), None)
+
+
+def _with_kernels_of(engine: EngineName) -> tuple[ActivationType, ...]:
+    return tuple(member for member, record in ACTIVATIONS.items() if engine in record.kernels)
+
+
+def _hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    """Its own kernels serve every model; unquantised weight gradients run on the BF16 GEMMs."""
+    jobs: list[CompileJob] = [*engine_sources(arch)]
+    if workload is not None and not workload.settings.fp8_wgrad:
+        jobs += [expert_rows_source(arch), *wgrad_kernels(_mlp_shape(workload, arch))]
+    return tuple(jobs)
+
+
+def _bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    workload = workload or Workload(EngineSettings(), 128, 128)
+    again = workload.settings.recompute_z
+    return expert_rows_source(arch), *all_kernels(_mlp_shape(workload, arch), recompute_z=again)
+
+
+def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
+    sizes = workload.hidden_size, workload.intermediate_size
+    return MlpShape(*sizes, workload.settings.activation, workload.dtype, workload.bias, arch=arch)
+
+
+REFERENCE = EngineRecord(
+    EngineName.REFERENCE,
+    gemms="plain tensor operations in fp32",
+    architectures=(),
+    dtypes=("bfloat16", "float16", "float32"),
+    recipes=(None, *RECIPES),
+    activations=tuple(ActivationType),
+    z_codes=tuple(ZCode),
+    hidden_multiple=1,
+    intermediate_multiple=1,
+    biases=True,
+    sets_parameters=True,
+)
+BF16 = EngineRecord(
+    EngineName.BF16,
+    gemms="grouped GEMMs in the dtype of the tokens",
+    architectures=(SM90,),
+    dtypes=("bfloat16", "float16"),
+    recipes=(None,),
+    activations=_with_kernels_of(EngineName.BF16),
+    z_codes=(),
+    hidden_multiple=8,  # rows of 16 bytes, as TMA wants them
+    intermediate_multiple=8,
+    biases=True,
+    sets_parameters=False,
+    loads_with="apache-tvm-ffi",
+    packages=tuple(PACKAGES.items()),
+    jobs=_bf16_jobs,
+)
+HOPPER = EngineRecord(
+    EngineName.HOPPER,
+    gemms="FP8 GEMMs with fused activation",
+    architectures=(SM90,),
+    dtypes=("bfloat16",),
+    recipes=("iso128",),
+    activations=_with_kernels_of(EngineName.HOPPER),
+    z_codes=(ZCode.INT8,),
+    hidden_multiple=16,
+    intermediate_multiple=64,
+    biases=False,
+    sets_parameters=False,
+    loads_with="apache-tvm-ffi",
+    jobs=_hopper_jobs,
+)
+
+# In the order in which `auto` prefers them.
+RECORDS: dict[EngineName, EngineRecord] = {
+    record.name: record for record in (HOPPER, BF16, REFERENCE)
+}
+
+
+def problem(
+    record: EngineRecord, workload: Workload | None = None, arch: str | None = None
+) -> str | None:
+    """Why this engine cannot compute this, in words fit for a log line, or None where it can.
+
+    Args:
+        record: of the engine.
+        workload: what is to be computed; None asks about the architecture alone.
+        arch: the name of an architecture, or `HOST`; None asks about the workload alone.
+    """
+    return next((text for _, text in _problems(record, workload, arch)), None)
+
+
+def require(record: EngineRecord, workload: Workload) -> None:
+    """Raise what `problem` finds in the workload, as the error that fits it.
+
+    Raises:
+        ConfigError, DTypeError, ShapeError: naming the engine and the reason.
+    """
+    for kind, text in _problems(record, workload, None):
+        raise kind(f"the {record.name.value} engine cannot compute this: {text}")
+
+
+Problems = Iterator[tuple[type[SonicMoEError], str]]
+
+
+def _problems(record: EngineRecord, workload: Workload | None, arch: str | None) -> Problems:
+    """The rule. Every comparison of a record with what is wanted is in these three functions."""
+    if arch is not None and record.architectures and record.architecture(arch) is None:
+        known = ", ".join(map(str, record.architectures))
+        found = "no GPU: tensors are on the host" if arch == HOST else f"the architecture is {arch}"
+        yield EngineUnavailableError, f"{found}, and its kernels are for {known}"
+    if workload is None:
+        return
+    if workload.dtype not in record.dtypes:
+        takes = " or ".join(record.dtypes)
+        yield DTypeError, f"tokens are {workload.dtype}, and it takes {takes}"
+    if workload.tokens not in record.tokens:
+        formats = _values(record.tokens)
+        yield DTypeError, f"tokens come as {workload.tokens.value!r}, and it takes {formats}"
+    if workload.gradients not in record.gradients:
+        adds = _values(record.gradients)
+        wanted = workload.gradients.value
+        yield ConfigError, f"gradients are wanted in {wanted!r}, and it adds into {adds}"
+    if workload.bias and not record.biases:
+        yield ConfigError, "the experts have biases, and it has none"
+    multiples = record.hidden_multiple, record.intermediate_multiple
+    sizes = workload.hidden_size, workload.intermediate_size
+    if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):
+        needs = f"it needs multiples of {multiples[0]} and {multiples[1]}"
+        yield ShapeError, f"H is {sizes[0]} and I is {sizes[1]}, and {needs}"
+    yield from _recipe_problems(record, workload.settings)
+    yield from _activation_problems(record, workload.settings)
+
+
+def _recipe_problems(record: EngineRecord, settings: EngineSettings) -> Problems:
+    recipe = settings.recipe.name if settings.recipe is not None else None
+    if recipe in record.recipes:
+        if recipe is not None and settings.save_z not in record.z_codes:
+            stores = " or ".join(map(repr, _values(record.z_codes)))
+            yield ConfigError, f"z is saved as {settings.save_z.value!r}, and it stores {stores}"
+    elif recipe is None:
+        yield ConfigError, "FP8 is off, and its GEMMs are FP8"
+    elif record.quantises(fp8=True):
+        made_for = " or ".join(map(repr, filter(None, record.recipes)))
+        yield ConfigError, f"the recipe is {recipe!r}, and its kernels are made for {made_for}"
+    else:
+        yield ConfigError, f"FP8 is on (recipe {recipe!r}), and it quantises nothing"
+
+
+def _activation_problems(record: EngineRecord, settings: EngineSettings) -> Problems:
+    activation = settings.activation
+    if activation not in record.activations:
+        has = _values(record.activations)
+        yield ConfigError, f"the activation is {activation.value!r}, and it has {has}"
+    elif settings.activation_parameters and not record.sets_parameters:
+        defaults = ACTIVATIONS[activation].values()
+        name, value = settings.activation_parameters[0]
+        yield (
+            ConfigError,
+            (
+                f"{name} of {activation.value} is {value}, and its kernels have {defaults[name]} "
+                "compiled in"
+            ),
+        )
+
+
+def _values(members: Iterable[Enum]) -> list[str]:
+    return [member.value for member in members]
+
+
+def missing_tool(record: EngineRecord, workload: Workload | None, arch: str) -> str | None:
+    """Why this machine can neither compile nor load the engine's kernels, or None. A kernel that
+    the compile cache holds needs no compiler.
+    """
+    if (
+        record.loads_with
+        and dict(package_versions(record.loads_with))[record.loads_with] == "absent"
+    ):
+        return f"{record.loads_with}, which loads and launches its kernels, is not installed"
+    cache = default_cache()
+    for job in record.jobs(workload, arch):
+        reason = missing_package([job]) or _missing_nvcc()
+        if reason is not None and cache.try_load(job.key()) is None:
+            return reason
+    return None
+
+
+def missing_package(jobs: Iterable[CompileJob]) -> str | None:
+    """The first package that compiles one of these kernels and is not of the pinned version."""
+    wanted = {package for job in jobs for package in getattr(job, "packages", ())}
+    for name, found in package_versions(*PACKAGES):
+        if name in wanted and found != PACKAGES[name]:
+            return f"{name} {PACKAGES[name]} compiles its GEMMs, and it is {found}"
+    return None
+
+
+def _missing_nvcc() -> str | None:
+    if find_toolkit() is not None:
+        return None
+    return "there is no nvcc to compile its kernels, and the compile cache does not hold them"

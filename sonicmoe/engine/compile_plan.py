@@ -1,0 +1,128 @@
+"""What a training run of a model needs compiled, from the records of the engines.
+
+`plan` answers for one configuration, `warm_up_plan` for every setting that a program may choose
+when it runs. Imports neither a framework nor a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import ResolvedConfig, current_config
+from ..enums import ActivationType, EngineName
+from ..errors import ConfigError, expect
+from ..jit.plan import BF16, BOTH, FP8, NEITHER, PRECISIONS, CompileJob, ModelSpec, WarmUpPlan
+from ..kernels import EVERY_RUN
+from ..quant.recipes import RECIPES
+from .capabilities import RECORDS, EngineRecord, Workload, missing_package, problem
+from .settings import EngineSettings
+
+FP8_PLAIN_WGRAD = "fp8 with fp8_wgrad=0"
+_PARTS = {FP8: (FP8, FP8_PLAIN_WGRAD), BF16: (BF16,), BOTH: (FP8, FP8_PLAIN_WGRAD, BF16)}
+# The settings of each part that decide what is compiled.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    FP8: {"fp8_mode": "perf", "fp8_wgrad": True},
+    FP8_PLAIN_WGRAD: {"fp8_mode": "perf", "fp8_wgrad": False},
+    BF16: {"fp8_mode": "off"},
+}
+
+
+def plan(spec: ModelSpec, config: ResolvedConfig | None = None) -> tuple[CompileJob, ...]:
+    """Every distinct compile job that a run of `spec` under `config` (default: the one in force)
+    needs, with and without biases.
+    """
+    settings = config or current_config()
+    jobs: list[CompileJob] = []
+    for bias in (False, True):
+        workload = replace(_workload(spec, settings), bias=bias)
+        for record in _engines(settings):
+            if _reason(record, workload, spec.arch) is None:
+                jobs += record.jobs(workload, spec.arch)
+    return tuple(dict.fromkeys([*jobs, *(source(spec.arch) for source in EVERY_RUN)]))
+
+
+def warm_up_plan(
+    spec: ModelSpec, precision: str = BOTH, config: ResolvedConfig | None = None
+) -> WarmUpPlan:
+    """Every distinct compile job of runs of `spec` in `precision`, whatever FP8 mode, weight
+    gradients and `recompute_z` they choose.
+
+    A part without kernels for `spec` is left out: see `WarmUpPlan.left_out`. `config` (default: the
+    one in force) gives the settings that are not varied: engine, recipe, storage of z.
+    """
+    expect(
+        precision in PRECISIONS,
+        ConfigError,
+        f"precision={precision!r}; needed: one of {list(PRECISIONS)}",
+    )
+    settings = config or current_config()
+    problems = _problems(_PARTS[precision], spec, settings)
+    covered = [part for part in _PARTS[precision] if part not in problems]
+    jobs = plan(spec, settings.replace(engine=EngineName.REFERENCE, fp8_mode="off"))
+    for part in covered:
+        for again in (False, True):
+            jobs += plan(spec, settings.replace(**_SETTINGS[part], recompute_z=again))
+    names = [part for part in (FP8, BF16) if part in covered]
+    label = BOTH if len(names) == 2 else names[0] if names else NEITHER
+    # Where FP8 as a whole has no kernels, its variant has none either: one line is enough.
+    told = (part for part in problems if not (part == FP8_PLAIN_WGRAD and FP8 in problems))
+    return WarmUpPlan(
+        tuple(dict.fromkeys(jobs)), label, tuple(f"{part}: {problems[part]}" for part in told)
+    )
+
+
+def require_precision(planned: WarmUpPlan, precision: str) -> WarmUpPlan:
+    """Raise ConfigError where one precision was asked for and the plan does not cover it; "both"
+    takes what there is.
+    """
+    expect(
+        precision in (BOTH, planned.precision),
+        ConfigError,
+        f"precision={precision!r} has no kernels for this model: {'; '.join(planned.left_out)}",
+    )
+    return planned
+
+
+def _problems(parts: Iterable[str], spec: ModelSpec, config: ResolvedConfig) -> dict[str, str]:
+    """The reasons of the parts without kernels; FP8's holds for its variants too."""
+    found = {}
+    for part in parts:
+        settings = config.replace(**_SETTINGS[part])
+        workload, engines = _workload(spec, settings), _engines(settings)
+        reasons = [_reason(record, workload, spec.arch) for record in engines]
+        if not engines:
+            found[part] = f"the configuration asks for engine {config.engine.value!r}"
+        elif None not in reasons:
+            found[part] = "; ".join(filter(None, reasons))
+    return found
+
+
+def _engines(config: ResolvedConfig) -> list[EngineRecord]:
+    """Those with kernels that compute this precision and that the configuration allows."""
+    return [
+        record
+        for name, record in RECORDS.items()
+        if record.architectures
+        and record.quantises(config.fp8)
+        and config.engine in (EngineName.AUTO, name)
+    ]
+
+
+def _reason(record: EngineRecord, workload: Workload, arch: str) -> str | None:
+    """Why there is nothing to compile; a missing nvcc is an error of the compile instead."""
+    return problem(record, workload, arch) or missing_package(record.jobs(workload, arch))
+
+
+def _workload(spec: ModelSpec, config: ResolvedConfig) -> Workload:
+    settings = EngineSettings(
+        ActivationType(spec.activation),
+        RECIPES[config.recipe] if config.fp8 else None,
+        fp8_wgrad=config.fp8_wgrad,
+        save_z=config.save_z,
+        recompute_z=config.recompute_z,
+    )
+    # fp32 master weights are rounded to the dtype of the tokens.
+    dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
+    return Workload(settings, spec.H, spec.I, dtype)

@@ -1,0 +1,69 @@
+"""What a call computes, as plain data. Imports no framework, so that `capabilities` can judge it
+without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..config import ResolvedConfig
+from ..enums import ActivationParameters, ActivationType, ZCode, layer_parameters
+from ..errors import ConfigError
+from ..quant.recipes import RECIPES, Fp8Recipe
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a call computes; static over a training run.
+
+    `recipe` is None for unquantised operands in the dtype of the tokens. `activation_parameters`
+    holds those that differ from the activation's defaults (`enums.layer_parameters`). Every other
+    setting has the name that it has in the configuration.
+    """
+
+    activation: ActivationType = ActivationType.SWIGLU
+    recipe: Fp8Recipe | None = None
+    fp8_wgrad: bool = True
+    save_z: ZCode = ZCode.INT8
+    recompute_z: bool = False
+    frees_stagewise: bool = False
+    iso_weight: bool = False
+    activation_parameters: ActivationParameters = ()
+
+    def __post_init__(self) -> None:
+        """Check the parameters, and drop those at their defaults: equal layers, equal settings."""
+        if self.activation_parameters:
+            kept = layer_parameters(self.activation, self.activation_parameters)
+            object.__setattr__(self, "activation_parameters", kept)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ResolvedConfig,
+        activation: ActivationType,
+        parameters: ActivationParameters = (),
+    ) -> EngineSettings:
+        """Settings of a resolved configuration, for one layer's activation and its parameters.
+
+        Raises:
+            ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad
+                than in forward.
+        """
+        recipe = RECIPES[config.recipe] if config.fp8 else None
+        if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
+            raise ConfigError(
+                f"iso_weight needs a recipe with the same weight blocks in forward and dgrad, as isotropic ones are; {recipe.name!r} "
+                f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}"
+            )
+        of_layer = {"activation", "activation_parameters", "recipe"}
+        flags = {
+            field.name: getattr(config, field.name)
+            for field in fields(cls)
+            if field.name not in of_layer
+        }
+        return cls(activation, recipe, **flags, activation_parameters=parameters)
+
+    @property
+    def row_alignment(self) -> int:
+        """Rows the routing metadata must pad every expert to."""
+        return 128 if self.recipe is None else self.recipe.row_alignment

@@ -1,0 +1,109 @@
+// The gated activations of the FP8 GEMMs: their device code, and the one table that names them.
+//
+// A gated activation is `value(gate) * up`. Forward and dgated both include this table, and each
+// compiled module exports the names it was built with (`activation_names`): a number is a place in
+// that list and is agreed on nowhere else.
+#pragma once
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/string.h>
+
+#include "ptx.cuh"
+
+// X(name of the ActivationType, struct with the formula of the gate)
+#define SONICMOE_GATED_ACTIVATIONS(X) \
+  X(swiglu, Silu)                     \
+  X(geglu, Gelu)                      \
+  X(reglu, Relu)
+
+namespace sonicmoe::sm90 {
+
+// One struct per gate, each with the same members:
+//   value(x)   act(x), for forward.
+//   both(...)  for backward, of x = code * scale: slope = act'(x), and value = act(x) / scale. The
+//              scale is a constant of the row, so the epilogue multiplies by it once per row.
+//   kArgument  the epilogue passes argument_scale = kArgument * scale, so that a function of
+//              kArgument * x costs one multiplication; 1 where nobody reads it.
+struct Silu {
+  static constexpr float kArgument = -1.4426950408889634f;
+  __device__ static __forceinline__ float value(float x) {
+    return x * reciprocal(1.f + exp2_approx(x * kArgument));
+  }
+  __device__ static __forceinline__ void both(float code, float scale, float argument_scale,
+                                              float& value, float& slope) {
+    const float s = reciprocal(1.f + exp2_approx(code * argument_scale));
+    value = code * s;
+    slope = fmaf(value, fmaf(-s, scale, scale), s);
+  }
+};
+// Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its
+// tail and density share a factor.
+struct Gelu {
+  static constexpr float kArgument = 1.f;
+  __device__ static __forceinline__ float cdf(float x, float& gauss) {
+    const float t = reciprocal(fmaf(fabsf(x), 0.23164190f, 1.f));  // 0.3275911 / sqrt(2)
+    gauss = exp2_approx(x * x * -0.72134752044448170f);
+    float tail = fmaf(t, 0.53070271f, -0.72657601f);  // halves of the published coefficients
+    tail = fmaf(t, tail, 0.71070687f);
+    tail = fmaf(t, tail, -0.14224837f);
+    tail = fmaf(t, tail, 0.12741480f) * t * gauss;
+    return x > 0.f ? 1.f - tail : tail;
+  }
+  __device__ static __forceinline__ float value(float x) {
+    float gauss;
+    return x * cdf(x, gauss);
+  }
+  __device__ static __forceinline__ void both(float code, float scale, float, float& value,
+                                              float& slope) {
+    float gauss;
+    const float x = code * scale, c = cdf(x, gauss);
+    value = code * c;
+    slope = fmaf(x * 0.39894228f, gauss, c);
+  }
+};
+struct Relu {
+  static constexpr float kArgument = 1.f;
+  __device__ static __forceinline__ float value(float x) {
+    return x > 0.f ? x : x * 0.f;
+  }  // x * 0 keeps NaN
+  __device__ static __forceinline__ void both(float code, float, float, float& value,
+                                              float& slope) {
+    value = fmaxf(code, 0.f);  // a code is no NaN: a scale may be, and comes in later
+    slope = code > 0.f ? 1.f : 0.f;
+  }
+};
+
+}  // namespace sonicmoe::sm90
+
+namespace sonicmoe {
+
+// The names of the table, in its order.
+inline tvm::ffi::Array<tvm::ffi::String> activation_names() {
+#define SONICMOE_NAME(name, Gate) tvm::ffi::String(#name),
+  return {SONICMOE_GATED_ACTIVATIONS(SONICMOE_NAME)};
+#undef SONICMOE_NAME
+}
+
+inline void check_activation(int64_t number) {
+#define SONICMOE_COUNT(name, Gate) +1
+#define SONICMOE_LIST(name, Gate) " " #name
+  constexpr int64_t kCount = 0 SONICMOE_GATED_ACTIVATIONS(SONICMOE_COUNT);
+  TVM_FFI_ICHECK(number >= 0 && number < kCount)
+      << "activation is " << number << "; needed: a place in the list"
+      << SONICMOE_GATED_ACTIVATIONS(SONICMOE_LIST);
+#undef SONICMOE_LIST
+#undef SONICMOE_COUNT
+}
+
+// Calls `launch` with an object of the struct at this place of the table.
+template <class Launch>
+void with_activation(int64_t number, Launch launch) {
+  int64_t place = 0;
+#define SONICMOE_LAUNCH(name, Gate) \
+  if (number == place++) return launch(sm90::Gate{});
+  SONICMOE_GATED_ACTIVATIONS(SONICMOE_LAUNCH)
+#undef SONICMOE_LAUNCH
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,349 @@
+"""The records of the engines and the rule that reads them: no framework, no GPU, no compiler."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from worlds import ROOT, environment
+
+from sonicmoe.architectures import DEFAULT_ARCH, SM90, arch_name
+from sonicmoe.bench.public_models import expert_sizes
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine import capabilities
+from sonicmoe.engine.capabilities import (
+    BF16,
+    HOPPER,
+    HOST,
+    RECORDS,
+    REFERENCE,
+    GradientTarget,
+    TokenFormat,
+    Workload,
+    missing_package,
+    missing_tool,
+    problem,
+    require,
+)
+from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.kernels.quack_gemm import PACKAGES
+from sonicmoe.quant.recipes import RECIPES
+
+FP8, PLAIN = EngineSettings(recipe=RECIPES["iso128"]), EngineSettings()
+HOPPER_LOAD, BF16_LOAD = Workload(FP8, 2048, 768), Workload(PLAIN, 2048, 768)
+
+
+def changed(workload: Workload, **changes) -> Workload:
+    """With other fields; names of settings go to the settings."""
+    own = {name: changes.pop(name) for name in [*changes] if name in vars(workload)}
+    return replace(workload, settings=replace(workload.settings, **changes), **own)
+
+
+@pytest.mark.parametrize("sizes", expert_sizes().values(), ids=expert_sizes())
+def test_public_models_are_served(sizes):
+    for record, workload in ((HOPPER, HOPPER_LOAD), (BF16, BF16_LOAD), (REFERENCE, HOPPER_LOAD)):
+        hidden, intermediate = sizes
+        served = replace(workload, hidden_size=hidden, intermediate_size=intermediate)
+        assert problem(record, served, "sm_90a") is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute_z": True},
+        {"iso_weight": True},
+        {"frees_stagewise": True},
+        {"fp8_wgrad": False},
+        {"activation": ActivationType.GEGLU},
+        {"activation": ActivationType.REGLU},
+    ],
+    ids=lambda changes: "".join(map(str, changes.items())),
+)
+def test_what_hopper_computes(changes):
+    assert problem(HOPPER, changed(HOPPER_LOAD, **changes), "sm_90a") is None
+
+
+@pytest.mark.parametrize(
+    ("record", "changes", "words", "kind"),
+    [
+        (HOPPER, {"recipe": None}, "FP8 is off", ConfigError),
+        (
+            HOPPER,
+            {"recipe": RECIPES["1x128"]},
+            "the recipe is '1x128', and its kernels are made for 'iso128'",
+            ConfigError,
+        ),
+        (HOPPER, {"recipe": RECIPES["iso128-pow2"]}, "the recipe is 'iso128-pow2'", ConfigError),
+        (
+            HOPPER,
+            {"activation": ActivationType.SILU},
+            "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu']",
+            ConfigError,
+        ),
+        (
+            HOPPER,
+            {"save_z": ZCode.E4M3},
+            "z is saved as 'e4m3', and it stores 'int8'",
+            ConfigError,
+        ),
+        (HOPPER, {"save_z": ZCode.BF16}, "z is saved as 'bf16'", ConfigError),
+        (HOPPER, {"dtype": "float16"}, "tokens are float16, and it takes bfloat16", DTypeError),
+        (HOPPER, {"bias": True}, "the experts have biases, and it has none", ConfigError),
+        (
+            HOPPER,
+            {"hidden_size": 2056},
+            "H is 2056 and I is 768, and it needs multiples of 16 and 64",
+            ShapeError,
+        ),
+        (HOPPER, {"intermediate_size": 96}, "H is 2048 and I is 96", ShapeError),
+        (HOPPER, {"tokens": TokenFormat.E4M3_1X128}, "tokens come as 'e4m3_1x128'", DTypeError),
+        (
+            HOPPER,
+            {"gradients": GradientTarget.MAIN_GRAD},
+            "gradients are wanted in 'main_grad', and it adds into ['native']",
+            ConfigError,
+        ),
+        (
+            BF16,
+            {"recipe": RECIPES["iso128"]},
+            "FP8 is on (recipe 'iso128'), and it quantises nothing",
+            ConfigError,
+        ),
+        (
+            BF16,
+            {"dtype": "float32"},
+            "tokens are float32, and it takes bfloat16 or float16",
+            DTypeError,
+        ),
+        (
+            BF16,
+            {"hidden_size": 3076},
+            "H is 3076 and I is 768, and it needs multiples of 8 and 8",
+            ShapeError,
+        ),
+        (
+            BF16,
+            {
+                "activation": ActivationType.SWIGLU_OAI,
+                "activation_parameters": (("limit", 5.0),),
+            },
+            "limit of swiglu_oai is 5.0, and its kernels have 7.0 compiled in",
+            ConfigError,
+        ),
+    ],
+    ids=str,
+)
+def test_what_an_engine_cannot_compute(record, changes, words, kind):
+    workload = changed(HOPPER_LOAD if record is HOPPER else BF16_LOAD, **changes)
+    assert words in problem(record, workload)
+    assert problem(record, workload) == problem(record, workload, "sm_90a")
+    with pytest.raises(
+        kind, match=f"the {record.name.value} engine cannot compute this: "
+    ) as found:
+        require(record, workload)
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize("record", [HOPPER, BF16], ids=lambda record: record.name.value)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+def test_other_architectures(record, arch):
+    wanted = f"the architecture is {arch}, and its kernels are for sm_90a (Hopper, compute capability 9.0)"
+    assert problem(record, None, arch) == wanted
+    assert problem(record, None, HOST).startswith("no GPU: tensors are on the host")
+    assert problem(REFERENCE, None, arch) is problem(REFERENCE, None, HOST) is None
+
+
+def test_the_default_configuration_in_fp8_suits_hopper():
+    config = SonicMoEConfig(fp8_mode="perf").resolve()
+    settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
+    assert problem(HOPPER, replace(HOPPER_LOAD, settings=settings)) is None
+
+
+def test_names_of_architectures():
+    assert arch_name((9, 0)) == SM90.name == DEFAULT_ARCH and arch_name((8, 6)) == "sm_86"
+    assert arch_name((10, 3)) == "sm_103a"
+    for record in RECORDS.values():
+        for architecture in record.architectures:
+            assert arch_name(architecture.capability) == architecture.name
+
+
+class TestActivationsOfRecords:
+    """A record says an engine has a kernel exactly where its sources have one."""
+
+    def test_hopper_has_those_of_the_header(self):
+        header = (ROOT / "sonicmoe/kernels/sm90/activations.cuh").read_text(encoding="utf-8")
+        named = re.findall(r"^  X\((\w+), \w+\)", header, flags=re.M)
+        assert {ActivationType(name) for name in named} == set(HOPPER.activations)
+        assert all(ACTIVATIONS[activation].gated for activation in HOPPER.activations)
+
+    @pytest.mark.skipif(
+        missing_package(BF16.jobs(None, "sm_90a")) is not None, reason="needs quack-kernels"
+    )
+    def test_bf16_has_those_of_the_epilogues(self):
+        program = (
+            "from sonicmoe.enums import ACTIVATIONS\n"
+            "from sonicmoe.kernels.quack_epilogues import gate_functions, ungated_functions\n"
+            "for activation, record in ACTIVATIONS.items():\n"
+            "    find = gate_functions if record.gated else ungated_functions\n"
+            "    try: print(activation.value, len(find(activation.value)))\n"
+            "    except NotImplementedError: pass\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment(), cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        wanted = [f"{a.value} 2" for a in ActivationType if a in BF16.activations]
+        assert sorted(done.stdout.split("\n")[:-1]) == sorted(wanted)
+
+    def test_compiled_in_parameters_are_the_defaults(self):
+        source = ROOT / "sonicmoe/kernels/quack_epilogues.py"
+        (constants,) = re.findall(r"^_OAI = \{([^}]*)\}", source.read_text(), flags=re.M)
+        found = {name: float(value) for name, value in re.findall(r'"(\w+)": ([\d.]+)', constants)}
+        assert found == ACTIVATIONS[ActivationType.SWIGLU_OAI].values()
+
+
+class TestTools:
+    """What compiles and loads the kernels; a kernel in the cache needs no compiler."""
+
+    @pytest.fixture
+    def machine(self, monkeypatch):
+        """`machine(packages, nvcc)`; returns the keys that the cache holds."""
+        held = set()
+        cache = SimpleNamespace(try_load=lambda key: key if key in held else None)
+        monkeypatch.setattr(capabilities, "default_cache", lambda: cache)
+
+        def make(packages, nvcc=True):
+            found = lambda *names: tuple((name, packages.get(name, "absent")) for name in names)  # noqa: E731
+            monkeypatch.setattr(capabilities, "package_versions", found)
+            monkeypatch.setattr(capabilities, "find_toolkit", lambda: object() if nvcc else None)
+            return held
+
+        return make
+
+    EVERYTHING = {"apache-tvm-ffi": "1", **PACKAGES}  # noqa: RUF012
+
+    def test_a_complete_machine(self, machine):
+        machine(self.EVERYTHING)
+        for record, workload in ((HOPPER, HOPPER_LOAD), (BF16, BF16_LOAD)):
+            for asked in (workload, None):
+                assert missing_tool(record, asked, "sm_90a") is None
+
+    @pytest.mark.parametrize("record", [HOPPER, BF16], ids=lambda record: record.name.value)
+    def test_without_the_loader(self, machine, record):
+        machine({**PACKAGES})
+        assert "apache-tvm-ffi, which loads" in missing_tool(record, None, "sm_90a")
+
+    @pytest.mark.parametrize(
+        ("record", "workload"), [(HOPPER, HOPPER_LOAD), (BF16, BF16_LOAD)], ids=["hopper", "bf16"]
+    )
+    def test_without_nvcc_the_cache_must_hold_every_kernel(self, machine, record, workload):
+        held = machine(self.EVERYTHING, nvcc=False)
+        jobs = record.jobs(workload, "sm_90a")
+        held.update(job.key() for job in jobs[:-1])
+        assert "no nvcc to compile its kernels" in missing_tool(record, workload, "sm_90a")
+        held.add(jobs[-1].key())
+        assert missing_tool(record, workload, "sm_90a") is None
+
+    @pytest.mark.parametrize("found", ["0.6.4", None])
+    def test_without_the_pinned_quack(self, machine, found):
+        packages = self.EVERYTHING | {"quack-kernels": found or "absent"}
+        held = machine(packages)
+        words = f"quack-kernels 0.6.5 compiles its GEMMs, and it is {found or 'absent'}"
+        assert missing_tool(BF16, None, "sm_90a") == words
+        assert missing_tool(BF16, BF16_LOAD, "sm_90a") == words
+        assert missing_package(BF16.jobs(BF16_LOAD, "sm_90a")) == words
+        held.update(job.key() for job in BF16.jobs(BF16_LOAD, "sm_90a"))
+        assert missing_tool(BF16, BF16_LOAD, "sm_90a") is None
+        assert missing_tool(HOPPER, None, "sm_90a") is missing_tool(HOPPER, HOPPER_LOAD, "sm_90a")
+        held.clear()
+        plain_wgrad = changed(HOPPER_LOAD, fp8_wgrad=False)
+        assert missing_tool(HOPPER, plain_wgrad, "sm_90a") == words
+        assert missing_tool(HOPPER, HOPPER_LOAD, "sm_90a") is None
+
+    def test_every_kernel_is_compiled_for_the_architecture_that_is_asked_for(self):
+        for record in (HOPPER, BF16):
+            workload = changed(HOPPER_LOAD, fp8_wgrad=False, recompute_z=True)
+            jobs = record.jobs(workload, "sm_103a")
+            assert jobs and {job.key().arch for job in jobs} == {"sm_103a"}
+
+
+def test_pinned_versions_are_those_of_the_installation():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = project["project"]["optional-dependencies"].values()
+    pinned = dict(
+        text.split(";")[0].strip().split("==") for group in groups for text in group if "==" in text
+    )
+    assert {name: pinned[name] for name in PACKAGES} == PACKAGES == dict(BF16.packages)
+
+
+def listed(members) -> str:
+    return ", ".join(f"`{getattr(member, 'value', member)}`" for member in members) or "none"
+
+
+def rows_of_the_page() -> list[str]:
+    """The table of docs/design.md: a row for each property, a column for each engine."""
+    properties = {
+        "GEMMs": lambda r: r.gemms,
+        "architectures": lambda r: ", ".join(map(str, r.architectures)) or "any device, a host too",
+        "tokens and weights": lambda r: listed(r.dtypes),
+        "recipes": lambda r: "all, and none" if r is REFERENCE else listed(filter(None, r.recipes)),
+        "activations": lambda r: (
+            "all" if set(r.activations) == set(ActivationType) else listed(r.activations)
+        ),
+        "parameters of activations": lambda r: "per layer" if r.sets_parameters else "the defaults",
+        "codes of the saved z": lambda r: listed(r.z_codes),
+        "H, I multiples of": lambda r: f"{r.hidden_multiple}, {r.intermediate_multiple}",
+        "biases": lambda r: "yes" if r.biases else "no",
+        "token formats": lambda r: listed(r.tokens),
+        "gradients into": lambda r: listed(r.gradients),
+        "loaded by": lambda r: r.loads_with or "–",
+        "compiled by": lambda r: (
+            ", ".join(["nvcc"] * bool(r.architectures) + [f"{n} {v}" for n, v in r.packages]) or "–"
+        ),
+    }
+    header = ["", *(f"`{name.value}`" for name in RECORDS)]
+    rows = [[name, *map(text, RECORDS.values())] for name, text in properties.items()]
+    return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (header, *rows)]
+
+
+def test_the_table_of_the_engines_is_that_of_the_records():
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    header, *rows = rows_of_the_page()
+    wanted = "\n".join([header, "|---" * (len(RECORDS) + 1) + "|", *rows])
+    assert f"{wanted}\n\n" in page, f"docs/design.md needs this table:\n{wanted}"
+
+
+def test_every_engine_has_a_record():
+    assert set(RECORDS) == set(EngineName) - {EngineName.AUTO}
+    assert all(record.name is name for name, record in RECORDS.items())
+
+
+def test_no_default_names_an_architecture():
+    """`DEFAULT_ARCH` is the one place."""
+    named = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "sonicmoe").rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r'= "sm_\d+a?"', line)
+    ]
+    assert named == []
+
+
+def test_records_are_read_without_a_framework_or_a_compiler():
+    program = (
+        "import sys, sonicmoe.engine.capabilities, sonicmoe.engine.compile_plan\n"
+        "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(), cwd=Path(ROOT), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
