@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +45,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every variant of the BF16 GEMMs, not only a covering set",
     )
+    parser.addoption(
+        "--other-products",
+        action="store_true",
+        help="tests marked trained compute matrix products as another processor would",
+    )
+
+
+@pytest.fixture(autouse=True)
+def products_of_another_processor(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--other-products`, around every test marked `trained`."""
+    if request.config.getoption("--other-products") and request.node.get_closest_marker("trained"):
+        from other_products import OtherProducts
+
+        with OtherProducts():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,11 @@ WHITELIST = (
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
     "VIRTUAL_ENV",
+    # Which instructions the libraries may use: a world computes as the process that starts it.
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
 )
 TIMEOUT_S, GRACE_S = 240, 30
 FIRST_PORT = 12000

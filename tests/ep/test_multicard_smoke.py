@@ -58,6 +58,7 @@ def run(*more, program=SMOKE):
     return result.returncode, json.loads(result.stdout), result.stderr
 
 
+@pytest.mark.trained
 def test_runs_over_gloo_and_reports():
     code, figures, said = run("--steps", "4")
     assert code == 0, said

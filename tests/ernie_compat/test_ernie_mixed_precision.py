@@ -14,6 +14,12 @@ from ernie_compat.corpus import Corpus
 from ernie_compat.learner import make_learner
 from ernie_compat.torch_backend import TorchLearner, dense_dtype_on
 
+# Relative distance of two trainings, one with bf16 products around its experts, over 8 steps. It is
+# what the rounding of each step adds up to, so it is another one for every seed and every
+# processor: 1.5e-3 to 6.1e-3 over 12 seeds and three orders of summation (seed 0 here: 2.1e-3).
+# The first loss has seen one forward alone: at most 1.5e-4.
+FIRST_STEP, TRAINED = 1e-3, 2e-2
+
 
 def learner(precision: str = "fp8") -> TorchLearner:
     return make_learner("torch", SIZES, train_config(micro_batches=2), precision, "auto")
@@ -83,6 +89,7 @@ def test_weights_gradients_and_moments_stay_fp32(corpus: Corpus) -> None:
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
+@pytest.mark.trained
 def test_trains_as_fp32_products_do_and_the_same_bits_again(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +99,9 @@ def test_trains_as_fp32_products_do_and_the_same_bits_again(
     mixed = losses(first, corpus)
     assert mixed == losses(second, corpus) != exact
     assert all(np.array_equal(a, second.state()[name]) for name, a in first.state().items())
-    assert mixed == pytest.approx(exact, rel=2e-3) and exact[0] - exact[-1] > 0.5
+    assert mixed[0] == pytest.approx(exact[0], rel=FIRST_STEP)
+    assert mixed == pytest.approx(exact, rel=TRAINED)
+    assert exact[0] - exact[-1] > 0.5  # 2.0 to 2.4 over 12 seeds
 
 
 def test_one_copy_brings_every_figure_of_a_step(corpus: Corpus) -> None:

@@ -70,19 +70,27 @@ print(json.dumps({
 """
 
 
+# Relative distance of the twins: of the first step's losses, of its gradient norm, and of the losses
+# of four steps. Paddle and PyTorch call different libraries, so they differ as two processors do:
+# fp32 2e-7, 3e-7 and 2e-7 over 8 seeds, both frameworks and three instruction sets. One FP8 code that
+# rounds to its other neighbour (one seed in 8 has such a code) moves them by 4e-6, 1e-3 and 9e-4.
+BOUNDS = {"fp32": (1e-5, 1e-5, 1e-4), "fp8": (1e-4, 1e-2, 1e-2)}
+
+
+@pytest.mark.trained
 def test_twins_agree(text: Path) -> None:
     paddle = run_program(STEPS, "paddle", str(text), framework="paddle")
-    for precision, first, later in (("fp32", 1e-5, 1e-4), ("fp8", 1e-4, 5e-3)):
+    for precision, (first, norm, later) in BOUNDS.items():
         torch_twin, paddle_twin = first_steps("torch", precision, text), paddle[precision]
         assert paddle_twin["shapes"] == torch_twin["shapes"]
         assert paddle_twin["counts"] == torch_twin["counts"]
         assert paddle_twin["held_out"] == pytest.approx(torch_twin["held_out"], rel=first)
-        for name in ("loss", "aux", "z", "norm"):
-            assert paddle_twin[name][0] == pytest.approx(torch_twin[name][0], rel=first), name
+        for name, bound in (("loss", first), ("aux", first), ("z", first), ("norm", norm)):
+            assert paddle_twin[name][0] == pytest.approx(torch_twin[name][0], rel=bound), name
         # Later steps see each framework's own optimizer: AdamW, clipping and decay must mean the
         # same in both.
         assert paddle_twin["loss"] == pytest.approx(torch_twin["loss"], rel=later)
-        assert max(paddle_twin["loss"]) - min(paddle_twin["loss"]) > 0.1
+        assert max(paddle_twin["loss"]) - min(paddle_twin["loss"]) > 0.1  # 0.87 to 1.10
 
 
 def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:

@@ -34,7 +34,11 @@ from ernie_compat.trainer import CHECKPOINT_NAME
 
 WORLD = 4
 WORKER = TESTS / "ernie_compat" / "ranks_worker.py"
-FIRST_STEP, LATER, GRADIENT = 1e-6, 2e-5, 5e-6
+# Relative distance of four ranks from one process in fp32, where sums over the ranks have another
+# order: 2e-7, 3e-7 and 3e-7 (an fp32 loss has steps of 9e-8) over 4 seeds and two orders of summation.
+FIRST_STEP, LATER, GRADIENT = 2e-6, 2e-5, 5e-6
+# Beside them Paddle's libraries instead of PyTorch's, as in test_ernie_paddle.py.
+PADDLE_FIRST_STEP, PADDLE_LATER, PADDLE_GRADIENT = 1e-5, 1e-4, 1e-4
 STOP_WITHIN_S = 60
 
 
@@ -94,6 +98,7 @@ def assert_same_gradients(actual, wanted):
         assert error <= GRADIENT, name
 
 
+@pytest.mark.trained
 @pytest.mark.parametrize("name", ["ep4", "ep2", "ep1", "ep2 micro"])
 def test_four_ranks_train_as_one(world, alone, name):
     directory, wanted = alone(name)
@@ -113,6 +118,7 @@ def test_repeated_runs_are_bit_identical(world):
     assert [n for n in first if first[n].tobytes() != second[n].tobytes()] == [] and len(first) > 50
 
 
+@pytest.mark.trained
 def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
     saved, loaded = (
         arrays(alone("half")[0] / CHECKPOINT_NAME),
@@ -125,6 +131,7 @@ def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
     assert continued[-3:] == pytest.approx(alone("ep1")[1][3:], rel=LATER)
 
 
+@pytest.mark.trained
 def test_four_ranks_checkpoint_resumes_in_one_process(world, alone, text, tmp_path):
     shutil.copy(world / "half" / CHECKPOINT_NAME, tmp_path / CHECKPOINT_NAME)
     trainer = run_scenario("resumed", "torch", load_corpus([text]), tmp_path)
@@ -281,6 +288,7 @@ def test_interrupted_ranks_save_one_checkpoint_together(text, tmp_path):
     assert f"interrupted at step {step}; checkpoint saved" in results[0][2]
 
 
+@pytest.mark.trained
 @pytest.mark.paddle
 def test_paddle_ranks_train_as_one(text, alone, tmp_path):
     """Two expert-parallel groups of two processes each of Paddle's CPU build (gloo) against one
@@ -294,16 +302,15 @@ def test_paddle_ranks_train_as_one(text, alone, tmp_path):
         "paddle",
     )
     losses = losses_of(tmp_path / "ep2 micro")
-    assert losses[0] == pytest.approx(wanted[0], rel=1e-5) and losses == pytest.approx(
-        wanted, rel=1e-4
-    )
+    assert losses[0] == pytest.approx(wanted[0], rel=PADDLE_FIRST_STEP)
+    assert losses == pytest.approx(wanted, rel=PADDLE_LATER)
     actual, golden = (
         arrays(path / "gradients.npz") for path in (tmp_path / "ep2 micro", directory)
     )
     assert sorted(actual) == sorted(golden)
     for name, gradient in golden.items():
         error = np.linalg.norm(actual[name] - gradient) / max(np.linalg.norm(gradient), 1e-30)
-        assert error <= 1e-4, name
+        assert error <= PADDLE_GRADIENT, name
 
 
 @pytest.mark.paddle

@@ -22,6 +22,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
 
 
+@pytest.mark.trained
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(
     text: Path, tmp_path: Path, framework: str
@@ -33,6 +34,7 @@ def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     summary = json.loads((out / "summary.json").read_text())
+    # Over 4 seeds and two instruction sets: 2.07 to 2.16 below, and gaps of 1e-4 to 1.8e-3.
     assert summary["loss_end"] < summary["loss_start"] - 0.5
     assert 0 < summary["loss_gap"] < 0.05
     assert summary["framework"] == framework

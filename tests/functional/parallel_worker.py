@@ -44,7 +44,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
+    """A gradient of nearly zero moves its weight by next to nothing. With AdamW's own `eps` it moves
+    it by the whole learning rate, in the direction of a rounding error.
+    """
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
 
 
 def alone(use_fp8: bool) -> list[dict[str, torch.Tensor]]:
@@ -81,6 +84,8 @@ def check_training(wrap, rank: int, use_fp8: bool, compiled: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         found |= {name: whole(parameter) for name, parameter in moe.named_parameters()}
+        # The same products and sums as in one process: equal bits here. Room for libraries whose
+        # last bits depend on where a tensor lies.
         for name, value in expected.items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"

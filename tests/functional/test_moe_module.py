@@ -228,6 +228,7 @@ def test_configuration_of_the_forward_serves_its_backward():
 # Training
 
 
+@pytest.mark.trained
 @pytest.mark.parametrize("precision", ["fp32", "fp8", "bf16"])
 def test_training_learns_and_moves_every_expert(precision):
     """A student with the teacher's router regresses on its outputs."""
@@ -246,6 +247,7 @@ def test_training_learns_and_moves_every_expert(precision):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    # Over 8 seeds and two orders of summation: 0.013 to 0.021 of it, and every expert moved by 0.14.
     assert losses[-1] < 0.4 * losses[0], losses
     for name, parameter in student.named_parameters():
         moved = (parameter - before[name]).abs().flatten(1).amax(1)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="the PyTorch face")
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
+@pytest.mark.trained
 def test_two_ranks_train_like_one_process(tmp_path):
     outputs = run_world(lambda rank: [WORKER, rank, tmp_path / "store"], [{}, {}], "torch")
     assert all(out.endswith("equal\n") for out in outputs)

@@ -54,6 +54,7 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
 
 
+@pytest.mark.trained
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_learn(example: str) -> None:
     errors = [float(error) for error in re.findall(r"error (\S+)", run(f"examples/{example}"))]

@@ -193,11 +193,16 @@ class TestCaches:
                 layer.overwrite(layer.problem.but(down=layer.problem.down * factor))
         assert not caplog.records
 
+    @pytest.mark.trained
     @both_flushes
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
     def test_it_trains(self, flush, config):
         """Gradient descent on a fixed batch: the loss falls only if gradients are right and the new
         weights are really used.
+
+        The learning rate is half of the one at which some seeds overshoot. Over 6 seeds, both
+        precisions and two orders of summation every step lowers the loss by at least 2 % and all
+        of them to 0.51 to 0.59 of it.
         """
         problem = make_problem(tokens=64, hidden=32, intermediate=24, empty=())
         layer = Layer(problem, flush=flush, config=config)
@@ -213,7 +218,7 @@ class TestCaches:
             layer.node.step()
             with torch.no_grad():
                 for weight in layer.weights:
-                    weight.copy_(weight.detach() - 0.004 * weight.main_grad)
+                    weight.copy_(weight.detach() - 0.002 * weight.main_grad)
         assert losses[-1] < 0.8 * losses[0], losses
         assert all(after < before for before, after in pairwise(losses)), losses
 

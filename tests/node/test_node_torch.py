@@ -327,6 +327,7 @@ def test_autocast_does_not_reach_the_engine():
     assert_same_bits(mixed.result(call), plain.result(expected))
 
 
+@pytest.mark.trained
 def test_an_optimizer_trains_through_grad():
     """No main_grad anywhere: `step()` fills `.grad`, and a stock optimizer does the rest."""
     problem = make_problem(tokens=64, hidden=32, intermediate=24, empty=())
@@ -341,6 +342,7 @@ def test_an_optimizer_trains_through_grad():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    # 0.21 to 0.27 over 6 seeds and two orders of summation.
     assert losses[-1] < 0.6 * losses[0], losses
 
 

@@ -31,10 +31,12 @@ SIZES = {
 }
 
 
+@pytest.mark.trained
 @pytest.mark.parametrize("config", [FP8, FULL], ids=["fp8", "full"])
 def test_trains_the_same_bits_in_memory_full_of_nan(config):
     clean, poisoned = train_twice(Scenario(config, **SIZES))
     assert_same_bits(clean, poisoned)
+    # 0.83 to 0.84 over 3 seeds and two orders of summation, every step at least 8 % lower.
     assert clean.losses[-1] < 0.95 * clean.losses[0] and clean.losses == sorted(
         clean.losses, reverse=True
     )
