@@ -80,6 +80,7 @@ def test_runs_over_gloo_and_reports():
         == figures["failed_ranks"]
         == 0
     )
+    # 1e-5 to 2.7e-5 over 6 seeds.
     assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
 
 

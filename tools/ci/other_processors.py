@@ -59,7 +59,7 @@ def main() -> int:
     failed = False
     for setting in options.setting or SETTINGS:
         for arguments, variables in runs(setting, tests):
-            command = [sys.executable, "-m", "pytest", "-q", *arguments]
+            command = [sys.executable, "-m", "pytest", *arguments]
             result = subprocess.run(
                 command, cwd=ROOT, env={**os.environ, **variables}, check=False,
                 capture_output=True, text=True,
