@@ -26,12 +26,13 @@ from gpu.hopper_step import (
     waiting_is_an_error,
 )
 
-from sonicmoe import MoE, SonicMoEConfig, gradients
+from sonicmoe import MoE, SonicMoEConfig
 from sonicmoe.engine import select
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
+from sonicmoe.gradients import destinations
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
@@ -47,13 +48,15 @@ AUTO = SonicMoEConfig(fp8_mode="perf")
 EMULATION = SonicMoEConfig(fp8_mode="perf", engine="reference")
 PLAIN_WGRAD = SonicMoEConfig(fp8_mode="perf", engine="hopper", fp8_wgrad=False)
 BF16 = SonicMoEConfig(fp8_mode="off", engine="bf16")
+UNFIT = (2, 256, 96)  # E, H, I of a layer that the FP8 engine has no kernels for
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Everything warm-up plans for this layer; nothing below may compile."""
+    """Everything warm-up plans for the layers of this file; nothing below may compile."""
     for config in (FP8, PLAIN_WGRAD, BF16):
         assert warmup_jit(E, H, I, "cuda", config=config, jobs=os.cpu_count()).complete
+    assert warmup_jit(*UNFIT, "cuda", precision="bf16", jobs=os.cpu_count()).complete
     with no_compile():
         yield
 
@@ -114,7 +117,7 @@ class TestChoice:
         assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
 
     def test_a_size_without_a_kernel_falls_back_out_loud(self, caplog):
-        experts = make_experts(0, 2, 256, 96)
+        experts = make_experts(0, *UNFIT)
         run(make_node(experts, AUTO), make_batch(50, 0, 256, 2, 1))
         (line,) = engine_lines(caplog)
         assert line.startswith(
@@ -345,7 +348,7 @@ def test_split_weight_gradients_outlive_the_callers_memory():
     for gradient in main_grads(experts):
         gradient.zero_()
     torch.cuda.synchronize()
-    with torch.cuda.stream(node._wgrad_queue._stream):
+    with torch.cuda.stream(node._state.wgrad_queue._stream):
         torch.cuda._sleep(100_000_000)
     run(node, batch)
     rows = num_rows_bound(len(batch.x) * K, E, 128)
@@ -439,7 +442,7 @@ def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
         return load(source, *arguments)
 
     monkeypatch.setattr(CudaSource, "load", remember)
-    for remembered in (passes_on, gpu._kernels, backends._choose, gradients._kernel_on):
+    for remembered in (passes_on, gpu._kernels, backends._choose, destinations._kernel_on):
         remembered.cache_clear()
     results = whole_step(*layer(), make_batch())
     assert all(bool(torch.isfinite(tensor).all()) for tensor in results)

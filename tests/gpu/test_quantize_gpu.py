@@ -215,7 +215,7 @@ class TestWeights:
 
     def test_parameters_of_modules(self):
         """What the node hands over: leaves that want gradients."""
-        source = user_weights((2, 256, 128), torch.bfloat16, HALVES)
+        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
         as_parameters = [
             tuple(torch.nn.Parameter(m) for m in group) for group in (source.up, source.down)
         ]
@@ -272,7 +272,7 @@ class TestWeights:
         gpu.release_scratch()
 
     def test_border(self):
-        source = user_weights((2, 256, 128), torch.bfloat16, HALVES)
+        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
         down = (
             source.down[0],
             torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256),
