@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import SonicMoEConfig, current_config
+from ..engine.capabilities import RECORDS
 from ..engine.interface import EngineSettings
 from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
@@ -21,7 +22,10 @@ from .shapes import Shape
 Tensor = torch.Tensor
 
 MODES = ("off", "perf", "mem")
-NATURAL_MODE = {EngineName.REFERENCE: "perf", EngineName.BF16: "off", EngineName.HOPPER: "perf"}
+NATURAL_MODE = {
+    name: "perf" if record.quantises(fp8=True) else "off"
+    for name, record in reversed(RECORDS.items())
+}
 L2_BYTES = 60 << 20  # H100 and H200
 ROTATION_BYTES = 2 * L2_BYTES
 MAX_ROTATION = 64

@@ -14,7 +14,9 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from ..enums import ActivationType
 from ..errors import ShapeError, SonicMoEError, expect
+from .formulas import activate
 
 Array = np.ndarray
 
@@ -214,16 +216,8 @@ def golden(case: Case) -> Golden:
             continue
         p = case.probs[t, k].astype(np.float64)[:, None]
         z = x[t] @ w1[e].T
-        gate, up = z[:, 0::2], z[:, 1::2]
-        sigma = 1 / (
-            1 + np.exp(-np.clip(gate, -700, 700))
-        )  # exp must not overflow; sigma is 0 or 1 there anyway
-        y1 = gate * sigma * up
+        y1, dz = activate(z, p * (dout[t] @ w2[e]), ActivationType.SWIGLU)
         y2 = y1 @ w2[e].T
-        dy1 = p * (dout[t] @ w2[e])
-        dz = np.empty_like(z)
-        dz[:, 0::2] = dy1 * up * sigma * (1 + gate * (1 - sigma))
-        dz[:, 1::2] = dy1 * gate * sigma
         result["out"][t] += p * y2
         result["ds"][t, k] = (dout[t] * y2).sum(1)
         result["dx"][t] += dz @ w1[e]

@@ -1,5 +1,5 @@
 """The formula of an activation's record, evaluated in fp64 with its derivative: the golden of
-`bisect`.
+`bisect`, of the self-test and of the numerics report.
 
 It shares no code with any engine. Derivatives follow from the text by dual numbers: every value
 carries its derivative by one of the inputs, and every operation applies its rule to both.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..enums import ACTIVATIONS, Activation, ActivationParameters, ActivationType
+from ..enums import ACTIVATIONS, Activation, ActivationParameters, ActivationType, is_glu
 
 Array = np.ndarray
 
@@ -115,6 +115,19 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
     "sqrt": math.sqrt,
 }
+
+
+def activate(
+    z: Array, dy1: Array, activation: ActivationType, parameters: ActivationParameters = ()
+) -> tuple[Array, Array]:
+    """`(y1, dz)` of native z (gate and up interleaved), from the formula of the record."""
+    if not is_glu(activation):
+        y1, slopes = value_and_gradients(activation, parameters, x=z)
+        return y1, dy1 * slopes["x"]
+    y1, slopes = value_and_gradients(activation, parameters, gate=z[:, 0::2], up=z[:, 1::2])
+    dz = np.empty_like(z)
+    dz[:, 0::2], dz[:, 1::2] = dy1 * slopes["gate"], dy1 * slopes["up"]
+    return y1, dz
 
 
 def value_and_gradients(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..enums import ActivationParameters, ActivationType, is_glu
-from .formulas import value_and_gradients
+from ..enums import is_glu
+from .formulas import activate
 from .step_dump import Array, StepDump
 
 
@@ -127,16 +127,3 @@ def user_layout(dw1: Array, dw2: Array, gated: bool) -> Array:
     """
     up = np.concatenate([dw1[:, 0::2], dw1[:, 1::2]], axis=1) if gated else dw1
     return np.concatenate([up.transpose(0, 2, 1), dw2], axis=2)
-
-
-def activate(
-    z: Array, dy1: Array, activation: ActivationType, parameters: ActivationParameters = ()
-) -> tuple[Array, Array]:
-    """`(y1, dz)` of native z (gate and up interleaved), from the formula of the record."""
-    if not is_glu(activation):
-        y1, slopes = value_and_gradients(activation, parameters, x=z)
-        return y1, dy1 * slopes["x"]
-    y1, slopes = value_and_gradients(activation, parameters, gate=z[:, 0::2], up=z[:, 1::2])
-    dz = np.empty_like(z)
-    dz[:, 0::2], dz[:, 1::2] = dy1 * slopes["gate"], dy1 * slopes["up"]
-    return y1, dz

@@ -19,6 +19,7 @@ from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import ENGINES, EngineChoice, choose_engine, unavailable
 from ..enums import ActivationType
 from ..routing.build import build_routing
+from .formulas import activate
 
 Array = np.ndarray
 Tensor = torch.Tensor
@@ -149,15 +150,9 @@ def golden(
         e, p = int(indices[t, k]), float(probs[t, k])
         if not 0 <= e < len(w1):
             continue
-        z = w1[e] @ x[t]
-        gate, up = z[0::2], z[1::2]
-        sigma = 1 / (1 + np.exp(-gate))
-        y1 = gate * sigma * up
+        z, dy1 = w1[e] @ x[t], p * (dout[t] @ w2[e])
+        y1, dz = (row[0] for row in activate(z[None], dy1[None], ActivationType.SWIGLU))
         y2 = w2[e] @ y1
-        dy1 = p * (dout[t] @ w2[e])
-        dz = np.empty_like(z)
-        dz[0::2] = dy1 * up * sigma * (1 + gate * (1 - sigma))
-        dz[1::2] = dy1 * gate * sigma
         result["out"][t] += p * y2
         result["dprobs"][t, k] = dout[t] @ y2
         result["dx"][t] += dz @ w1[e]

@@ -17,7 +17,8 @@ from ..enums import ZCode, is_glu
 from ..quant.format import Code
 from ..quant.recipes import BlockShape, ScaleFormat
 from ..quant.reference import dequantize, quantize
-from .golden_stages import RowLayout, activate, gathered, grouped, outer, summed, user_layout
+from .formulas import activate
+from .golden_stages import RowLayout, gathered, grouped, outer, summed, user_layout
 from .step_capture import to_numpy
 from .step_dump import Array, StepDump
 

@@ -7,7 +7,7 @@ import pytest
 from engine.moe_golden import ALL_ACTIVATIONS, CLAMPED, base_of, slope, up_factor, value
 from framework import IS_PADDLE, numpy, tensor, torch
 
-from sonicmoe.diagnostics import golden_stages
+from sonicmoe.diagnostics import formulas
 from sonicmoe.engine import activations
 from sonicmoe.engine.activations import (
     activate,
@@ -228,7 +228,7 @@ def test_the_formula_of_the_record_is_what_is_computed(activation):
     rng = np.random.default_rng(11)
     z = rng.standard_normal((7, 12)) * 4
     dy1 = rng.standard_normal((7, 6 if is_glu(activation) else 12))
-    wanted = golden_stages.activate(z, dy1, activation)
+    wanted = formulas.activate(z, dy1, activation)
     for got, golden in zip(activate_backward(fp32(z), fp32(dy1), activation), wanted, strict=True):
         np.testing.assert_allclose(numpy(got), golden, rtol=2e-5, atol=5e-6)
 
@@ -253,7 +253,7 @@ class TestParameters:
             pair = [numpy(activate(fp32(z + s * there), OAI, self.OWN)).sum() for s in (1, -1)]
             total[position] = (pair[0] - pair[1]) / (2 * step)
         np.testing.assert_allclose(dz, total, atol=2e-3)
-        golden = golden_stages.activate(z, np.ones((4, 1)), OAI, self.OWN)
+        golden = formulas.activate(z, np.ones((4, 1)), OAI, self.OWN)
         np.testing.assert_allclose(dz, golden[1], rtol=1e-5, atol=1e-6)
 
     def test_equal_layers_have_equal_settings(self):

@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from framework import torch
 from functional.layer_golden import AUX_WEIGHT, assert_close, make_layer, make_tokens, run_layer
 
-from sonicmoe import SonicMoEConfig, moe_TC_softmax_topk_layer
+from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
 from sonicmoe.functional import plan_numbers
@@ -72,6 +72,12 @@ def test_the_numbers_of_the_eager_layer(backend, options, bias):
 @pytest.mark.parametrize("activation", ActivationType)
 def test_every_activation(activation):
     moe, (x, dout) = make_layer(activation), tokens()
+    assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
+
+
+def test_parameters_of_the_activation():
+    moe = MoE(5, 2, 32, 24, "swiglu_oai", std=0.5, activation_parameters={"limit": 0.5})
+    x, dout = tokens()
     assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
 
 

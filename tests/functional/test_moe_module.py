@@ -69,6 +69,26 @@ def test_is_glu_as_upstreams_scripts_say_it():
             MoE(2, 1, 8, 4, activation, is_glu=not gated)
 
 
+def test_a_layer_sets_the_parameters_of_its_activation():
+    """Against plain PyTorch, forward and backward; a layer with the defaults computes otherwise."""
+    own = {"alpha": 1.1, "limit": 0.5}
+    layer = MoE(4, 2, 32, 16, "swiglu_oai", std=0.5, activation_parameters=own)
+    usual = MoE(4, 2, 32, 16, ActivationType.SWIGLU_OAI, std=0.5)
+    usual.load_state_dict(layer.state_dict())
+    x, dout = tokens()
+    runs = {}
+    for name, backend in (("engine", "sonicmoe"), ("plain", "torch")):
+        layer.zero_grad()
+        out, _ = layer(x, kernel_backend_moe=backend)
+        out.backward(dout)
+        runs[name] = out.detach(), layer.c_fc.weight.grad.clone()
+    for computed, wanted in zip(runs["engine"], runs["plain"], strict=True):
+        torch.testing.assert_close(computed, wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(usual(x)[0], runs["plain"][0], atol=1e-2)
+    with pytest.raises(ConfigError, match=r"has 'beta'; swiglu_oai has \['alpha', 'limit'\]"):
+        MoE(4, 2, 32, 16, "swiglu_oai", activation_parameters={"beta": 1.0})
+
+
 def test_representation_and_attributes():
     moe = make_layer()
     assert "num_experts=5, in_features=32, out_features=48" in repr(moe)

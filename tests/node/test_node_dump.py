@@ -7,11 +7,15 @@ import weakref
 
 import numpy as np
 import pytest
+from engine.moe_golden import make_problem
 from framework import IS_PADDLE, numpy, torch
 from node.node_harness import FP8, FULL, Layer, problems
 
 from sonicmoe.diagnostics import stages
+from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.enums import ActivationType
+from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +56,25 @@ def test_holds_forward_then_backward_of_the_next_step(tmp_path, fused, config):
     step = load_dump(path)
     assert_inputs(step, call, layer)
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
+
+
+def test_a_layer_with_parameters_of_its_own_is_judged_by_them(tmp_path):
+    """The node computes with them, the dump keeps them, and bisect's golden uses them."""
+    problem = make_problem(ActivationType.SWIGLU_OAI)
+    layer = Layer(problem)
+    sizes = problem.num_experts, problem.x.shape[1], problem.intermediate
+    layer.node = SonicMoEMlpNode(
+        layer.experts, *sizes, problem.activation, config=FULL,
+        activation_parameters={"limit": 0.25, "alpha": 1.702},
+    )  # fmt: skip
+    path = tmp_path / "step.npz"
+    layer.node.dump(path)
+    own = layer.run()
+    step = load_dump(path)
+    assert step.settings.activation_parameters == {"limit": 0.25}
+    assert bisect(step, "reference").healthy
+    usual = Layer(problem).run()
+    assert np.abs(numpy(own.out) - numpy(usual.out)).max() > 1e-3
 
 
 def test_takes_one_step_of_this_node_alone(tmp_path):
