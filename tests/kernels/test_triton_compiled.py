@@ -34,7 +34,7 @@ def requests(num_slots, experts, ids=I64):
         I32, I32, num_slots // 100, experts, BLOCK=256, arch=ARCH
     )
     yield triton_routing._write.ahead(
-        ids, F32, I32, I32, I64, I32, I64, I32, I64, I64, F32,
+        ids, F32, I32, I32, I64, I32, I64, F32,
         num_slots, num_slots + 1000, num_slots // 7, 8, experts, 128, BLOCK=block, EXPERTS=expert_block, FILL=128, arch=ARCH,
     )  # fmt: skip
     yield triton_routing._gather_or_zero.ahead(
