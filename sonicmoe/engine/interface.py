@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..enums import ActivationType
+from ..enums import ActivationType, EngineName
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
 from ..interop import (
     dtype_name,
@@ -36,6 +36,7 @@ from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import BlockShape
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
+from .capabilities import RECORDS, EngineRecord
 from .settings import EngineSettings
 
 Tensor = torch.Tensor
@@ -275,12 +276,14 @@ class PendingWgrad:
 class Engine(ABC):
     """One implementation of the gated expert MLP, forward and backward. Stateless: every call may
     be repeated with equal results.
-
-    gradient_targets: the kinds that `backward_dw` adds to, the preferred one first.
     """
 
     name: str
-    gradient_targets: tuple[type[GradientTargets], ...] = (NativeBuffer,)
+
+    @property
+    def record(self) -> EngineRecord:
+        """What this engine can compute, and into which kinds of targets it adds."""
+        return RECORDS[EngineName(self.name)]
 
     def refresh(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..engine.capabilities import GradientTarget
 from ..engine.interface import Engine, GradientTargets, NativeBuffer, PendingWgrad
 from ..errors import ConfigError
 from ..interop import plain_ops, requires_grad
@@ -53,12 +54,12 @@ class GradientStore:
 
     def targets(self, engine: Engine, device: Any) -> GradientTargets:
         """Where this engine is to add the gradients of a backward, zeroed at first use."""
-        for kind in engine.gradient_targets:
-            if kind is NativeBuffer:
-                return self._native_buffer(device)
+        kinds = engine.record.gradients
+        if GradientTarget.NATIVE in kinds:
+            return self._native_buffer(device)
         raise ConfigError(
-            f"engine {engine.name!r} adds weight gradients to "
-            f"{[kind.__name__ for kind in engine.gradient_targets]}; this layer has a NativeBuffer"
+            f"engine {engine.name!r} adds weight gradients into {[kind.value for kind in kinds]}; "
+            f"this layer has {GradientTarget.NATIVE.value!r} accumulators"
         )
 
     def held(self) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ layout.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
@@ -17,9 +19,10 @@ from weights.weight_sources import (
     weight_arrays,
 )
 
+from sonicmoe.engine.capabilities import RECORDS, GradientTarget
 from sonicmoe.engine.interface import GradientTargets, NativeBuffer, native_buffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.gradients.destinations import add_to_main_grad
 from sonicmoe.gradients.store import GradientStore
@@ -65,10 +68,9 @@ class TestNativeBuffer:
                 return {}
 
         class Direct(ReferenceEngine):
-            name = "direct"
-            gradient_targets = (Elsewhere,)
+            record = replace(RECORDS[EngineName.REFERENCE], gradients=(GradientTarget.MAIN_GRAD,))
 
-        with pytest.raises(ConfigError, match=r"'direct' adds weight gradients to \['Elsewhere'\]"):
+        with pytest.raises(ConfigError, match=r"adds weight gradients into \['main_grad'\]"):
             GradientStore(per_expert_source(*weight_arrays())).targets(Direct(), "cpu")
         with pytest.raises(
             ConfigError, match="gradient targets are Elsewhere; this engine adds to"
