@@ -70,11 +70,16 @@ class CompileCache:
 
         self.root, self.local_root = Path(root), Path(local_root)
         self.lock_timeout_s = lock_timeout_s
+        # The shared directory is trusted as the operator's choice. The local one usually lies in a
+        # temporary directory where every user may write, so its owner and mode are checked before
+        # code is loaded from it.
         self._shared, self._local = (
             store(self.root, private=False),
             store(self.local_root, private=True),
         )
         self._rebuilt = store(self.local_root / f"rebuilt-{host}", private=True)
+        # Loaded kernels live as long as the cache, which for `default_cache` is the life of the
+        # process. Nothing is unloaded: captured graphs and saved functions may hold on to it.
         self._loaded: dict[tuple[Any, ...], Any] = {}
         self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
         self._mutex = threading.Lock()
@@ -97,6 +102,8 @@ class CompileCache:
         if local is None or key.toolchain is None:
             return found or local
         try:
+            # A build whose "compiler" copies: lock, manifest and publishing rename are those of any
+            # other build.
             return self._shared.build(key, lambda folder: _copy_files(local, folder))
         except StoreProblemError as problem:
             self._explain(problem)
@@ -137,12 +144,15 @@ class CompileCache:
             ArtefactLoadError: the fresh build does not load either.
             Exception: as `build`.
         """
+        # Not the digest, because a key without a toolchain has none.
         memo = (key.family, key.toolchain)
         # One lock for each key: threads that need different kernels must not wait for each other's
         # compiler.
         with self._mutex:
             key_lock = self._key_locks.setdefault(memo, threading.Lock())
         with key_lock:
+            # Asked inside the lock: a thread that waited here finds the kernel that the first one
+            # loaded.
             if memo not in self._loaded:
                 self._loaded[memo] = self._load(key, builder, load)
         return self._loaded[memo]  # type: ignore[no-any-return]
@@ -170,6 +180,8 @@ class CompileCache:
         artefact = self.build(key, builder)
         try:
             return load(artefact)
+        # A loader may compile by itself and meet the ban. That is no sign of a broken artefact, and
+        # rebuilding would break the promise that nothing compiles.
         except CompileForbiddenError:
             raise
         except Exception as error:
@@ -186,6 +198,8 @@ class CompileCache:
                 )
             except ToolchainError as refused:
                 raise refused from first  # `decided.may_pass` reads the cause: loading may pass
+            # The lookup above found nothing, so this compiles; an artefact that was rebuilt in an
+            # earlier run is used without the compiler.
             rebuilt = self._build_in(self._rebuilt, key, builder)
         try:
             return load(rebuilt)
@@ -214,6 +228,8 @@ class CompileCache:
             ) from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
+        # By reason and not by key: a read-only directory is one problem, however many kernels miss
+        # it.
         if problem.reason not in self._explained:
             self._explained.add(problem.reason)
             logger.warning(
@@ -223,12 +239,16 @@ class CompileCache:
 
 
 def _copy_files(artefact: Artefact, folder: Path) -> None:
+    # The manifest itself is not listed and not copied, because the publication writes one for the
+    # new directory.
     for name in artefact.manifest["files"]:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artefact.file(name), target)
 
 
+# One instance per set of directories, so that all callers share the loaded kernels. The limit
+# covers processes that switch configurations, as tests do.
 @lru_cache(maxsize=8)
 def _shared_instance(root: Path, local_root: Path, lock_timeout_s: float) -> CompileCache:
     return CompileCache(root, local_root, lock_timeout_s=lock_timeout_s)

@@ -33,12 +33,15 @@ def run_build_script(
     # out of the child's path, where `key.py` or `lock.py` could hide modules of the same names.
     search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
+        # Standard error goes into the same pipe, so the log keeps the order in which compiler and
+        # linker wrote. stdin is closed, because a tool that asks a question would wait for ever.
         done = subprocess.run(
             [sys.executable, "-P", str(script), str(path)], env={**os.environ, "PYTHONPATH": search, **environment},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             timeout=_TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
+        # `subprocess.run` has killed the child by now. Its output is lost, so the message has none.
         raise CompileError(f"{name}: the build did not end within {_TIMEOUT_S} s") from None
     if done.returncode != 0:
         raise CompileError(

@@ -71,6 +71,9 @@ class CudaSource:
             KeyFieldError: a macro is named like a token count.
         """
         toolkit = find_toolkit()
+        # An object is built against the headers of one version of apache-tvm-ffi and calls into the
+        # installed one. The version is part of the fingerprint, so an upgrade is a miss and not a
+        # crash.
         runtime = dict(package_versions("apache-tvm-ffi"))
         return CompileKey.make(
             self.name,
@@ -123,6 +126,8 @@ class CudaSource:
         return {
             "name": self.name,
             "cuda_files": [str(file.resolve()) for file in self.files],
+            # `-lineinfo` lets profilers name source lines. `-Xptxas -v` writes the resource report
+            # that `resource_usage` reads from the log.
             "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *defines, *self.flags],
             # The toolkit's own runtime is the last resort: a framework has usually loaded one of
             # that name already.
@@ -133,6 +138,8 @@ class CudaSource:
 
     def _environment(self, cuda_home: Path) -> dict[str, str]:
         major_minor = self.arch.removeprefix("sm_")
+        # "sm_90a" becomes "9.0a", and "sm_100a" "10.0a": the last digit is the minor version.
+        # tvm_ffi turns it into the -gencode flag.
         digits, suffix = major_minor.rstrip("af"), major_minor[len(major_minor.rstrip("af")) :]
         return {
             "CUDA_HOME": str(cuda_home),

@@ -21,12 +21,17 @@ def main(request_path: str) -> int:
     """Build what the request file says; returns the exit status."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     folder = Path(request["build_directory"])
+    # Set before the import below, because CuTe DSL takes the architecture when it is imported.
+    # quack would otherwise ask a GPU, which need not be here. CUTE_DSL_KEEP makes the compiler keep
+    # the PTX that `report_resources` assembles.
     os.environ["CUTE_DSL_ARCH"] = request["arch"]
     os.environ["QUACK_ARCH"] = request["arch"].removeprefix("sm_").rstrip("af")
     os.environ["CUTE_DSL_KEEP"] = "ptx"
     os.environ["CUTE_DSL_DUMP_DIR"] = str(folder)
     module, _, function = request["entry"].partition(":")
     compiled = getattr(importlib.import_module(module), function)(**request["statics"])
+    # The object holds the cubin and a launcher under the given function name; `link` turns it into
+    # a shared object.
     exported = folder / "kernel.o"
     compiled.export_to_c(object_file_path=str(exported), function_name=request["name"])
     report_resources(compiled, folder, request)
@@ -41,6 +46,8 @@ def report_resources(compiled: Any, folder: Path, request: dict[str, Any]) -> No
     text = compiled.__ptx__
     ptx.write_text(text if isinstance(text, str) else text.decode(), encoding="utf-8")
     command = [request["ptxas"], f"-arch={request['arch']}", "-v", str(ptx), "-o", os.devnull]
+    # ptxas writes its report to standard error. Its exit status does not matter: the kernel is
+    # compiled already, and a failed report is an empty one.
     print(subprocess.run(command, capture_output=True, text=True, check=False).stderr, flush=True)
 
 
@@ -51,6 +58,8 @@ def link(exported: Path, folder: Path, request: dict[str, Any]) -> int:
     import cutlass.runtime
     import tvm_ffi.cpp
 
+    # The static library lies beside the shared one. Linking it in makes the artefact independent of
+    # the CuTe DSL package.
     runtime = Path(cutlass.runtime.find_runtime_libraries(enable_tvm_ffi=False)[0]).parent
     try:
         library = tvm_ffi.cpp.build(

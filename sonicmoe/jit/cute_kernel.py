@@ -22,6 +22,8 @@ from .store import SCRATCH
 from .toolchain import find_toolkit
 
 _BUILD_SCRIPT = Path(__file__).with_name("cute_build.py")
+# Exported kernels call two functions of the CuTe DSL library when a launch fails. This file
+# replaces both, so the library itself need not be loaded.
 _ERROR_REPORTERS = Path(__file__).with_name("cute_runtime_errors.c")
 
 
@@ -74,8 +76,13 @@ class CuteKernel:
         return CompileKey.make(
             self.name,
             arch=self.arch,
+            # The entry decides which builder runs on the statics, so two builders with equal
+            # statics need two keys.
             statics={**dict(self.statics), "entry": self.entry},
             fingerprint={
+                # The reporters are linked into the object, so a change of them is a change of the
+                # artefact. The version of apache-tvm-ffi is part of the fingerprint and not of the
+                # toolchain, because the loading process needs the matching one too.
                 "sources": source_fingerprint([*files, _ERROR_REPORTERS]),
                 "abi": host_abi(),
                 **dict(package_versions("apache-tvm-ffi")),
@@ -99,6 +106,8 @@ class CuteKernel:
         """Load the function from the shared object of a verified artefact."""
         import tvm_ffi
 
+        # Imported here and not at the top: machines that only plan or check a warm-up have no
+        # tvm_ffi.
         return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so"))).get_function(self.name)
 
     def build_into(self, folder: Path) -> None:
@@ -115,10 +124,14 @@ class CuteKernel:
                 f"{self.name}: linking a CuTe kernel needs a CUDA toolkit; set CUDA_HOME"
             )
         scratch = folder / SCRATCH
+        # Everything below the scratch directory is removed before publication. Only the shared
+        # object and the log are copied out of it.
         scratch.mkdir()
         request = {
             "name": self.name, "entry": self.entry, "statics": dict(self.statics), "arch": self.arch,
             "build_directory": str(scratch), "error_reporters": str(_ERROR_REPORTERS),
+            # The build process gets both paths from here, because it must not search for a toolkit
+            # on its own and find another one than the key names.
             "ptxas": str(toolkit.home / "bin" / "ptxas"), "cuda_lib": str(toolkit.home / "lib64"),
         }  # fmt: skip
         log = run_build_script(self.name, _BUILD_SCRIPT, request, {})
@@ -127,6 +140,8 @@ class CuteKernel:
 
     def _toolchain(self) -> dict[str, str] | None:
         versions, toolkit = dict(package_versions(*self.packages)), find_toolkit()
+        # Both are needed for a build: CuTe DSL generates the code, and the toolkit brings ptxas for
+        # the report and the static CUDA runtime for the link.
         if toolkit is None or versions.get("nvidia-cutlass-dsl", "absent") == "absent":
             return None
         return {**versions, "cuda": toolkit.version}

@@ -31,7 +31,11 @@ NO_FALLBACK = (
     CompileForbiddenError,
     CompileLockTimeout,
 )
+# Errors after which a slower engine may be tried: those of this package, and those that imports,
+# drivers and shared libraries raise.
 FALLBACK = (SonicMoEError, ImportError, RuntimeError, OSError, AttributeError)
+# Attempts after these errors end the same way in this process: the sources, the versions and the
+# installed packages do not change while it runs.
 _LASTING = (CompileError, CacheUnwritableError, KeyFieldError, ImportError, AttributeError)
 _LONGEST_PAUSE_S = 64.0
 
@@ -70,6 +74,8 @@ class Decided(Generic[Choice]):
 
     def __call__(self, device: str) -> Choice:
         """The choice for a device; errors as `choose`."""
+        # This runs in every forward, so the decided case is one look into a dictionary: no clock,
+        # no lock.
         return self._final[device] if device in self._final else self._decide(device)
 
     def cache_clear(self) -> None:
@@ -91,10 +97,13 @@ class Decided(Generic[Choice]):
         choice, errors = self._choose(device)
         if any(map(may_pass, errors)):
             failures = 1 if earlier is None else earlier.failures + 1
+            # The first repetition is immediate, so an obstacle of one moment, such as a full GPU,
+            # costs one forward. From the second failure on the pauses are 1, 2, 4 ... seconds.
             pause = 0.0 if failures == 1 else min(2.0 ** (failures - 2), _LONGEST_PAUSE_S)
             self._tentative[device] = _Tentative(choice, failures, time.monotonic() + pause)
         else:
             self._final[device] = choice
+            # Only a device that had failed before is worth a line.
             if self._tentative.pop(device, None) is not None:
                 self.say(logging.INFO, f"kernels on {device}: what had stood in the way is gone")
         return choice

@@ -32,6 +32,8 @@ def describe_problem(error: OSError) -> str:
     return f"{reason} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
 
 
+# Only the errnos above count. A builder's FileNotFoundError, for example, is a missing tool or
+# source and not a broken directory.
 def is_storage_problem(error: BaseException) -> bool:
     """Whether an exception out of a builder is the directory's fault and not the compiler's."""
     return isinstance(error, OSError) and error.errno in _REASONS
@@ -68,6 +70,8 @@ class StoreFiles:
         """Flush every file and directory of a tree, so that a power cut cannot publish a hole."""
         for path in sorted(folder.rglob("*")):
             if path.is_file():
+                # fsync works on a file that was opened for reading, too. The compiler has closed
+                # its own descriptors, so the file is opened once more.
                 with open(path, "rb") as handle:
                     os.fsync(handle.fileno())
         self.sync_dir(folder)
@@ -103,6 +107,8 @@ class StoreFiles:
 
     def probe(self, folder: Path) -> None:
         """Raise the OSError that a write of 64 KiB into `folder` meets, if any."""
+        # The size is larger than a block and a typical inline file, so a full file system cannot
+        # hide in metadata. fsync forces delayed allocation to happen now.
         path = folder / f".probe-{os.getpid()}"
         try:
             with open(path, "wb") as handle:

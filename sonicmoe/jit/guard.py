@@ -38,6 +38,8 @@ def no_compile() -> Iterator[None]:
 
 def forbidden_by() -> str | None:
     """What forbids compilation now ("no_compile()" or the variable's name), or None."""
+    # Read without the lock: a compile that starts while another thread leaves the block may count
+    # as either side of it.
     if _DEPTH:
         return "no_compile()"
     return "SONIC_MOE_FORBID_COMPILE=1" if current_config().forbid_compile else None

@@ -24,8 +24,12 @@ from .errors import KeyFieldError
 
 LAYOUT = 1  # of artefact directories; part of every digest, so that another layout is a miss
 
+# The kernel name becomes a directory and part of file names, so neither it nor the architecture may
+# hold a slash or a dot that leads out of the cache.
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ARCH = re.compile(r"[a-z]+_?[0-9]+[a-z]?")
+# Whole names and single words that mean a quantity of one step. This is a guard against a forgetful
+# author and not a proof: a token count under an innocent name passes.
 _STEP_NAMES = frozenset({"t", "tk", "m", "total_m", "counts", "offsets", "grid", "ntok"})
 _STEP_WORDS = frozenset(
     {"token", "tokens", "batch", "seq", "seqlen", "sequence", "rows", "counts", "slots"}
@@ -93,9 +97,13 @@ class CompileKey:
             arch,
             _pairs(normalised),
             _pairs(fingerprint),
+            # `None` and an empty mapping differ: None says that the compiler is absent, {} that no
+            # version matters.
             None if toolchain is None else _pairs(toolchain),
         )
 
+    # One build asks for the hash many times (lookup, lock, messages), so it is kept.
+    # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass allows.
     @functools.cached_property
     def family(self) -> str:
         """20 hex digits over everything but the toolchain: the artefacts that can stand in for each
@@ -113,6 +121,8 @@ class CompileKey:
         """
         if self.toolchain is None:
             raise KeyFieldError(f"{self} has no toolchain on this machine, so no digest of its own")
+        # The family comes first, so that a machine without a compiler finds the artefacts of every
+        # toolchain by the prefix of their directory names.
         return f"{self.family}-{_digest(self.toolchain)[:12]}"
 
     def record(self) -> dict[str, Any]:
@@ -126,6 +136,8 @@ class CompileKey:
         """Whether a manifest's record is this key's; a key without a toolchain accepts any
         toolchain.
         """
+        # The stored record went through JSON, which turns tuples into lists. This key's record
+        # takes the same way before the comparison.
         wanted = json.loads(json.dumps(self.record()))
         if not isinstance(record, dict):
             return False
@@ -156,6 +168,8 @@ def refuse_step_field(kernel: str, name: str) -> None:
     """
     lowered = name.lower()
     words = lowered.split("_")
+    # Only the words after "per" count: `rows_per_cta` names a tile, `cta_rows_per_batch` would
+    # still name a batch.
     if "per" in words and _TILE_WORDS.intersection(words[words.index("per") :]):
         return
     if lowered in _STEP_NAMES or _STEP_WORDS.intersection(words):
@@ -179,6 +193,9 @@ def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ())
         {},
         [Path(path) for path in include_dirs],
     )
+    # The walk over includes is transitive and visits a header once, so headers that include each
+    # other end it too. Conditional compilation is not evaluated: a header behind an #if counts
+    # although the compiler may skip it, which can only cause a needless compile.
     while pending:
         file = pending.pop().resolve()
         if file in seen:
@@ -186,7 +203,9 @@ def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ())
         seen[file] = content = file.read_bytes()
         for quoted in re.findall(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', content, re.MULTILINE):
             found = (folder / quoted.decode() for folder in [file.parent, *search])
+            # The compiler takes the first match in this order, so only that one counts.
             pending.extend([path for path in found if path.is_file()][:1])
+    # Names without folders: two checkouts of the same sources at different places share artefacts.
     entries = sorted(
         (file.name, hashlib.sha256(content).hexdigest()) for file, content in seen.items()
     )
@@ -205,6 +224,8 @@ def host_abi() -> str:
     library's version
     is left out on purpose: a newer one loads older objects, and a failed load is rebuilt.
     """
+    # glibc and musl objects do not load into each other's processes, so the name of the library is
+    # part of the key.
     return f"{platform.machine()}-{platform.libc_ver()[0] or platform.system().lower()}"
 
 
@@ -220,6 +241,8 @@ def _plain(value: Any, where: str) -> Any:
         return _plain(value.value, where)
     if isinstance(value, list | tuple):
         return tuple(_plain(item, where) for item in value)
+    # Other values have no spelling that is the same in every process: the default text of an object
+    # holds its address, and a float that was computed may differ in its last digit.
     if value is None or isinstance(value, str | int | bool):
         return value
     raise KeyFieldError(
@@ -232,5 +255,7 @@ def _pairs(mapping: Mapping[str, Any]) -> Pairs:
 
 
 def _digest(value: Any) -> str:
+    # `hash()` is salted per process and `repr` of a mapping follows its insertion order. Sorted
+    # JSON has one spelling everywhere.
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -39,6 +39,8 @@ _POLL_S = 0.1
 # A waiter looks for the artefact this often, and so returns soon after a publication although the
 # builder still holds the lock.
 _SLICE_S = 2.0
+# Errors of a file system that has no locks. Any other error, such as a full disk, is a problem of
+# the directory and goes to the caller.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 # filelock can fall back to a "soft" lock: a file that exists. That file survives SIGKILL and would
 # block everybody for ever, so no fallback is taken.
@@ -69,6 +71,8 @@ class KeyLock:
         self._path = folder / f"{key.kernel}-{key.digest}.lock"
         self._note = self._path.with_suffix(".json")
         self._host = host
+        # `None` also while the lock is "held" on a file system without locks: there is nothing to
+        # release then.
         self._lock: Any = None
         self.native = True
         self.previous: dict[str, Any] = {}
@@ -83,24 +87,35 @@ class KeyLock:
         """
         self._files.make_dir(self._path.parent)
         lock: Any = FileLock(str(self._path), **_NATIVE_ONLY)
+        # The wait is cut into slices of two seconds, because filelock can wait for the lock only
+        # and this caller waits for the lock or the artefact. `monotonic` ignores changes of the
+        # wall clock.
         deadline = time.monotonic() + self._timeout_s
         while True:
             remaining = deadline - time.monotonic()
             try:
                 lock.acquire(timeout=min(_SLICE_S, max(remaining, 0)), poll_interval=_POLL_S)
             except Timeout:
+                # The artefact is looked for before the deadline is checked, so a publication in the
+                # last slice still counts.
                 found = published()
                 if found is not None:
                     return found
                 if time.monotonic() >= deadline:
                     raise CompileLockTimeout(self._timeout_message()) from None
                 continue
+            # Where there are no locks, filelock passes on the errno or raises NotImplementedError.
             except (OSError, NotImplementedError) as error:
                 self._without_native_lock(error)
                 lock = None
             self._lock = lock
+            # Read before it is overwritten: the sweep of dead builds and the wait for another
+            # host's publication both ask how the last holder ended.
             self.previous = self._read_note()
             try:
+                # A directory that cannot take a note of a few bytes cannot take a kernel either.
+                # The lock is given back before the error leaves, because the caller never learns
+                # that it was held.
                 self.note(BUILDING)
             except OSError:
                 self.release()
@@ -122,6 +137,7 @@ class KeyLock:
         }
         self._files.write_text(self._note, json.dumps(holder))
 
+    # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
         """Let the next waiter in."""
         if self._lock is not None:
@@ -144,6 +160,8 @@ class KeyLock:
         )  # fmt: skip
 
     def _read_note(self) -> dict[str, Any]:
+        # The note is written in place and not by rename, so a reader may see half of it. A torn
+        # note reads as no note, and only the wording of messages suffers.
         note = self._files.read_json(self._note)
         return note if isinstance(note, dict) else {}
 
@@ -151,6 +169,8 @@ class KeyLock:
         note = self._read_note()
         # A process id means something on its own host only.
         pid, host, since = (note.get(name, "unknown") for name in ("pid", "host", "since"))
+        # Only a process of this host can be asked whether it lives. If it is gone and the lock is
+        # not, the open file must have been inherited by a child.
         gone = host == self._host and isinstance(pid, int) and not _alive(pid)
         hint = (
             "that process is gone, so one of its forked children keeps the lock: end it"
@@ -165,6 +185,8 @@ class KeyLock:
 
 def _alive(pid: int) -> bool:
     try:
+        # Signal 0 is not delivered; the call only checks that the process exists. EPERM means that
+        # it exists and belongs to another user.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

@@ -62,8 +62,11 @@ def verify(key: CompileKey, folder: Path, files: StoreFiles) -> Artefact | str:
     manifest = files.read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return f"{MANIFEST} is missing or unreadable"
+    # The directory name holds only a shortened digest; the record in the manifest is the whole key.
     if not key.accepts(manifest.get("key")):
         return f"{MANIFEST} belongs to another key"
+    # Only listed files are checked. An additional file, such as one that a network file system
+    # leaves behind after a delete, does no harm.
     for name, expected in manifest["files"].items():
         problem = _file_problem(folder / name, expected)
         if problem:
@@ -77,6 +80,8 @@ def _file_problem(path: Path, expected: Any) -> str | None:
         if size != expected["size"]:
             return f"has {size} bytes instead of {expected['size']}"
         return None if sha256_of(path) == expected["sha256"] else "does not match its checksum"
+    # KeyError and TypeError come from a manifest whose entries have another form, for example of a
+    # later version.
     except (OSError, KeyError, TypeError) as error:
         return f"cannot be verified ({error})"
 

@@ -55,6 +55,8 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
             found[entry] = KernelResources(entry, match[2])
         elif match := _FUNCTION.search(line):
             function = match[1]
+        # A device function that was not inlined reports its own stack between the entry's lines. It
+        # must not overwrite the numbers of the kernel.
         elif entry and function == entry and (match := _STACK.search(line)):
             stack, stores, loads = (int(text) for text in match.groups())
             found[entry] = replace(
@@ -67,6 +69,8 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
                 registers=int(match[1]),
                 static_shared_bytes=int(shared[1]) if shared else 0,
             )
+    # This warning names its function itself and is no part of the sequence above, so it is searched
+    # for in the whole report.
     for name in _SERIALISED.findall(report):
         found[name] = replace(found.get(name, KernelResources(name, "")), wgmma_serialised=True)
     return tuple(found.values())
@@ -88,6 +92,7 @@ def require_no_spills(resources: Iterable[KernelResources], allowed_bytes: int =
     """
     problems = []
     for item in resources:
+        # The stack alone is no failure: an array that is indexed at run time lives there by design.
         spilled = item.spill_store_bytes + item.spill_load_bytes
         if spilled > allowed_bytes:
             problems.append(

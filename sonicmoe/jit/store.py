@@ -32,10 +32,14 @@ _KEPT_IN_QUARANTINE = 3
 # Errors of the publishing rename that mean "another process may have published already": the target
 # exists (EEXIST, ENOTEMPTY), or the source is gone because an NFS client repeated a request that
 # the server had carried out before (ENOENT, ESTALE).
+# Such an error is no verdict. `Claim.publish` looks for the artefact before it believes the error.
 _RACE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE}
 _FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
 
 
+# `CompileCache` has to tell two kinds of failure apart. A compiler that refuses the source refuses
+# it in every directory, so its error goes to the caller. A full or read-only directory only moves
+# the build to another directory.
 class StoreProblemError(Exception):
     """The directory, and not the compiler, failed. Internal: `CompileCache` turns it into a
     fallback or a message.
@@ -100,6 +104,8 @@ class ArtefactStore:
         """Look without a lock and without writing. Never raises."""
         try:
             return self._lookup(key)
+        # A null byte in the configured path raises ValueError and a damaged manifest any other
+        # type, so no list of types would be complete.
         except Exception as error:  # whatever is wrong with a cache, it is a miss
             return Lookup(None, f"{self.root} cannot be read: {error}")
 
@@ -130,6 +136,8 @@ class ArtefactStore:
         lock = self.lock(key)
         with self._as_store_problem():
             # Waiting ends early when the other process publishes; then the lock is not held.
+            # `published` runs about every two seconds during the wait. A holder that has published
+            # and then hangs would otherwise keep every waiter until the timeout.
             found = lock.acquire(lambda: self.lookup(key).artefact)
         if found is not None:
             yield Claim(self, key, lock, Path(), found)
@@ -137,6 +145,9 @@ class ArtefactStore:
         try:
             with self._as_store_problem():
                 claim = self._open_claim(key, lock)
+            # The caller's block runs inside `_supervise`, so its exceptions pass there first. The
+            # lock goes last, after the private directory is gone and the note is written, because
+            # the next holder reads both.
             yield from self._supervise(claim)
         finally:
             lock.release()
@@ -147,9 +158,14 @@ class ArtefactStore:
 
     def await_visible(self, key: CompileKey) -> Lookup:
         """Look again until the artefact is visible, at most `visibility_timeout_s` seconds."""
+        # Nothing reports when another host's rename becomes visible here, so this polls. The delay
+        # doubles, because most artefacts appear at once and the others after seconds of client
+        # cache.
         deadline, delay = time.monotonic() + self._visibility_timeout_s, _FIRST_RECHECK_S
         while True:
             found = self.lookup(key)
+            # A damaged artefact ends the wait as well: it is visible, and waiting does not repair
+            # it.
             if found.artefact is not None or found.damaged or time.monotonic() >= deadline:
                 return found
             time.sleep(delay)
@@ -167,6 +183,8 @@ class ArtefactStore:
         target = folder / f"{name}.{secrets.token_hex(4)}"
         self.files.publish(source, target)
         logger.warning("damaged artefact of %s: %s; moved to %s and rebuilt", key, reason, target)
+        # A disk that damages the same artefact again and again must not fill up with copies. The
+        # first few are kept, so the newest one goes.
         kept = [entry for entry in self.files.names(folder) if entry.startswith(name)]
         if len(kept) > _KEPT_IN_QUARANTINE:
             self.files.remove_tree(target)
@@ -178,11 +196,15 @@ class ArtefactStore:
         names = self.files.names(folder)
         # A machine without the compiler cannot name a toolchain, and takes an artefact of any.
         if key.toolchain is None:
+            # `names` is sorted, so this order is fixed: hosts that see the same directory try the
+            # same artefacts in the same order.
             candidates = [name for name in reversed(names) if name.startswith(f"{key.family}-")]
         else:
             candidates = [name for name in names if name == key.digest]
         reason = f"no artefact in {folder}"
         for name in candidates:
+            # A lookup without a toolchain may find several artefacts. One damaged artefact does not
+            # hide an intact one behind it.
             verdict = verify(key, folder / name, self.files)
             if isinstance(verdict, Artefact):
                 return Lookup(verdict, "")
@@ -202,12 +224,17 @@ class ArtefactStore:
             found = self.await_visible(key)
         if found.artefact is not None:
             return Claim(self, key, lock, Path(), found.artefact)
+        # A rename refuses a target that is not empty, so the damaged directory has to leave the
+        # name before the new build can take it.
         if found.damaged:
             self.quarantine(key, found.reason)
         # Without a working lock, a directory in staging/ may belong to a live builder.
         if lock.native:
             self._sweep(key, lock)
         staging = (
+            # The random part keeps two builders apart even where the file system has no locks and
+            # both hold "the" lock. `staging/` lies below the same root, because a rename is atomic
+            # only inside one file system.
             self.root / "staging" / f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
         )
         self.files.make_dir(staging)
@@ -246,6 +273,9 @@ class ArtefactStore:
                 raise StoreProblemError(self.root, problem) from error
             raise
         finally:
+            # Publication moved the directory away, so a claim with an artefact leaves nothing to
+            # remove. Otherwise the note must not stay at "building" or the next host would see a
+            # dead holder; a note that cannot be written harms nobody.
             if claim.artefact is None:
                 self.files.remove_tree(claim.staging)
                 with suppress(OSError):
@@ -254,6 +284,7 @@ class ArtefactStore:
     def _storage_cause(self, error: Exception, claim: Claim) -> str | None:
         if isinstance(error, OSError) and is_storage_problem(error):
             return describe_problem(error)
+        # After the publication the build is over, so an exception of the caller's block is its own.
         if isinstance(error, StoreProblemError) or claim.artefact is not None:
             return None
         # A compiler on a full disk fails with its own words and its own error type, so a write of
@@ -271,6 +302,9 @@ class ArtefactStore:
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 check_private(self.root)
             yield
+        # TimeoutError is a subclass of OSError, and CompileLockTimeout one of TimeoutError. Without
+        # this clause, a wait that took too long would count as a broken directory and the build
+        # would move to another one.
         except TimeoutError:
             raise
         except OSError as error:
@@ -307,6 +341,8 @@ class Claim:
             # source is gone. Neither the error nor the file system's word decides: the look does.
             found = (
                 self.store.await_visible(self.key)
+                # Only after a lost race can an artefact be on its way. A full disk brings none, so
+                # one look is enough and nobody waits.
                 if error.errno in _RACE_ERRNOS
                 else self.store.lookup(self.key)
             )
@@ -327,6 +363,9 @@ class Claim:
         cut cannot leave a complete name over incomplete files.
         """
         files, target = self.store.files, self.store.path_of(self.key)
+        # The order matters: scratch files go before the manifest lists what is there, and the
+        # manifest is written before the flush, so that the rename publishes only what is on the
+        # disk.
         files.remove_tree(self.staging / SCRATCH)
         files.write_text(
             self.staging / MANIFEST, json.dumps(describe(self.key, self.staging, seconds), indent=1)

@@ -31,6 +31,8 @@ def find_toolkit() -> CudaToolkit | None:
     )
 
 
+# The variables are the arguments, so a changed environment is looked at again and an unchanged one
+# never starts nvcc twice.
 @functools.lru_cache(maxsize=8)
 def _find_toolkit(cuda_home: str | None, cuda_path: str | None, path: str) -> CudaToolkit | None:
     on_path = shutil.which("nvcc", path=path)
@@ -38,6 +40,8 @@ def _find_toolkit(cuda_home: str | None, cuda_path: str | None, path: str) -> Cu
     if on_path:
         homes += [home for home in [_home_of(Path(on_path))] if home]
     for home in [*homes, *_PREFIXES]:
+        # An nvcc without a readable version counts as absent: the version is part of compile keys,
+        # and a guess would mix artefacts of two compilers.
         nvcc = home / "bin" / "nvcc"
         version = _version_of(nvcc) if os.access(nvcc, os.X_OK) else None
         if version:

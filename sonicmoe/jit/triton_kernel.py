@@ -41,6 +41,9 @@ _WARP_SIZE = 32
 class StoredJITFunction(JITFunction[Any]):
     """A Triton kernel whose compiles go through `CompileCache`."""
 
+    # JITFunction calls this once per device and looks up `self.compile` at every miss of its own
+    # table. Replacing the attribute redirects the compile and leaves signature, specialisation and
+    # launch to Triton.
     def create_binder(self) -> Any:
         """Triton's binder for the active device, with the compile step replaced."""
         binder = super().create_binder()
@@ -59,8 +62,12 @@ class StoredJITFunction(JITFunction[Any]):
         Raises:
             KeyFieldError: an integer named like a token count would be specialised.
         """
+        # These steps repeat the first half of `JITFunction.run`, with a target from the argument in
+        # place of the active driver. A difference between the two would warm a key that no launch
+        # looks for; a test compares them.
         target = GPUTarget("cuda", int(re.sub(r"\D", "", arch)), _WARP_SIZE)
         backend = make_backend(target)
+        # Both settings go into Triton's options and so into the hash.
         kwargs["debug"] = kwargs.get("debug", self.debug) or knobs.runtime.debug
         kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
         binder = create_function_from_signature(self.signature, self.params, backend)
@@ -94,6 +101,8 @@ def stored_jit(
             return triton.jit(function, do_not_specialize=list(do_not_specialize), **options)
         kernel = StoredJITFunction(function, do_not_specialize=list(do_not_specialize), **options)
         for parameter in kernel.params:
+            # A constexpr is compiled in, so a token count there would compile a kernel for every
+            # batch. Plain integers are checked later, when their specialisation is known.
             if parameter.is_constexpr:
                 refuse_step_field(kernel.__name__, parameter.name)
         return kernel
@@ -109,9 +118,12 @@ class TritonCompile:
         _refuse_specialised_counts(source)
         self._source, self._target, self._options = source, target, dict(options or {})
         self._environment = (
+            # Read once and used for the hash and the compile alike: a variable that changes in
+            # between cannot store code under the wrong key.
             get_cache_invalidating_env_vars() if environment is None else environment
         )
         backend = make_backend(target)
+        # The options that the kernel's source sets for itself come last, as in `triton.compile`.
         parsed = backend.parse_options({**self._options, **source.parse_options()})
         triton_key = get_cache_key(source, backend, parsed, env_vars=self._environment)
         self._hash = hashlib.sha256(triton_key.encode()).hexdigest()
@@ -121,7 +133,11 @@ class TritonCompile:
         environment.
         """
         return CompileKey.make(
+            # CompileKey wants lower case and at most 64 characters. Two kernels whose shortened
+            # names agree still differ in the hash.
             re.sub(r"\W", "_", f"triton_{self._source.name}".lower())[:64],
+            # Triton adds the suffix "a" by itself for Hopper, so the key says sm_90 while the code
+            # is for sm_90a.
             arch=f"sm_{self._target.arch}",
             statics={"triton": self._hash},
             fingerprint={},
@@ -142,6 +158,8 @@ class TritonCompile:
                 _env_vars=self._environment,
             )
 
+    # CompiledKernel reads the metadata and the binary from these paths. It loads them into the
+    # driver at the first launch, so opening needs no GPU.
     def open(self, artefact: Artefact) -> CompiledKernel:
         """Triton's handle of a verified artefact."""
         files = {name: str(artefact.file(name)) for name in artefact.manifest["files"]}
@@ -154,6 +172,8 @@ def compile_stored(
     """`triton.compile` through the cache of the configuration in force. Errors as
     `CompileCache.build`.
     """
+    # Called by Triton inside a launch. Triton keeps the result in its own table of the device, so
+    # the artefact is verified once per process and specialisation.
     target = target or triton.runtime.driver.active.get_current_target()
     request = TritonCompile(source, target, options, _env_vars)
     return request.open(request.compile())
@@ -162,6 +182,9 @@ def compile_stored(
 def _refuse_specialised_counts(source: Any) -> None:
     for parameter in source.fn.params:
         kind = source.signature.get(parameter.name)
+        # Triton specialises an integer on the value 1 and on divisibility by 16, so one launch in
+        # sixteen would take another kernel. "constexpr" stands for an integer that Triton has
+        # already turned into a constant because its value is 1.
         if kind in _INTEGERS and not parameter.is_constexpr and not parameter.do_not_specialize:
             refuse_step_field(f"{source.name} (name it in do_not_specialize)", parameter.name)
 
@@ -187,6 +210,8 @@ def _cache_in(folder: Path) -> Iterator[None]:
             (folder / filename).write_bytes(data if isinstance(data, bytes) else str(data).encode())
             return str(folder / filename)
 
+        # No group means a miss, so Triton always compiles into the empty folder. A group would
+        # store absolute paths, which the publishing rename makes wrong.
         def get_group(self, filename: str) -> dict[str, str] | None:
             return None
 
@@ -197,6 +222,8 @@ def _cache_in(folder: Path) -> Iterator[None]:
         kind = FolderManager if threading.get_ident() == owner else FileCacheManager
         return kind(key, *args, **kwargs)
 
+    # The global is process-wide, so two compiles of this package may not overlap: the second would
+    # save the manager of the first and restore it at its end.
     with _SCOPE:
         saved = knobs.cache.manager_class
         knobs.cache.manager_class = manager

@@ -45,6 +45,7 @@ class TritonVariant:
         return artefact
 
     def _request(self) -> Any:
+        # Imported here, so that listing a plan needs neither Triton nor a framework.
         module, _, function = self.entry.partition(":")
         return getattr(importlib.import_module(module), function)(
             **dict(self.statics), arch=self.arch

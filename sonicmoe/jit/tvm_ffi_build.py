@@ -20,6 +20,7 @@ def main(request_path: str) -> int:
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi then takes it for not installed: 1 s less
     import tvm_ffi.cpp
 
+    # The parent process reads standard output only, so log lines go there, too.
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     try:
         library = tvm_ffi.cpp.build(backend="cuda", **request)

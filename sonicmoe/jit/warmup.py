@@ -67,6 +67,8 @@ Progress = Callable[[KernelOutcome], None]
 
 def default_jobs() -> int:
     """Worker processes: as many as this process may use CPUs."""
+    # `os.cpu_count` would count the CPUs of the host and start far too many compilers in a
+    # container.
     return len(os.sched_getaffinity(0))
 
 
@@ -110,12 +112,15 @@ def warm_up(
     _run_workers(pending, cache, jobs or default_jobs(), collected)
     if collected.trouble is not None:
         raise collected.trouble
+    # Sorted, because the order of completion differs from run to run and reports should not.
     outcomes = [*collected.outcomes, *_without_outcome(planned, collected.outcomes)]
     kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     seconds = time.monotonic() - started
     report = WarmUpReport(
         spec, planned.precision, planned.left_out, cache.root, kernels, seconds, None
     )
+    # An incomplete warm-up gets no record: a record is the promise that every kernel of the plan is
+    # there.
     return replace(report, record=_record(report, cache)) if kernels and report.complete else report
 
 
@@ -142,6 +147,8 @@ def find_record(spec: ModelSpec, cache: CompileCache, precision: str = BOTH) -> 
     """The record of a complete warm-up of `spec` for `precision`, or for all of them, if there is
     one.
     """
+    # A warm-up of both precisions covers each of them. Selected kernels are covered by their own
+    # record only.
     wanted = (precision,) if precision == SELECTED else (precision, BOTH)
     candidates = (
         _record_path(root, spec, name) for name in wanted for root in (cache.root, cache.local_root)
@@ -186,6 +193,8 @@ class _Outcomes:
             self.outcomes.append(outcome)
             if self._progress and self.trouble is None:
                 try:
+                    # `BaseException`, because Ctrl-C may arrive inside the callback; it is raised
+                    # again after the workers have ended.
                     self._progress(outcome)
                 except BaseException as error:
                     self.trouble = error
@@ -195,6 +204,8 @@ def _run_workers(
     pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jobs: int, collected: _Outcomes
 ) -> None:
     settings = CacheSettings(cache.root, cache.local_root, cache.lock_timeout_s)
+    # A thread per worker process: it only waits on a pipe, so the interpreter lock does not hold
+    # the compilers back.
     threads = [
         threading.Thread(target=_work, args=(pending, settings, collected))
         for _ in range(min(jobs, pending.qsize()))
@@ -228,6 +239,8 @@ def _work(
     worker = Worker(settings)
     try:
         while True:
+            # The queue is filled before the threads start, so an empty queue means that no job will
+            # come any more.
             job = pending.get_nowait()
             collected.add(_compile_one(worker, job))
     except queue.Empty:

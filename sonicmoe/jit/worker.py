@@ -52,12 +52,17 @@ class Worker:
             raise CompileError(f"the worker compiling {job.name} did not start: {error}") from error
         assert process.stdin is not None and process.stdout is not None
         try:
+            # Every request carries the settings, so a process has no state that could be lost when
+            # it is replaced. Jobs are dataclasses of this package; the pipe joins two processes of
+            # the same user and the same code.
             pickle.dump((self._settings, job), process.stdin)
             process.stdin.flush()
             outcome = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             self._process = None
             raise CompileError(
+                # A negative status names the signal, for example -9 where the kernel ran out of
+                # memory and killed the compiler.
                 f"the worker compiling {job.name} ended with status {process.wait()}"
             ) from None
         # A job or an answer that cannot be pickled leaves half a message in the pipe, so this
@@ -67,6 +72,8 @@ class Worker:
             process.kill()
             process.communicate()  # closes the pipes
             raise
+        # The process answers with text where the compile failed and stays usable, because only the
+        # compile ended and not the process.
         if isinstance(outcome, str):
             raise CompileError(outcome)
         seconds: float = outcome
@@ -78,12 +85,15 @@ class Worker:
             and self._process.stdin is not None
             and self._process.stdout is not None
         ):
+            # End of file is the request to end; `serve` returns at it.
             self._process.stdin.close()
             self._process.wait()
             self._process.stdout.close()
             self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # The worker must import the same package as this process, which may come from a path that
+        # only `sys.path` knows. `-P` keeps the current directory out unless it is in that path.
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", __name__]
         told = unknown_flags()  # this process has warned of them; its workers need not repeat it
@@ -95,6 +105,8 @@ class Worker:
         )
 
 
+# One request at a time, in order: the parent has one thread per worker, and parallelism comes from
+# several processes.
 def serve() -> None:
     """Answer (settings, job) requests with seconds or an error message until the parent closes the
     stream.

@@ -27,6 +27,8 @@ _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 _SM90 = 9
 
 
+# `paired` in these builders means that the accumulator has (gate, up) in pairs of columns, `packed`
+# that C and D do.
 def compile_up(
     *,
     activation: str,
@@ -51,13 +53,19 @@ def compile_up(
     @cute.jit
     def launch(x: cute.Tensor, w1: cute.Tensor, z, y1: cute.Tensor, bias_en, cu_rows: cute.Tensor,
                gather_index: cute.Tensor, max_clusters: Int32, stream):  # fmt: skip
+        # z is D, the main result; without it the compiled kernel stores y1 alone. The argument C
+        # has no use here. `const_expr` decides while tracing, so the branch does not exist at run
+        # time.
         gemm(x, w1, z, None, arguments(y1=y1, bias=bias_en) if cutlass.const_expr(bias_en is not None) else arguments(y1=y1),
              _schedule(max_clusters, swizzle), VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
 
     sixteen, (experts, rows, n1, hidden) = _DTYPES[dtype], _sizes(4)
+    # A symbol of its own: the compiled code takes the caller's word that y1 has half the columns of
+    # z.
     half = _sizes(1)[0] if gated else n1
     return _compile(
         launch,
+        # T and R are different symbols: tokens are gathered into rows.
         _matrix(sixteen, _sizes(1)[0], hidden),
         _matrix(sixteen, experts, n1, hidden),
         _matrix(sixteen, rows, n1) if store_z else None,
@@ -93,6 +101,8 @@ def compile_down(
         gather_A=gather,
         use_pdl=False,
     )
+    # w stays as it lies in memory. quack swaps the two axes while tracing, so no copy and no host
+    # view is made.
     gemm.b_transposed = transpose
 
     @cute.jit
@@ -136,6 +146,7 @@ def compile_dgated(
              VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
 
     sixteen, (experts, rows, intermediate, hidden) = _DTYPES[dtype], _sizes(4)
+    # As in `compile_up`: N1 = 2 I is a symbol of its own.
     n1 = _sizes(1)[0] if gated else intermediate
     return _compile(
         launch,
@@ -145,6 +156,8 @@ def compile_dgated(
         _matrix(sixteen, rows, n1),
         _matrix(sixteen, rows, intermediate),
         _vector(Float32, rows),
+        # Rows of partial sums may have any length, so nothing is promised about the alignment of a
+        # row.
         make_fake_tensor(Float32, (rows, _sizes(1)[0]), leading_dim=1, divisibility=1),
         _vector(Int32),
         _vector(Int32, rows),
@@ -174,9 +187,16 @@ def compile_wgrad(
     @cute.jit
     def launch(tokens: cute.Tensor, rows: cute.Tensor, dw: cute.Tensor, cu_rows: cute.Tensor, gather_index: cute.Tensor,
                max_clusters: Int32, stream):  # fmt: skip
+        # Both operands are row-major over tokens, and the contraction runs over tokens, so each is
+        # read transposed. dw1 needs the product the other way round than the gather allows (the
+        # gathered matrix must be A), so its result is written through a transposed view.
         d = select(dw, [0, 2, 1]) if cutlass.const_expr(transpose) else dw
+        # The tiles are added to dw by the copy engine's reducing store. Accumulation over
+        # micro-batches thus needs no read of dw in the kernel.
         epilogue = GemmDefaultSm90.EpilogueArguments(add_to_output=True)
         gemm(select(tokens, [1, 0]), select(rows, [1, 0]), d, None, epilogue, _schedule(max_clusters, swizzle),
+             # Experts cut the contraction (K), while in the other GEMMs they cut the rows of the
+             # result (M).
              VarlenArguments(mCuSeqlensK=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
 
     sixteen, (experts, rows, m, n) = _DTYPES[dtype], _sizes(4)
@@ -205,20 +225,27 @@ def _gemm_of(
         gather_A=gather,
         use_pdl=False,
     )
+    # Tensors come as 16-bit values; quack recasts them to 32-bit pairs along N while tracing and
+    # needs to be told the type inside.
     if packed:
         gemm.cd_packed, gemm.implicit_dtype = "n", _DTYPES[dtype]
     return gemm, cls.EpilogueArguments
 
 
+# Both values arrive at run time, so one artefact serves devices with different numbers of
+# multiprocessors.
 def _schedule(max_clusters, swizzle: int) -> TileSchedulerOptions:
     return TileSchedulerOptions(max_active_clusters=max_clusters, max_swizzle_size=Int32(swizzle))
 
 
 def _compile(launch, *fakes) -> Any:
+    # The compiled function takes the stream from the tvm_ffi environment and not from an argument,
+    # so the caller's current stream is used without a conversion per launch.
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(launch, *fakes, Int32(1), stream, options="--enable-tvm-ffi")
 
 
+# Every call makes new symbols: sizes that must agree have to use the same symbol.
 def _sizes(count: int) -> tuple[Any, ...]:
     return tuple(cute.sym_int() for _ in range(count))
 

@@ -37,6 +37,7 @@ Backward = Callable[..., Any]
 _OAI = {"alpha": 1.702, "limit": 7.0}
 
 
+# Backward needs the value for y1 and the slope for dz; both come from one sigmoid.
 def _silu_slope(x):
     sigma = sigmoid(x)
     value = x * sigma
@@ -49,10 +50,13 @@ def _gelu_slope(x):
 
 
 def _relu(x):
+    # quack's relu is the hardware maximum, which returns the operand that is a number: relu(NaN)
+    # would be 0. Adding `x * 0` brings a NaN back and leaves finite values alone.
     return relu(x) + x * 0.0
 
 
 def _relu_slope(x):
+    # With a gradient of 1, `drelu` returns the slope itself.
     step, positive = drelu(x, Float32(1.0))
     return positive + x * 0.0, step + x * 0.0
 
@@ -84,6 +88,9 @@ def _gated(
         return value(gate) * up
 
     def backward(gate, up, dy1):
+        # `y1 = act(gate) * up`, so `dgate = dy1 * up * act'(gate)` and `dup = dy1 * act(gate)`. The
+        # third value is y1 again: forward need not keep it, and dprobs and dw2 are computed from
+        # it.
         act, slope = value_and_slope(gate)
         return dy1 * up * slope, dy1 * act, act * up
 
@@ -138,10 +145,15 @@ def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> E
     """
     act = gate_functions(activation)[0] if gated else ungated_functions(activation)[0]
 
+    # `acc_pair` hands neighbouring columns over as one pair. Weights are interleaved, so a pair is
+    # (gate, up) of one feature and y1 has half as many columns as z.
     def finish(z):
         y1 = act(*unpack(z)) if gated else act(z)
         return {"D": z, "y1": y1} if store_z else {"y1": y1}
 
+    # quack looks at the parameter names of the traced function: "acc" is the accumulator, every
+    # other name is an operand. A bias that may be None is therefore a second function and not a
+    # condition.
     def without_bias(acc):
         return finish(acc)
 
@@ -159,6 +171,9 @@ def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
     sums of dy1 * y1.
     """
 
+    # The probability multiplies dy1 before the activation's gradient (`acc * prob`), because out =
+    # prob * y2. dprob takes the unweighted product: its gradient is the sum over columns of dy1 *
+    # y1.
     def of_pair(acc, c, prob):
         dgate, dup, y1 = gate_functions(activation)[1](*unpack(c), acc * prob)
         return {"D": pack(dgate, dup), "y1s": y1 * prob, "dprob": (y1, acc)}
@@ -170,6 +185,12 @@ def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
     return gemm_epilogue(
         outputs=("y1s",),
         ops={"prob": ColVecLoad("prob")},
+        # `scaled=True` lets the reduction take the factors (y1, acc) apart and fuse the product
+        # into its sum. quack reduces over the columns of one tile only, hence one partial sum per
+        # tile.
         reduces={"dprob": ColVecReduce("dprob", scaled=True)},
+        # z and dz have twice the columns of the accumulator dy1. In this mode C and D pack gate and
+        # up, two 16-bit values, into one 32-bit element, so their tiles have the accumulator's
+        # shape.
         mode="packed_cd_b16x2" if gated else None,
     )(of_pair if gated else of_element)

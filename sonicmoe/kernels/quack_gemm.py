@@ -57,6 +57,8 @@ class GemmConfig:
         """Tiles across a result of `width` columns."""
         return -(-width // self.tile[1])
 
+    # The kernel computes whole clusters of whole tiles, so a width that no tile divides pays for
+    # columns that nobody reads. `choose_config` weighs this waste against the speed of the tile.
     def columns(self, width: int) -> int:
         """Columns computed for a result of `width`, the surplus of the last cluster included."""
         return -(-self.tiles(width) // self.cluster[1]) * self.cluster[1] * self.tile[1]
@@ -66,6 +68,8 @@ class GemmConfig:
         """Registers of a consumer thread that hold sums: one warpgroup computes a tile when
         `pingpong`, two otherwise.
         """
+        # A warpgroup has 128 threads, and the sums of a tile are spread evenly over the threads
+        # that compute it.
         return self.tile[0] * self.tile[1] // (128 if self.pingpong else 256)
 
 
@@ -74,12 +78,17 @@ class GemmConfig:
 # takes no cluster along N. Not listed: tilings that spill, and those whose rows are no multiple of
 # the 128 that experts are padded to.
 Candidates = tuple[tuple[GemmConfig, float], ...]
+# A weight gradient contracts over the rows of an expert, so its tiles cut H and I on both sides and
+# its M may be larger than 128.
 _WGRAD: Candidates = (
     (GemmConfig((256, 192)), 1.00),
     (GemmConfig((128, 256)), 1.03),
     (GemmConfig((256, 128)), 1.07),
 )
 CANDIDATES: dict[str, Candidates] = {
+    # Pingpong means that the two consumer warpgroups work on two tiles: one multiplies while the
+    # other runs its epilogue. That pays where the epilogue is long, and each warpgroup then needs
+    # the registers of a whole tile.
     "up": (
         (GemmConfig((128, 192), pingpong=True), 1.00),
         (GemmConfig((128, 256)), 1.03),
@@ -134,6 +143,8 @@ def candidates(product: str, shape: MlpShape) -> Candidates:
     """The tilings of a product that do not spill: beside a bias or an ungated activation, `up` has
     no room for 192 sums.
     """
+    # A thread has at most 255 registers. 192 sums leave room for the gated epilogue, but not for
+    # the values of a bias or for an ungated activation beside them.
     crowded = product == "up" and (shape.bias or not is_glu(shape.activation))
     return tuple(
         found for found in CANDIDATES[product] if not crowded or found[0].accumulators <= 128
@@ -143,6 +154,8 @@ def candidates(product: str, shape: MlpShape) -> Candidates:
 def choose_config(product: str, shape: MlpShape) -> GemmConfig:
     """The tiling of a product: least columns times relative time."""
     width = shape.width(product)
+    # The choice is a pure function of static sizes. A timing at run time could choose differently
+    # from process to process, and with it the bits and the compile keys.
     best, _ = min(
         candidates(product, shape), key=lambda candidate: candidate[0].columns(width) * candidate[1]
     )
@@ -160,6 +173,9 @@ def up_kernel(shape: MlpShape, *, store_z: bool, config: GemmConfig | None = Non
     return _kernel("up", "compile_up", shape, config or choose_config("up", shape), special)
 
 
+# It runs the builder of the down-projection, because without an activation `up` is a plain grouped
+# GEMM whose A rows are gathered. The same tiling gives the same order of additions, on which "the
+# same bits" rests.
 def up_again_kernel(shape: MlpShape) -> CuteKernel:
     """z alone, for backward when forward did not keep it: the sums, and so the bits, of
     `up_kernel`.
@@ -207,6 +223,8 @@ def wgrad_up_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKe
 
 def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKernel, ...]:
     """Every variant that training and inference of `shape` launch."""
+    # Training keeps z. Inference, and training that recomputes z, does not, so a model needs both
+    # variants of `up`.
     kernels = (
         up_kernel(shape, store_z=True),
         up_kernel(shape, store_z=False),
@@ -230,7 +248,11 @@ def _activation(shape: MlpShape) -> dict[str, Any]:
 def _kernel(
     name: str, builder: str, shape: MlpShape, config: GemmConfig, special: dict[str, Any]
 ) -> CuteKernel:
+    # Only choices go into the key. H, I, E and row counts stay symbolic in the compiled code, so
+    # models of different sizes share an artefact wherever the choices agree.
     statics = {**special, "dtype": shape.dtype, **config.statics}
+    # The generated code follows from these two files and from the packages' versions, which are in
+    # the toolchain of the key.
     sources = (_HERE / "quack_build.py", _HERE / "quack_epilogues.py")
     return CuteKernel.make(
         f"bf16_{name}", f"{_BUILDER}:{builder}", statics, *sources, arch=shape.arch
@@ -250,10 +272,14 @@ class GroupedGemms:
         block each.
         """
         self.shape = shape
+        # Persistent kernels: as many clusters as fit on the device at once, each of which takes
+        # tile after tile. More of them would wait for a place, fewer leave multiprocessors idle.
         configs = {product: choose_config(product, shape) for product in CANDIDATES}
         self._clusters = {
             name: multiprocessors // math.prod(config.cluster) for name, config in configs.items()
         }
+        # The caller allocates this many columns and sums them afterwards in a fixed order. Adding
+        # them up with atomics inside the GEMM would give other bits in every run.
         self.dprob_tiles = configs["dgated"].tiles(
             shape.intermediate
         )  # columns of the partial sums of dprobs
@@ -262,6 +288,8 @@ class GroupedGemms:
         self, x: Any, w1: Any, z: Any | None, y1: Any, b1: Any | None, cu_rows: Any, index: Any
     ) -> None:
         """x `[T, H]`, w1 `[E, N1, H]`, b1 fp32 `[E, N1]` -> z `[R, N1]` unless None, y1 `[R, I]`."""
+        # Two compiled functions, because a store that is switched off at run time would still cost
+        # its registers.
         launch = self._up if z is not None else self._up_only
         launch(x, w1, z, y1, b1, cu_rows, index, self._clusters["up"])
 
@@ -271,6 +299,8 @@ class GroupedGemms:
 
     def down(self, y1: Any, w2: Any, y2: Any, b2: Any | None, cu_rows: Any) -> None:
         """y1 `[R, I]`, w2 `[E, H, I]`, b2 fp32 `[E, H]` -> y2 `[R, H]`."""
+        # The builder takes a gather index that only `up_again` has; rows of y1 lie in expert order
+        # already.
         self._down(y1, w2, y2, b2, cu_rows, None, self._clusters["down"])
 
     def dgated(
@@ -305,6 +335,8 @@ class GroupedGemms:
         self._wgrad_up(x, dz, dw1, cu_rows, index, self._clusters["wgrad_up"])
 
     @cached_property
+    # Each variant loads at its first launch: an inference process never loads, or compiles, the
+    # backward.
     def _up(self) -> Launch:
         return _load(up_kernel(self.shape, store_z=True))
 
@@ -342,6 +374,7 @@ def _load(kernel: CuteKernel) -> Launch:
     return launch
 
 
+# One object per shape and device type, so that all layers of a model share the loaded functions.
 @lru_cache(maxsize=64)
 def grouped_gemms(shape: MlpShape, multiprocessors: int) -> GroupedGemms:
     """The process's GEMMs of a shape."""

@@ -29,13 +29,18 @@ def _aggregate(
     WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    # 64 bits, because token times width can pass 2^31.
     program = tl.program_id(0).to(tl.int64)
     token = program // column_blocks
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros([COLUMNS], tl.float32)
+    # One program adds all slots of a token in slot order, so the sum has the same bits in every
+    # run. No other program writes this part of `out`, so no atomics are needed.
     for k in range(0, topk):
         row = tl.load(slot_row + token * topk + k)
+        # A slot that was dropped or belongs to another rank has row -1 and adds nothing; its rows
+        # are not read.
         if (row >= 0) & (row < num_rows):
             term = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
             if WEIGHTED:
@@ -54,6 +59,7 @@ def aggregate_rows(
     width = int(rows.shape[1])
     if tokens == 0 or width == 0:
         return
+    # Triton needs a power of two as the length of a block; the mask `inside` cuts off the surplus.
     columns = min(_MAX_COLUMNS, max(triton.next_power_of_2(width), 16))
     blocks = triton.cdiv(width, columns)
     # A contracted multiply-add would round once where plain tensor operations round twice.

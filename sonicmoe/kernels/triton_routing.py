@@ -25,6 +25,8 @@ _GATHER = 1024
 
 @triton.jit
 def _expert_of(indices, slot, end, num_experts):
+    # Both spellings of "not here", -1 and ids from E on, become -1, which equals no expert number
+    # and so drops out of every comparison below.
     ids = tl.load(indices + slot, mask=slot < end, other=-1).to(tl.int64)
     return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
 
@@ -46,6 +48,8 @@ def _count(
     counts = tl.zeros([EXPERTS], tl.int32)
     for first in range(begin, end, BLOCK):
         expert = _expert_of(indices, first + tl.arange(0, BLOCK), end, num_experts)
+        # A one-hot comparison `[BLOCK, EXPERTS]`, summed over slots. Every program counts its own
+        # chunk into its own row, so no atomics are needed and the result is the same in every run.
         counts += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), 0)
     tl.store(program_counts + program * num_experts + experts, counts, mask=experts < num_experts)
 
@@ -58,6 +62,9 @@ def _scan_programs(program_counts, expert_counts, num_programs, num_experts, BLO
         program = first + tl.arange(0, BLOCK)
         address = program_counts + program.to(tl.int64) * num_experts + expert
         counts = tl.load(address, mask=program < num_programs, other=0)
+        # The counts become exclusive prefix sums in place: afterwards entry (program, expert) says
+        # how many slots of that expert lie in earlier chunks. That is the rank of the first slot of
+        # this chunk.
         tl.store(address, tl.cumsum(counts, 0) - counts + total, mask=program < num_programs)
         total += tl.sum(counts, 0)
     tl.store(expert_counts + expert, total)
@@ -80,6 +87,8 @@ def _write(
     experts = tl.arange(0, EXPERTS)
     known = experts < num_experts
     counts = tl.load(expert_counts + experts, mask=known, other=0).to(tl.int64)
+    # Every program computes the same offsets of all experts again, which costs less than another
+    # launch. Program 0 writes them down.
     padded = (counts + alignment - 1) // alignment * alignment
     padded_first = tl.cumsum(padded, 0) - padded
     padded_total = tl.sum(padded, 0)
@@ -96,8 +105,11 @@ def _write(
         slot = first + tl.arange(0, BLOCK)
         expert = _expert_of(indices, slot, end, num_experts)
         hit = expert[:, None] == experts[None, :]
+        # Rank among the slots of the same expert inside this block. Slots are ascending, so rows of
+        # an expert lie in token order.
         rank = tl.cumsum(hit.to(tl.int32), 0) - 1
         row = tl.sum(tl.where(hit, next_row[None, :] + rank, 0), 1)
+        # The next block of the chunk continues where this one ended.
         next_row += tl.sum(hit.to(tl.int64), 0)
         # A row beyond the buffers means the caller's counts were too small: drop the slot, never
         # write out of bounds.
@@ -106,12 +118,16 @@ def _write(
         tl.store(row_token + row, (slot // topk).to(tl.int32), mask=placed)
         tl.store(row_prob + row, tl.load(probs + slot, mask=placed, other=0.0), mask=placed)
 
+    # Padding rows of the experts, dealt out over the programs. `counts` to `padded` is the gap
+    # behind an expert's real rows.
     for padded_expert in range(program, num_experts, programs):
         mine = experts == padded_expert
         first_row = tl.sum(tl.where(mine, padded_first + counts, 0), 0)
         last_row = tl.minimum(tl.sum(tl.where(mine, padded_first + padded, 0), 0), num_rows)
         for start in range(first_row, last_row, FILL):
             _fill_padding(row_token, row_prob, start + tl.arange(0, FILL), last_row)
+    # Rows behind the last expert exist where the buffers are larger than needed, as for a
+    # worst-case size. They are marked as padding, too.
     for start in range(padded_total + program * FILL, num_rows, programs * FILL):
         _fill_padding(row_token, row_prob, start + tl.arange(0, FILL), num_rows)
 
@@ -119,6 +135,8 @@ def _write(
 @stored_jit(do_not_specialize=["size", "limit"])
 def _gather_or_zero(index, values, out, size, limit, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Elements beyond `size` load -1, which no value has as its place, so they are not found and
+    # nothing is read for them.
     source = tl.load(index + at, mask=at < size, other=-1)
     found = (source >= 0) & (source < limit)
     tl.store(out + at, tl.load(values + source, mask=found, other=0.0), mask=at < size)
@@ -135,7 +153,10 @@ def build_metadata(
     expert_counts, padded_offsets, row_token, slot_row, row_prob = outputs
     num_slots, topk = int(indices.shape[0]) * int(indices.shape[1]), max(int(indices.shape[1]), 1)
     experts = max(triton.next_power_of_2(num_experts), 2)
+    # The one-hot matrix of a block must fit into registers, so more experts mean shorter blocks.
     block = min(256, max(16, _ONE_HOT_ELEMENTS // experts))
+    # At least 256 slots per program, and more of them once that would take more than 1024 programs,
+    # because the scan over programs is serial.
     per_program = _MIN_SLOTS_PER_PROGRAM * max(
         1, triton.cdiv(num_slots, _MIN_SLOTS_PER_PROGRAM * _MAX_PROGRAMS)
     )
