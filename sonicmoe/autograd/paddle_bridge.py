@@ -32,10 +32,14 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         """Run the call. Tensors are kept through `save_for_backward` only, except empty ones."""
         inputs = tensors[:num_inputs]
         outputs, saved = call.forward(inputs, save=True)
+        # The call holds no tensor that needs saving. All of them pass through `save_for_backward`,
+        # or recompute would neither see nor restore them.
         ctx.call, ctx.spec = call, None
         ctx.wanted = tuple(not tensor.stop_gradient for tensor in inputs)
         if saved is not None:
             kept, ctx.spec = saved.pack()
+            # Kept on the context by position. They hold no memory that a recompute would have to
+            # restore.
             ctx.empty = {
                 position: tensor for position, tensor in enumerate(kept) if 0 in tensor.shape
             }
@@ -50,6 +54,8 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         them.
         """
         of_inputs, of_parameters = ctx.call.backward(gradients, _take_saved(ctx))
+        # An input without `stop_gradient` must get a gradient, and one with it must get none: see
+        # the rules above.
         kept = (g if want else None for g, want in zip(of_inputs, ctx.wanted, strict=True))
         return (*kept, *of_parameters)
 
@@ -67,6 +73,7 @@ def _take_saved(ctx: Any) -> Saved | None:
     if ctx.call.releases_saved:
         # The context's references would keep alive, to the end of the backward, the tensors that
         # the engine drops in the middle.
+        # `container` is PyLayer's own list behind `saved_tensor()`.
         ctx.container = ()
     saved: Saved = ctx.spec.unpack(tensors)
     return saved
@@ -80,4 +87,6 @@ def _with_empty(tensors: Sequence[Any], empty: Mapping[int, Any]) -> list[Any]:
 
 def apply(call: DifferentiableCall, inputs: Sequence[Any], parameters: Sequence[Any] = ()) -> Any:
     """The outputs of `call` on `inputs`, under autograd."""
+    # The parameters are arguments although forward does not use them: as inputs of the node they
+    # get their hooks fired, also where all other inputs are frozen.
     return _CallPyLayer.apply(call, len(inputs), *inputs, *parameters)

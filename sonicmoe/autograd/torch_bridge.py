@@ -24,7 +24,10 @@ class _CallFunction(torch.autograd.Function):
         outputs, saved = call.forward(tensors[:num_inputs], save=True)
         ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
         if saved is not None:
+            # Taken out before `pack`, so that the context holds the only reference to z.
             ctx.own_z = saved.take_z() if call.releases_saved else None
+            # Remembered apart, because `own_z` is None again after the first backward, and a second
+            # one must be told why it fails.
             ctx.has_own_z = ctx.own_z is not None
             kept, ctx.spec = saved.pack()
             ctx.save_for_backward(*kept)
@@ -43,6 +46,8 @@ class _CallFunction(torch.autograd.Function):
             reaches_parameters=_reaches_any(node for node, _ in following[ctx.num_inputs :]),
             following=following[0][0],
         )
+        # PyTorch counts all arguments of `forward`: the call and the number of inputs come first,
+        # and their "gradients" are the two None below.
         wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
         kept = (g if want else None for g, want in zip(of_inputs, wanted, strict=True))
         return (None, None, *kept, *of_parameters)
@@ -57,6 +62,8 @@ def _take_saved(ctx: Any) -> Saved | None:
             raise RuntimeError(
                 "stagewise memory dropped z in the first backward; a second one needs stagewise_memory off"
             )
+        # Moved, not copied: `saved` is the last holder, and the engine frees z when it drops it
+        # there.
         saved.z, ctx.own_z = ctx.own_z, None
     return saved
 
@@ -65,6 +72,8 @@ def _reaches_any(nodes: Iterable[Any]) -> bool:
     """Whether the backward that runs goes on to one of these nodes: it does not where it was asked
     for gradients of other tensors only.
     """
+    # A private function, and the only one that knows which nodes the running backward will visit.
+    # For a leaf that `torch.autograd.grad` was asked for it raises; that leaf is reached.
     try:
         return any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
     except RuntimeError:  # `torch.autograd.grad` of a leaf
@@ -75,4 +84,6 @@ def apply(
     call: DifferentiableCall, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()
 ) -> Any:
     """The outputs of `call` on `inputs`, under autograd."""
+    # Parameters are arguments for the graph's sake: the output requires a gradient even where x and
+    # probs are frozen, and the hooks of each parameter fire once per backward.
     return _CallFunction.apply(call, len(inputs), *inputs, *parameters)

@@ -79,6 +79,7 @@ def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
     if not hasattr(parameter, "main_grad"):
         return False
     check_main_grad(parameter, gradient)
+    # It may be a slice of a communication buffer: a new tensor here would never be reduced.
     if parameter.main_grad is None:
         parameter.main_grad = gradient
     else:
@@ -91,6 +92,7 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
         return
+    # Rounding the gradient before the sum would round twice, and give other bits than the kernel.
     total = (parameter.grad.to(torch.float32) + gradient).to(parameter.dtype)
     if IS_PADDLE:  # where `grad` is a new handle at each reading
         parameter.grad = total
@@ -100,11 +102,12 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """Memory a parameter's gradient goes to: `tensor`, in the parameter's shape; `fresh` memory is
-    written, other is added to.
+    """The memory that a parameter's gradient goes to.
 
-    attribute: of the parameter, that fresh memory becomes once it is written; empty where it is
-    returned to autograd instead.
+    tensor: the memory, in the parameter's shape.
+    fresh: the memory holds nothing yet, so the gradient is written; otherwise it is added.
+    attribute: the attribute of the parameter that fresh memory becomes once it is written; empty
+        where autograd gets it instead.
     """
 
     parameter: Tensor
@@ -114,11 +117,13 @@ class Destination:
 
     @classmethod
     def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> Destination:
-        """`main_grad` where there is such an attribute, else `.grad`, or memory for autograd to
-        accumulate there.
+        """The destination of one parameter: `main_grad` if it has that attribute, else `.grad`, or
+        fresh memory that autograd accumulates there.
 
-        Fresh memory is on `device`: the parameter may have been freed, and is then nowhere.
+        Fresh memory is on `device`, because a parameter that was freed has no device to ask.
         """
+        # The presence of the attribute decides and not its value: a framework that sets `main_grad
+        # = None` wants an fp32 gradient there.
         if hasattr(parameter, "main_grad"):
             if parameter.main_grad is None:
                 return cls(
@@ -150,9 +155,9 @@ class Destination:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A flush of the native buffer to every destination by one kernel. It zeroes the buffer too.
+    """One kernel launch that flushes the native buffer to every destination and zeroes it.
 
-    destinations: one per parameter, None for those nobody trains.
+    destinations: one per parameter, None for frozen ones.
     """
 
     kernel: FlushKernel
@@ -163,6 +168,7 @@ class Launch:
         table = destination_table(self.destinations, int(native.dw1.shape[0]))
         stream = current_stream(native.dw1)
         self.kernel(native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream)
+        # The launch came first: if it raises, no parameter may hold memory that nobody has written.
         for destination in self.destinations:
             if destination is not None:
                 destination.bind()
@@ -172,19 +178,25 @@ class Launch:
 def one_launch(
     parameters: Sequence[Tensor], native: NativeBuffer, through_autograd: bool
 ) -> Launch | None:
-    """The launch that serves all of these parameters, or None where plain operations must: on a
-    host, without a kernel, and for destinations that are strided, overlap or are named twice, which
-    need one addition after the other.
+    """The launch that serves all of these parameters, or None where plain operations must serve
+    them.
+
+    That is so on a host, without a kernel, and for destinations that are strided, that overlap or
+    that are named twice, because those need one addition after the other.
 
     Raises:
         CompileForbiddenError, CompileLockTimeout: see `kernel_for`.
     """
+    # Experts may share a parameter. Blocks of the kernel run in any order, and two that add to one
+    # address would lose an addition.
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         return None
     kernel = kernel_for(native.dw1)
     if kernel is None:
         return None
     device = native.dw1.device
+    # Frozen parameters keep their place in the list with None, because the kernel finds an expert
+    # by its position.
     found = [
         Destination.of(parameter, through_autograd, device) if requires_grad(parameter) else None
         for parameter in parameters
@@ -205,27 +217,32 @@ def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
             or not tensor.is_contiguous()
         ):
             return False
+    # In ascending order of addresses an overlap of any two shows between neighbours.
     extents = sorted(destination.extent for destination in destinations)
     return all(one[1] <= other[0] for one, other in itertools.pairwise(extents))
 
 
 def destination_table(destinations: Sequence[Destination | None], num_experts: int) -> list[int]:
-    """(address, format) of every expert's up-projection, then of every down-projection: what
-    `flush_gradients` takes.
+    """The argument of `flush_gradients`: (address, format) of every expert's up-projection, then of
+    every down-projection.
 
     Args:
-        destinations: in the order up, down: of each expert's parameters, or of two stacked ones;
-            None for those nobody trains.
+        destinations: all up-projections, then all down-projections: one per expert, or one stacked
+            tensor each; None for parameters that are frozen.
         num_experts: E.
     """
+    # 2E matrices in all: one per destination where every expert has its own parameters, E per
+    # destination where they are stacked.
     matrices = 2 * num_experts // len(destinations)
     table: list[int] = []
     for destination in destinations:
+        # Address 0 tells the kernel to zero the accumulator and to write nowhere.
         if destination is None:
             table += [0, 0] * matrices
             continue
         first, end = destination.extent
         code = FORMATS[destination.tensor.dtype] + FRESH * destination.fresh
+        # Stacked matrices are contiguous, so each begins where the one before it ends.
         step = (end - first) // matrices
         for index in range(matrices):
             table += [first + index * step, code]
@@ -233,10 +250,10 @@ def destination_table(destinations: Sequence[Destination | None], num_experts: i
 
 
 def kernel_for(accumulator: Tensor) -> FlushKernel | None:
-    """The kernel for accumulators on that device, or None on the host and where there is none;
-    logged.
+    """The kernel that flushes `accumulator`; None on the host, and where there is no kernel, which
+    is logged.
 
-    Decided once per device, but None again and again where what failed may pass: see `Decided`.
+    A device is asked once. It is asked again only where the obstacle may pass (`Decided`).
 
     Raises:
         CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another
@@ -252,6 +269,7 @@ def _kernel_on(device: str) -> tuple[FlushKernel | None, list[Exception]]:
     except NO_FALLBACK:
         raise
     except FALLBACK as error:
+        # Compilers print pages. The first line is enough for a log that goes on working.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _kernel_on.say(
             logging.WARNING,

@@ -26,12 +26,12 @@ Tensor = torch.Tensor
 
 
 class GradientStore:
-    """Owns the memory that weight gradients wait in, and their order between streams.
+    """Owns the memory that weight gradients wait in, and orders the streams that add to it.
 
     The one kind of targets is the native buffer: fp32, in the engines' layout, allocated at the
     first backward. A flush converts it to each parameter's layout, adds it there in place, and
-    zeroes it. Another kind is made in `targets`, for the engines that list it, and flushed in its
-    own way; nothing outside this class and the engines tells the kinds apart.
+    zeroes it. A new kind would be made in `targets`, for the engines that list it, and flushed in
+    its own way. Only this class and the engines know the kinds.
     """
 
     def __init__(self, parameters: ExpertParameters) -> None:
@@ -71,6 +71,8 @@ class GradientStore:
     def add(self, engine: Engine, pending: PendingWgrad, targets: GradientTargets) -> None:
         """Have the engine add the gradients of one backward, on the current stream."""
         try:
+            # Two backwards may run on two streams and add into the same accumulators. Each waits,
+            # on the device, for the additions launched before it.
             self._additions.enter(targets.anchor)
             with plain_ops():
                 engine.backward_dw(pending, targets)
@@ -133,18 +135,24 @@ class GradientStore:
     def _flush(self, through_autograd: bool) -> list[Tensor | None]:
         """The gradients that autograd is to accumulate, None for every other parameter."""
         parameters, native = self._parameters.parameters(), self._native
+        # A backward that failed is not counted as waiting, but a part of its gradients lies in the
+        # accumulators, and `_check_all` must refuse them.
         if native is None or not (self._waiting or self._incomplete):
             return [None] * len(parameters)
         self._check_all(parameters, native)
         with plain_ops():
+            # Finding the kernel may compile and raise, so it comes before the first addition.
             launch = destinations.one_launch(parameters, native, through_autograd)
             self._additions.enter(native.dw1)
             if launch is not None:
                 returned = launch.run(self._parameters.layout, native)
             else:
+                # Plain operations leave the accumulators as they are; the kernel zeroes them while
+                # it reads.
                 returned = self._add_one_by_one(parameters, native, through_autograd)
                 _zero(native)
             self._additions.leave()
+        # Last: after a launch that failed the gradients still wait, and the flush may be repeated.
         self._waiting = 0
         return returned
 
@@ -171,6 +179,8 @@ class GradientStore:
         """
         returned: dict[int, Tensor] = {}
         for parameter, gradient in self._parameters.user_gradients(native):
+            # `user_gradients` yields fresh tensors, so a `main_grad` that is bound to one shares no
+            # memory with the accumulators that are zeroed next.
             if not requires_grad(parameter) or add_to_main_grad(parameter, gradient):
                 continue
             if through_autograd:

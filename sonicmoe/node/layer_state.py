@@ -43,6 +43,10 @@ class LayerState:
         """As `LayerWeights.read`; says so where weights were written and nobody announced it."""
         reading = self.weights.read(engine, settings, parameters)
         if reading.unannounced is not None:
+            # With gradients waiting, a changed weight means that an optimizer ran without them,
+            # which the guard warns about. With none waiting it is harmless: the weights were
+            # prepared again. A mere optimizer step is then not worth a line, because it may belong
+            # to another model.
             if self.gradients.waiting:
                 self.guard.note_write(reading.unannounced)
             elif reading.unannounced is Unannounced.WRITE:
@@ -55,10 +59,12 @@ class LayerState:
         """A backward has added its gradients, or put them off. Returns those that autograd is to
         accumulate, one entry per parameter.
         """
+        # Counted before a flush, which takes what is counted and resets it.
         self.gradients.note_backward()
         self.guard.count_backward(self.gradients.waiting, self.weights.sees_writes)
         if self.flush_mode is FlushMode.BACKWARD:
             return self.gradients.flush_through_autograd()
+        # Only gradients that stay in the node can be missed by a reduction.
         self.guard.watch(parameters)
         return [None] * len(parameters)
 
@@ -70,6 +76,7 @@ class LayerState:
     def flush(self) -> None:
         """Hand what waits to the parameters; what was put off must have been finished before."""
         if self.gradients.waiting:
+            # Before the flush, which itself writes the gradients that the guard compares.
             self.guard.check(self.parameters.parameters())
         self.gradients.flush()
 
@@ -79,13 +86,15 @@ class LayerState:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Trust nothing derived from the weights."""
+        """Have the next forward prepare the weights again."""
         self.weights.invalidate()
         self.guard.note_announcement()
 
     def discard(self) -> None:
         """Drop every gradient that waits, here or in the queue."""
         if self.wgrad_queue is not None:
+            # First, because additions that still run on the side stream must not follow the
+            # zeroing.
             self.wgrad_queue.discard()
         self.gradients.discard()
         self.guard.forget()
@@ -96,5 +105,6 @@ class LayerState:
         Raises:
             RuntimeError: gradients wait that were not flushed.
         """
+        # The side stream may still add into the memory that is about to be freed.
         self.finish_wgrad()
         self.gradients.release()

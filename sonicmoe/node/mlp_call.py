@@ -25,15 +25,15 @@ Tensor = torch.Tensor
 
 @dataclass(eq=False)
 class MlpCall(DifferentiableCall):
-    """Arguments of one call. Nothing writes to it, and it holds no activation: those live in the
-    autograd context, so any number of calls may be outstanding.
+    """The arguments of one call. It is never written to and holds no activation. Activations live
+    in the autograd context, so any number of calls may be outstanding.
 
     state: the node's, shared by all its calls.
-    config: in force in both passes, so that kernels of the node's own cache directory serve them;
-        backward may run on another thread, and after the caller's `activate()` block has ended.
+    config: activated in both passes, so that kernels come from the node's own cache directory.
+        Backward may run on another thread, and after the caller's `activate()` block has ended.
     parameters: the layer's as this forward found them, which are the inputs of the autograd node.
-    reading: the engine weights as this forward read them. They outlive the last backward through
-        this reference.
+    reading: the engine weights as this forward read them. This reference keeps them alive until the
+        last backward.
     """
 
     state: LayerState
@@ -66,6 +66,8 @@ class MlpCall(DifferentiableCall):
             out, saved = self.engine.forward(
                 x, routing, self.reading.weights, self.settings, save=save
             )
+        # Asked before the event is built, so that a run without observers pays one read of a
+        # global.
         if is_awaited():
             emit(ForwardDone(self._described(), x, probs, out, saved))
         return out, saved
@@ -85,18 +87,26 @@ class MlpCall(DifferentiableCall):
         assert saved is not None
         if is_awaited():
             emit(BackwardBegins(self._described(), dout, saved))
+        # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight gradients
+        # that nobody asked for.
         trainable = reaches_parameters and any(map(requires_grad, self.parameters))
         dx, dprobs, returned = self._backward(dout, saved, trainable)
         if is_awaited():
+            # Bound and not called: the observer decides whether to look, and a host copy is
+            # expensive.
             left = partial(self._weight_gradients, returned, trainable)
             emit(BackwardDone(self._described(), dx, dprobs, left))
         if self.state.wgrad_queue is not None:
+            # Last, because everything that the caller's stream needs for dx must be launched before
+            # weight gradients fill the GPU.
             self.state.wgrad_queue.launch_after(following)
         return (dx, dprobs), returned
 
     def _backward(
         self, dout: Tensor, saved: Saved, trainable: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        # An engine that updates in place may have overwritten the weights of this forward. It is
+        # refused here, before anything is added.
         self.reading.check_current()
         # Memory first: a backward that runs out of it must not have added anything yet.
         store = self.state.gradients
@@ -109,11 +119,13 @@ class MlpCall(DifferentiableCall):
             return dx, dprobs, self.state.end_backward(self.parameters)
 
     def _hand_over(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Add the weight gradients now, or have them added off the way of dx."""
+        """Add the weight gradients now, or queue them so that dx need not wait for them."""
         queue = self.state.wgrad_queue
         if queue is None:
             self._add_wgrad(pending, targets)
         else:
+            # The launch then takes small clusters: while a collective holds some multiprocessors,
+            # no CTA with a fixed share of the work waits for them.
             pending.shares_gpu = True
             queue.submit(pending, partial(self._add_wgrad, pending, targets))
 
@@ -133,6 +145,8 @@ class MlpCall(DifferentiableCall):
         """
         if not trainable or self.state.wgrad_queue is not None:
             return
+        # With flush="backward" the accumulators are zero again by now. The gradients are in what
+        # autograd will accumulate, or in `main_grad`.
         yield from self.state.gradients.held().items()
         if self.state.flush_mode is FlushMode.BACKWARD:
             mains = (getattr(parameter, "main_grad", None) for parameter in self.parameters)

@@ -1,5 +1,5 @@
-"""Notices a `node.step()` that is forgotten, or that comes after gradients were reduced, scaled or
-applied without those waiting in the node.
+"""Warns about a `node.step()` that is forgotten, or that comes after gradients were reduced, scaled
+or applied without those that wait in the node.
 
 Gradients still held by the node are left out of such a reduction or update, and ranks diverge
 without an error. These traces show it:
@@ -11,9 +11,9 @@ without an error. These traces show it:
 * `note_optimizer_step`: a `torch.optim.Optimizer` that holds the weights stepped, even where it
   skipped them because they had no gradient yet.
 * `note_write`: a forward found the weights changed, where `weights.changes` can see that.
-* `count_backward`: far more backwards ran than anybody accumulates.
+* `count_backward`: more backwards ran without `step()` than any loop accumulates.
 
-One warning per node says it: a misplaced call is misplaced from the first step on.
+Each node warns once, because a misplaced call is misplaced from the first step on.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class StepGuard:
         step() must announce them even if no gradient waits for it; so there every backward counts.
         """
         self._backwards += 1
+        # `waiting` falls to 0 at each flush; `_backwards` only where writes are announced.
         count = waiting if sees_writes else self._backwards
         if count == self.FORGOTTEN_AFTER_BACKWARDS:
             self._warn(f"{count} backward passes have run since node.step()")
@@ -82,8 +83,13 @@ class StepGuard:
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """A backward has just added gradients that wait for `step()`."""
         self._parameters = list(parameters)
+        # Taken after every backward: only what happens after the last one is too early for
+        # `step()`.
         self._gradients = _identities(parameters)
+        # A WeakSet: the node may die while gradients wait, and no optimizer then tells it anything.
         optimizer_watchers.add(self)
+        # Each is a pass over all weights and gradients. Later steps repeat the calls of the first
+        # ones, so two steps show a misplaced call.
         self._values = (
             _values(parameters)
             if self._steps < self.STEPS_BY_VALUE and _on_host(parameters)
@@ -101,12 +107,15 @@ class StepGuard:
         same = len(self._parameters) == len(parameters) and all(
             map(is_, self._parameters, parameters)
         )
+        # Forgotten in any case: once flushed, nothing waits and nothing may warn about it.
         before, values = self._gradients, self._values
         self.forget()
         if (
             before is None or self._warned or not same
         ):  # parameters came or went, which is no trace of a reduction
             return
+        # Identities first, because they cost nothing and are certain. Values are compared only
+        # where these are unchanged, as after a reduction inside a fused buffer.
         reduced, applied = _identities(parameters) != before, False
         if values is not None and not reduced:
             reduced, applied = (
@@ -148,6 +157,9 @@ def _identities(parameters: Sequence[Tensor]) -> tuple[list[int], ...]:
     """Which objects hold the gradients, where they lie, and how often they were written."""
     held = [getattr(parameter, "main_grad", _NO_MAIN_GRAD) for parameter in parameters]
     # A `.grad` may be a new object at every look.
+    # A replaced `main_grad` is a new object, a moved one has a new address, a written one has a
+    # higher version counter. Under Paddle each reading of `.grad` gives a new object, so its id
+    # says nothing.
     which = [0 if gradient is _NO_MAIN_GRAD else id(gradient) for gradient in held]
     pairs = zip(parameters, held, strict=True)
     there = [
@@ -161,22 +173,26 @@ def _on_host(parameters: Sequence[Tensor]) -> bool:
 
 
 def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
-    """Those that exist and hold memory: Paddle cannot even say where a tensor is that was freed."""
+    """The tensors that exist and hold memory. Paddle cannot even name the device of a freed one."""
     there = (tensor for tensor in tensors if tensor is not None)
     return (tensor for tensor in there if not IS_PADDLE or tensor._is_initialized())  # type: ignore[attr-defined]
 
 
 def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Sums of magnitudes of the gradients and of the weights that train."""
+    # Magnitudes, because a plain sum of values of both signs may stay the same by chance.
     trained = [parameter for parameter in parameters if requires_grad(parameter)]
     return _sums([_gradient(parameter) for parameter in trained]), _sums(trained)
 
 
 def _sums(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Of those that hold memory on one device; what else there is, the flush refuses by name."""
+    """The sum of magnitudes of each tensor that holds memory on the first one's device. Others are
+    left out here, because the flush refuses them by name.
+    """
     held = list(_held(tensors))
     here = [tensor for tensor in held if device_name(tensor) == device_name(held[0])]
     with plain_ops():
+        # Only one number per tensor is kept: the guard must not double the memory of the gradients.
         sums = [tensor.detach().to(torch.float32).abs().sum() for tensor in here]
         return torch.stack(sums) if sums else None
 

@@ -1,10 +1,15 @@
-"""Weight gradients that do not hold up dx: on a GPU a side stream computes them while the caller's
-stream goes on to the combine.
+"""Weight gradients that are computed beside the operations that consume dx.
 
-Their kernels fill every multiprocessor, and a collective launched behind them would wait: they are
-launched once autograd has run whatever takes dx, that is, behind the combine. On a host there is
-nothing to overlap with: they wait until they are asked for, so that a schedule may place them (a
-pipeline bubble). Order is the order of the backwards, so results are the same bits as without.
+    host             dx kernels, submit | combine | hook: launch | other layers ... | finish
+    caller's stream  [dx kernels]──ready──[combine]────[other layers ...]──────────────wait──►
+    side stream                      └───────wait──[dw2][dw1]────────────────────────────┘
+
+On a GPU a side stream computes them. Their kernels fill every multiprocessor, so a collective
+launched behind them would wait for them. An autograd hook therefore launches them after the
+operation that takes dx, which is normally the combine. On a host nothing runs beside anything, so
+they wait until a schedule asks for them (`finish`), for example in a pipeline bubble.
+
+They are added in the order of the backwards, so sums have the same bits as without the queue.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ Tensor = torch.Tensor
 
 @dataclass(eq=False)
 class _Task:
-    """Weight gradients of one backward. ready: the event on the caller's stream after which
-    operands are there; None on a host.
+    """Weight gradients of one backward.
 
-    tensors: everything `compute` reads or adds into, which must live until the side stream has done
-    so, whoever else drops it.
-    versions: of the caller's tensors among them, on a host, where they are read late; under Paddle
-    they never move.
+    ready: the event on the caller's stream after which the operands exist; None on a host.
+    tensors: everything that `compute` reads or adds to. It must live until the side stream is done,
+        also where its owner drops it.
+    versions: on a host, where `compute` runs late, the caller's tensors and their version counters.
+        Under Paddle a detached tensor counts its own writes only, so these never move.
     """
 
     compute: Callable[[], None]
@@ -54,8 +59,12 @@ class WgradQueue:
         """Take over `compute`: a partial over `pending` and over accumulators that are already
         allocated.
         """
+        # A task of an earlier backward still waits where autograd ended before its hook fired. It
+        # goes now, because it holds its operands alive.
         self.launch()
         if pending.dout is None or not is_cuda(pending.dout):
+            # On a host `compute` runs late and reads these two, which the caller owns and may
+            # refill. Their version counters, taken now, show that at `finish`.
             read = [tensor for tensor in (pending.x, pending.dout) if tensor is not None]
             self._waiting.append(
                 _Task(compute, None, [], [(tensor, writes_of(tensor)) for tensor in read])
@@ -63,7 +72,10 @@ class WgradQueue:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=pending.dout.device)
+        # Recorded on the caller's stream: at this point its kernels have produced every operand,
+        # and have zeroed new accumulators.
         ready = torch.cuda.current_stream().record_event()
+        # The accumulators are among the arguments of `compute`. The keys keep each tensor once.
         kept = {id(tensor): tensor for tensor in tensors_in([pending, compute])}
         self._waiting.append(_Task(compute, ready, list(kept.values()), []))
 
@@ -72,6 +84,8 @@ class WgradQueue:
         if following is None or not self._waiting or self._waiting[-1].ready is None:
             self.launch()
             return
+        # The hook removes itself after one use, because the same node runs again where the graph is
+        # retained. Its handle exists only after it is registered, hence the list.
         handles: list[Any] = []
 
         def launch(*_gradients: Any) -> None:
@@ -81,28 +95,30 @@ class WgradQueue:
         handles.append(following.register_hook(launch))
 
     def launch(self) -> None:
-        """Put on the side stream what a GPU is to compute; what a host is to compute goes on
-        waiting.
-        """
+        """Put every waiting GPU task on the side stream; tasks of a host go on waiting."""
         while self._waiting and self._waiting[0].ready is not None:
             task = self._waiting.popleft()
             stream = self._stream
             assert stream is not None
+            # A wait on the device. The host goes on at once.
             stream.wait_event(task.ready)
             self._keep(task.tensors, stream)
             # an engine that frees operands one by one must hold the last reference
             task.tensors.clear()
             with torch.cuda.stream(stream):
+                # `current_stream` is the side stream inside the block, so the engine launches
+                # there.
                 task.compute()
             self._on_stream = True
 
     def finish(self) -> None:
-        """Everything handed over is done, or ordered before whatever the caller launches next;
-        waits for nothing on the host.
+        """Complete every task: on a host now, on a GPU by ordering the caller's next launches
+        behind the side stream. The host waits for nothing.
         """
         self.launch()
         while self._waiting:
             task = self._waiting.popleft()
+            # The dx of this backward is right, and its weight gradients would be of other tokens.
             if any(writes_of(tensor) != writes for tensor, writes in task.versions):
                 raise RuntimeError(
                     "tokens, or the gradient of the output, were overwritten after backward() and before finish_wgrad() or step(): with "
@@ -112,22 +128,28 @@ class WgradQueue:
             task.versions.clear()
             task.compute()
         if self._on_stream and self._stream is not None:
+            # After this wait nothing on the caller's stream overtakes the side stream, so tensors
+            # that were held for it may go.
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._on_stream = False
             self._held.clear()
 
     def discard(self) -> None:
-        """Compute nothing of what waits; what runs on the side stream is ordered before whatever
-        the caller launches next.
+        """Drop every task that waits. The caller's next launches are ordered behind tasks that
+        already run on the side stream.
         """
+        # Cleared first, so that `finish` has nothing to compute and only orders the two streams.
         self._waiting.clear()
         self.finish()
 
     def _keep(self, tensors: list[Tensor], stream: Any) -> None:
-        """Their memory must not be the caller's stream's again before `stream` is through; held
-        until `finish` where no allocator helps.
+        """Keep the tensors' memory from reuse until `stream` has read it. Where the allocator
+        cannot do that (Paddle), they are held until `finish`.
         """
         for tensor in tensors:
+            # PyTorch's allocator does not hand a freed block out again before the side stream has
+            # done the work that was queued on it. Paddle has no such call, so a reference keeps the
+            # memory.
             if hasattr(tensor, "record_stream"):
                 tensor.record_stream(stream)
             else:

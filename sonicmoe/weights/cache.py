@@ -1,10 +1,11 @@
-"""What an engine made of one set of weights, kept until the weights change.
+"""Engine weights, kept from one forward to the next until the user's weights change.
 
     source, seen ──► WeightCache.read ──► Reading ──► forward ──► backward: check_current()
 
-The faces differ in what they can see of a write and in how long a cache lives. `LayerWeights`, for
-the node, lives as long as its layer and is told of every optimizer step. `stacked_cache`, for the
-functional API, finds the cache of a parameter by weak references.
+The node and the functional API see different traces of a write, and their caches live for different
+times. `LayerWeights` serves the node: it lives as long as its layer, and `step()` tells it of
+optimizer steps. `stacked_cache` serves the functional API: it finds the cache of a parameter by
+weak references.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class Reading:
     unannounced: Unannounced | None = None
 
     def check_current(self) -> None:
-        """Does nothing where the weights are still those that the forward read. An engine that made
-        new ones since left these as they were; one that updates in place has overwritten them.
+        """Raise if the weights are no longer those that the forward read.
 
         Raises:
             RuntimeError: a later forward has written changed weights into these buffers.
         """
+        # An engine that made new weights has left these alone. An engine that updates in place
+        # returned the same object again, and then only the number of writes tells whether it
+        # overwrote them.
         cache = self.cache
         if cache is None or cache.weights is not self.weights or cache.writes == self.writes:
             return
@@ -99,16 +102,26 @@ class WeightCache:
             seen: what the host sees of the weights now.
             told: what the caller knows beside that.
         """
+        # `previous` is an offer to update in place. It is made only where the new weights may
+        # replace the old ones for every reader.
         key = (engine.name, settings, place)
         previous = self.weights if key == self._place else None
+        # Checksums and version counters prove a write. An optimizer step only makes one likely,
+        # because the step may belong to another model.
         written = previous is not None and seen.marks != self._seen.marks
         stepped = previous is not None and seen.optimizer_steps != self._seen.optimizer_steps
         change = Change.YES if previous is None or written or stepped else told
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(source.anchor)
         self.weights = engine.refresh(source, settings, previous, change)
+        # Recorded after `refresh`, so that a later forward on another stream waits for these
+        # launches.
         self._streams.leave()
+        # `seen` was taken before `refresh` read the weights. A write in between is therefore found
+        # by the next forward, and never lost.
         self._place, self._seen = key, seen
+        # Steps are not counted: the step of another model must not make an outstanding backward
+        # fail.
         self.writes += written
         unannounced = None
         if told is not Change.YES and (written or stepped):
@@ -119,10 +132,10 @@ class WeightCache:
 class LayerWeights:
     """The engine weights of one node, made once per optimizer step.
 
-    `step()` and `invalidate_caches()` announce writes. Behind that contract stands what the host
-    can see (`changes`), and an engine that looks on the device sees every optimizer step. Where
-    neither sees anything, which is Paddle on a GPU with other engines, the contract is all there is
-    in training; without gradients, where nobody calls `step()`, nothing is reused.
+    `step()` and `invalidate_caches()` announce writes. Writes that nobody announced are found by
+    the host (`changes`), or by an engine that compares on the device. Other engines on a GPU under
+    Paddle have neither. There the announcements decide alone in training, and without gradients,
+    where nobody calls `step()`, nothing is reused.
     """
 
     def __init__(self, parameters: ExpertParameters) -> None:
@@ -146,19 +159,26 @@ class LayerWeights:
         Raises:
             LayoutError: the framework has freed the memory of a weight.
         """
+        # Asked first, because `plain_ops` switches gradients off.
         training = grad_enabled()
         with plain_ops():
             parameters = parameters or self._parameters.parameters()
             check_memory(parameters)
             source, seen = self._parameters.source(parameters), look(parameters)
+            # In training `step()` must announce every write, so silence counts as no write. Nobody
+            # calls `step()` in evaluation. Where the host sees no writes either (no marks: Paddle
+            # on a GPU), silence proves nothing.
             told = Change.YES if self._stale else Change.NO
             if told is Change.NO and not seen.marks and not training:
                 told = Change.MAYBE
             reading = self._cache.read(engine, settings, source, source.pointers, seen, told)
+        # Last, because a read that raised has not used up the announcement.
         self._stale = False
+        # Two things notice a write without an announcement: marks on the host, or an engine that
+        # compares on the device.
         self._traceless = not (seen.marks or reading.weights.updated_in_place)
         return reading
 
     def invalidate(self) -> None:
-        """Trust nothing derived from the weights; the next forward makes it anew."""
+        """Have the next forward make the engine weights again."""
         self._stale = True

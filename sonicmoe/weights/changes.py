@@ -34,6 +34,8 @@ _optimizer_steps = 0
 def _optimizer_stepped(optimizer: Any, *_: Any) -> None:
     global _optimizer_steps
     _optimizer_steps += 1
+    # The list holds the watchers alive while they are called. The ids are collected only when
+    # somebody watches, because this hook runs in every optimizer step of the process.
     watchers = list(optimizer_watchers)
     if watchers:
         groups = optimizer.param_groups
@@ -82,6 +84,9 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """
     if any(is_cuda(parameter) for parameter in parameters):
         return () if IS_PADDLE else _versions(parameters)
+    # Sums of the bits as integers, because a floating sum may round a small change away. An
+    # exchange of two values within a column shows in the sums of the rows only, and one within a
+    # row in those of the columns only.
     sums = []
     for parameter in parameters:
         bits = parameter.detach().view(
@@ -89,12 +94,15 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
         )
         matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
         sums += [_weighted_sum(matrix.sum(0)), _weighted_sum(matrix.sum(1))]
+    # One copy to the host for all parameters.
     return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
 
 
 def _versions(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """0 for inference tensors, which have no counter."""
     try:
+        # The usual case without a test per tensor. Reading the counter of an inference tensor
+        # raises.
         return tuple(map(writes_of, parameters))
     except RuntimeError:
         return tuple(

@@ -134,6 +134,7 @@ class PerExpertParameters(ExpertParameters):
         return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        # A tuple, because `WeightSource.anchor` recognises one faster than it recognises a class.
         weights, experts = tuple(parameters or self.parameters()), len(self._experts)
         return WeightSource(weights[:experts], weights[experts:], self.layout)
 
@@ -206,6 +207,8 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
                 "because it keeps the tensors it was given"
             )
         return
+    # Paddle's sharding frees the memory of a weight and keeps the tensor. Nothing else may be asked
+    # of such a tensor, not even its device.
     held: Iterator[bool] = (parameter._is_initialized() for parameter in parameters)  # type: ignore[attr-defined]
     freed = [index for index, is_held in enumerate(held) if not is_held]
     expect(
@@ -237,6 +240,8 @@ def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str
         DTypeError,
         f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32",
     )
+    # A square matrix in the wrong orientation has the right shape and cannot be told apart. All
+    # others get the hint.
     found = tuple(weight.shape)
     transposed = (*shape[:-2], shape[-1], shape[-2])
     hint = (
@@ -248,6 +253,7 @@ def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str
         found == shape, ShapeError, f"{name} has shape {found}; needed: {legend} = {shape}{hint}"
     )
     expect(
+        # Autograd fills `.grad` of leaves only, and the flush would write where nobody looks.
         weight.is_leaf,
         LayoutError,
         f"{name} is the result of an operation; needed: a leaf parameter, whose gradient can be kept",

@@ -1,9 +1,8 @@
-"""The caches of stacked weights that a caller passes to every call: each is found by the parameter,
-and dies with it.
+"""Caches of the stacked weights that callers pass to every call. Each is found by the parameter,
+and is dropped with it.
 
-A call names its weights by tensors, which are new objects at every call where they are views. So a
-cache hangs on the parameter that a tensor is a view of, under the view's geometry, and remembers
-which memory the weights were in:
+A view is a new tensor object at every call. So a cache belongs to the parameter that the view was
+made of. It is stored under the view's geometry, and remembers in which memory the weights were:
 
     parameter (weak) ──► geometry of w1 ──► _Kept(place, memory, WeightCache)
 
@@ -32,6 +31,8 @@ if IS_PADDLE:
         "sonicmoe.ernie_compat.SonicMoEMlpNode"
     )
 
+# `StorageWeakRef` names an allocation without keeping it. The dictionary compares tensors by
+# identity, because `==` of tensors is elementwise.
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -41,8 +42,8 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A cache, where the weights were that it is of, and the memory they were in. Freed, that
-    memory may return under the same address with other values.
+    """A cache, the place of the weights that it was made of, and weak references to their memory.
+    Once freed, that memory may return under the same address with other values.
     """
 
     place: tuple[Any, ...]
@@ -68,15 +69,15 @@ def read_weights(
     layout: WeightLayout,
     dtype: torch.dtype,
 ) -> Reading:
-    """Weights `(w1, w2, b1, b2)` as `engine` reads them, reused while they stand still.
+    """Weights `(w1, w2, b1, b2)` as `engine` reads them, reused while they do not change.
 
-    Without a recipe both operands of a product are in `dtype`, that of the tokens: autocast leaves
+    Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
 
-    They stand still while w1, or the parameter that it is a view of, lives, storage and version
-    counters stay the same and no `torch.optim.Optimizer` steps. PyTorch's in-place operations move
-    the version counter, a view's and its parameter's alike; a write through `.data` moves nothing,
-    and asks for `forget`. Nothing is kept of
+    Weights count as unchanged while w1, or the parameter that it is a view of, lives, storage and
+    version counters stay the same and no `torch.optim.Optimizer` steps. PyTorch's in-place
+    operations move the version counter, a view's and its parameter's alike. A write through `.data`
+    does not move it, so the writer has to call `forget`. Nothing is kept of
 
     * unquantised weights: they are the user's own memory, or a second copy of the model where they
       had to be rearranged or cast;
@@ -90,18 +91,29 @@ def read_weights(
     """
     source = WeightSource.stacked(*weights, layout=layout, compute_dtype=dtype)
     if settings.recipe is None or _any_module_is_sharded() or any(map(_is_inference, weights)):
+        # An earlier call may have kept codes of the same weights, before a switch of the precision
+        # or before `fully_shard`. Nobody would find them again, and they are as large as the
+        # weights.
         _drop(weights[0])
         return Reading(engine.refresh(source, settings))
+    # The place names w1, w2 and both biases: w1 alone finds the entry, and the others may be new.
     place = (engine.name, settings, layout, _places(weights))
     capturing = is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing()
     kept = _find(weights[0], place)
+    # During a capture an engine that does not update in place gets a cache of its own for this
+    # call. Its weights lie in the graph's memory pool, and a later eager forward must not find them
+    # in the shared cache.
     reusable = kept is not None and (not capturing or _updates_in_place(kept))
     cache = kept.cache if kept is not None and reusable else WeightCache()
+    # MAYBE, because nobody knows the weights of the replays. An engine that compares on the device
+    # has its comparison captured with the rest, and repeats it at every replay.
     told = Change.MAYBE if capturing else Change.NO
     reading = cache.read(engine, settings, source, place, _seen(weights), told)
     if capturing:
         if not reading.weights.updated_in_place:
             return reading  # an intermediate of the graph
+        # The entry in `_kept` may be replaced by other settings, and would free memory that replays
+        # read.
         _captured.setdefault(_owner(weights[0]), set()).add(reading.weights)
     if not reusable:
         _keep(weights[0], _Kept(place, cache, _memory(weights)))
@@ -114,9 +126,13 @@ def forget(w1: Tensor) -> None:
 
 
 def _owner(w1: Tensor) -> Tensor:
-    """Of views, only a plain parameter's: flattened and distributed ones are refilled behind their
-    version counter.
+    """The tensor that entries are stored under: the parameter that `w1` is a view of, else `w1`
+    itself.
+
+    Only a plain `Parameter` counts, because flattened and distributed ones are refilled without
+    moving their version counter.
     """
+    # `torch.Tensor._base` is the tensor that a view was made of, None for a tensor of its own.
     return w1._base if type(w1._base) is torch.nn.Parameter else w1
 
 
@@ -125,10 +141,14 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _find(w1: Tensor, place: tuple[Any, ...]) -> _Kept | None:
-    """What is kept of these weights for this engine and these settings. Other weights beside the
-    same w1 get buffers of their own: an outstanding forward has still to read the old ones in its
-    backward.
+    """The entry of these weights for this engine and these settings, if there is one.
+
+    Another w2 or bias beside the same w1 gets buffers of its own, because the backward of an
+    outstanding forward has still to read the old ones.
     """
+    # The geometry finds the entry of this view, whatever object it is now. An entry whose memory
+    # was freed is no match, because the allocator may hand the same address out with other values.
+    # The place differs where another w2 or bias came beside the same w1.
     entries: dict[tuple[Any, ...], _Kept] = _kept.get(_owner(w1), {})
     kept = entries.get(_geometry(w1))
     return None if kept is None or kept.is_dead() or kept.place != place else kept
@@ -137,6 +157,8 @@ def _find(w1: Tensor, place: tuple[Any, ...]) -> _Kept | None:
 def _keep(w1: Tensor, kept: _Kept) -> None:
     owner = _owner(w1)
     entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
+    # Removed first, because a dict keeps the position of a key that it has: the new entry is to be
+    # the youngest.
     entries.pop(_geometry(w1), None)
     entries[_geometry(w1)] = kept
     # More than fit side by side into one tensor overlap: the oldest goes, so that entries cannot
@@ -156,6 +178,8 @@ def _places(weights: Weights) -> tuple[Any, ...]:
 
 
 def _seen(weights: Weights) -> Seen:
+    # Version counters miss fused optimizers, which write without moving them; the number of
+    # optimizer steps covers those.
     return Seen(tuple(None if t is None else t._version for t in weights), optimizer_steps())
 
 
@@ -176,6 +200,7 @@ def _any_module_is_sharded() -> bool:
     """Whether `fully_shard` was applied in this process: it makes a class of its own for every
     class of modules it manages.
     """
+    # Looked up and not imported: a process that never loaded the module cannot have used it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     base = getattr(fsdp, "FSDPModule", None)
     if base is None:
