@@ -24,7 +24,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..diagnostics.cases import DATA_KINDS, TENSORS, Case, Sizes, load_case, make_case
+from ..diagnostics.cases import DATA_KINDS, Case, Sizes, load_case, make_case
+from ..diagnostics.golden_stages import TENSORS
 from ..enums import ZCode
 from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
 

@@ -1,5 +1,5 @@
-"""Inputs of one expert-MLP call as plain numpy arrays, and what they should give in fp64. Imports
-no framework.
+"""Inputs of one expert-MLP call as plain numpy arrays: generated, or captured in a file. Imports no
+framework.
 
 Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]`
 (gate, up interleaved), `w2 [E, H, I]`.
@@ -14,11 +14,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ..enums import ActivationType
 from ..errors import ShapeError, SonicMoEError, expect
-from .formulas import activate
-
-Array = np.ndarray
+from .step_dump import Array, StepDump, StepSettings
 
 DATA_KINDS: dict[str, str] = {
     "gaussian": "x, dout and weights are normal",
@@ -28,7 +25,6 @@ DATA_KINDS: dict[str, str] = {
 }
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0
-TENSORS = ("out", "dx", "ds", "dw1", "dw2")
 
 
 class CaseError(SonicMoEError, ValueError):
@@ -106,6 +102,11 @@ class Case:
     @property
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
+
+    def step(self, recipe: str | None = None) -> StepDump:
+        """The call as a step of a SwiGLU layer, in one of `RECIPES` or unquantised."""
+        arrays = (self.x, self.indices, self.probs, self.w1, self.w2, self.dout)
+        return StepDump(self.name, StepSettings(recipe=recipe), *arrays)
 
 
 def round_to_bf16(values: Array) -> Array:
@@ -187,41 +188,3 @@ def load_case(path: str | Path) -> Case:
         if isinstance(error, SonicMoEError):
             raise
         raise CaseError(f"cannot read captured tensors from {path}: {error}") from None
-
-
-@dataclass(frozen=True, eq=False)
-class Golden:
-    """fp64 results of a case.
-
-    tensors: `out [T, H]`, `dx [T, H]`, `ds [T, K]`, `dw1`, `dw2`.
-    rows: per expert with tokens, its rows in token order: `x`, `dout`, `y1`, `dz`, `y1s` (=
-    probability times y1).
-    """
-
-    tensors: dict[str, Array]
-    rows: list[dict[str, Array]]
-
-
-def golden(case: Case) -> Golden:
-    """SwiGLU experts forward and backward in fp64, expert by expert, straight from the definition."""
-    x, dout, w1, w2 = (getattr(case, name).astype(np.float64) for name in ("x", "dout", "w1", "w2"))
-    result = {
-        "out": np.zeros_like(x), "dx": np.zeros_like(x), "ds": np.zeros(case.probs.shape),
-        "dw1": np.zeros_like(w1), "dw2": np.zeros_like(w2),
-    }  # fmt: skip
-    all_rows = []
-    for e in range(case.num_experts):
-        t, k = np.nonzero(case.indices == e)
-        if len(t) == 0:
-            continue
-        p = case.probs[t, k].astype(np.float64)[:, None]
-        z = x[t] @ w1[e].T
-        y1, dz = activate(z, p * (dout[t] @ w2[e]), ActivationType.SWIGLU)
-        y2 = y1 @ w2[e].T
-        result["out"][t] += p * y2
-        result["ds"][t, k] = (dout[t] * y2).sum(1)
-        result["dx"][t] += dz @ w1[e]
-        result["dw1"][e] = dz.T @ x[t]
-        result["dw2"][e] = (p * dout[t]).T @ y1
-        all_rows.append({"x": x[t], "dout": dout[t], "y1": y1, "dz": dz, "y1s": p * y1})
-    return Golden(result, all_rows)

@@ -14,6 +14,8 @@ from ..enums import is_glu
 from .formulas import activate
 from .step_dump import Array, StepDump
 
+TENSORS = ("out", "dx", "ds", "dw1", "dw2")
+
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
@@ -90,6 +92,12 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
             "wgrad_x": x_rows, "wgrad_dz": dz, "wgrad_dout": dout_rows, "wgrad_y1s": y1s,
             "flush": user_layout(dw1, dw2, is_glu(activation)),
         }  # fmt: skip
+
+
+def golden_tensors(step: StepDump) -> dict[str, Array]:
+    """fp64 results of a step that has a `dout`, by the names in `TENSORS`."""
+    stages = golden_stages(step, RowLayout.of(step, alignment=1))
+    return {name: stages[name] for name in TENSORS}
 
 
 def gathered(tokens: Array, row_token: Array) -> Array:

@@ -18,7 +18,9 @@ from ..engine.reference import ReferenceEngine
 from ..enums import ZCode
 from ..quant.recipes import DEEPSEEK_V3, BlockShape, Fp8Recipe
 from ..routing.build import build_routing
-from .cases import TENSORS, Array, Case, golden
+from .cases import Case
+from .golden_stages import TENSORS, RowLayout, golden_stages, golden_tensors
+from .step_dump import Array
 
 Tensor = torch.Tensor
 
@@ -30,10 +32,10 @@ BARRED_DATA = "gaussian"
 BASELINE = (DEEPSEEK_V3, ZCode.E4M3)
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
-# Operand fields of a recipe -> the rows they quantise; weights are handled apart.
+# Operand fields of a recipe -> the row stage that they quantise; weights are handled apart.
 ROW_OPERANDS = {
-    "x": "x", "y1": "y1", "dout": "dout", "dz": "dz",
-    "wgrad_x": "x", "wgrad_dz": "dz", "wgrad_dout": "dout", "wgrad_y1s": "y1s",
+    "x": "wgrad_x", "y1": "y1", "dout": "wgrad_dout", "dz": "dz",
+    "wgrad_x": "wgrad_x", "wgrad_dz": "wgrad_dz", "wgrad_dout": "wgrad_dout", "wgrad_y1s": "wgrad_y1s",
 }  # fmt: skip
 WEIGHT_OPERANDS = {"w1": "w1", "w2": "w2", "w1_dgrad": "w1", "w2_dgrad": "w2"}
 
@@ -112,7 +114,7 @@ def evaluate(
     """Results of every recipe and code on one case, each judged against the bars and the
     DeepSeek-V3 recipe with e4m3 z.
     """
-    wanted = golden(case).tensors
+    wanted = golden_tensors(case.step())
     baseline = run_recipe(case, *BASELINE)
     for recipe in recipes:
         for z in z_codes:
@@ -301,7 +303,9 @@ def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
     """Quantiles for every distinct (operand, block) of `recipes` that is coarser than the
     baseline's block of that operand.
     """
-    rows = golden(case).rows
+    step = case.step()
+    layout = RowLayout.of(step, alignment=1)
+    stages, owners = golden_stages(step, layout), np.unique(layout.row_expert)
     seen = set()
     for recipe in recipes:
         for operand in (*ROW_OPERANDS, *WEIGHT_OPERANDS):
@@ -313,7 +317,8 @@ def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
             if operand in WEIGHT_OPERANDS:
                 matrices = list(getattr(case, WEIGHT_OPERANDS[operand]))
             else:
-                matrices = [expert[ROW_OPERANDS[operand]] for expert in rows]
+                rows = stages[ROW_OPERANDS[operand]]
+                matrices = [rows[layout.row_expert == expert] for expert in owners]
             lost = np.concatenate([octaves_lost(matrix, block, strip) for matrix in matrices])
             yield Octaves(
                 case.name, operand, block, tuple(float(q) for q in np.quantile(lost, QUANTILES))

@@ -19,9 +19,9 @@ from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import ENGINES, EngineChoice, choose_engine, unavailable
 from ..enums import ActivationType
 from ..routing.build import build_routing
-from .formulas import activate
+from .golden_stages import golden_tensors
+from .step_dump import Array, StepDump, StepSettings
 
-Array = np.ndarray
 Tensor = torch.Tensor
 
 T, K, E, H, I = 64, 3, 4, 256, 128
@@ -80,7 +80,7 @@ def engines_on(device: str) -> dict[str, str]:
 
 
 def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:
-    """Forward and backward of a small MoE on the engine `config` chooses, checked against `golden`.
+    """Forward and backward of a small MoE on the engine `config` chooses, checked against fp64.
 
     Args:
         config: settings in force; `precision` overrides its `fp8_mode`.
@@ -107,10 +107,12 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
     dx, dprobs = engine.backward(dout, saved, weights, sums)
 
     computed = {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
-    wanted = golden(to_numpy(x), to_numpy(w1), to_numpy(w2), indices, probs, to_numpy(dout))
+    arrays = (to_numpy(x), indices, probs, to_numpy(w1), to_numpy(w2), to_numpy(dout))
+    wanted = golden_tensors(StepDump("self-test", StepSettings(recipe=None), *arrays))
+    wanted["dprobs"] = wanted.pop("ds")
     return [
-        compare(precision, engine.name, name, to_numpy(computed[name]), wanted[name])
-        for name in wanted
+        compare(precision, engine.name, name, to_numpy(tensor), wanted[name])
+        for name, tensor in computed.items()
     ]
 
 
@@ -136,29 +138,6 @@ def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         for name, shape in shapes.items()
     )
     return indices.astype(np.int64), probs, (x, w1, w2, dout)
-
-
-def golden(
-    x: Array, w1: Array, w2: Array, indices: Array, probs: Array, dout: Array
-) -> dict[str, Array]:
-    """Forward and backward in fp64, one (token, slot) pair at a time, straight from the definition."""
-    result = {
-        "out": np.zeros_like(x), "dx": np.zeros_like(x), "dprobs": np.zeros(probs.shape),
-        "dw1": np.zeros_like(w1), "dw2": np.zeros_like(w2),
-    }  # fmt: skip
-    for t, k in np.ndindex(*indices.shape):
-        e, p = int(indices[t, k]), float(probs[t, k])
-        if not 0 <= e < len(w1):
-            continue
-        z, dy1 = w1[e] @ x[t], p * (dout[t] @ w2[e])
-        y1, dz = (row[0] for row in activate(z[None], dy1[None], ActivationType.SWIGLU))
-        y2 = w2[e] @ y1
-        result["out"][t] += p * y2
-        result["dprobs"][t, k] = dout[t] @ y2
-        result["dx"][t] += dz @ w1[e]
-        result["dw1"][e] += np.outer(dz, x[t])
-        result["dw2"][e] += np.outer(p * dout[t], y1)
-    return result
 
 
 def compare(precision: str, engine: str, name: str, computed: Array, wanted: Array) -> TensorCheck:

@@ -395,31 +395,6 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert messages(report) == [("warning", f"cache {tmp_path} is not writable")]
 
 
-def test_golden_gradients_are_the_derivatives_of_its_output() -> None:
-    """Central differences of <dout, out> in fp64, along a random direction of each input."""
-    rng = np.random.default_rng(1)
-    indices = np.array([[0, 2], [-1, 1], [3, 0], [2, 1]])
-    inputs = {
-        "x": rng.standard_normal((4, 6)), "w1": rng.standard_normal((3, 8, 6)),
-        "w2": rng.standard_normal((3, 6, 4)), "probs": rng.uniform(0.1, 1, (4, 2)),
-    }  # fmt: skip
-    dout = rng.standard_normal((4, 6))
-    gradients = selftest.golden(**inputs, indices=indices, dout=dout)
-
-    def loss(**changed: np.ndarray) -> float:
-        return float(
-            (
-                selftest.golden(**{**inputs, **changed}, indices=indices, dout=dout)["out"] * dout
-            ).sum()
-        )
-
-    for name, gradient in (("x", "dx"), ("w1", "dw1"), ("w2", "dw2"), ("probs", "dprobs")):
-        direction = rng.standard_normal(inputs[name].shape)
-        step = 1e-5 * direction
-        slope = (loss(**{name: inputs[name] + step}) - loss(**{name: inputs[name] - step})) / 2e-5
-        assert slope == pytest.approx(float((gradients[gradient] * direction).sum()), rel=1e-7)
-
-
 def test_self_test_problem_has_an_idle_expert_and_both_spellings_of_invalid() -> None:
     indices, probs, _ = selftest.problem()
     assert {-1, selftest.E} <= set(indices.ravel())

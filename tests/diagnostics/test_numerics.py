@@ -16,15 +16,14 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.cases import (
     DATA_KINDS,
-    TENSORS,
     CaseError,
     Sizes,
-    golden,
     load_case,
     make_case,
     round_to_bf16,
     save_case,
 )
+from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.numerics import (
     BASELINE,
     COSINE_BAR,
@@ -85,7 +84,7 @@ def test_the_baseline_misses_the_absolute_bars():
 
 def test_unquantised_operands_are_far_better_than_any_bar():
     case = make_case("gaussian", SMALL, seed=0)
-    wanted, plain = golden(case).tensors, run_recipe(case, None, ZCode.BF16)
+    wanted, plain = golden_tensors(case.step()), run_recipe(case, None, ZCode.BF16)
     for name in TENSORS:
         assert score(name, case, plain[name], plain[name], wanted[name]).overall.rmse < 0.01, name
 
@@ -111,7 +110,7 @@ def test_the_golden_agrees_with_autograd(kind):
     case.indices[::3, 0], case.indices[::4, 1] = -1, TINY.experts  # both spellings of "not here"
     case.indices[case.indices == 2] = -1  # and an expert without tokens
     wanted = autograd(case)
-    for name, value in golden(case).tensors.items():
+    for name, value in golden_tensors(case.step()).items():
         np.testing.assert_allclose(
             value,
             wanted[name].numpy(),
@@ -119,7 +118,7 @@ def test_the_golden_agrees_with_autograd(kind):
             atol=1e-12 * float(np.abs(value).max()),
             err_msg=name,
         )
-    assert not golden(case).tensors["dw1"][2].any()
+    assert not golden_tensors(case.step())["dw1"][2].any()
 
 
 def test_cases_hold_bf16_values_and_repeat_with_their_seed():
@@ -164,7 +163,7 @@ def test_data_kinds_are_what_they_say():
 
 def test_scores_measure_the_error_put_in():
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden(case).tensors
+    wanted = golden_tensors(case.step())
     for name in TENSORS:
         one = score(name, case, wanted[name] * 1.05, wanted[name] * 1.1, wanted[name])
         for part in one.parts:
@@ -178,7 +177,7 @@ def test_scores_measure_the_error_put_in():
 
 def test_an_error_in_one_expert_is_that_experts():
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden(case).tensors
+    wanted = golden_tensors(case.step())
     for name in ("ds", "dw1", "dw2"):
         wrong = wanted[name].copy()
         if name == "ds":
@@ -202,7 +201,7 @@ def test_the_standard_error_predicts_the_scatter():
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_finite_fails_every_bar(poison):
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden(case).tensors
+    wanted = golden_tensors(case.step())
     wrong = {name: value.copy() for name, value in wanted.items()}
     for value in wrong.values():
         value.flat[int(np.flatnonzero(value)[0])] = poison
@@ -217,7 +216,7 @@ def test_what_is_not_finite_fails_every_bar(poison):
 @pytest.mark.parametrize(("slack", "misses"), [(0.99, False), (1.01, True)])
 def test_every_bar_is_where_it_says(slack, misses):
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden(case).tensors
+    wanted = golden_tensors(case.step())
     for name in TENSORS:
         off = 1 + slack * RMSE_BARS[name]
         against_bar = judge(
@@ -309,7 +308,7 @@ def test_captured_calls_are_what_the_node_saw():
     np.testing.assert_array_equal(case.dout, dout)
     np.testing.assert_array_equal(case.indices, indices)
     np.testing.assert_array_equal(case.probs, np.where(indices < 3, probs.detach().numpy(), 0))
-    wanted = golden(case).tensors["out"]
+    wanted = golden_tensors(case.step())["out"]
     assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(
         wanted
     )  # weights went through bf16

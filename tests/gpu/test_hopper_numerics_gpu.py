@@ -20,7 +20,8 @@ import torch
 from gpu import hopper_cases
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics.cases import DATA_KINDS, TENSORS, Sizes, make_case
+from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, make_case
+from sonicmoe.diagnostics.golden_stages import TENSORS
 from sonicmoe.diagnostics.numerics import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.jit import no_compile

@@ -25,9 +25,9 @@ from sonicmoe.bench.runner import find_device, measure
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.timing import MIB, Memory, measure_memory
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant, available_variants
-from sonicmoe.diagnostics.cases import DATA_KINDS, TENSORS, Sizes, golden, make_case
+from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, make_case
+from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.stage_runner import run_stages
-from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.engine.select import choose_engine
 from sonicmoe.enums import EngineName
 from sonicmoe.quant.format import Code
@@ -87,12 +87,9 @@ def precision(fast: bool) -> dict[str, Any]:
     device = find_device()
     for kind in ("gaussian",) if fast else tuple(DATA_KINDS):
         case = make_case(kind, PRECISION_SIZES, seed=0)
-        wanted = golden(case).tensors
+        wanted = golden_tensors(case.step())
         for variant in engines():
-            settings = StepSettings(recipe=DEFAULT_RECIPE if variant.fp8 else None)
-            step = StepDump(
-                kind, settings, case.x, case.indices, case.probs, case.w1, case.w2, case.dout
-            )
+            step = case.step(DEFAULT_RECIPE if variant.fp8 else None)
             run = run_stages(step, choose_engine(device, variant.engine).engine, device)
             if run.error is not None:
                 raise RuntimeError(f"{variant}: {run.error}")
