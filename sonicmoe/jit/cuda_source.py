@@ -65,11 +65,7 @@ class CudaSource:
         )
 
     def key(self) -> CompileKey:
-        """The compile key; its toolchain is None where there is no nvcc.
-
-        Raises:
-            KeyFieldError: a macro is named like a token count.
-        """
+        """The compile key; its toolchain is None where there is no nvcc."""
         toolkit = find_toolkit()
         # An object is built against the headers of one version of apache-tvm-ffi and calls into the
         # installed one. The version is part of the fingerprint, so an upgrade is a miss and not a

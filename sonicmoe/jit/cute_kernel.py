@@ -63,11 +63,7 @@ class CuteKernel:
         )
 
     def key(self) -> CompileKey:
-        """The compile key; its toolchain is None where CuTe DSL or the CUDA toolkit is missing.
-
-        Raises:
-            KeyFieldError: a static is named like a token count.
-        """
+        """The compile key; its toolchain is None where CuTe DSL or the CUDA toolkit is missing."""
         files = [
             file
             for path in self.sources

@@ -32,9 +32,7 @@ class SpillError(CompileError):
 
 
 class KeyFieldError(SonicMoEError, ValueError):
-    """A compile key was given a field that changes from step to step, or a value without a stable
-    spelling.
-    """
+    """A compile key was given a bad name, or a value without a stable spelling."""
 
 
 class CacheUnwritableError(SonicMoEError, RuntimeError):

@@ -28,13 +28,6 @@ LAYOUT = 1  # of artefact directories; part of every digest, so that another lay
 # hold a slash or a dot that leads out of the cache.
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ARCH = re.compile(r"[a-z]+_?[0-9]+[a-z]?")
-# Whole names and single words that mean a quantity of one step. This is a guard against a forgetful
-# author and not a proof: a token count under an innocent name passes.
-_STEP_NAMES = frozenset({"t", "tk", "m", "total_m", "counts", "offsets", "grid", "ntok"})
-_STEP_WORDS = frozenset(
-    {"token", "tokens", "batch", "seq", "seqlen", "sequence", "rows", "counts", "slots"}
-)
-_TILE_WORDS = frozenset({"cta", "block", "tile", "thread", "warp"})
 
 Pairs = tuple[tuple[str, Any], ...]
 
@@ -80,8 +73,7 @@ class CompileKey:
             toolchain: name -> version, or None where the compiler is absent.
 
         Raises:
-            KeyFieldError: a bad name, a token-count-like field, or a value that is not one of the
-                above.
+            KeyFieldError: a bad name, or a value that is not one of the above.
         """
         if not _NAME.fullmatch(kernel):
             raise KeyFieldError(
@@ -89,8 +81,6 @@ class CompileKey:
             )
         if not _ARCH.fullmatch(arch):
             raise KeyFieldError(f"arch={arch!r} of kernel {kernel}; needed: a name like 'sm_90a'")
-        for name in statics:
-            refuse_step_field(kernel, name)
         normalised = {name: _plain(value, f"{kernel}.{name}") for name, value in statics.items()}
         return cls(
             kernel,
@@ -158,25 +148,6 @@ class CompileKey:
         fields = ", ".join(f"{name}={value}" for name, value in self.statics)
         name = self.family if self.toolchain is None else self.digest
         return f"{self.kernel}[{fields}{', ' if fields else ''}arch={self.arch}] key {name}"
-
-
-def refuse_step_field(kernel: str, name: str) -> None:
-    """Raise KeyFieldError for a field name that means a token count or anything else that changes
-    between steps.
-
-    `rows_per_cta`, `tokens_per_block` and the like are tile constants and pass.
-    """
-    lowered = name.lower()
-    words = lowered.split("_")
-    # Only the words after "per" count: `rows_per_cta` names a tile, `cta_rows_per_batch` would
-    # still name a batch.
-    if "per" in words and _TILE_WORDS.intersection(words[words.index("per") :]):
-        return
-    if lowered in _STEP_NAMES or _STEP_WORDS.intersection(words):
-        raise KeyFieldError(
-            f"{name!r} in the compile key of {kernel} looks like a token count: a key holds static model dimensions "
-            "only, or every new batch would compile; pass it to the kernel at run time"
-        )
 
 
 def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ()) -> str:

@@ -30,11 +30,10 @@ from triton.runtime.cache import CacheManager, FileCacheManager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from .cache import CompileCache, default_cache
-from .key import CompileKey, refuse_step_field
+from .key import CompileKey
 from .manifest import Artefact
 
 _SCOPE = threading.Lock()  # one compile at a time swaps Triton's cache manager, a global of Triton
-_INTEGERS = frozenset({"i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "constexpr"})
 _WARP_SIZE = 32
 
 
@@ -58,9 +57,6 @@ class StoredJITFunction(JITFunction[Any]):
             aligned to 16 bytes.
             arch: for example "sm_90a".
             **kwargs: keyword arguments, constants and options (`num_warps=`) of the launch.
-
-        Raises:
-            KeyFieldError: an integer named like a token count would be specialised.
         """
         # These steps repeat the first half of `JITFunction.run`, with a target from the argument in
         # place of the active driver. A difference between the two would warm a key that no launch
@@ -91,21 +87,12 @@ def stored_jit(
     Name every integer argument that counts tokens in `do_not_specialize`: Triton would compile
     again when its value becomes 1 or a multiple of 16. Under TRITON_INTERPRET=1 this is
     `triton.jit`.
-
-    Raises:
-        KeyFieldError: a `tl.constexpr` parameter is named like a token count.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         if knobs.runtime.interpret:
             return triton.jit(function, do_not_specialize=list(do_not_specialize), **options)
-        kernel = StoredJITFunction(function, do_not_specialize=list(do_not_specialize), **options)
-        for parameter in kernel.params:
-            # A constexpr is compiled in, so a token count there would compile a kernel for every
-            # batch. Plain integers are checked later, when their specialisation is known.
-            if parameter.is_constexpr:
-                refuse_step_field(kernel.__name__, parameter.name)
-        return kernel
+        return StoredJITFunction(function, do_not_specialize=list(do_not_specialize), **options)
 
     return decorate if fn is None else decorate(fn)
 
@@ -114,8 +101,7 @@ class TritonCompile:
     """One specialisation of a kernel for one target."""
 
     def __init__(self, source: Any, target: Any, options: Any, environment: Any = None) -> None:
-        """Arguments as of `triton.compile`; raises KeyFieldError as `StoredJITFunction.ahead`."""
-        _refuse_specialised_counts(source)
+        """Arguments as of `triton.compile`."""
         self._source, self._target, self._options = source, target, dict(options or {})
         self._environment = (
             # Read once and used for the hash and the compile alike: a variable that changes in
@@ -177,16 +163,6 @@ def compile_stored(
     target = target or triton.runtime.driver.active.get_current_target()
     request = TritonCompile(source, target, options, _env_vars)
     return request.open(request.compile())
-
-
-def _refuse_specialised_counts(source: Any) -> None:
-    for parameter in source.fn.params:
-        kind = source.signature.get(parameter.name)
-        # Triton specialises an integer on the value 1 and on divisibility by 16, so one launch in
-        # sixteen would take another kernel. "constexpr" stands for an integer that Triton has
-        # already turned into a constant because its value is 1.
-        if kind in _INTEGERS and not parameter.is_constexpr and not parameter.do_not_specialize:
-            refuse_step_field(f"{source.name} (name it in do_not_specialize)", parameter.name)
 
 
 @contextmanager

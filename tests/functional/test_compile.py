@@ -191,7 +191,7 @@ def test_functional_layer():
 # Weights
 
 
-@pytest.mark.trained
+@pytest.mark.trained(compiled=True)
 @BACKENDS
 @MODES
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "compiled sgd"])

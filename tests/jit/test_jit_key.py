@@ -77,24 +77,6 @@ def test_toolchain_does_not_change_the_family() -> None:
         _ = unknown.digest
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["T", "TK", "M", "tokens", "num_tokens", "tokens_per_expert", "batch_size", "seq_len", "seqlen", "rows", "num_rows",
-     "expert_counts", "total_m", "offsets", "valid_slots"],
-)  # fmt: skip
-def test_token_counts_are_refused(name: str) -> None:
-    with pytest.raises(KeyFieldError, match=f"{name}.*token count"):
-        CompileKey.make("gemm", **{**BASE, "statics": {name: 4096}})
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["E", "H", "I", "K", "topk", "tile_m", "rows_per_cta", "tokens_per_block", "dtype", "stages"],
-)
-def test_static_dimensions_pass(name: str) -> None:
-    assert dict(CompileKey.make("gemm", **{**BASE, "statics": {name: 4}}).statics) == {name: 4}
-
-
 @pytest.mark.parametrize("value", [1.5, object(), {"a": 1}, [1, 2.0], b"x"])
 def test_values_without_a_stable_spelling_are_refused(value: Any) -> None:
     with pytest.raises(KeyFieldError, match=r"gemm\.alpha"):

@@ -14,7 +14,7 @@ from processes import NOT_RUN, environment
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache, no_compile
-from sonicmoe.jit.errors import CompileForbiddenError, KeyFieldError
+from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.triton_variant import TritonVariant
 from sonicmoe.jit.warmup import warm_up
@@ -25,8 +25,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton_sample  # noqa: E402
 from triton import language as tl  # noqa: E402
-
-from sonicmoe.jit.triton_kernel import stored_jit  # noqa: E402
 
 VARIANT = TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}, "sm_90a")
 
@@ -100,21 +98,6 @@ def test_other_triton_users_keep_their_cache(
     launch(1000, kernel=triton.jit(triton_sample.scale_add.fn, do_not_specialize=["num_tokens"]))
     assert sorted(path.name for path in (warmed / "cache" / "artefacts").iterdir()) == before
     assert list(tmp_path.rglob("*.cubin")) != []
-
-
-def test_specialised_token_count_is_refused(launches: None) -> None:
-    forgetful = stored_jit(triton_sample.scale_add.fn)
-    for count in (1, 15, 16):
-        with pytest.raises(KeyFieldError, match=r"num_tokens.*do_not_specialize"):
-            launch(count, kernel=forgetful)
-
-
-def test_constant_token_count_is_refused() -> None:
-    def kernel(x_ptr, NUM_TOKENS: tl.constexpr):
-        pass
-
-    with pytest.raises(KeyFieldError, match="NUM_TOKENS"):
-        stored_jit(kernel)
 
 
 def test_interpreter_runs_the_same_kernel() -> None:
