@@ -178,6 +178,7 @@ class Flag(Generic[Value]):
         Raises:
             ConfigError: naming `source`, what came and what is needed.
         """
+        # To Python True is an int, so a boolean would pass for a number of seconds.
         listed = isinstance(value, (str, *self.values.types))
         if not listed or (isinstance(value, bool) and bool not in self.values.types):
             raise ConfigError(
@@ -199,13 +200,19 @@ class Flag(Generic[Value]):
         """The value; on the class None, which `dataclass` takes for the field's default."""
         if config is None:
             return None
+        # Values live in the instance's `__dict__` under the field's name. A descriptor with
+        # `__set__` is asked first, so they do not hide it.
         found: Value | None = config.__dict__[self.field]
+        # The machine decides this default. It is looked up at the first read, because it may raise
+        # (a user without a home directory) and only some commands need it.
         if found is None and config.decided and callable(self.default):
             found = config.__dict__[self.field] = self.default()
         return found
 
     def __set__(self, config: SonicMoEConfig, value: Value | str | None) -> None:
         """Store a value that a constructor was given."""
+        # The constructor of a frozen dataclass assigns through `object.__setattr__`, which arrives
+        # here. Any later assignment raises before it does.
         if value is not None:
             value = self.take(value, f"SonicMoEConfig.{self.field}")
         elif config.decided:
@@ -399,6 +406,7 @@ class SonicMoEConfig:
 
     def given(self) -> dict[str, Any]:
         """The fields that have a value, in the order of `FLAGS`."""
+        # The `__dict__` and not the attribute, which would look up the defaults of directories.
         held = self.__dict__
         return {flag.field: held[flag.field] for flag in FLAGS if held[flag.field] is not None}
 
@@ -436,6 +444,7 @@ class ResolvedConfig(SonicMoEConfig):
     @classmethod
     def of(cls, values: dict[str, Any]) -> ResolvedConfig:
         """Values that a configuration has taken before, and defaults for the rest."""
+        # Past the constructor: these values were parsed when they came in.
         config = object.__new__(cls)
         config.__dict__.update(_PLAIN_DEFAULTS | values)
         return config
@@ -466,6 +475,7 @@ def environment() -> SonicMoEConfig:
     Raises:
         ConfigError: a variable has a value that is not understood; then the next call reads again.
     """
+    # `functools.cache` keeps results only. After an error the next call reads again.
     warn_unknown_flags()
     return read_flags(os.environ)
 
@@ -490,6 +500,8 @@ def read_flags(environ: Mapping[str, str]) -> SonicMoEConfig:
     )
 
 
+# A new thread starts with the default. Calls therefore carry their configuration: autograd runs
+# backwards on threads of its own, where nothing is activated.
 _ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", default=None)
 _NOTHING_SET = SonicMoEConfig()
 
@@ -520,6 +532,8 @@ def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | N
     found: dict[str, str | None] = {}
     for name in names:
         upper = name.upper()
+        # The words come first because they are cheap. An environment may have hundreds of names,
+        # and comparing each with every flag takes long.
         if name in FLAGS_BY_ENV or not any(word in upper for word in _WORDS):
             continue
         nearest = _nearest_flag(upper)
@@ -530,6 +544,8 @@ def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | N
 
 def _nearest_flag(upper: str) -> str | None:
     cutoff = _OURS if upper.startswith(PREFIX) else _ANYBODYS
+    # `SONICMOE_FP8` for `SONIC_MOE_FP8_MODE`: the prefix is put right, and then a flag that begins
+    # like this beats one that is merely similar.
     without_underscore = PREFIX.replace("_", "", 1)
     if upper.startswith(without_underscore) and upper != without_underscore:
         upper = PREFIX + upper.removeprefix(without_underscore)

@@ -40,11 +40,15 @@ def check_paddle_version(text: str) -> None:
 
 
 def _import_framework() -> Any:
+    # Looked up and not imported: a program that uses PyTorch must not load Paddle, and the other
+    # way round.
     paddle = sys.modules.get("paddle")
     if paddle is not None and hasattr(paddle, "__version__"):
         proxied = hasattr(paddle, "enable_compat")
         if not proxied and "torch" not in sys.modules:
             check_paddle_version(paddle.__version__)
+    # Under the proxy this statement finds Paddle's module, because `enable_compat` replaces `torch`
+    # for importers inside the named scope.
     try:
         import torch
     except ImportError as error:
@@ -64,6 +68,7 @@ torch = _import_framework()
 
 
 def _is_paddle() -> bool:
+    # Both frameworks may be loaded. The class of tensors tells which of them `torch` is here.
     paddle = sys.modules.get("paddle")
     return paddle is not None and torch.Tensor is getattr(paddle, "Tensor", None)
 
@@ -142,6 +147,9 @@ def _plain_ops() -> Iterator[None]:
             yield
 
 
+# The depth counts blocks of all threads: the first one to enter saves the program's switches, and
+# the last one to leave restores them. A save per block would restore "exact" where blocks of two
+# threads overlap.
 _IEEE = threading.Lock()
 _ieee_depth = 0
 _ieee_saved: tuple[Any, ...] = ()
@@ -179,6 +187,7 @@ def _swap_matmul_precision(wanted: tuple[Any, ...]) -> tuple[Any, ...]:
         found: tuple[Any, ...] = (core.get_cublas_switch(),)
         core.set_cublas_switch(*wanted)
         return found
+    # One switch for cuBLAS and one for the CPU's matrix library.
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     found = tuple(backend.fp32_precision for backend in backends)
     for backend, precision in zip(backends, wanted, strict=True):
@@ -200,7 +209,7 @@ def device_name(tensor: Any) -> str:
 
 
 def device_of(tensor: Any) -> Any:
-    """What `empty` takes to allocate beside `tensor`."""
+    """The device of `tensor`, in the form that `empty` takes."""
     return tensor.place if IS_PADDLE else tensor.device
 
 
@@ -229,7 +238,7 @@ def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def current_stream(tensor: Any) -> int:
-    """The raw CUDA stream handle of the caller's compute stream on the tensor's device; 0 on CPU."""
+    """The raw handle of the caller's compute stream on the tensor's device; 0 on the CPU."""
     if not is_cuda(tensor):
         return 0
     if IS_PADDLE:
@@ -244,6 +253,7 @@ def data_ptr(tensor: Any) -> int:
     return tensor.data_ptr()  # type: ignore[no-any-return]
 
 
+# `attrgetter` runs in C, and the counter is read for every parameter at every forward.
 writes_of: Callable[[Any], int] = attrgetter(
     "inplace_version" if IS_PADDLE else "_version"
 )  # so far, in place

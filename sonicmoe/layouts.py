@@ -39,6 +39,8 @@ def interleave_gate_up(split: Tensor) -> Tensor:
         LayoutError,
         f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}",
     )
+    # [2, I, H] -> [I, 2, H]: the transposition puts gate_i beside up_i, and the copy fixes that
+    # order in memory.
     pairs = split.reshape([*lead, 2, n // 2, h])
     return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
 
@@ -57,6 +59,7 @@ def deinterleave_gate_up(interleaved: Tensor) -> Tensor:
 
 def interleave_bias(bias: Tensor) -> Tensor:
     """Split-half bias `[..., 2I]` -> interleaved `[..., 2I]`."""
+    # A bias is a matrix of one column, so that one function defines the order.
     return interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1)
 
 
@@ -90,6 +93,8 @@ class StackedMatrices(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         """A view; the first, which stands for all, is made once."""
+        # Every engine asks the first matrix for sizes and dtype at each call; the others are read
+        # rarely.
         if index != 0:
             return self._readable()[index]
         if self._first is None:
@@ -104,10 +109,12 @@ class StackedMatrices(Sequence[Tensor]):
         """Of the matrices, without a view of each."""
         readable = self._readable()
         start = data_ptr(readable)
+        # A weight of no elements has a step of 0 bytes, which `range` refuses.
         step = max(1, numel(readable) // len(self) * readable.element_size())
         return range(start, start + len(self) * step, step)
 
     def _readable(self) -> Tensor:
+        # Of a contiguous weight this is the weight itself, and no copy.
         if self._contiguous is None:
             self._contiguous = self.stacked.contiguous()
         return self._contiguous
@@ -143,6 +150,7 @@ class WeightLayout:
 
     def native_w1(self, w1: Tensor) -> Tensor:
         """`w1` in native order, `[.., N1, H]`."""
+        # Transposed first, because the gate and up halves are rows only then.
         rows = _transposed(w1) if self.transposed else w1
         return interleave_gate_up(rows) if self.split_half else rows
 
@@ -156,6 +164,7 @@ class WeightLayout:
 
     def user_w1(self, native: Tensor) -> Tensor:
         """Inverse of `native_w1`."""
+        # The inverse in reverse order: halves first, then the transposition.
         rows = deinterleave_gate_up(native) if self.split_half else native
         return _transposed(rows) if self.transposed else rows
 
@@ -211,6 +220,8 @@ class WeightSource:
         compute_dtype: torch.dtype | None = None,
     ) -> WeightSource:
         """Of `[E, ..]` weights."""
+        # Detached: engines compute outside autograd, and a view of a leaf would otherwise join the
+        # graph.
         up, down = StackedMatrices(w1.detach()), StackedMatrices(w2.detach())
         b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
         return cls(up, down, layout, b1, b2, compute_dtype)
@@ -218,6 +229,8 @@ class WeightSource:
     @functools.cached_property
     def pointers(self) -> tuple[int, ...]:
         """Addresses of the up matrices, then of the down matrices."""
+        # The node's cache takes them for the place of the weights: a parameter that moves changes
+        # one.
         return (*_addresses(self.up), *_addresses(self.down))
 
     @property
@@ -256,5 +269,7 @@ def _transposed(matrix: Tensor) -> Tensor:
     """The last two axes swapped, in fresh memory: an axis of one element leaves the swapped view
     contiguous as it is.
     """
+    # Gradients that come back from here are bound as `main_grad`. A view would share memory with
+    # the accumulators, which the flush zeroes.
     swapped = matrix.transpose(-2, -1)
     return swapped.clone() if swapped.is_contiguous() else swapped.contiguous()

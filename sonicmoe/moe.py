@@ -163,6 +163,7 @@ class MoE(nn.Module):
             ShapeError,
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
+        # Leading axes (batch, sequence) are one axis of tokens to the experts.
         tokens = hidden_states.reshape(-1, self.hidden_size)
         backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
         if backend == KernelBackendMoE.sonicmoe.value:
@@ -208,6 +209,9 @@ class MoE(nn.Module):
         logits = self.router(tokens)
         chosen, indices = torch.topk(logits.float(), self.top_k, dim=-1)
         probs = torch.softmax(chosen, dim=-1)
+        # One expert after the other, in operations that autograd knows: an independent computation
+        # to compare the engines with. The K experts of a token are distinct, so no `index_add`
+        # meets a token twice and its order cannot change the bits.
         out = torch.zeros_like(tokens)
         for expert in range(self.num_experts):
             token, slot = torch.nonzero(indices == expert, as_tuple=True)
@@ -227,6 +231,8 @@ def switch_loss(logits: Tensor, expert_frequency: Tensor) -> Tensor:
     """Load balancing `E * sum_e f_e P_e` (Switch, arXiv:2101.03961, eq. 4); f: share of slots, P:
     share of probability.
     """
+    # Only the probabilities carry a gradient; the counts are integers. The bounds below make the
+    # loss 0 and not NaN where there is no token.
     probs = torch.softmax(logits.float(), dim=-1).sum(0)
     share = expert_frequency.float() / expert_frequency.sum().clamp(min=1)
     return logits.shape[-1] * (probs / probs.sum().clamp(min=1e-12) * share).sum()

@@ -38,6 +38,7 @@ def activate(
     if not is_glu(activation):
         return value_and_slope(z, activation, parameters)[0]
     gate, up = split_gate_up(z)
+    # The record decides: `base(gate) * up` is the form of all gates but `swiglu_oai`.
     base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
     if base is not None:
         return value_and_slope(gate, base, tuple(values.items()))[0] * up
@@ -104,16 +105,20 @@ def _entry(table: Mapping[ActivationType, Any], key: ActivationType) -> Any:
 
 
 def _silu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    # d/dx (x s) = s + x s (1 - s), with s' = s (1 - s).
     sigma = torch.sigmoid(x)
     return x * sigma, sigma * (1.0 + x * (1.0 - sigma))
 
 
 def _gelu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    # The exact form with erf and not the tanh approximation. The derivative of phi is the normal
+    # density.
     phi = 0.5 * (1.0 + torch.erf(x * _INV_SQRT2))
     return x * phi, phi + x * torch.exp(-0.5 * x * x) * _INV_SQRT_2PI
 
 
 def _relu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    # x * 0 keeps NaN: the comparison alone would give it a slope of 0.
     return _positive(x), (x > 0.0).to(x.dtype) + x * 0.0
 
 
@@ -145,6 +150,8 @@ def _swiglu_oai_backward(
     gate: Tensor, up: Tensor, dy1: Tensor, values: Values
 ) -> tuple[Tensor, Tensor, Tensor]:
     value, slope = _clamped_swish(gate, values)
+    # y1 = swish(min(gate, limit)) * (clamp(up) + 1). A bound passes no gradient beyond it, hence
+    # the two factors `passes`, one of them in `_clamped_swish`.
     factor = _clamped(up, values["limit"], both=True) + 1.0
     passes = (up.abs() <= values["limit"]).to(up.dtype)
     return value * factor, dy1 * factor * slope, dy1 * value * passes

@@ -94,6 +94,8 @@ class Bf16Engine(Engine):
             f"the bf16 engine needs a GPU of {', '.join(map(str, BF16.architectures))}",
         )
         with plain_ops():
+            # `aligned` copies only what a 16-byte load could not read. Otherwise these are the
+            # user's tensors.
             w1, w2 = aligned(w1), aligned(w2)
             return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
 
@@ -106,6 +108,7 @@ class Bf16Engine(Engine):
     ) -> EngineWeights:
         """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
         unchanged = previous is not None and change is Change.NO
+        # `unchanged` first: in the usual forward nothing of the source is touched.
         masters = not unchanged and source.anchor.dtype == torch.float32
         if masters and source.compute_dtype is None:
             source = replace(source, compute_dtype=torch.bfloat16)
@@ -130,8 +133,11 @@ class Bf16Engine(Engine):
         )
         with plain_ops():
             x = aligned(x)
+            # The kernel writes z only where it is given memory for it.
             keeps_z = save and not settings.recompute_z
             z = _rows(routing, int(w1.shape[1]), x) if keeps_z else None
+            # A rank may receive no valid slot. Then there is nothing to launch, and every output is
+            # zero.
             if routing.num_rows == 0:
                 out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
                 return out, Saved(settings, routing, x, z) if save else None
@@ -155,12 +161,15 @@ class Bf16Engine(Engine):
         settings, routing, x = saved.settings, saved.routing, saved.x
         assert x is not None
         with plain_ops():
+            # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
+            # of one.
             dout = aligned(dout.to(x.dtype))
             w1 = _plain(weights.w1_dgrad)
             dz, y1s = (
                 _rows(routing, int(w1.shape[1]), x),
                 _rows(routing, weights.intermediate_size, x),
             )
+            # `pending` keeps x and dout alive until the weight gradients are added.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if routing.num_rows == 0:
                 dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
@@ -178,6 +187,8 @@ class Bf16Engine(Engine):
                 with stage("aggregate_dx"):
                     dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
                     dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
+            # `pending` has its own reference to x. Without one here `check_dout` refuses a second
+            # backward, which the freed z could not serve.
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -200,6 +211,8 @@ class Bf16Engine(Engine):
                 with stage("dw2"):
                     gemms.wgrad_down(dout, y1s, sums.dw2, rows.cu_rows, rows.gather_index)
                 if settings.frees_stagewise:
+                    # The local names count too: the memory is free for dw1 only when all references
+                    # are gone.
                     pending.dout = pending.y1s = dout = y1s = None
                 with stage("dw1"):
                     gemms.wgrad_up(x, dz, sums.dw1, rows.cu_rows, rows.gather_index)
@@ -227,6 +240,7 @@ class ExpertRows:
     @classmethod
     def of(cls, routing: RoutingMetadata) -> ExpertRows:
         device = routing.row_token.device
+        # int32, because the GEMMs take 32-bit offsets; the metadata's are int64.
         cu_rows = torch.empty((routing.num_experts + 1,), dtype=torch.int32, device=device)
         gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
         stream = current_stream(routing.row_token)
@@ -275,6 +289,8 @@ def _dgated(
     """Fill dz and y1s; returns fp32 `row_dprob [R]`."""
     routing = saved.routing
     z = _restore_z(gemms, rows, saved, weights)
+    # A tile sums <dy1, y1> over its own columns. The partial sums are added in a second launch and
+    # in a fixed order, because atomics would change the order, and the bits, from run to run.
     partials = torch.empty(
         (routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device
     )
@@ -305,7 +321,7 @@ def _restore_z(
 def _launches(
     x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
 ) -> Iterator[tuple[GroupedGemms, ExpertRows]]:
-    """The GEMMs of these weights and the rows of this routing, on the caller's device and stream."""
+    """The GEMMs of these weights and the rows of this routing, on the caller's stream."""
     shape = _shape_of(
         _plain(weights.w1), _plain(weights.w2), settings.activation, weights.b1 is not None
     )
@@ -359,7 +375,7 @@ def _index_of(device: str) -> int:
 
 
 class _Gpu(NamedTuple):
-    """What launches depend on."""
+    """The properties of a GPU that launches depend on."""
 
     arch: str
     multiprocessors: int

@@ -84,7 +84,7 @@ class EngineWeights:
 
 
 class Change(Enum):
-    """What the host knows of the user's weights since an engine last read them."""
+    """The host's knowledge of writes to the user's weights since an engine last read them."""
 
     NO = "no"  # nobody wrote them, as far as the host can see
     MAYBE = "maybe"  # the host cannot see writes: Paddle on a GPU, and replays of a CUDA graph
@@ -154,8 +154,8 @@ class NativeBuffer(GradientTargets):
 
 @dataclass(eq=False)
 class Saved:
-    """What backward needs of one forward. Fields are released (set to None) stage by stage when the
-    settings ask for it.
+    """The part of one forward that its backward needs. Fields are released (set to None) stage by
+    stage when the settings ask for it.
 
     x `[T, H]` as given; z `[R, N1]`: 8-bit codes, a plain tensor, or None when it is recomputed.
     """
@@ -175,6 +175,8 @@ class Saved:
     def pack(self) -> tuple[list[Tensor], SavedSpec]:
         """Flatten into tensors (for `save_for_backward`) and everything else."""
         assert self.x is not None
+        # This order is the format that `SavedSpec.unpack` reads. x comes first, because the Paddle
+        # bridge asks it whether the caller freed it.
         tensors = [self.x, *self.routing.tensors()]
         z_spec: ZSpec | None = None
         if isinstance(self.z, BlockScaledTensor):
@@ -206,6 +208,7 @@ class SavedSpec:
 
     def __init__(self, settings: EngineSettings, routing: RoutingMetadata, z: ZSpec | None) -> None:
         """Keep the routing's numbers, drop its tensors."""
+        # The class is frozen, so its fields are set through `object`.
         numbers = ("num_tokens", "topk", "num_experts", "alignment", "num_rows", "host_counts")
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "sizes", {name: getattr(routing, name) for name in numbers})
@@ -220,6 +223,8 @@ class SavedSpec:
             zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)
         )
         routing = RoutingMetadata(**self.sizes, **fields)
+        # Under activation recompute the tensors come from a second forward and the spec from the
+        # first.
         _check_same_routing(routing, self.routing_checksum)
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
@@ -236,6 +241,7 @@ def routing_checksum(routing: RoutingMetadata) -> int | None:
     if is_cuda(routing.slot_row) and routing.host_counts is None:
         return None
     size = routing.num_tokens * routing.topk
+    # Weighted by position: two slots that exchange their rows leave a plain sum as it was.
     position = torch.arange(1, size + 1, dtype=torch.int64, device=routing.slot_row.device)
     return int((routing.slot_row.reshape([size]) * position).sum())
 
@@ -246,6 +252,7 @@ def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
     """
     if checksum is None or routing.host_counts is None:
         return
+    # Counts alone are not enough: another choice of tokens may have the same counts.
     rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
     expect(
         rebuilt == routing.host_counts and routing_checksum(routing) == checksum,
@@ -304,10 +311,13 @@ class Engine(ABC):
             previous: what this method made of the same source and settings before, or None.
             change: what the host knows of writes since `previous` was returned.
         """
+        # MAYBE makes new weights here, because this engine cannot look by itself.
         if previous is not None and change is Change.NO:
             return previous
         with plain_ops():
             w1, w2, b1, b2 = source.native()
+            # Quantising starts from the parameters' own dtype, and rounds once; only plain weights
+            # are cast.
             if settings.recipe is None:
                 dtype = source.compute_dtype
                 w1, w2 = (w1, w2) if dtype is None else (w1.to(dtype), w2.to(dtype))
@@ -423,9 +433,9 @@ def check_forward(
         DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here).
         ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
     """
-    require_framework_tensor(
-        x, "x"
-    )  # messages are composed for errors only: this is asked at every forward
+    # Asked at every forward, so messages are composed for errors only: `expect` would compose them
+    # always.
+    require_framework_tensor(x, "x")
     if x.dtype not in TOKEN_DTYPES:
         raise DTypeError(f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
     wanted = (routing.num_tokens, weights.hidden_size)

@@ -67,6 +67,9 @@ class ReferenceEngine(Engine):
                 _quantize(w1, recipe.w1, recipe),
                 _quantize(w2, recipe.w2, recipe),
             )
+            # Square blocks serve both directions, and the same object then says so. Other blocks
+            # run along the contracted axis, which dgrad exchanges, so the weight is quantised a
+            # second time.
             w1_dgrad = (
                 w1_forward
                 if recipe.w1_dgrad == recipe.w1
@@ -101,6 +104,8 @@ class ReferenceEngine(Engine):
                 settings,
                 x.dtype,
             )
+            # The probability is applied in the sum per token and not here: y2 is rounded to the
+            # dtype of the tokens before the weighting, as in the GPU engines.
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
             out = tap(
                 "out",
@@ -121,12 +126,18 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             settings, routing, x = saved.settings, saved.routing, saved.x
             assert x is not None
+            # Backward computes with the decoded z and not with the exact one. y1 and dz then belong
+            # to one pre-activation, and recomputing gives the same bits as storing.
             z = self._restore_z(saved, weights)
+            # Drops the codes. The decoded z goes with the `del` below, before the dx product needs
+            # memory.
             if settings.frees_stagewise:
                 saved.z = None
             y1, dz, row_dprob = _dgated(dout, z, routing, weights, settings)
             dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
             dz = tap("dz", dz)
+            # y1s = p * y1 is made here, because dw2 = dout^T y1s needs the probability and y1 is
+            # freed.
             y1s = tap("y1s", y1 * routing.row_prob.unsqueeze(-1))
             del z, y1
             dx_rows = _grouped(
@@ -137,6 +148,7 @@ class ReferenceEngine(Engine):
             )
             dx_rows = tap("dx_rows", _round(dx_rows, x.dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=x.dtype))
+            # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if settings.frees_stagewise:
                 saved.x = None
@@ -151,10 +163,16 @@ class ReferenceEngine(Engine):
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         with plain_ops(), ieee_matmul():
+            # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
+            # are made, so the two never exist together.
             dout_rows = _gather_rows(dout, routing)
+            # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
+            # because out = sum p * (y2 + b2).
             if sums.db1 is not None and sums.db2 is not None:
                 _accumulate_bias(sums.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing)
                 _accumulate_bias(sums.db1, dz, routing)
+            # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist
+            # after the gather.
             left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
             _accumulate(
                 sums.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing
@@ -176,6 +194,8 @@ class ReferenceEngine(Engine):
         kept = saved.z
         if kept is None:
             z = _up_projection(saved.x, saved.routing, weights, saved.settings)
+            # A recomputed z takes the way through the codes too; without it the two modes would
+            # differ.
             kept = _save_z(z, saved.settings, saved.x.dtype)
         return _values(kept)
 
@@ -201,6 +221,7 @@ def _dgated(
     weighting by the probability.
     """
     dout_rows = _gather_rows(_operand(dout, "dout", settings, dout.dtype), routing)
+    # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
     y1, dz = activate_backward(
         z,
@@ -210,12 +231,14 @@ def _dgated(
     )
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:
+        # The bias is not quantised, and so dout is not either in this product.
         exact = _gather_rows(dout, routing)
         for expert, first, count, _ in _experts(routing):
             row_dprob[first : first + count] = (
                 row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
             )
-    # A bias makes z, and with it y1, non-zero in padding rows: those rows must stay finite zeros.
+    # Padding rows of y1 and dz must be finite zeros, because a GPU engine's weight gradients read
+    # whole tiles, and this engine defines their operands.
     real = (routing.row_token >= 0).to(torch.float32).unsqueeze(-1)
     return y1 * real, dz * real, row_dprob
 
@@ -238,6 +261,7 @@ def _wgrad_operand(
     """Like `_operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe
     (`fp8_wgrad=False`).
     """
+    # Without a recipe `_operand` rounds to the dtype of the tokens.
     return _operand(
         values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype
     )
@@ -306,6 +330,7 @@ def _grouped(
     width = int(weight.shape[1] if transpose_weight else weight.shape[2])
     result = torch.zeros((routing.num_rows, width), dtype=torch.float32, device=rows.device)
     for expert, first, count, _ in _experts(routing):
+        # One expert at a time is decoded, so that the fp32 copy of all weights never exists.
         matrix = _values(weight[expert])
         product = rows[first : first + count] @ (
             matrix.transpose(0, 1) if transpose_weight else matrix
@@ -322,8 +347,8 @@ def _accumulate(accumulator: Tensor, left: Tensor, right: Tensor, routing: Routi
 
 
 def _show_total(name: str, accumulator: Tensor) -> None:
-    """`tap` of a tensor that is added to in place: what a listener returns instead goes back into
-    it.
+    """`tap` of a tensor that is added to in place: the tensor that a listener returns is copied
+    back into it.
     """
     shown = tap(name, accumulator)
     if shown is not accumulator:

@@ -61,6 +61,7 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
     group = group_of(ids, E)
     # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
     # it.
+    # One bin more than experts takes the ids that are not here, and is cut off.
     counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
     counts = counts.scatter_add(0, group, torch.ones_like(group, dtype=torch.int32))[:E]
     return (counts, torch.cumsum(counts, 0, dtype=torch.int32)) if do_cumsum else counts
@@ -140,6 +141,8 @@ def softmax_topk_layer(
     )
     check_router_dtype(x, router_w)
     logits = torch.nn.functional.linear(x, router_w)
+    # The softmax is in fp32 and over the K chosen logits alone, so the probabilities of a token sum
+    # to 1.
     chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
     probs = torch.softmax(chosen, dim=-1)
     out = expert_mlp(
@@ -186,8 +189,7 @@ def moe_general_routing_inputs(
         expert_indices: int `[N]`, expert ids (docs/design.md, "Routing contract").
         E: number of experts; must match the weights when given.
         w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout,
-        use_fp8: as in
-            `moe_TC_softmax_topk_layer`.
+            use_fp8: as in `moe_TC_softmax_topk_layer`.
         max_experts_per_token: the most often that any token appears. Given, the call waits for no
             GPU, can be captured in a CUDA graph and compiled into a full graph; without it, the
             number is read off the device.
@@ -248,8 +250,10 @@ def _triples_to_topk(
     # Triples are sorted by token: a triple's slot is its distance from the token's first triple.
     first = torch.cumsum(per_token, 0) - per_token
     slot = tokens * topk + torch.arange(int(tokens.shape[0]), device=tokens.device) - first[tokens]
+    # Slots that no triple fills stay -1, which routing reads as "not here".
     indices = torch.full((num_tokens * topk,), -1, dtype=torch.int64, device=tokens.device)
     indices = indices.index_put((slot,), experts.to(torch.int64))
+    # `index_put` out of place, so that autograd carries the gradient back to the scores.
     probs = torch.zeros(num_tokens * topk, dtype=torch.float32, device=tokens.device).index_put(
         (slot,), scores.to(torch.float32)
     )
@@ -272,6 +276,8 @@ def _check_token_indices(
     num_tokens = int(per_token.shape[0])
     most = per_token.max() if num_tokens else torch.zeros_like(strays)
     unsorted = (tokens[1:] < tokens[:-1]).any()
+    # On a host reading a value waits for nothing, and with `validate_dispatch` the user accepts the
+    # wait. Inside a graph no value can be read at all.
     may_wait = not torch.compiler.is_compiling() and (
         current_config().validate_dispatch or not is_cuda(tokens)
     )
@@ -281,6 +287,7 @@ def _check_token_indices(
             f"token_indices is not ascending, leaves [0, {num_tokens}), or names a token more than {topk} times",
         )
         return topk
+    # Three numbers in one tensor, because each copy to the host waits for the device.
     found, outside, shuffled = torch.stack(
         [most.to(torch.int64), strays.to(torch.int64), unsorted.to(torch.int64)]
     ).tolist()
@@ -354,6 +361,8 @@ def autocast(x: Tensor) -> Tensor:
     """Tokens in the autocast dtype where autocast lowers precision; autocast to fp32 leaves them as
     they are, like upstream.
     """
+    # The engine is one operation to autograd, and autocast does not look inside it. So the tokens
+    # are cast here, as autocast casts the arguments of a matrix product.
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x

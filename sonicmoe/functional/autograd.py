@@ -48,9 +48,13 @@ def expert_mlp(
     """
     weights = (w1, w2, b1, b2)
     differentiable = (x, probs, *weights)
+    # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
+    # tokens.
     save = not inference and torch.is_grad_enabled()
     save = save and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
     layout = layout or WeightLayout()
+    # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
+    # becomes a constant of it.
     if torch.compiler.is_compiling():
         return compiled_expert_mlp(
             x, indices, probs, weights, activation, parameters, layout, use_fp8, save
@@ -77,7 +81,7 @@ def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Weight gradients are computed in fresh fp32 accumulators and returned in each weight's dtype."""
+    """Weight gradients are summed in fp32 and returned in each weight's dtype."""
 
     @staticmethod
     def forward(
@@ -117,6 +121,9 @@ class _ExpertMlp(torch.autograd.Function):
         saved = ctx.spec.unpack(tensors)
         x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[2:]
         with plan.config.activate():
+            # Plain weights come through the saved tensors, whose version autograd has just compared
+            # with that of the forward. Quantised ones are copies, and `check_current` compares for
+            # them.
             reading = ctx.reading
             if reading is None:
                 weights = (w1, w2, b1, b2)

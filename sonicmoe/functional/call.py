@@ -1,5 +1,5 @@
-"""What one call of the routed expert MLP computes, once its settings are decided: shared by eager
-autograd and by compiled graphs.
+"""One call of the routed expert MLP once its settings are decided: shared by eager autograd and by
+compiled graphs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Plan:
         """The plan with settings that the engine for these tokens can compute: `auto` falls back
         from FP8 to BF16, out loud.
         """
+        # The log line is written here and not in `choose`, which forward and backward ask again.
         choice, device = self._decide(x, weights), device_name(x)
         announce(choice, device)
         return (
@@ -79,6 +80,7 @@ def make_plan(
     check_use_fp8(use_fp8)
     config = active_config()
     resolved = config.resolve()
+    # Replaced only where it differs, because a configuration of its own would be resolved anew.
     if use_fp8 is not None and use_fp8 != resolved.fp8:
         config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
         resolved = config.resolve()
@@ -87,7 +89,7 @@ def make_plan(
 
 
 def check_use_fp8(use_fp8: object) -> None:
-    """Refuse what its truth would turn on, as "off" and 0.5.
+    """Refuse values such as "off" and 0.5, which count as true in Python and would switch FP8 on.
 
     Raises:
         ConfigError: it is neither a bool nor None.
@@ -118,6 +120,8 @@ def backward(
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
     to `dtypes`.
     """
+    # fp32 accumulators of this call alone. Autograd, and not this package, adds gradients of
+    # several calls.
     sums = _zeros_like_weights(weights, dout) if wgrad else None
     assert saved.x is not None
     engine = plan.choose(saved.x, weights)
@@ -140,6 +144,7 @@ def _user_gradients(
     """`(dw1, dw2, db1, db2)` in the order and shape of the user's weights; None where there is
     none. They are rounded before they are rearranged, because that moves half the bytes.
     """
+    # A bias has no orientation, and b2 no halves, so its map is the identity.
     native = (sums.dw1, sums.dw2, sums.db1, sums.db2)
     maps = (layout.user_w1, layout.user_w2, layout.user_b1, lambda b2: b2)
     return tuple(

@@ -45,10 +45,11 @@ def compiled_expert_mlp(
         ConfigError: at run time, when a `SonicMoEConfig` is active that is not the one the graph
             was compiled under.
     """
-    from .graph_constants import (
-        plan_number,
-    )  # it loads the compiler, a second or more: only for those who compile
+    # Imported here, because that module loads the compiler, which takes a second or more.
+    from .graph_constants import plan_number
 
+    # Asked for while the compiler traces: the number becomes a constant of the graph, and names the
+    # configuration of that moment.
     number = plan_number(
         activation.value, parameters, layout.transposed, layout.split_half, use_fp8
     )
@@ -78,6 +79,8 @@ def _expert_mlp(
         plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
         out, saved, _ = forward(plan, x.contiguous(), routing, weights, save=save)
+    # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
+    # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
     specs = _z_specs(plan.settings, routing.num_rows, _n1(w1, plan), x.dtype) if save else _NO_Z
     for tensor, (shape, dtype) in zip((z, scales), specs, strict=True):
@@ -102,6 +105,8 @@ def _(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, ...]:
+    # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
+    # from. The number of rows depends on routing, which is data, so it is the worst case.
     plan = plan_of(int(plan_number)).fitted(x, (w1, w2, b1, b2))
     slots = indices.shape[0] * indices.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
@@ -130,9 +135,15 @@ def _expert_mlp_backward(
     weights = (w1, w2, b1, b2)
     with plan.config.activate():
         plan = plan.fitted(x, weights)
+        # Built again from the same indices, which gives the same tensors: the alternative is five
+        # more outputs of the forward operator that live until backward.
         routing = _route(plan, indices, probs, int(w1.shape[0]))
         engine = plan.choose(x, weights)
+        # Reads through the cache. Autograd compares the versions of the saved weights, so these are
+        # the weights of the forward.
         prepared = read_weights(engine, weights, plan.settings, plan.layout, x.dtype).weights
+        # The same contents as in eager mode, with x from the graph's saved tensors and z from the
+        # forward's outputs.
         saved = Saved(
             plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales)
         )
@@ -169,13 +180,17 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.plan_number, _ = inputs
     _, z, scales = output
+    # z and its scales leave the operator only for its own backward. Without the second line
+    # autograd would make zeros for their gradients, as large as z.
     ctx.mark_non_differentiable(z, scales)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, z, scales)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    # The nine inputs: x, indices, probs, w1, w2, b1, b2, then two numbers.
     wanted = ctx.needs_input_grad[:7]
+    # Nobody used the output, so there is no gradient to pass on.
     if dout is None:
         return (None,) * 9
     wgrad = any(wanted[3:])
@@ -193,6 +208,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
 
 _expert_mlp.register_autograd(_differentiate, setup_context=_setup_context)
 
+# An operator returns a fixed number of tensors and never None, so a missing output is empty.
 _NO_Z: tuple[TensorSpec, TensorSpec] = (((0,), torch.float32), ((0,), torch.float32))
 
 
@@ -204,6 +220,7 @@ def _z_specs(
         return _NO_Z
     if settings.recipe is None or settings.save_z is ZCode.BF16:
         return ((rows, n1), dtype if settings.recipe is None else torch.bfloat16), _NO_Z[1]
+    # Rounded up by integer division, which symbolic sizes have too.
     block = settings.recipe.z
     scales = (-(-rows // block.rows), -(-n1 // block.cols))
     return ((rows, n1), _code(settings).dtype), (scales, torch.float32)
@@ -226,6 +243,7 @@ def _restore_z(
 ) -> BlockScaledTensor | Tensor | None:
     if settings.recompute_z:
         return None
+    # The inverse of `_z_tensors`: the settings say which form the two tensors have.
     if settings.recipe is None or settings.save_z is ZCode.BF16:
         return z
     return BlockScaledTensor(z, scales, settings.recipe.z, _code(settings), Orientation.ROWS)
@@ -243,12 +261,12 @@ def _route(plan: Plan, indices: Tensor, probs: Tensor, experts: int) -> RoutingM
 
 
 def _check_config(plan: Plan) -> None:
-    """A graph keeps the settings it was compiled under; another activated configuration must not be
-    ignored in silence.
+    """Refuse an activated configuration that is not the graph's: the graph would ignore it in
+    silence, because it keeps the settings that it was compiled under.
     """
-    if (
-        active_config() == SonicMoEConfig()
-    ):  # nothing activated, or activation recompute on a thread of autograd's own
+    # Nothing is activated, or activation recompute runs on a thread of autograd's own, where the
+    # caller's configuration is not seen.
+    if active_config() == SonicMoEConfig():
         return
     settings = plan.settings
     wanted = make_plan(

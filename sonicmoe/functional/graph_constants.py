@@ -19,5 +19,7 @@ def plan_number(
     use_fp8: bool | None,
 ) -> int:
     """The number of the plan in force now."""
+    # `assume_constant_result` takes constants, so the members of enums and layouts travel as plain
+    # values.
     layout = WeightLayout(transposed, split_half)
     return number_of(make_plan(ActivationType(activation), layout, use_fp8, parameters))

@@ -1,4 +1,4 @@
-"""What a node keeps from call to call: one object that the node, its calls and diagnosis share."""
+"""The state of a node between calls: one object that the node, its calls and diagnosis share."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class SonicMoEMlpNode:
             gradient hooks then see complete gradients, once per weight.
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
             combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
-                for `finish_wgrad()` or `step()`. Needs flush="step".
+            for `finish_wgrad()` or `step()`. Needs flush="step".
 
     A backward to other inputs alone (`torch.autograd.grad(loss, x)`) adds no weight gradients.
     Paddle does not tell a node so: `paddle.grad` adds them.
@@ -167,9 +167,10 @@ class SonicMoEMlpNode:
         self.activation_parameters = layer_parameters(parameters.activation, activation_parameters)
         self._settings: tuple[ResolvedConfig, EngineSettings] | None = None
         self._chosen: tuple[Any, EngineChoice] | None = None
-        resolved, settings = (
-            self._current()
-        )  # what cannot work is refused here, not in the first step
+        # Settings that contradict each other are refused here and not in the first step.
+        resolved, settings = self._current()
+        # An engine that was asked for by name is chosen now, so that the constructor raises if it
+        # cannot run. `auto` waits for the first call, because the tokens' dtype decides too.
         weight = parameters.parameters()[0]
         if resolved.engine is not EngineName.AUTO and is_cuda(weight):
             with self._scope():
@@ -212,6 +213,8 @@ class SonicMoEMlpNode:
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
+        # First, because the outputs of other dispatch modes deserve a message of their own; the
+        # general checks would call them a wrong shape.
         check_dispatched_tokens(x, dispatched_indices, dispatched_probs, tokens_per_expert)
         require_framework_tensor(x, "x")
         check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
@@ -219,7 +222,12 @@ class SonicMoEMlpNode:
         config, settings = self._current()
         with self._scope() as scope:
             choice = self._choose(device_name(x), config, settings, dtype_name(x.dtype))
+            # `auto` may have fallen back from FP8 to BF16, and then the engine has settings of its
+            # own.
             settings = choice.settings or settings
+            # Read once per call: modules may replace their weights between calls, and the list is
+            # at once the input of autograd, the source of the engine weights and the destination of
+            # the gradients.
             parameters = self._state.parameters.parameters()
             reading = self._state.read_weights(choice.engine, settings, parameters)
         call = MlpCall(
@@ -233,6 +241,7 @@ class SonicMoEMlpNode:
             tokens_per_expert=tokens_per_expert,
             validate=config.validate_dispatch,
         )
+        # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
         inputs = (x.contiguous(), dispatched_probs)
         if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
             return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]
@@ -259,6 +268,8 @@ class SonicMoEMlpNode:
         """The gradient half of `step()`: flush, keep the weight caches. May run between
         micro-batches.
         """
+        # Weight gradients that were put off must be in the accumulators before these are handed
+        # over.
         self.finish_wgrad()
         with self._scope(), stage("flush"):
             self._state.flush()
@@ -335,6 +346,7 @@ class SonicMoEMlpNode:
 
     def _current(self) -> tuple[ResolvedConfig, EngineSettings]:
         config = current_config(self._explicit_config)
+        # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
         if self._settings is None or self._settings[0] is not config:
             settings = EngineSettings.from_config(
                 config, self.activation_type, self.activation_parameters
@@ -352,9 +364,8 @@ class SonicMoEMlpNode:
         self, device: str, config: ResolvedConfig, settings: EngineSettings, token_dtype: str
     ) -> EngineChoice:
         key = (device, config.engine, settings, token_dtype)
-        if (
-            self._chosen is None or self._chosen[0] != key
-        ):  # asking for packages and devices takes longer than a launch
+        # Asking for packages and devices takes longer than a launch.
+        if self._chosen is None or self._chosen[0] != key:
             workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
             self._chosen = (key, choose_engine(device, config.engine, workload))
             announce(self._chosen[1], device)
@@ -369,7 +380,7 @@ class SonicMoEMlpNode:
 
 
 def _refuse_biases(experts: Sequence[Any]) -> None:
-    """The node would compute without them, and they would never train."""
+    """Refuse biases: the node would compute without them, and they would never train."""
     for index, expert in enumerate(experts):
         for name in ("up_gate_proj", "down_proj"):
             bias = getattr(getattr(expert, name, None), "bias", None)
@@ -381,7 +392,7 @@ def _refuse_biases(experts: Sequence[Any]) -> None:
 
 
 def _token_dtype_for(weight: Tensor) -> str:
-    """What tokens to expect before any came: those of fp32 master weights are bfloat16 on a GPU."""
+    """The dtype to expect of tokens before any came: bfloat16 for fp32 master weights on a GPU."""
     return (
         "bfloat16"
         if is_cuda(weight) and weight.dtype == torch.float32

@@ -110,9 +110,8 @@ class StepGuard:
         # Forgotten in any case: once flushed, nothing waits and nothing may warn about it.
         before, values = self._gradients, self._values
         self.forget()
-        if (
-            before is None or self._warned or not same
-        ):  # parameters came or went, which is no trace of a reduction
+        # Parameters that came or went are no trace of a reduction.
+        if before is None or self._warned or not same:
             return
         # Identities first, because they cost nothing and are certain. Values are compared only
         # where these are unchanged, as after a reduction inside a fused buffer.

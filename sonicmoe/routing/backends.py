@@ -39,6 +39,8 @@ class RoutingKernels(ABC):
         """
         tokens, topk = (int(size) for size in indices.shape)
         device = device_of(indices)
+        # Unwritten memory: `fill` writes every element, padding included, so no launch is spent on
+        # zeros.
         outputs = (
             empty((num_experts,), torch.int32, device),
             empty((num_experts + 1,), torch.int64, device),
@@ -64,7 +66,7 @@ class RoutingKernels(ABC):
 
     @abstractmethod
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
-        """`out[i] = values[index[i]]`, 0 where `index[i]` is none of `values`; int64, fp32, fp32."""
+        """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
 
     @abstractmethod
     def aggregate_rows(
@@ -166,6 +168,8 @@ class PlainKernels(RoutingKernels):
         counts.copy_(built.expert_counts)
         offsets.copy_(built.padded_offsets)
         rows = int(row_token.shape[0])
+        # Where wrong counts made the row tensors too small, the slots behind them are dropped as
+        # the kernels drop them, and nothing is written out of bounds.
         slot_row.copy_(
             torch.where(built.slot_row < rows, built.slot_row, torch.full_like(slot_row, NO_ROW))
         )
@@ -183,6 +187,8 @@ class PlainKernels(RoutingKernels):
         if 0 in (*index.shape, *values.shape):
             out.fill_(0.0)
             return
+        # A gather may not be given -1, so it reads position 0 there and the result is replaced.
+        # Multiplying by a mask would keep a NaN that position 0 holds.
         flat = index.reshape([-1])
         found = (flat >= 0) & (flat < int(values.shape[0]))
         picked = values.index_select(0, torch.where(found, flat, torch.zeros_like(flat)))
@@ -195,6 +201,8 @@ class PlainKernels(RoutingKernels):
         total = torch.zeros(tuple(out.shape), dtype=torch.float32, device=rows.device)
         if 0 not in (*rows.shape, *out.shape):
             for slot in range(int(slot_row.shape[1])):
+                # A slot without a row reads row 0 and is not added. NaN in row 0 thus stays with
+                # its own token.
                 row = slot_row[:, slot]
                 source = torch.where(row >= 0, row, torch.zeros_like(row))
                 term = rows.index_select(0, source).to(torch.float32)
@@ -221,6 +229,8 @@ def kernels_for(tensor: Tensor) -> RoutingKernels:
 def _choose(device: str) -> tuple[RoutingKernels, list[Exception]]:
     reasons: list[str] = []
     errors: list[Exception] = []
+    # The fastest first. What failed is kept for the log line and for `Decided`, which tries again
+    # if the error may pass.
     for name, make in (("CUDA", _make_cuda), ("Triton", _make_triton)):
         try:
             kernels = make(device)
@@ -281,6 +291,8 @@ def _take_stream_from_paddle() -> None:
     from triton.runtime import driver
 
     paddle = sys.modules["paddle"]
+    # Otherwise the kernels would run on PyTorch's current stream, which nothing orders with
+    # Paddle's.
     driver.active.get_current_stream = paddle.base.libpaddle._get_current_raw_stream
 
 

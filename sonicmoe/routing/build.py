@@ -79,11 +79,14 @@ def route(
     if validate:
         with plain_ops():
             check_contents(indices, probs, num_experts)
+    # A host reads values without waiting, so R can be exact. A GPU would have to wait for the
+    # counts.
     if not (static_rows or is_cuda(indices)):
         with plain_ops():
             routing = exact_routing(indices, probs, num_experts, alignment)
         return _with_counts_checked(routing, given)
     tokens, topk = (int(size) for size in indices.shape)
+    # The number of rows must be known before the kernel that counts has run.
     rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
     kernels = _kernels(indices, num_experts)
     routing = kernels.build(indices, probs, num_experts, alignment, rows)

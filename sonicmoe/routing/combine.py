@@ -1,5 +1,5 @@
-"""Values of rows back to slots and tokens: plain tensor operations on a host, kernels on a GPU, which
-wait for nothing.
+"""Values of rows brought back to slots and tokens: by plain tensor operations on a host, and by
+kernels that wait for nothing on a GPU.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def aggregate(
     fits = len(rows.shape) == 2 and int(rows.shape[0]) == routing.num_rows
     expect(fits, ShapeError, f"rows has shape {tuple(rows.shape)}; needed: [{routing.num_rows}, H]")
     require_same_device([("rows", rows), ("routing", routing.slot_row)])
+    # Unwritten: the kernel writes every token, and zeros for those without rows.
     out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
     kernels_for(rows).aggregate_rows(
         rows.detach().contiguous(), routing.slot_row, routing.row_prob, out, weighted

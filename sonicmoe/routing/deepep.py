@@ -59,7 +59,7 @@ def deepep_topk_to_sonic_metadata(
 def check_dispatched_tokens(
     x: Any, dispatched_indices: Any, dispatched_probs: Any, tokens_per_expert: Any = None
 ) -> None:
-    """Refuse what other dispatch modes deliver, naming the mode, before any tensor is read;
+    """Refuse the outputs of other dispatch modes by name, before any tensor is read;
     `tokens_per_expert`: for the hint alone.
 
     Raises:
@@ -74,6 +74,7 @@ def check_dispatched_tokens(
         raise DTypeError(
             f"x is {dtype_name(x.dtype)} without its scales, from an FP8 dispatch; needed: bfloat16 tokens"
         )
+    # The usual slip of callers who left out the second argument: indices then arrive in its place.
     if dispatched_probs is None and len(getattr(tokens_per_expert, "shape", ())) == 2:
         raise RoutingError(
             "dispatched_probs missing; the second argument, tokens_per_expert, has two axes as indices have: needed: "

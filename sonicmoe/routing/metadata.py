@@ -1,5 +1,5 @@
-"""`RoutingMetadata`: who computes what, in which row. Built once per forward, read by every stage
-of both passes.
+"""`RoutingMetadata`: which row computes which slot. Built once per forward, read by every stage of
+both passes.
 
 Legend: T tokens, K slots per token, E local experts, S = T*K flat slots (slot = token * K + k), R
 rows of the padded, expert-sorted layout. An expert's rows are its tokens in ascending order
@@ -22,8 +22,8 @@ ROW_ALIGNMENT = 128
 
 @dataclass(frozen=True, eq=False)
 class RoutingMetadata:
-    """Named, documented routing tensors; every one is fully written, none is ever read past what is
-    described here.
+    """The routing tensors of one forward. Each is fully written, and no stage reads more of it than
+    is described here.
 
     Attributes:
         num_tokens, topk, num_experts: T, K, E.
@@ -97,6 +97,7 @@ class RoutingMetadata:
 
     def expert_slices(self) -> list[tuple[int, int, int]]:
         """`(first_row, count, padded_count)` of each expert, on the host."""
+        # The same arithmetic as `padded_offsets`, on the host, for engines that loop over experts.
         slices, first = [], 0
         for count in self.counts_on_host():
             padded = round_up(count, self.alignment)

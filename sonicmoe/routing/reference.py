@@ -20,20 +20,33 @@ def exact_routing(
     """The metadata with exactly the rows that the indices need; waits for the device."""
     num_tokens, topk = (int(size) for size in indices.shape)
     device = indices.device
+    # An example: 3 tokens, K = 2, E = 2, padded to 4 rows, and x for "not here":
+    #
+    #     indices    [[1, x], [0, 1], [0, x]]       group         1 2 0 1 0 2
+    #     sorted by group                           sorted_slots  2 4 | 0 3 | 1 5 (cut off)
+    #     rank within the expert                                  0 1 | 0 1
+    #     row = padded_offsets[expert] + rank                     0 1 | 4 5
+    #
+    # A slot is token * K + k.
     ids = indices.reshape([num_tokens * topk]).to(torch.int64)
     # A stable sort of slots is a stable sort of tokens.
     group = group_of(ids, num_experts)
     counts = torch.bincount(group, minlength=num_experts + 1)[:num_experts]
+    # Sizes of the row tensors depend on these numbers, so this function waits for the device.
     host_counts = tuple(int(count) for count in counts.tolist())
     padded = tuple(round_up(count, alignment) for count in host_counts)
     num_rows, num_valid = sum(padded), sum(host_counts)
 
+    # The extra group sorts last, so that the first `num_valid` entries are the slots with an
+    # expert.
     sorted_slots = torch.argsort(group, stable=True)[:num_valid]
     expert_of = group[sorted_slots]
     offsets, padded_offsets = _offsets(host_counts, device), _offsets(padded, device)
+    # The position in the sorted order, counted from the expert's first slot.
     rank = torch.arange(num_valid, dtype=torch.int64, device=device) - offsets[expert_of]
     rows = padded_offsets[expert_of] + rank
 
+    # Everything starts as padding, and the scatter below overwrites true rows only.
     slot_row = _filled(num_tokens * topk, NO_ROW, torch.int64, device)
     row_token = _filled(num_rows, NO_ROW, torch.int32, device)
     row_prob = _filled(num_rows, 0.0, torch.float32, device)

@@ -37,6 +37,8 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
         ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and what
         is needed.
     """
+    # One expression without messages for the usual case; what follows only finds out which part of
+    # it is false.
     if _are_indices_and_probs(indices, probs) and num_experts > 0:
         return
     require_framework_tensor(indices, "dispatched_indices")
@@ -68,7 +70,7 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
 
 
 def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
-    """Whether nothing needs an explanation: asked at every forward."""
+    """Whether the pair is as needed. Asked at every forward, so it composes no message."""
     return (
         isinstance(indices, torch.Tensor)
         and isinstance(probs, torch.Tensor)
@@ -99,6 +101,7 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
             f"dispatched_probs[{t}, {k}] is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})"
         ),
     )
+    # Every pair of columns: K is small, and a sort of each row would lose the slots' positions.
     topk = int(ids.shape[1])
     for k in range(1, topk):
         for earlier in range(k):
@@ -131,6 +134,7 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
     if tokens_per_expert is None:
         return None
     if hasattr(tokens_per_expert, "tolist") and hasattr(tokens_per_expert, "shape"):
+        # A GPU tensor counts as "not given": reading it would wait, and the indices say the same.
         if isinstance(tokens_per_expert, torch.Tensor) and is_cuda(tokens_per_expert):
             return None
         tokens_per_expert = tokens_per_expert.tolist()
@@ -146,9 +150,8 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
         ShapeError,
         f"tokens_per_expert has {len(tokens_per_expert)} entries; needed: {num_experts}, one per local expert",
     )
-    if {*map(type, tokens_per_expert)} == {int} and min(
-        tokens_per_expert
-    ) >= 0:  # what dispatchers list, every forward
+    # Dispatchers pass a list of ints at every forward; it is accepted without a test per entry.
+    if {*map(type, tokens_per_expert)} == {int} and min(tokens_per_expert) >= 0:
         return tuple(tokens_per_expert)
     counts = []
     for expert, count in enumerate(tokens_per_expert):
@@ -165,6 +168,7 @@ def _is_count(value: Any) -> bool:
     """Whether it is a non-negative integer of any numeric type: an integral float is one, True is
     none.
     """
+    # True is an int to Python, and a list of flags is no list of counts.
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     number = float(value)
@@ -178,6 +182,8 @@ def check_counts(given: Sequence[int], counted: Sequence[int]) -> None:
     Raises:
         RoutingError: naming the first expert whose count disagrees, and both counts.
     """
+    # DeepEP rounds counts up where it was asked to, and does not say to what, so every power of two
+    # is tried.
     if tuple(given) == tuple(counted) or _is_aligned_version(given, counted):
         return
     expert = next(e for e, (a, b) in enumerate(zip(given, counted, strict=True)) if a != b)

@@ -58,7 +58,8 @@ def optimizer_steps() -> int:
 
 
 class Seen(NamedTuple):
-    """What the host saw of some weights; equal to an earlier one if no write showed in between.
+    """The traces of writes that the host saw in some weights; equal to an earlier one if no write
+    showed in between.
 
     marks: checksums or version counters; empty where writes leave no trace.
     """
@@ -68,8 +69,8 @@ class Seen(NamedTuple):
 
 
 def look(parameters: Sequence[Tensor]) -> Seen:
-    """What the host sees now. On a host checksums tell everything, so that steps of optimizers,
-    which may be other models', are left out.
+    """The traces that the host sees now. On a host checksums find every write, so steps of
+    optimizers, which may be other models', are left out.
     """
     on_gpu = is_cuda(parameters[0])
     return Seen(weight_fingerprint(parameters), _optimizer_steps if on_gpu else 0)
