@@ -37,6 +37,7 @@ def save_checkpoint(
         CheckpointError: the directory cannot be written.
     """
     encoded = json.dumps({"format": FORMAT, **header}).encode()
+    # An .npz holds arrays only, so the JSON text travels as an array of bytes.
     named: dict[str, Any] = {HEADER: np.frombuffer(encoded, dtype=np.uint8), **arrays}
     # Written beside `path`, on the same file system, because only there a rename is atomic. The
     # file is flushed first: a rename may reach the disk before the data it names.
@@ -105,9 +106,12 @@ def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.n
     try:
         # Pickles run code when they are read, and a checkpoint may come from somebody else.
         with np.load(path, allow_pickle=False) as archive:
+            # np.load reads members on demand: the header costs one small read, however large the
+            # weights are.
             header = json.loads(archive[HEADER].tobytes())
             names = [] if header_only else [name for name in archive.files if name != HEADER]
             arrays = {name: archive[name] for name in names}
+    # Each way of damaging a file (cut, overwritten, another format) ends in another of these.
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {error}") from None
     found = header.get("format") if isinstance(header, dict) else None

@@ -86,6 +86,7 @@ def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BY
     pieces, num_files = _read(files, max_bytes)
     where = ", ".join(str(path) for path in source) or "the interpreter's standard library"
     expect(bool(pieces), CorpusError, f"no text in {where}: every file is empty, hidden or binary")
+    # The last piece is a separator behind which no file follows.
     data = np.concatenate(pieces)[:-1]
     split = int(len(data) * (1 - HELD_OUT_SHARE))
     return Corpus(data[:split], data[split:], num_files, hashlib.sha256(data.tobytes()).hexdigest())
@@ -143,6 +144,7 @@ def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]
             content = np.fromfile(path, dtype=np.uint8, count=max_bytes - total + 1)
         except OSError as error:
             raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+        # An empty file would leave two separators in a row.
         if content.size == 0:
             continue
         pieces += [content[: max_bytes - total], separator]

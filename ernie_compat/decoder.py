@@ -103,6 +103,8 @@ class Attention(nn.Module):
         self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, dense_dtype)
         self.o_proj = Projection(config.hidden_size, config.hidden_size, dense_dtype)
         cos, sin = rotary_tables(config)
+        # The axis of size 1 spreads over heads. Tables are computed from the configuration and not
+        # saved, hence `persistent=False`.
         self.register_buffer("cos_S1D", torch.from_numpy(cos[:, None]), persistent=False)
         self.register_buffer("sin_S1D", torch.from_numpy(sin[:, None]), persistent=False)
         self.register_buffer(
@@ -115,6 +117,8 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]` in the dense dtype."""
         batch, length, hidden = x_BSH.shape
+        # Queries and keys stay together until they are rotated: one product and one rotation serve
+        # both.
         qk_BSH, v_BSH = self.qkv_proj(x_BSH).split([2 * hidden, hidden], -1)
         qk_BSND = self._rotate(qk_BSH.reshape([batch, length, 2 * self.num_heads, self.head_dim]))
         q_BNSD, k_BNSD = _swap_heads(qk_BSND).chunk(2, 1)
@@ -128,6 +132,7 @@ class Attention(nn.Module):
 
             return repeatable_attention(q_BNSD, k_BNSD, v_BNSD)
         length = q_BNSD.shape[2]
+        # The scale is applied to q, which usually has fewer elements than the scores.
         scores = _times_transposed(q_BNSD * self.head_dim**-0.5, k_BNSD)
         return torch.softmax(scores + self.mask_SS[:length, :length], -1) @ v_BNSD
 
@@ -195,10 +200,15 @@ class MoEMlp(nn.Module):
         logits_TE = self.router(x_TH)
         probs_TE = torch.softmax(logits_TE, -1)
         top_TK, indices_TK = torch.topk(probs_TE, self.topk, -1)
+        # The K probabilities are scaled to sum to 1. The division is part of the graph, so the
+        # router learns through it.
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
         # `bincount` would wait for a GPU.
         counts_E = (indices_TK.unsqueeze(-1) == self.expert_ids_E).sum((0, 1)).to(torch.float32)
+        # In place and outside the graph: counts are integers in fp32 and have no gradient.
         self.parallel.sum_world([counts_E])
+        # Every rank calls this in every layer, also with no tokens for its experts: it is a
+        # collective.
         received = self.dispatcher.dispatch(x_TH.to(self.token_dtype), indices_TK, top_TK)
         out_RH = self.node(received.x, received.tokens_per_expert, received.indices, received.probs)
         out_TH = self.dispatcher.combine(out_RH, received.handle)
@@ -261,6 +271,8 @@ class ErnieMoEDecoder(nn.Module):
     ) -> None:
         """Build the layers; load weights with `initial_weights` afterwards."""
         super().__init__()
+        # One dispatcher for all layers: its buffers are large, and layers use them one after
+        # another.
         dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(

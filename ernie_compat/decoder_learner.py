@@ -60,6 +60,7 @@ class DecoderLearner(ABC):
         self.engine = engine_in_use(model, precision, engine, device_name(weight))
         self.parameters: dict[str, Any] = dict(decoder.named_parameters())
         self.num_parameters = sum(
+            # This rank has its own experts only; the model has those of all ranks of the group.
             numel(p) * (parallel.layout.ep_size if is_expert(name) else 1)
             for name, p in self.parameters.items()
         )
@@ -70,6 +71,7 @@ class DecoderLearner(ABC):
         batches = [
             self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)
         ]
+        # `tolist` is the one wait of a step.
         loss, aux_loss, z_loss, grad_norm, *counts = self.launch_step(
             batches, learning_rate
         ).tolist()
@@ -90,12 +92,15 @@ class DecoderLearner(ABC):
         # leave the experts' gradients out of that sum (docs/design.md, "The place of step").
         for node in self.decoder.nodes:
             node.step()
+        # The order matters: gradients are summed over ranks, then clipped by the norm of the sum,
+        # then applied.
         self._reduce_gradients()
         grad_norm = self._clip_gradients()
         self._update(learning_rate)
         losses = self._mean_over_ranks(torch.stack([losses for losses, _ in parts]).mean(0))
         counts = torch.stack([counts for _, counts in parts]).sum(0)
         return torch.cat(
+            # fp64 holds counts and losses exactly, so one tensor and one copy serve both.
             [figures.reshape([-1]).to(torch.float64) for figures in (losses, grad_norm, counts)]
         )
 
@@ -112,6 +117,7 @@ class DecoderLearner(ABC):
         local = {name: tuple(tensor.shape) for name, tensor in self._local_state()}
         require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
         for name, tensor in self._local_state():
+            # `arrays` holds all ranks' experts; this loop takes those that this rank has.
             self._assign(tensor, arrays[name])
         self._weights_changed()
 
@@ -139,6 +145,8 @@ class DecoderLearner(ABC):
         out = self.layer(inputs)
         loss = F.cross_entropy(out.logits, targets)
         total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
+        # Gradients of micro-batches and ranks are added up, so each loss is divided by their number
+        # to make the sum a mean.
         (total / (self.train.micro_batches * self.parallel.layout.world_size)).backward()
         return torch.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
 
@@ -170,6 +178,8 @@ class DecoderLearner(ABC):
     def _norm_over_ranks(self) -> Tensor:
         """Of all parameters' gradients, those of other ranks' experts included."""
         squares = [sum_of_squares(self._gradients(experts)) for experts in (False, True)]
+        # Replicated parameters count once. Experts' squares are added over the group, which holds
+        # every expert once.
         self.parallel.sum_ep(squares[1:])
         return torch.stack(squares).sum().sqrt()
 

@@ -68,11 +68,14 @@ def has_weight_decay(name: str) -> bool:
 
 def rotary_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """fp32 `cos, sin [S, head_dim]` for the rotate-half form of rotary position embedding."""
+    # Computed in fp64 and rounded once, so that both frameworks get the same bits whatever their
+    # own sine would give.
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     angles = (
         np.arange(config.seq_len, dtype=np.float64)[:, None]
         * config.rope_theta ** -exponents[None, :]
     )
+    # Both halves of a head turn by the same angles.
     doubled = np.concatenate([angles, angles], axis=-1)
     return np.cos(doubled).astype(np.float32), np.sin(doubled).astype(np.float32)
 
@@ -85,6 +88,7 @@ def half_turn(head_dim: int) -> np.ndarray:
     """
     half = head_dim // 2
     turn = np.zeros((head_dim, head_dim), dtype=np.float32)
+    # Column j of the result takes -x[half + j], and column half + j takes x[j].
     turn[np.arange(half, head_dim), np.arange(half)] = -1
     turn[np.arange(half), np.arange(half, head_dim)] = 1
     return turn

@@ -72,6 +72,8 @@ def load_framework(framework: str) -> None:
     """
     interop = sys.modules.get("sonicmoe.interop")
     if interop is not None:
+        # The package binds to a framework at its first import of `interop`, for the life of the
+        # process.
         bound = interop.FRAMEWORK
         expect(
             bound == framework,
@@ -94,6 +96,8 @@ def load_framework(framework: str) -> None:
             FrameworkError,
             f"paddle {module.__version__} has no torch proxy; needed: paddle >= 3.3 ({install_hint('paddle')})",
         )
+        # Limited to imports made by `sonicmoe`, so that other packages of the process get the real
+        # PyTorch.
         module.enable_compat(scope={"sonicmoe"}, silent=True)
 
 
@@ -134,6 +138,7 @@ def make_learner(
     load_framework(framework)
     backend: Any
     if framework == "paddle":
+        # Imported only here, because importing a backend imports its framework.
         from . import paddle_backend as backend
     else:
         from . import torch_backend as backend

@@ -50,6 +50,8 @@ class RankWatch:
             link.sendall(f"{rank}\n".encode())
             self._peers = {0: link}
         for peer, link in self._peers.items():
+            # The timeout of a read is the alarm: a peer that sends no heartbeat for this long ends
+            # `_hear` with TimeoutError.
             link.settimeout(silence_s)
             threading.Thread(target=self._hear, args=(peer, link), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -85,6 +87,8 @@ class RankWatch:
             for _ in range(count):
                 link, _ = listener.accept()
                 link.settimeout(self._silence_s)
+                # Connections come in any order, so each rank says who it is. The buffered reader
+                # may take a first heartbeat with it, which nobody misses.
                 peers[int(link.makefile("r").readline())] = link
         return peers
 
@@ -108,10 +112,14 @@ class RankWatch:
         try:
             for line in link.makefile("r", errors="replace"):
                 word, _, rest = line.strip().partition(" ")
+                # A rank that has finished well closes its connection next; that end must not count
+                # as a death.
                 if word == BYE:
                     return
                 if word in (FAILED, LOST):
                     return self._report(rest if word == LOST else f"rank {peer} failed: {rest}")
+            # The stream ended without a goodbye. The operating system closes the connections of a
+            # process however it ends.
             reason = f"rank {peer} is gone (its process ended)"
         except TimeoutError:
             reason = f"rank {peer} has not been heard of for {self._silence_s:g} s"
@@ -121,15 +129,19 @@ class RankWatch:
 
     def _report(self, reason: str) -> None:
         with self._lock:
+            # Several threads may notice one death, and a death after this rank's own end is no
+            # news.
             if self._ended or self._reason:
                 return
             self._reason = reason
         if self._rank == 0:
             self._tell(f"{LOST} {reason}")
+        # First the flag and then the callback, because the callback usually ends the process.
         self._lost.set()
         self._on_lost(reason)
 
     def _tell(self, message: str) -> None:
+        # One line per message: a reason with line breaks would be read as several.
         line = (" ".join(message.split()) + "\n").encode(errors="replace")
         for link in self._peers.values():
             with suppress(OSError):

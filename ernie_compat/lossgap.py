@@ -70,7 +70,9 @@ class Interval:
         mean = float(np.mean(values))
         if len(values) < 2:
             return cls(mean, math.nan, math.nan)
+        # n values have n - 1 degrees of freedom, and the table starts at 1.
         quantile = STUDENT_T[len(values) - 2] if len(values) - 2 < len(STUDENT_T) else NORMAL
+        # `ddof=1` is the unbiased variance; dividing by sqrt(n) makes it that of the mean.
         half = quantile * float(np.std(values, ddof=1)) / math.sqrt(len(values))
         return cls(mean, max(least, mean - half), mean + half)
 
@@ -123,6 +125,7 @@ def read_run(directory: Path) -> GapRun:
     )
     losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
     config = read_header(directory / CHECKPOINT_NAME).get("config", {})
+    # Smoothed before the division: a ratio of single steps is mostly noise.
     curve = smoothed(losses) / smoothed(references) - 1
     tail = max(1, round(len(curve) * GAP_TAIL))
     held_out, reference = summary.get("held_out_loss"), summary.get("held_out_loss_full_precision")
@@ -194,6 +197,7 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
     axes = figure.subplots()
     for number, kind in enumerate(dict.fromkeys(run.kind for run in runs)):
         own = [run for run in runs if run.kind == kind]
+        # Runs of unequal length are compared as far as all of them go.
         length = min(run.steps for run in own)
         curves = 100 * np.stack([run.curve[:length] for run in own])
         steps, colour = np.arange(1, length + 1), f"C{number % 10}"

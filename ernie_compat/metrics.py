@@ -76,6 +76,8 @@ class MetricsFile:
         Raises:
             MetricsError: the file cannot be written.
         """
+        # Written anew and renamed, because a resumed run repeats the steps behind its checkpoint
+        # and the old lines of these steps must go.
         temporary = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +89,7 @@ class MetricsFile:
 
     def append(self, record: StepRecord) -> None:
         self._file.write(_line(record))
+        # Flushed so that a reader of the file, and a killed run, have every step so far.
         self._file.flush()
 
     def __enter__(self) -> MetricsFile:
@@ -141,6 +144,7 @@ def smoothed(losses: Sequence[float], window: int = SMOOTHING_WINDOW) -> np.ndar
     """Mean over the last `window` steps at every step (over all steps so far where there are
     fewer); fp64 `[N]`.
     """
+    # Differences of running sums: one pass however long the window is.
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(ends - window, 0)

@@ -152,6 +152,7 @@ class TrainConfig:
         """Linear warm-up, then cosine down to `min_lr_ratio * lr`; `step` counts from 1."""
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
+        # `max` covers a run that ends with its warm-up, `min` steps beyond the schedule.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         floor = self.min_lr_ratio
         return self.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -205,6 +206,7 @@ class RunConfig:
         Raises:
             ConfigError: a micro-batch is not a multiple of the ranks.
         """
+        # Micro-batches are cut first and then dealt out over the ranks.
         part = self.train.batch_size // self.train.micro_batches
         expect(
             part % world_size == 0,
@@ -216,6 +218,7 @@ class RunConfig:
         """Most tokens one rank sends through a MoE layer at once: those of a micro-batch, or of an
         evaluation batch.
         """
+        # An evaluation batch is not cut into micro-batches, so the whole batch is the bound.
         return self.train.batch_size * self.model.seq_len // world_size
 
     def to_json(self) -> dict[str, Any]:
@@ -240,6 +243,7 @@ class RunConfig:
 
 def _require_positive(config: Any, name: str) -> None:
     value = getattr(config, name)
+    # True is an int to Python.
     integral = isinstance(value, int) and not isinstance(value, bool)
     expect(
         integral and value > 0,

@@ -62,6 +62,8 @@ class PaddleLearner(DecoderLearner):
     ) -> None:
         """Give every parameter a `main_grad` and create the optimizer's state."""
         super().__init__(decoder, model, train, precision, engine, parallel, device)
+        # The wrapper installs the hooks that add gradients into `main_grad`. Forwards go through
+        # it; parameters are still those of the decoder.
         self.layer = MixPrecisionLayer(decoder, dtype="bfloat16")
         for parameter in self.parameters.values():
             # Allocated gradients keep an expert that got no token in the optimizer step, resumed or
@@ -71,6 +73,8 @@ class PaddleLearner(DecoderLearner):
         self._moments = self.optimizer.state_dict()
 
     def _adamw(self) -> paddle.optimizer.AdamW:
+        # Paddle calls the function with its own names of parameters, which differ from the names in
+        # the module tree.
         decayed = {p.name for name, p in self.parameters.items() if has_weight_decay(name)}
         train = self.train
         optimizer = paddle.optimizer.AdamW(
@@ -95,6 +99,8 @@ class PaddleLearner(DecoderLearner):
 
     def _clip_gradients(self) -> Tensor:
         """On one rank the optimizer clips."""
+        # Reported in any case. Only with expert parallelism is it also used, because then no rank's
+        # optimizer sees all gradients.
         norm = self._norm_over_ranks()
         if self.parallel.layout.ep_size > 1 and (total := float(norm)) > self.train.clip_norm:
             for parameter in self.parameters.values():

@@ -33,6 +33,7 @@ class PaddleParallel(JoinedRanks):
         return [piece.numpy() for piece in pieces]
 
     def largest(self, value: int) -> int:
+        # As fp32, hence the bound of 2^24 in `Parallel.largest`.
         number = paddle.to_tensor([float(value)])
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number.item())
@@ -46,6 +47,7 @@ class PaddleParallel(JoinedRanks):
         """
         own = None
         for ranks in groups:
+            # The group of all ranks exists already.
             if len(ranks) == self.layout.world_size:
                 return dist.get_group()
             dist.barrier()  # Paddle's gloo mixes up groups that are made at the same time
@@ -58,6 +60,7 @@ class PaddleParallel(JoinedRanks):
     def _sum(self, tensors: list[Tensor], group: Any) -> None:
         if not tensors or group is None or group.nranks == 1:
             return
+        # One message for all tensors: the latency of a collective is paid once and not per tensor.
         flat = paddle.concat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=group)
         start = 0

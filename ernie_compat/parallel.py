@@ -30,6 +30,8 @@ PADDLE_VARIABLES = (
     "PADDLE_TRAINER_ENDPOINTS",
     "PADDLE_CURRENT_ENDPOINT",
 )
+# The number between ".experts." and the next dot. Both are looked at and not matched, so a
+# substitution replaces the number alone.
 EXPERT_NAME = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -76,6 +78,7 @@ class RankLayout:
     @property
     def ep_rank(self) -> int:
         """Own rank in the expert-parallel group."""
+        # Groups are consecutive ranks: rank r is in group r // N at place r % N.
         return self.rank % self.ep_size
 
     @property
@@ -89,6 +92,7 @@ class RankLayout:
     @property
     def replica_groups(self) -> list[list[int]]:
         """Ranks that hold the same experts."""
+        # Equal places in all groups hold equal experts, so these ranks are N apart.
         return [list(range(first, self.world_size, self.ep_size)) for first in range(self.ep_size)]
 
     def local_experts(self, num_experts: int) -> range:
@@ -98,6 +102,8 @@ class RankLayout:
 
     def shard(self, batch: np.ndarray) -> np.ndarray:
         """This rank's consecutive part of `[B, ...]`."""
+        # Consecutive parts of equal size; `RunConfig.require_world` has checked that they come out
+        # even.
         return np.split(batch, self.world_size)[self.rank]
 
 
@@ -144,6 +150,8 @@ class JoinedRanks(ABC):
     def dispatcher(self, num_experts: int) -> Dispatcher:
         from sonicmoe.ep import LocalDispatcher, make_dispatcher
 
+        # Every rank has all experts then: tokens stay where they are, although there are several
+        # ranks.
         if self.layout.ep_size == 1:
             return LocalDispatcher(num_experts)
         return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
@@ -177,6 +185,7 @@ class SingleProcess:
     def sum_world(self, tensors: list[Any]) -> None:
         """See `Parallel`."""
 
+    # With one rank every sum is its own result already.
     sum_replicas = sum_ep = sum_world
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
@@ -198,11 +207,14 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """
     environ = os.environ if environ is None else environ
     try:
+        # torchrun is asked first. A launcher is recognised by the variable that counts its ranks.
         if "WORLD_SIZE" in environ:
             rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
             return Launch(rank, world, int(environ.get("LOCAL_RANK", rank)), environ["MASTER_ADDR"])
         if "PADDLE_TRAINERS_NUM" in environ:
             rank, world = int(environ["PADDLE_TRAINER_ID"]), int(environ["PADDLE_TRAINERS_NUM"])
+            # The list of "host:port" is in rank order, so the first is rank 0. `rsplit` keeps the
+            # colons of an IPv6 address.
             host = environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rsplit(":", 1)[0]
             return Launch(rank, world, int(environ.get("PADDLE_RANK_IN_NODE", rank)), host)
     except (KeyError, ValueError) as error:
@@ -245,12 +257,15 @@ def gather_state(
     # the same shapes, so this rank's names and sizes also tell how to cut the others' vectors.
     mine = [name for name in local if is_expert(name)]
     pieces = parallel.gather_ep(np.concatenate([local[name].reshape(-1) for name in mine]))
+    # Everything but the experts is the same on all ranks.
     whole = {name: array for name, array in local.items() if not is_expert(name)}
     per_rank = num_experts // layout.ep_size
     for rank, piece in enumerate(pieces):
         start = 0
         for name in mine:
             size, shape = local[name].size, local[name].shape
+            # The i-th expert of another rank has an id that is higher by the distance of the ranks
+            # times the experts per rank.
             whole[on_rank(name, (rank - layout.ep_rank) * per_rank)] = piece[
                 start : start + size
             ].reshape(shape)

@@ -28,6 +28,7 @@ def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) 
     Raises:
         EngineUnavailableError: an engine asked for by name cannot run.
     """
+    # Imported here, because choosing an engine loads the framework.
     from sonicmoe.config import current_config
     from sonicmoe.engine.capabilities import Workload
     from sonicmoe.engine.interface import EngineSettings

@@ -53,6 +53,7 @@ class InterruptGuard:
             signal.signal(name, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Only Ctrl-C counts a second time; a repeated SIGTERM changes nothing.
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number

@@ -37,6 +37,8 @@ class RankGuard:
         layout = self._parallel.layout
         if layout.world_size > 1:
             listener = RankWatch.listen() if layout.rank == 0 else None
+            # Rank 0 took a free port and tells it by a collective: the others contribute 0, so the
+            # largest number is the port.
             port = self._parallel.largest(listener.getsockname()[1] if listener is not None else 0)
             address = (layout.launch.master_host, port)
             self._watch = RankWatch(
@@ -77,4 +79,5 @@ class RankGuard:
         rank = self._parallel.layout.rank
         sys.stderr.write(f"sonicmoe train: rank {rank} stops: {reason}; {self._hint()}\n")
         sys.stderr.flush()
+        # Not sys.exit, which would raise in this thread only and leave the main thread where it is.
         os._exit(EXIT_LOST)

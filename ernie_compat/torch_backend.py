@@ -82,6 +82,7 @@ class TorchLearner(DecoderLearner):
             # not.
             parameter.grad = torch.zeros_like(parameter)
             self.optimizer.state[parameter] = {
+                # The fused optimizer counts its steps on the device, the plain one on the host.
                 "step": torch.zeros((), device=device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
@@ -89,6 +90,8 @@ class TorchLearner(DecoderLearner):
 
     def _clip_gradients(self) -> Tensor:
         if self.parallel.layout.ep_size == 1:
+            # Without expert parallelism every rank has all gradients, so PyTorch's own clipping is
+            # right.
             return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.train.clip_norm)
         norm = self._norm_over_ranks()
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.clip_norm, norm)

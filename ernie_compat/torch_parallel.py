@@ -24,6 +24,8 @@ class TorchParallel(JoinedRanks):
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", layout.launch.local_rank)
+            # Before the process group: NCCL takes the current device, and all ranks of a host would
+            # share GPU 0.
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", timeout=JOIN_TIMEOUT
@@ -48,6 +50,7 @@ class TorchParallel(JoinedRanks):
 
     def _join(self, groups: list[list[int]]) -> Any:
         """Own group among `groups`; every rank makes all of them, in one order."""
+        # `new_group` is a collective of all ranks, those outside the group included.
         made = [dist.new_group(ranks) for ranks in groups]
         return next(
             group for group, ranks in zip(made, groups, strict=True) if self.layout.rank in ranks
@@ -56,6 +59,7 @@ class TorchParallel(JoinedRanks):
     def _sum(self, tensors: list[Tensor], group: Any) -> None:
         if not tensors or dist.get_world_size(group) == 1:
             return
+        # One message for all tensors, and one order of additions.
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.all_reduce(flat, group=group)
         start = 0

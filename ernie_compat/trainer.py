@@ -72,6 +72,8 @@ class Trainer:
             CorpusError: the text is shorter than a sequence.
             FrameworkError, EngineUnavailableError: see `make_learner`.
         """
+        # Both checks come before the learners, which allocate the model: a refusal should take no
+        # minute.
         corpus.require_length(config.model.seq_len)
         parallel = parallel or SingleProcess()
         config.require_world(parallel.layout.world_size)
@@ -93,9 +95,14 @@ class Trainer:
                 precision.
         """
         path = directory / CHECKPOINT_NAME
+        # The header alone is read first, so that a run that cannot be resumed is refused before a
+        # model is built.
         saved = read_header(path)
         require_resumable(saved, config)
+        # A resumed run keeps the twin that it had. Without this, another machine could choose
+        # another baseline in the middle of the curve.
         config = replace(config, against=config.against or saved["config"].get("against"))
+        # `start` loads initial weights, which the checkpoint then overwrites whole.
         trainer = cls.start(config, corpus, directory, parallel)
         header, arrays = load_checkpoint(path)
         for name, learner in trainer.learners.items():
@@ -108,6 +115,8 @@ class Trainer:
                 }
             )
         trainer.step = int(header["step"])
+        # The metrics may be ahead of the checkpoint, because they are written after every step.
+        # Those later steps are done again, so their records are left out.
         trainer.records = read_metrics(directory / METRICS_NAME, up_to_step=trainer.step)
         return trainer
 
@@ -130,6 +139,7 @@ class Trainer:
         # after the same one.
         agreed = self.parallel.largest
         with (
+            # Only rank 0 has the file; the others train through a null context.
             MetricsFile(self.directory / METRICS_NAME, self.records)
             if self.writes
             else nullcontext() as metrics
@@ -141,6 +151,8 @@ class Trainer:
                     metrics.append(record)
                 on_step(record)
                 due = train.checkpoint_every and self.step % train.checkpoint_every == 0
+                # The last step's checkpoint is written below in any case, so it is not written
+                # twice.
                 if due and self.step < train.steps:
                     self.save()
         self.save()
@@ -155,6 +167,8 @@ class Trainer:
         """Write the checkpoint of this moment; every rank calls it, rank 0 writes when it has
         everything.
         """
+        # Gathering the experts is a collective, so every rank takes part before those that write
+        # nothing return.
         arrays = {
             f"{name}/{key}": array
             for name, learner in self.learners.items()
@@ -191,6 +205,7 @@ class Trainer:
         `engine` is the one asked for, `engine_used` the one that ran.
         """
         main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
+        # Evaluation is a collective, which is why every rank calls `summary`.
         held_out = self.evaluate()
         last = self.records[-SMOOTHING_WINDOW:]
         return {
@@ -220,9 +235,13 @@ class Trainer:
 
     def _advance(self) -> StepRecord:
         train, step = self.config.train, self.step + 1
+        # The whole batch on every rank, the same bits: a batch is a function of seed and step. Each
+        # learner takes its rank's part.
         tokens = self.corpus.batch(step, train.batch_size, self.config.model.seq_len, train.seed)
         rate = train.learning_rate(step)
         result, seconds = _timed_step(self.learners[MAIN], tokens, rate)
+        # Checked before `self.step` moves on, so a checkpoint never claims a step whose loss was
+        # not finite.
         _require_finite(result, step)
         twin = self.learners.get(FULL_PRECISION)
         reference, reference_seconds = (
@@ -262,12 +281,16 @@ def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
         CheckpointError: naming the first setting that differs, its saved and its requested value.
     """
     saved, wanted = header.get("config", {}), config.to_json()
+    # Moments and names of parameters belong to one framework; a change of precision would be
+    # another experiment under the same curve.
     for name in ("framework", "precision", "compare"):
         _require_equal(name, saved.get(name), wanted[name])
+    # A baseline that was not asked for is taken from the checkpoint and has nothing to contradict.
     if config.compare and config.against is not None:
         _require_equal("against", saved.get("against"), config.against)
     for name, value in wanted["model"].items():
         _require_equal(name, saved.get("model", {}).get(name), value)
+    # These decide which tokens a step sees and in which order gradients add up.
     for name in ("seed", "batch_size", "micro_batches"):
         _require_equal(name, saved.get("train", {}).get(name), wanted["train"][name])
     done, steps = int(header["step"]), config.train.steps
@@ -286,6 +309,8 @@ def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, di
             config.framework, config.model, config.train, precision, engine, parallel
         )
 
+    # The main learner first: "auto" is resolved by building it, and the baseline depends on the
+    # engine that runs.
     main = make(config.precision, config.engine)
     if not config.compare:
         return config, {MAIN: main}
@@ -299,6 +324,8 @@ def _timed_step(
     learner: Learner, tokens: np.ndarray, learning_rate: float
 ) -> tuple[StepResult, float]:
     """The step and its seconds; its figures are there when the device has done all of it."""
+    # `train_step` returns numbers on the host, so the device has finished when the clock is read
+    # again.
     started = time.perf_counter()
     result = learner.train_step(tokens, learning_rate)
     return result, time.perf_counter() - started

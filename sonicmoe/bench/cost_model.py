@@ -30,6 +30,8 @@ HELD_OUT_SHARE = 0.2
 FOLDS = 5
 LEAST_POINTS = 12
 LEAST_GAIN = 0.03  # of the cross-validated error, for a term to be kept
+# TK0 stands inside a logarithm, so it cannot be found by a linear fit. Each candidate of this grid
+# is fitted, and the best one is kept.
 KNEES = tuple(2.0**k for k in range(8, 22))
 
 
@@ -149,6 +151,7 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
     _, base_knee = best_knee(seen.columns, seen.us, base)
     errors = test.errors(names, knee, weights)
     return CostModel(
+        # `solve` leaves a zero for a term that it dropped; such a term is no part of the model.
         coefficients={
             name: float(value) for name, value in zip(names, weights, strict=True) if value > 0
         },
@@ -159,6 +162,8 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
         held_out_mape=mape(errors),
         held_out_worst=100 * float(np.abs(errors).max()),
         base_mape=mape(test.errors(base, base_knee, seen.fit(base, base_knee))),
+        # Time that is predicted by a factor (1 + error) too long means an MFU smaller by that
+        # factor.
         mfu_error=float(np.mean(np.abs(test.mfu / (1 + errors) - test.mfu))),
         held_out=tuple(point.shape for point in unseen),
     )
@@ -166,6 +171,8 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
 
 def draw(shape: Shape, seed: int) -> float:
     """A number in [0, 1) that looks random and is the same for the same sizes and seed."""
+    # A hash and not a random generator: the number of one shape must not depend on which other
+    # shapes the sweep holds. 6 bytes are 48 bits, hence the divisor.
     digest = hashlib.sha256(f"{seed}: {shape}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -205,6 +212,7 @@ def best_knee(columns: Columns, times: Array, names: Sequence[str]) -> tuple[flo
 def cross_validated(columns: Columns, times: Array, names: Sequence[str], knee: float) -> float:
     """MAPE over `FOLDS` folds, each predicted by a fit to the others."""
     values = evaluate(columns, names, knee)
+    # The points come sorted by `draw`, which looks random, so every fifth of them is a random fold.
     fold = np.arange(len(times)) % FOLDS
     errors = np.empty(len(times))
     for number in range(FOLDS):
@@ -228,10 +236,13 @@ def solve(values: Array, times: Array) -> Array:
     kept = list(range(values.shape[1]))
     weights = np.zeros(values.shape[1])
     for _ in range(values.shape[1]):
+        # The right-hand side is 1 everywhere, because the times were divided by themselves.
         found = np.linalg.lstsq(scaled[:, kept] / norms[kept], np.ones(len(times)), rcond=None)[0]
         if (found >= 0).all():
             weights[kept] = found / norms[kept]
             return weights
+        # One at a time: dropping a term changes the coefficients of all others, and another
+        # negative one may become positive.
         kept.pop(int(found.argmin()))
     return weights
 

@@ -52,6 +52,8 @@ class Columns:
         """Rows in whole tiles, summed over experts: the mean over tokens that pick their experts
         uniformly.
         """
+        # A token goes to a given expert with probability K / E, independently of other tokens. Rows
+        # of an expert are then binomial; mean and spread are those of that distribution.
         share = self.tk / self.tokens / self.experts
         means, spreads = (
             self.tokens * share,
@@ -76,10 +78,14 @@ class Columns:
         wide = {"up": (2 * i, h), "down": (h, i), "dgated": (i, h), "dx_gemm": (h, 2 * i)}
         if stage in wide:
             columns, depth = wide[stage]
+            # A wave is one tile on each multiprocessor. A last wave that is half empty takes as
+            # long as a full one.
             tiles = blocks * np.ceil(columns / TILE_COLUMNS)
         elif stage in ("dw2", "dw1"):
             height, width = (h, i) if stage == "dw2" else (2 * i, h)
             tiles = self.experts * np.ceil(height / TILE_ROWS) * np.ceil(width / TILE_COLUMNS)
+            # A weight gradient has as many tiles as the weights and contracts over the rows of an
+            # expert.
             depth = self.padded_rows / self.experts
         else:
             return 0.0
@@ -117,6 +123,9 @@ def _mean_tiles(mean: float, spread: float) -> float:
     """Mean of `ceil(rows / 128)` for normally distributed rows."""
     if spread < 1e-9:
         return math.ceil(mean / TILE_ROWS)
+    # E[ceil(X)] is the sum over n of P(X > n): below `first` the probability is 1 and beyond `last`
+    # it is 0. The 0.5 is the continuity correction of a normal distribution that stands for whole
+    # numbers.
     first = max(0, math.floor((mean - TAIL * spread) / TILE_ROWS))
     last = math.ceil((mean + TAIL * spread) / TILE_ROWS)
     beyond = (

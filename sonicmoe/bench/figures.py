@@ -26,6 +26,8 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Of at least one value."""
+        # "inclusive" takes the values as the whole population, so quartiles stay inside them also
+        # for two or three runs.
         low, _, high = (
             statistics.quantiles(values, n=4, method="inclusive")
             if len(values) > 1
@@ -114,6 +116,7 @@ class Result:
         moved = sum(
             floor.bytes
             for stage, floor in ideal.items()
+            # Those belong to the optimizer step, whose time is not in `pair_us`.
             if stage not in ("flush", "prepare_weights")
         )
         return moved / self.pair_us / 1e3

@@ -62,6 +62,8 @@ def floors(shape: Shape, fp8: bool) -> dict[str, Floor]:
     for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES):
         if not fp8 and stage in ("quantize_x", "quantize_dout", "wgrad_operands"):
             continue
+        # A stage without a GEMM has no operations, so its rate does not matter; 1 avoids a division
+        # by zero.
         rate = (
             1e12 * (DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS) if stage in flop else 1.0
         )

@@ -43,6 +43,8 @@ def plot_stages(results: Sequence[Result], directory: Path) -> Path:
     """
     shape = results[0].shape
     bars = [bars_of(result) for result in results]
+    # Stages in the order in which they run; an engine that names no stages has bars of phases, at
+    # the end.
     order = [
         *(stage for stages in PHASE_STAGES.values() for stage in stages),
         "other",

@@ -39,6 +39,8 @@ class PointBench:
             return self._timed(
                 node, shape, rotating_batches(shape, self._device, stack_layers(shape)), rounds
             )
+        # One point that does not fit must not end a sweep of hours. The refusal is written down, so
+        # that a continued sweep does not try it again.
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             self._layer = self._node = None
             return {"us": None, "refusal": " ".join(str(error).split())}
@@ -51,6 +53,8 @@ class PointBench:
         ):
             self._layer = self._node = None  # frees the last one first
             if self._device != "cpu":
+                # PyTorch keeps freed blocks. The next experts have other sizes and would not fit
+                # into them.
                 torch.cuda.empty_cache()
             self._layer = Layer(shape, self._device)
             self._node = self._layer.node(self._variant)
@@ -65,6 +69,7 @@ class PointBench:
         wall = Spread.of(walls)
         if self._device == "cpu":
             return {"us": wall.median, "percent": wall.percent, "wall_us": wall.median}
+        # Small layers need many steps to run long enough, large ones few.
         steps = max(rounds, min(MOST_STEPS, round(ENOUGH_US / (wall.median * stack.layers))))
         # Where the driver lets nobody profile, wall times stand in.
         busy = Spread.of(profile_steps(stack, steps) or walls)

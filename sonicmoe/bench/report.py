@@ -31,6 +31,7 @@ def _table(
     title: str | None, results: Sequence[Result], cells: Callable[[Result], dict[str, str]]
 ) -> Table:
     """A row per engine; columns in which nobody has a figure are left out."""
+    # A variant that refused has no figures and keeps its row.
     rows = [cells(result) if result.refusal is None else {} for result in results]
     heads = dict.fromkeys(head for row in rows for head, cell in row.items() if cell != NONE)
     table = Table("engine", *heads, title=title, title_justify="left")

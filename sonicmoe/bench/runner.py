@@ -64,6 +64,7 @@ def measure(
         # on.
         try:
             nodes[index] = layer.node(variant)
+            # At least once: the first call compiles, quantises weights and allocates accumulators.
             for number in range(max(1, warmup)):
                 time_phases(Call(nodes[index], batches[number % len(batches)]).phases, device)
         except (SonicMoEError, torch.OutOfMemoryError) as error:
@@ -106,6 +107,8 @@ def _time_interleaved(
             spreads = {
                 name: Spread.of([getattr(run[name], clock) for run in runs]) for name in runs[0]
             }
+            # Summed per run and not from the medians, because the two phases of one run share its
+            # clock speed.
             pairs = [
                 getattr(run["forward"], clock) + getattr(run["backward"], clock) for run in runs
             ]
@@ -130,6 +133,7 @@ def _time_steady(
             try:
                 times[index] += time_steps(stacks[index], STEADY_STEPS, device)
             except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
+                # The loop goes over a copy of the keys, so removing one is safe.
                 del stacks[index]
     for index, stack in stacks.items():
         results[index].steady = Spread.of(times[index])

@@ -35,6 +35,7 @@ class Stack:
     ) -> None:
         """Nothing runs yet; batches are used in turn."""
         self._node = node
+        # Fewer batches than layers are used again; `_leaf` keeps their gradients apart.
         self._batches = [
             batch for batch, _ in zip(itertools.cycle(batches), range(layers), strict=False)
         ]
@@ -75,6 +76,8 @@ def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
             marks.append(time.perf_counter())
         return [1e6 * (b - a) / stack.layers for a, b in itertools.pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    # The step above fills the stream, so the GPU has work when the first event is recorded behind
+    # it.
     events[0].record()
     for event in events[1:]:
         stack.run()
@@ -101,6 +104,8 @@ def busy_per_step(spans: Sequence[tuple[float, float]], steps: int, layers: int)
     """Equal steps launch equally much, so the spans of `steps + 1` of them are cut by number; else
     one mean over all of them.
     """
+    # The trace holds GPU work alone and marks no steps, so they are told apart by the number of
+    # spans.
     count, surplus = divmod(len(spans), steps + 1)
     if not spans:
         return []

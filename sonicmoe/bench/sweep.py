@@ -86,6 +86,7 @@ def grid(device: str) -> list[Shape]:
     )
     topk = TOPK if gpu else CPU_TOPK
     layers = [(e, *width) for e in experts for width in widths]
+    # STRIDE has no common divisor with the number of layers, so this visits each of them once.
     layers = [layers[STRIDE * number % len(layers)] for number in range(len(layers))]
     shapes = [Shape(t, h, i, e, topk) for e, h, i in layers for t in tokens]
     return [shape for shape in shapes if needed_bytes(shape) <= MAX_BYTES]
@@ -96,6 +97,7 @@ def needed_bytes(shape: Shape) -> float:
     bytes a weight, 10 with slack), row tensors of one call in bf16, and z, tokens and gradients of
     every layer of a step.
     """
+    # w1 has 2 H I elements per expert and w2 H I.
     weights = 3.0 * shape.experts * shape.hidden * shape.intermediate
     padded = shape.rows + 128.0 * shape.experts
     one_call = 2 * padded * (3 * shape.hidden + 6 * shape.intermediate)
@@ -119,6 +121,7 @@ def _all_points(path: Path) -> Iterator[Point]:
         try:
             yield Point(**json.loads(line))
         except (ValueError, TypeError) as error:
+            # A kill may cut the last line and no other.
             if number == len(lines):
                 return
             raise SweepError(f"{path}, line {number}, is not a point of a sweep: {error}") from None
@@ -143,6 +146,7 @@ def sweep(
 
     started, bench = time.monotonic(), PointBench(variant, find_device())
     facts = machine()
+    # Refusals count as known, so a sweep that is continued does not repeat them.
     known = {point.key for point in _all_points(path)}
     missing = [shape for shape in shapes if (shape, str(variant), facts["device"]) not in known]
     _drop_cut_line(path)
@@ -165,6 +169,7 @@ def _append(path: Path, point: Point) -> None:
     with path.open("a") as file:
         file.write(json.dumps(asdict(point)) + "\n")
         file.flush()
+        # A point may have taken a minute; it must survive a kill of the machine right behind it.
         os.fsync(file.fileno())
 
 

@@ -73,11 +73,15 @@ def profile_phases(calls: Sequence[Phases], nvtx: bool) -> list[Kernel]:
     """GPU work of several calls, from the profiler (CUPTI); every phase is synchronised, stages
     carry their ranges.
     """
+    # CPU activity brings the ranges and the launches, which `trace` needs to name the stage of a
+    # kernel.
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler, stage_ranges(nvtx):
         for phases in calls:
             for name, run in phases:
+                # The synchronisation is inside the phase's range, so no kernel of this phase runs
+                # in the time of the next one.
                 with torch.profiler.record_function(PHASE_PREFIX + name):
                     run()
                     torch.cuda.synchronize()
@@ -126,6 +130,7 @@ def measure_memory(call: Call, device: str) -> Memory:
         saved = _saved_bytes(call)
         call.backward()
         return Memory(saved / MIB)
+    # An output or gradients of an earlier call would be freed in the middle and lower the figure.
     call.clear()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -153,6 +158,7 @@ def _saved_bytes(call: Call) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         call.forward()
     assert call.out is not None
+    # The node may hold z itself instead of saving it through autograd; hooks do not see it then.
     z = getattr(call.out.grad_fn, "own_z", None)
     for tensor in () if z is None else (getattr(z, "codes", z), getattr(z, "scale_inv", None)):
         if tensor is not None:

@@ -41,6 +41,8 @@ class _Range:
 
 def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
     """Every kernel, copy and fill of a Chrome trace, in order of time."""
+    # Phase "X" marks complete events, which have a start and a duration. Times are microseconds on
+    # one clock for host and device.
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     named = [
         _range(e)
@@ -54,6 +56,7 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
             by_thread[one.thread].append(one)
     # A kernel runs after its launching call has returned, perhaps in another stage's time. The
     # profiler gives both the same correlation id, so the launch says where the kernel belongs.
+    # By correlation id. Calls that launch nothing have none, or one that no kernel has.
     launches = {
         e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and _correlation(e)
     }
@@ -61,6 +64,8 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
     for event in sorted(
         (e for e in events if e.get("cat") in GPU_WORK), key=lambda e: float(e["ts"])
     ):
+        # A trace that starts in the middle of a run may lack the launch. The kernel's own time is
+        # then the best guess.
         launch = launches.get(_correlation(event), event)
         moment, thread = float(launch["ts"]), launch.get("tid")
         # Stages are looked up on the launching thread only: autograd's thread has ranges of its own
@@ -84,6 +89,8 @@ def covered_us(spans: Iterable[tuple[float, float]]) -> float:
     """Time inside at least one of the sorted spans."""
     total, reached = 0.0, float("-inf")
     for start, end in spans:
+        # Kernels of several streams may overlap. Only the part behind everything counted so far is
+        # new.
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
@@ -101,10 +108,13 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 def _innermost(ranges: Sequence[_Range], moment: float) -> str:
     """The open range that began last."""
     opened = [r for r in ranges if r.start <= moment <= r.end]
+    # Ranges on one thread are nested, so the one that began last is the innermost.
     return max(opened, key=lambda r: r.start).name if opened else ""
 
 
 def _phase_at(phases: Sequence[_Range], moment: float) -> str:
+    # Phases follow each other without overlap, so the last one that began before the moment is the
+    # only candidate.
     position = bisect_right([phase.start for phase in phases], moment) - 1
     if position < 0 or moment > phases[position].end:
         return ""

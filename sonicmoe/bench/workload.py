@@ -22,11 +22,15 @@ from .shapes import Shape
 Tensor = torch.Tensor
 
 MODES = ("off", "perf", "mem")
+# The records list the fastest engine first. Here it comes last, because the first variant is the
+# baseline of the speed-ups.
 NATURAL_MODE = {
     name: "perf" if record.quantises(fp8=True) else "off"
     for name, record in reversed(RECORDS.items())
 }
 L2_BYTES = 60 << 20  # H100 and H200
+# A batch that is used again at once would come from the L2 cache and look faster than in training,
+# where other layers ran in between.
 ROTATION_BYTES = 2 * L2_BYTES
 MAX_ROTATION = 64
 
@@ -112,6 +116,7 @@ class Expert(torch.nn.Module):
         ):
             values = torch.randn((rows, columns), device=device) * rows**-0.5
             module.weight = torch.nn.Parameter(values.to(torch.bfloat16))
+            # The attribute alone tells the node that this parameter takes gradients in `main_grad`.
             module.weight.main_grad = None  # type: ignore[attr-defined]
 
 
@@ -179,6 +184,7 @@ class Layer:
             EngineUnavailableError, ConfigError, ShapeError: the engine does not run here, or not at
             these sizes.
         """
+        # Asked here, so that an engine that is missing refuses before a node is made.
         choose_engine(self.device, variant.engine)
         shape = self.shape
         return SonicMoEMlpNode(
@@ -209,6 +215,7 @@ class Call:
     def backward(self) -> None:
         """Gradient of the output to those of tokens, probabilities and (accumulated) weights."""
         assert self.out is not None
+        # Output and graph are freed with this call and not in the middle of the next one.
         out, self.out = self.out, None
         out.backward(self._batch.dout)
 

@@ -114,6 +114,7 @@ def bench(
     if fit is not None:
         report_fit(fit, plot, as_json, markdown)
         return
+    # Benchmarks use PyTorch's profiler and events, so they run on PyTorch only.
     load_framework("torch")
     if sweep is not None:
         run_sweep(sweep, engines, budget, rounds, as_json)
@@ -235,6 +236,7 @@ def run_sweep(
 
     device = find_device()
     expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
+    # The last one is the fastest engine of this machine.
     variant = Variant.parse(engines[0]) if engines else available_variants(device)[-1]
     with status() as notify:
         done, left = sweep(

@@ -52,6 +52,7 @@ def bisect(
     if precision != "as-dumped":
         step = step.but(recipe=None if precision == "bf16" else step.settings.recipe or "iso128")
     load_framework(framework)
+    # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict
 

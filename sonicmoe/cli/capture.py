@@ -49,6 +49,7 @@ def capture_from_training(
     on_step(steps)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
+    # Backward visits the last layer first.
     for layer, case in zip(model.moe_layers, reversed(cases), strict=True):
         paths.append(directory / f"step{steps}-layer{layer}.npz")
         save_case(paths[-1], replace(case, name=f"step {steps}, layer {layer}"))

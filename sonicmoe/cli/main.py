@@ -59,6 +59,8 @@ class LazyGroup(click.Group):
             ConfigError: naming the variable, its value and what is needed.
         """
         found = super().resolve_command(ctx, args)
+        # Reading the environment raises for a value that is not understood. Help must work all the
+        # same.
         if found[0] != "doctor" and "--help" not in found[2]:
             environment()
         return found

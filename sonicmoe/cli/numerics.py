@@ -144,6 +144,7 @@ def numerics(
         if capture_steps:
             from_files += capture(capture_steps, capture_dir, bar)
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
+        # A generator, so that one case at a time is in memory.
         cases = (make_case(kind, problem, seed) for kind in kinds)
         results, lost = measure([*from_files], cases, len(kinds), recipes, codes, bar)
     if as_json:

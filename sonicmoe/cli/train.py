@@ -77,6 +77,8 @@ class OneLineErrors(click.Command):
         try:
             return super().make_context(info_name, args, parent=parent, **extra)
         except click.UsageError as error:
+            # click prints the usage block of the error's context, and only the message where there
+            # is none.
             error.ctx = None
             raise
 
@@ -249,6 +251,8 @@ def _train(
         _set_aside(directory / CHECKPOINT_NAME, console)
     if trainer.writes:
         _announce(trainer, resume, console)
+    # Signals become requests here only: before training there is nothing to save, and after it
+    # Ctrl-C should end the process.
     with InterruptGuard(console) as guard:
         with TrainingDisplay(console, config.train.steps, trainer.step) as display:
             finished = trainer.train(display.update, guard.requested)
@@ -297,6 +301,7 @@ def _configuration(given: Mapping[str, Any], checkpoint: Path | None) -> RunConf
             ConfigError,
             "--against with --no-compare: there is nothing to compare with; needed: one of them",
         )
+        # `given` comes last, so an explicit --compare stays what it is.
         given = {"compare": True, **given}
     training = {field: given[option] for option, field in TRAIN_OPTIONS.items() if option in given}
     return dataclasses.replace(
@@ -309,6 +314,7 @@ def _configuration(given: Mapping[str, Any], checkpoint: Path | None) -> RunConf
 
 def _set_aside(checkpoint: Path, console: Console) -> None:
     if checkpoint.exists():
+        # Moved and not deleted: a forgotten --resume must not cost a long run.
         kept = checkpoint.with_name(f"{checkpoint.stem}.old{checkpoint.suffix}")
         os.replace(checkpoint, kept)
         console.print(
@@ -438,6 +444,7 @@ class _ConsoleHandler(logging.Handler):
 
 def _log_to(console: Console) -> None:
     logger = logging.getLogger("sonicmoe")
+    # The progress bar redraws its line, so a log line that went straight to stderr would break it.
     logger.handlers = [_ConsoleHandler(console)]
     logger.setLevel(logging.INFO)
     # Paddle gives the root logger a handler of its own, at INFO.

@@ -98,6 +98,7 @@ def warmup(
     spec = ModelSpec(experts, hidden, intermediate, dtype, activation, arch)
     settings = current_config()
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
+    # With --json, stdout holds the object alone.
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
     report = (

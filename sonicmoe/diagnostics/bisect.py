@@ -27,6 +27,8 @@ WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
 ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
 SLOT_STAGES = ("probs", "ds")
 WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2", "flush")
+# The order in which stages run. The first faulty name in this order is the cause, so a stage must
+# come after all its inputs.
 FORWARD = (
     "x",
     "w1",
@@ -156,6 +158,8 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
     Raises:
         EngineUnavailableError: an engine does not run on `device`.
     """
+    # Rows are compared one by one, so every side must lay them out alike. The layout comes from a
+    # plain loop and not from the routing kernels, which may be what is wrong.
     layout = RowLayout.of(step, step.settings.alignment)
     run = run_stages(step, engine_named(engine, device), device)
     if against == GOLDEN:
@@ -172,9 +176,15 @@ def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) 
     """Statistics of every stage of `run`, and the first that is wrong."""
     judged = _Judge(step, expected, layout)
     stages = FORWARD if step.dout is None else STAGES
+    # Engines show what they have. A stage of another shape is in a form of the engine's own and
+    # counts as not shown.
     shown = {name: judged.fitting(name, run.stages[name]) for name in stages if name in run.stages}
     values = {name: value for name, value in shown.items() if value is not None}
     missing = [name for name in stages if name != "routing" and name not in values]
+    # Against fp64 from the inputs of the step, one wrong stage makes all later ones wrong. Each
+    # stage is therefore measured against its own arithmetic on the values that the engine itself
+    # fed into it; the golden serves the statistics. Another engine has no such arithmetic to ask,
+    # so both runs are compared stage by stage.
     if expected.engine == GOLDEN:
         judged.use_arithmetic({name: value.values for name, value in values.items()})
     stats: dict[str, StageStats] = {}
@@ -186,6 +196,8 @@ def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) 
             stats[name], found = judged.stage(name, values[name])
             faults += found
     harmless: tuple[str, ...] = ()
+    # NaN in padding rows is a fault only if it went further: engines that read no padding need not
+    # clear it. Then no other stage is wrong.
     if all(fault.kind == PADDING for fault in faults):
         harmless, faults = (
             tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults),
@@ -222,6 +234,8 @@ class _Judge:
         case; None if it has another shape.
         """
         rows = len(self._layout.row_expert)
+        # Engines that do not wait for counts size row tensors for the worst case. The rows behind
+        # the contract's last one belong to nobody.
         if name in ROW_STAGES and len(value.values) > rows:
             value = StageValue(
                 value.values[:rows],
@@ -245,6 +259,8 @@ class _Judge:
         mask = self._layout.real if name in ROW_STAGES else None
         wanted = self._wanted(name)
         if name == "probs":  # those of invalid slots are never read
+            # The caller may leave anything at invalid slots, also NaN. It must neither be reported
+            # nor spoil the statistics.
             served = self._layout.fields["slot_row"] >= 0
             value = StageValue(np.where(served, value.values, 0))
             wanted = None if wanted is None else np.where(served, wanted, 0)
@@ -252,6 +268,8 @@ class _Judge:
         return stats, list(self._faults(name, value, stats))
 
     def _faults(self, name: str, value: StageValue, stats: StageStats) -> Iterator[Fault]:
+        # A value that is not finite is reported as such and not as a deviation, because a distance
+        # from NaN says nothing.
         if stats.first_bad is not None:
             found = float(value.values[stats.first_bad])
             what = f"{found}; {stats.nan} NaN and {stats.inf} infinite of {stats.total}"
@@ -261,29 +279,37 @@ class _Judge:
                 self._place(name, stats.first_bad),
                 what,
             )
+        # Real rows are finite here. Padding rows are looked at only where a GEMM may multiply them
+        # with other rows' data.
         elif name in READ_PADDING and (bad := ~np.isfinite(value.values[~self._layout.real])).any():
             position = np.argwhere(bad)[0]
             index = (int(np.flatnonzero(~self._layout.real)[position[0]]), int(position[1]))
             yield Fault(
                 name, PADDING, self._place(name, index), f"{value.values[index]} in a padding row"
             )
+        # Inputs are given and have nothing to be measured against.
         elif name not in INPUTS and (standard := self._standard(name)) is not None:
             yield from self._deviations(name, value, standard)
 
     def _deviations(self, name: str, value: StageValue, standard: Array) -> Iterator[Fault]:
         """The first row far off, or the worst one of a stage that is off as a whole."""
+        # A slot's gradient is one number. As a row of one column it goes through the same formulas
+        # as rows of tokens.
         values = value.values[..., None] if name in SLOT_STAGES else value.values
         standard = standard.reshape(values.shape)
         rows = row_deviations(values, standard, ROW_FLOOR)
         real = self._layout.real if name in ROW_STAGES else np.ones(len(rows), dtype=bool)
         rows = np.where(real, rows, 0)
         beyond = rows > self._row_bar
+        # Two bars: one row far off, which an average over many rows would hide, and a small error
+        # in all rows, which no single row shows.
         whole = closeness(
             values[real] if name in ROW_STAGES else values,
             standard[real] if name in ROW_STAGES else standard,
         )
         if not beyond.any() and not whole["rmse"] > self._stage_bar:
             return
+        # `argmax` of a boolean array is its first True.
         first = int(beyond.argmax()) if beyond.any() else int(rows.argmax())
         index = tuple(int(axis) for axis in np.unravel_index(first, values.shape[:-1]))
         column = int(np.abs(values[index] - standard[index]).argmax())
@@ -304,6 +330,8 @@ class _Judge:
             wanted = self._expected.routing[name]
             array = built[: len(wanted)]  # rows beyond the contract's are padding by definition
             off = (
+                # Compared in the dtype of the builder: fp32 probabilities against fp64 ones would
+                # differ by rounding.
                 array != wanted.astype(array.dtype)
                 if array.shape == wanted.shape
                 else np.ones(1, dtype=bool)
@@ -326,6 +354,7 @@ class _Judge:
 
     def _routing_place(self, name: str, index: tuple[int, ...]) -> Place:
         if name == "slot_row":
+            # `slot_row` has the shape of probabilities, [T, K], so its places are those of `ds`.
             return self._place("ds", index)
         if name.startswith("row_"):
             place = self._place("z", (*index, 0))
@@ -336,6 +365,7 @@ class _Judge:
         if name in ROW_STAGES:
             slot = int(self._layout.fields["row_slot"][index[0]])
             expert, topk = int(self._layout.row_expert[index[0]]), self._step.indices.shape[1]
+            # A padding row has an expert, whose share of rows it fills up, but no token.
             if slot < 0:
                 return Place(index, expert, index[0], column=index[1])
             return Place(index, expert, index[0], slot // topk, slot % topk, index[1])
@@ -358,4 +388,5 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    # JSON has no NaN and no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,6 +41,7 @@ def stage_table(report: Report) -> Table:
     table = Table(*columns, title=f"{report.step} on engine {report.engine}", title_justify="left")
     for name, stats in report.stats.items():
         first = report.fault is not None and name == report.fault.stage
+        # Red is the cause, yellow are stages that it has spread to.
         spread = name in report.wrong and not first
         table.add_row(
             name + (" <- first bad" if first else ""),

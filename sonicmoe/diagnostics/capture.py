@@ -22,6 +22,8 @@ def captured_calls(name: str) -> Iterator[list[Case]]:
     cases: list[Case] = []
 
     def collect(event: CallEvent) -> None:
+        # At this event the saved tensors are complete. Later the backward may release them one by
+        # one.
         if isinstance(event, BackwardBegins):
             cases.append(case_of(f"{name}-{len(cases)}", event))
 

@@ -95,6 +95,8 @@ class Case:
                 f"{name} has shape {found}; indices and w2 {self.w2.shape} need {shape}",
             )
         for name in ("x", "w1", "w2", "dout"):
+            # The dataclass is frozen for its users; its own constructor still has to replace the
+            # arrays.
             object.__setattr__(self, name, round_to_bf16(getattr(self, name)))
         object.__setattr__(self, "indices", self.indices.astype(np.int64))
         object.__setattr__(self, "probs", self.probs.astype(np.float32))
@@ -115,6 +117,8 @@ def round_to_bf16(values: Array) -> Array:
     """
     exact = np.array(values, dtype=np.float32)
     bits = exact.view(np.uint32)
+    # Rounding to nearest even in integer arithmetic: adding 0x7FFF rounds up above the middle, and
+    # the lowest kept bit decides at the middle. The mask drops the 16 bits that bf16 does not have.
     rounded = (
         (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
         & np.uint32(0xFFFF0000)
@@ -149,6 +153,7 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
     return Case(
         name=kind,
         x=x,
+        # The K experts with the smallest random scores: distinct, and uniformly chosen.
         indices=np.argsort(scores, axis=1)[:, : sizes.topk],
         probs=weights / weights.sum(1, keepdims=True),
         w1=draw(sizes.experts, 2 * sizes.intermediate, sizes.hidden) / math.sqrt(sizes.hidden),

@@ -82,6 +82,8 @@ def _carried(name: str) -> Iterator[Copy]:
     """
     for carrier in CARRIERS:
         try:
+            # `find_spec` of a top-level name imports nothing. Importing a carrier would load its
+            # CUDA libraries into the process that is being examined.
             spec = importlib.util.find_spec(carrier)
         except ValueError:  # a module without a spec
             continue
@@ -92,6 +94,7 @@ def _carried(name: str) -> Iterator[Copy]:
 
 
 def _loaded(name: str) -> Iterator[Copy]:
+    # A copy of the dictionary, because other threads may import meanwhile.
     for module_name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         is_package = hasattr(
@@ -110,5 +113,6 @@ def _version_of(path: Path) -> str:
         if path.is_dir()
         else ""
     )
+    # Read from the text: importing a second copy would mix the two.
     match = re.search(r"^__version__\s*=\s*[\"']([^\"']+)", text, flags=re.MULTILINE)
     return match.group(1) if match else "unknown"

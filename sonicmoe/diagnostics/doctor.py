@@ -141,6 +141,8 @@ def examine(framework: str = "auto", environ: Mapping[str, str] | None = None) -
     environ = os.environ if environ is None else environ
     report = Report(versions=installed_versions())
     examine_copies(report)
+    # Everything up to here works without a framework, so a broken installation still gets a report
+    # of its flags and caches.
     config = examine_flags(report, environ)
     examine_variables(report, environ)
     examine_caches(report, config)
@@ -195,6 +197,7 @@ def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
         try:
             values[flag.field] = flag.values.parse(text)
             shown = spelling(values[flag.field])
+        # The parser's error is the text behind "needed".
         except ValueError as needed:
             report.error(
                 f"{flag.env}={text!r} is not understood", f"set it to {needed}, or unset it"
@@ -234,6 +237,8 @@ def examine_caches(report: Report, config: ResolvedConfig) -> None:
 def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
     """Look at one cache directory without creating it."""
     role = flag.field.removesuffix("_dir")
+    # Doctor creates nothing. Writability and free space of a directory that does not exist yet are
+    # those of the parent in which it would be made.
     existing = nearest_existing(path)
     if not existing.is_dir():
         report.error(
@@ -339,6 +344,8 @@ def is_importable(name: str) -> bool:
     in `sys.modules`.
     """
     try:
+        # A directory without `__init__.py` on the module path is a namespace package to Python: it
+        # is found, and has no origin.
         spec = importlib.util.find_spec(name)
         return spec is not None and spec.origin is not None
     except ValueError:
@@ -378,6 +385,8 @@ def switch_to(name: str) -> None:
             raise FrameworkError(
                 f"paddle {paddle.__version__} has no torch proxy; sonicmoe needs paddle >= 3.3.0"
             )
+        # Has to happen before any module of the package imports torch; afterwards the binding is
+        # fixed for the process.
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     loaded = importlib.import_module("sonicmoe.interop").FRAMEWORK
     if loaded != name:
@@ -388,6 +397,7 @@ def switch_to(name: str) -> None:
 
 def examine_engine(report: Report, config: ResolvedConfig) -> None:
     """Fill `device`, `engine` and `self_test` with the framework that was loaded."""
+    # Imported by name and late: this half needs the framework that was chosen above.
     selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
     report.device = device = selftest.find_device()
     if device.gpu is None and NVIDIA_DRIVER.exists():

@@ -65,6 +65,7 @@ def _dual(value: Any) -> Dual:
     return value if isinstance(value, Dual) else Dual(value, 0.0)
 
 
+# The chain rule: the derivative of f(x) is f'(x) times the slope that x brings along.
 def _elementwise(
     value: Callable[[Any], Any], slope: Callable[[Any, Any], Any]
 ) -> Callable[[Any], Dual]:
@@ -82,6 +83,7 @@ def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-np.clip(x, -700, 700)))  # exp must not overflow; it is 0 or 1 there
 
 
+# The slopes at kinks are conventions, and those of the engines (see `engine.activations`).
 def _max(x: Any, bound: Any) -> Dual:
     """The slope at the kink is 0."""
     x, bound = _dual(x), _dual(bound).value
@@ -136,6 +138,8 @@ def value_and_gradients(
     """`(y1, dy1/d(input) by the input's name)` from `x`, or from `gate` and `up`."""
     y1, gradients = np.zeros(0), {}
     for name, array in inputs.items():
+        # One pass per input: the input that is differentiated by starts with slope 1, the others
+        # with 0.
         seeded = {other: Dual(given, float(other == name)) for other, given in inputs.items()}
         found = _evaluate(ACTIVATIONS[activation], parameters, seeded)
         y1, gradients[name] = found.value, found.slope * np.ones_like(array)
@@ -143,17 +147,21 @@ def value_and_gradients(
 
 
 def _evaluate(record: Activation, parameters: ActivationParameters, inputs: dict[str, Any]) -> Dual:
+    # Gated formulas may name an ungated activation, for example silu(gate) * up.
     bases = {
         activation.value: functools.partial(_apply_base, base, parameters)
         for activation, base in ACTIVATIONS.items()
         if not base.gated
     }
+    # Formulas are written in this package. They see the names listed here and nothing else, so a
+    # misspelt name raises instead of finding a builtin.
     names = {**_FUNCTIONS, **bases, **record.values(parameters), **inputs, "__builtins__": {}}
     return _dual(eval(_compiled(record.formula), names))
 
 
 def _apply_base(record: Activation, parameters: ActivationParameters, x: Any) -> Dual:
     own = dict(record.parameters)
+    # A base takes the parameters that it has itself, and its defaults for the rest.
     shared = tuple((name, value) for name, value in parameters if name in own)
     return _evaluate(record, shared, {"x": x})
 

@@ -34,9 +34,11 @@ class RowLayout:
         """Tokens of an expert in ascending order, each expert padded to `alignment`."""
         experts, (tokens, topk) = step.num_experts, step.indices.shape
         flat, probs = step.indices.reshape(-1), step.probs.reshape(-1)
+        # Slot t * K + k in ascending order is token order, because a token picks an expert once.
         slots = [np.flatnonzero(flat == expert) for expert in range(experts)]
         counts = np.array([len(own) for own in slots], dtype=np.int64)
         padded = -(-counts // alignment) * alignment
+        # Expert e owns rows first[e] to first[e + 1], its padding rows at the end of them.
         first = np.concatenate([[0], np.cumsum(padded)])
         row_slot = np.full(int(first[-1]), -1, dtype=np.int64)
         for expert, own in enumerate(slots):
@@ -46,6 +48,7 @@ class RowLayout:
         slot_row[row_slot[real]] = np.flatnonzero(real)
         fields = {
             "expert_counts": counts, "padded_offsets": first,
+            # `max` is for K = 0, where there is no row but the division is evaluated.
             "row_token": np.where(real, row_slot // max(topk, 1), -1), "row_slot": row_slot,
             "slot_row": slot_row.reshape(tokens, topk), "row_prob": np.where(real, np.append(probs, 0.0)[row_slot], 0.0),
         }  # fmt: skip
@@ -73,6 +76,8 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
         y1, _ = activate(z, np.zeros_like(z[:, : w2.shape[2]]), activation, parameters)
         y2 = grouped(y1, w2.transpose(0, 2, 1), owners)
         stages = {
+            # Quantised stages are expected to hold the unquantised values: the golden has no
+            # rounding at all.
             "x": x, "probs": step.probs.astype(np.float64), "w1": w1, "w2": w2, "w1_fp8": w1, "w2_fp8": w2,
             "x_fp8": x, "z": z, "z_saved": z, "y1": y1, "y2": y2, "out": summed(probability * y2, token, len(x)),
         }  # fmt: skip
@@ -125,6 +130,7 @@ def summed(rows: Array, row_token: Array, tokens: int) -> Array:
     """`[R, C]` -> `[T, C]`: the sum of every token's rows."""
     result = np.zeros((tokens, rows.shape[1]))
     real = row_token >= 0
+    # A token has up to K rows. `+=` with an index array would add one of them only.
     np.add.at(result, row_token[real], rows[real])
     return result
 

@@ -49,6 +49,7 @@ def _cpu_builds() -> list[str]:
     torch, paddle, paddle_gpu = (
         _version(name) for name in ("torch", "paddlepaddle", "paddlepaddle-gpu")
     )
+    # PyTorch names its CPU build in the version; Paddle's CUDA build is a distribution of its own.
     if paddle_gpu or (torch and "+cpu" not in torch):
         return []
     found = [

@@ -58,6 +58,7 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
             yield
     except Exception:
         # Paddle turns what a backward raises into an OSError with a shortened message.
+        # The original is kept by the watcher and raised in place of the framework's version of it.
         if watcher.failure is not None:
             raise watcher.failure from None
         raise
@@ -99,6 +100,8 @@ class _Watcher:
             self._fail("out", step, device_name(event.x))
 
     def _check_backward(self, event: BackwardDone) -> None:
+        # Taken out before the checks, so that the copy of the activations does not outlive this
+        # backward.
         begun, self._begun = self._begun, None
         assert begun is not None
         results = (("dx", event.dx), ("dprobs", event.dprobs), *event.weight_gradients())
@@ -109,6 +112,8 @@ class _Watcher:
 
     def _fail(self, result: str, step: StepDump, device: str) -> None:
         engine = step.settings.engine
+        # The step runs once more, stage by stage, on copies of its inputs. This is slow and happens
+        # once, because the block ends here.
         report = bisect(step, engine, GOLDEN, device)
         path = None
         if self._dump_dir is not None:
@@ -130,4 +135,5 @@ class _Watcher:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite; waits for the device."""
+    # In fp32, so that one check serves results of every dtype.
     return bool(torch.isfinite(tensor.detach().to(torch.float32)).all())

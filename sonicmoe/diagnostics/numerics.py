@@ -115,9 +115,12 @@ def evaluate(
     DeepSeek-V3 recipe with e4m3 z.
     """
     wanted = golden_tensors(case.step())
+    # The baseline runs on the same case, so both errors share the data and their ratio is far more
+    # certain than either.
     baseline = run_recipe(case, *BASELINE)
     for recipe in recipes:
         for z in z_codes:
+            # Not run twice: the engine gives the same bits.
             computed = baseline if (recipe, z) == BASELINE else run_recipe(case, recipe, z)
             found = {
                 name: score(name, case, computed[name], baseline[name], wanted[name])
@@ -174,6 +177,8 @@ def score(name: str, case: Case, computed: Array, baseline: Array, wanted: Array
         if served.any():
             parts.append(
                 energies.part(
+                    # Which units of the tensor are this expert's: an index for weight gradients,
+                    # masks for the others.
                     expert if name.startswith("dw") else served if name == "ds" else served.any(1)
                 )
             )
@@ -242,6 +247,8 @@ def root_ratio(numerator: Array, denominator: Array) -> tuple[float, float]:
     if below == 0 or not np.isfinite(above + below):
         return (0.0, 0.0) if above == 0 else (float("nan"), float("nan"))
     squared = above / below
+    # The delta method for a ratio of sums: each unit contributes its residual n - r d, and units
+    # are taken as independent. The square root halves the relative error.
     spread = float(np.linalg.norm(numerator - squared * denominator)) / below
     return float(np.sqrt(squared)), spread / (2 * float(np.sqrt(squared))) if squared else 0.0
 
@@ -280,6 +287,7 @@ def judge(data: str, found: Mapping[str, Score]) -> tuple[tuple[str, ...], tuple
                 max_or_nan(f for f, _ in figures),
                 max_or_nan(f - RESOLUTION * error for f, error in figures),
             )
+            # Written so that NaN, which no comparison satisfies, counts as missed.
             if not worst <= bar:
                 (unresolved if certain <= bar else failures).append(
                     f"{name} {in_words(worst, what)}"
@@ -332,6 +340,8 @@ def octaves_lost(matrix: Array, block: BlockShape, strip: BlockShape) -> Array:
     fine, coarse = block_amax(matrix, strip), block_amax(matrix, block)
     row_of = np.arange(fine.shape[0]) * strip.rows // block.rows
     col_of = np.arange(fine.shape[1]) * strip.cols // block.cols
+    # The maximum of the coarse block that each strip lies in. The logarithm is the number of powers
+    # of two by which the strip's own scale could have been smaller.
     around = coarse[row_of][:, col_of]
     return np.log2(around[fine > 0] / fine[fine > 0])
 
@@ -339,5 +349,7 @@ def octaves_lost(matrix: Array, block: BlockShape, strip: BlockShape) -> Array:
 def block_amax(matrix: Array, block: BlockShape) -> Array:
     """Largest magnitude of every block, `[ceil(R / rows), ceil(C / cols)]`."""
     n_rows, n_cols = matrix.shape
+    # `reduceat` takes the maximum between consecutive starts, and up to the end for the last,
+    # partial block.
     by_rows = np.maximum.reduceat(np.abs(matrix), np.arange(0, n_rows, block.rows), axis=0)
     return np.asarray(np.maximum.reduceat(by_rows, np.arange(0, n_cols, block.cols), axis=1))

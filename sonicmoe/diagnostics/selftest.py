@@ -128,6 +128,8 @@ def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
     """
     rng = np.random.default_rng(0)
     indices = np.stack([rng.permutation(E - 1)[:K] for _ in range(T)])
+    # Both spellings of a slot that is not here, so that a mistake in either makes the self-test
+    # fail.
     indices[::5, 1] = -1
     indices[::7, 0] = E
     probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
@@ -143,6 +145,7 @@ def problem() -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
 def compare(precision: str, engine: str, name: str, computed: Array, wanted: Array) -> TensorCheck:
     """Cosine and relative RMSE of two arrays against the limits of the precision."""
     norm = float(np.linalg.norm(wanted))
+    # A result of zeros has no direction: dividing by NaN makes the check fail instead of raising.
     cosine = float((computed * wanted).sum() / (float(np.linalg.norm(computed)) * norm or math.nan))
     error = float(np.linalg.norm(computed - wanted)) / norm
     least_cosine, most_error = LIMITS[precision]

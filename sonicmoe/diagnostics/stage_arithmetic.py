@@ -32,6 +32,7 @@ class StageArithmetic:
         """`shown`: stage values of the run, in the shapes of the golden."""
         self._step, self._layout, self._shown = step, layout, shown
         self._kept: dict[str, Array] = {}
+        # Real rows only: padding rows are zeros in the result, whatever the engine left in them.
         self._owners = [
             np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
         ]
@@ -42,12 +43,19 @@ class StageArithmetic:
     def expected(self, name: str) -> Array:
         """The stage from the best known inputs."""
         if name not in self._kept:
+            # One method per stage, named after it. Each asks for its inputs by `_best`, so methods
+            # may call each other for stages that the engine does not show; the graph has no cycle,
+            # because stages are listed in the order in which they run.
             compute: Callable[[], Array] = getattr(self, f"_{name}")
+            # A stage that holds NaN or infinity is what is being looked for, and no reason for a
+            # warning.
             with np.errstate(all="ignore"):
                 self._kept[name] = compute()
         return self._kept[name]
 
     def _best(self, name: str) -> Array:
+        # The engine's own value, if it shows one, and only else this class's. The difference then
+        # holds one stage's error and none of its inputs'.
         shown = self._shown.get(name)
         return self.expected(name) if shown is None else shown.astype(np.float64)
 
@@ -56,6 +64,7 @@ class StageArithmetic:
         the dtype of the tokens.
         """
         recipe = self._step.settings.fp8_recipe
+        # Weight gradients may run on unquantised operands beside a quantised forward.
         kept_plain = operand.startswith("wgrad_") and not self._step.settings.flags.fp8_wgrad
         if recipe is None or kept_plain:
             return self._rounded(values)
@@ -90,6 +99,8 @@ class StageArithmetic:
 
     def _dgrad_weight(self, name: str) -> Array:
         recipe = self._step.settings.fp8_recipe
+        # Equal blocks mean that forward and dgrad read one buffer. Otherwise dgrad reads a second
+        # quantisation of the same weight, which rounds differently and is no stage of its own.
         if recipe is None or getattr(recipe, f"{name}_dgrad") == getattr(recipe, name):
             return self._best(f"{name}_fp8")
         return self._stored(self._best(name), f"{name}_dgrad")
@@ -97,6 +108,8 @@ class StageArithmetic:
     def _x_fp8(self) -> Array:
         return self._stored(self._best("x"), "x")
 
+    # No rounding here: engines keep z in fp32 in the accumulator, and its rounded form is the stage
+    # `z_saved`.
     def _z(self) -> Array:
         return grouped(
             gathered(self._best("x_fp8"), self._token),
@@ -106,12 +119,14 @@ class StageArithmetic:
 
     def _z_saved(self) -> Array:
         code = self._step.settings.flags.save_z
+        # In an unquantised step z is stored in the dtype of the tokens, which `_stored` does.
         if code is ZCode.BF16 and self._step.settings.recipe is not None:
             return self._rounded(self._best("z"), "bfloat16")
         return self._stored(self._best("z"), "z", Code.INT8 if code is ZCode.INT8 else Code.E4M3)
 
     def _activated(self, z: Array, dy1: Array | None = None) -> tuple[Array, Array]:
         width = self._step.w2.shape[2]
+        # `activate` returns value and gradient together; forward needs the value alone.
         dy1 = np.zeros((len(z), width)) if dy1 is None else dy1
         return activate(z, dy1, self._activation, self._step.settings.parameters)
 
@@ -135,11 +150,16 @@ class StageArithmetic:
         )
 
     def _dz(self) -> Array:
+        # Backward reads the stored z, which is rounded or quantised, and not the z that forward
+        # computed.
         return self._activated(self._best("z_saved"), self._probability * self._best("dy1"))[1]
 
     def _ds(self) -> Array:
+        # d out / d prob is <dout, y2>. Since y2 = w2 y1 and dy1 = w2^T dout, the same number is
+        # <dy1, y1>, which needs no y2 in backward.
         products = (self._best("dy1") * self._activated(self._best("z_saved"))[0]).sum(1)
         result = np.zeros(self._step.probs.size)
+        # Slots without a row (dropped, or of another rank) keep a gradient of exactly zero.
         result[self._layout.fields["row_slot"][self._layout.real]] = products[self._layout.real]
         return result.reshape(self._step.probs.shape)
 
@@ -155,6 +175,8 @@ class StageArithmetic:
     def _dx(self) -> Array:
         return summed(self._best("dx_rows"), self._token, len(self._step.x))
 
+    # Weight gradients contract over tokens, so they have operands of their own, in the blocks that
+    # the recipe names for them.
     def _wgrad_dout(self) -> Array:
         return self._stored(gathered(self._best("dout"), self._token), "wgrad_dout")
 
@@ -186,5 +208,7 @@ def quantised(values: Array, block: BlockShape, code: Code, scale_format: ScaleF
 
 def through_torch(values: Array, operation: Callable[[torch.Tensor], torch.Tensor]) -> Array:
     """Apply a tensor operation to the fp32 rounding of `values`."""
+    # The package's own quantiser and casts are used here, so that the rounding is theirs bit for
+    # bit. They take fp32.
     tensor = torch.tensor(np.ascontiguousarray(values, dtype=np.float32))
     return to_numpy(operation(tensor)).astype(np.float64)

@@ -69,12 +69,15 @@ class Recorder:
     def __call__(self, name: str, value: Any) -> Any:
         """Keep `value`, return it unchanged."""
         if isinstance(value, RoutingMetadata):
+            # Routing is integers and has a contract that says every value, so it is compared
+            # exactly and apart from the stages.
             self.run.routing = {
                 field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS
             }
         elif isinstance(value, Tensor):
             self.run.stages[name] = StageValue(to_numpy(value))
         elif isinstance(value, BlockScaledTensor):
+            # Statistics of code use are about logical rows, so token-major codes are turned round.
             codes = to_numpy(value.codes.to(torch.float32))
             codes = codes if value.orientation is Orientation.ROWS else codes.swapaxes(-1, -2)
             self.run.stages[name] = StageValue(
@@ -98,6 +101,7 @@ def run_stages(step: StepDump, engine: Engine, device: str) -> StageRun:
     """
     recorder = Recorder(engine.name)
     try:
+        # The listener is process-wide, so no other engine may run meanwhile.
         with plain_ops(), listening(recorder):
             _run(step, engine, device, recorder.at_seam)
     except Exception as error:
@@ -114,6 +118,8 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
 
     x, w1, w2 = given("x"), given("w1"), given("w2")
     probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
+    # Counts come from the host, as a dispatcher lists them, so that the builder takes the same way
+    # as in training.
     served = step.indices[is_here(step.indices, step.num_experts)]
     counts = np.bincount(served, minlength=step.num_experts).tolist()
     routing = build_routing(
@@ -131,6 +137,7 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     for name, value in (("ds", ds), ("dz", pending.dz), ("y1s", pending.y1s), ("dx", dx)):
         at_seam(name, value)  # before wgrad, which releases them
     (experts, n1, hidden), width = step.w1.shape, step.w2.shape[2]
+    # Fresh accumulators of zeros: weight gradients are added to what is there.
     sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=False, device=x.device)
     engine.backward_dw(pending, sums)
     at_seam("dw1", sums.dw1)
@@ -159,6 +166,8 @@ def engine_settings(step: StepDump) -> EngineSettings:
     own = step.settings
     flags = {flag.field: getattr(own.flags, flag.field) for flag in STEP_FLAGS}
     settings = EngineSettings(own.activation_type, own.fp8_recipe, **flags)
+    # Set apart from the flags above: memory modes release or recompute stages before they could be
+    # shown.
     return replace(settings, recompute_z=False, activation_parameters=own.parameters)
 
 
@@ -184,6 +193,8 @@ def flushed(sums: NativeBuffer, engine: Engine, activation: ActivationType) -> T
     receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
     store = GradientStore(PerExpertParameters(receivers, experts, hidden, width, activation))
     targets = store.targets(engine, sums.dw1.device)
+    # The store's own accumulators get the computed sums, as if a backward of the node had added
+    # them. The flush is then the code that training runs.
     for target, source in zip(targets.tensors(), sums.tensors(), strict=True):
         target.copy_(source)
     store.note_backward()
@@ -196,6 +207,7 @@ def flushed(sums: NativeBuffer, engine: Engine, activation: ActivationType) -> T
 def _zero_parameter(shape: tuple[int, int], like: Tensor) -> Tensor:
     made = torch.zeros(shape, dtype=torch.float32, device=like.device)
     if IS_PADDLE:
+        # Paddle's parameters want a gradient where PyTorch's flag says the opposite.
         made.stop_gradient = False  # type: ignore[attr-defined]
     else:
         made.requires_grad_(True)

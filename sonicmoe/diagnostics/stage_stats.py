@@ -84,6 +84,8 @@ def first_index(bad: Array, rows: Array) -> tuple[int, ...] | None:
     """Index in the whole tensor of the first True of `bad`, which holds the selected rows only."""
     if not bad.any():
         return None
+    # `bad` has the selected rows alone, so the row number is translated back; the other axes are as
+    # they are.
     position = np.unravel_index(int(bad.argmax()), bad.shape)
     return (int(np.flatnonzero(rows)[position[0]]), *(int(axis) for axis in position[1:]))
 
@@ -92,6 +94,7 @@ def closeness(values: Array, wanted: Array) -> dict[str, Any]:
     """Cosine and relative RMSE over all elements; both NaN when an element is not finite."""
     a, b = values.astype(np.float64).ravel(), wanted.astype(np.float64).ravel()
     with np.errstate(all="ignore"):
+        # Two zero vectors count as equal in direction, a zero vector beside another as orthogonal.
         norm_a, norm_b = float(np.sqrt(a @ a)), float(np.sqrt(b @ b))
         cosine = float(a @ b) / (norm_a * norm_b) if norm_a and norm_b else float(norm_a == norm_b)
         difference = float(np.linalg.norm(a - b))
@@ -108,7 +111,9 @@ def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str,
     }
     if wanted is not None:
         live = wanted[rows] != 0
+        # Of the elements that should not be zero, because zeros are exact in every format.
         used["underflow"] = float((codes[live] == 0).mean()) if live.any() else 0.0
+    # In a block of one row, block and row have the same maximum.
     if value.block.rows > 1:
         used["octaves"] = octaves(value.values if wanted is None else wanted, value.block)
     return used
@@ -120,6 +125,7 @@ def octaves(values: Array, block: BlockShape) -> tuple[float, ...] | None:
     """
     if values.size == 0:
         return None
+    # Blocks do not reach from one expert's matrix into the next, so each is taken by itself.
     together = np.concatenate(
         [_octaves_of(matrix, block) for matrix in values.reshape(-1, *values.shape[-2:])]
     )
@@ -140,6 +146,7 @@ def row_deviations(values: Array, wanted: Array, floor: float) -> Array:
     a value is not finite.
     """
     a, g = (array.reshape(-1, array.shape[-1]) for array in (values, wanted))
+    # In chunks, so that fp64 copies exist of some rows at a time and not of the whole stage.
     errors, norms = np.empty(len(a)), np.empty(len(a))
     with np.errstate(all="ignore"):
         for start in range(0, len(a), CHUNK_ROWS):
@@ -148,6 +155,8 @@ def row_deviations(values: Array, wanted: Array, floor: float) -> Array:
             errors[part] = np.linalg.norm(a[part] - expected, axis=1)
             norms[part] = np.linalg.norm(expected, axis=1)
         typical = float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
+        # A row of nearly zeros would be far off by any rounding; the floor measures it against
+        # typical rows.
         scale = np.maximum(norms, floor * typical)
         return np.where(
             scale > 0, errors / np.where(scale > 0, scale, 1), np.where(errors > 0, np.inf, errors)

@@ -31,6 +31,8 @@ RANGE_PREFIX = "sonicmoe."
 _SILENT = nullcontext()
 _ranges: RangeFactory | None = None
 _listener: Listener | None = None
+# A tuple that is replaced and never changed: `emit` iterates over the one it found, so an observer
+# may leave while it observes and no lock is held during a call.
 _observers: tuple[Observer, ...] = ()
 _observers_change = threading.Lock()
 
@@ -80,6 +82,8 @@ def listening(listener: Listener) -> Iterator[None]:
     global _listener
     before = _listener
     _listener = (
+        # The listener that was there first stays nearest to the engine, and the new one sees what
+        # it returns.
         listener if before is None else lambda name, value: listener(name, before(name, value))
     )
     try:

@@ -39,6 +39,7 @@ def dump_next_step(layer: object, path: str | Path) -> None:
     """
     path = Path(path)
     _check_writable(path)
+    # The path was checked above, before the step: afterwards nobody is there to raise to.
     observe(_Writer(layer, path))
 
 
@@ -69,6 +70,8 @@ def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
     assert saved.x is not None
     slot_row, row_prob = to_numpy(saved.routing.slot_row), to_numpy(saved.routing.row_prob)
     probs = np.zeros(slot_row.shape, dtype=np.float32)
+    # Backward keeps probabilities per row and not per slot, so they are brought back through the
+    # routing.
     probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
     return _step(name, event.call, saved.x, probs).but(dout=to_numpy(event.dout))
 
@@ -101,6 +104,7 @@ def settings_of(call: ExpertCall, x: Tensor) -> StepSettings:
 
 def to_numpy(tensor: Tensor) -> Array:
     """A copy on the host: integers as int64, everything else as fp32."""
+    # By name, because the two frameworks have dtype objects of different classes.
     integral = str(tensor.dtype).endswith(("int32", "int64"))
     return np.array(tensor.detach().to(torch.int64 if integral else torch.float32).cpu().numpy())
 
@@ -115,9 +119,11 @@ class _Writer:
 
     def __call__(self, event: CallEvent) -> None:
         layer = self._layer()
+        # The layer was dropped before its next step, so no event of it can come.
         if layer is None:
             forget(self)
         elif isinstance(event, StepDone):
+            # A step without a forward before it belongs to the time before the dump was asked for.
             if event.layer is layer and self._indices is not None:
                 forget(self)
         elif event.call.layer is layer:

@@ -58,6 +58,7 @@ class StepSettings:
         ):
             expect(value in known, DumpError, f"{name} is {value!r}; needed: one of {list(known)}")
         try:
+            # The property raises for a parameter that the activation does not have.
             self.parameters  # noqa: B018  asked for its check
         except ConfigError as error:
             raise DumpError(str(error)) from None
@@ -78,6 +79,7 @@ class StepSettings:
         Raises:
             DumpError: a name or a value that no build knows.
         """
+        # `pop`, so that an unknown name is left over and the constructor refuses it.
         flags = {flag.field: names.pop(flag.field, None) for flag in STEP_FLAGS}
         try:
             return cls(flags=ResolvedConfig(**flags), **names)
@@ -158,6 +160,8 @@ class StepDump:
     def but(self, **changes: Any) -> StepDump:
         """A copy with other fields; names of settings go to the settings."""
         names = self.settings.names()
+        # Flags and other settings are given by the same names as fields of the dump; each goes
+        # where it belongs.
         names |= {name: changes.pop(name) for name in names if name in changes}
         return replace(self, settings=StepSettings.of(**names), **changes)
 
@@ -189,6 +193,7 @@ def load_dump(path: str | Path) -> StepDump:
         ShapeError: the arrays do not belong together.
     """
     try:
+        # Pickled objects are refused by default, so a file from elsewhere runs no code.
         with np.load(path) as archive:
             settings = (
                 StepSettings.of(**json.loads(str(archive["settings"])))

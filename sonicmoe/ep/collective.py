@@ -58,15 +58,21 @@ class CollectiveTransport(Transport):
         self._exchange = exchange
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+        # `sent` has one line per destination rank: the number of rows, then the slots of each of
+        # its experts. Its width does not depend on the data, so it can travel before anybody knows
+        # a size.
         tokens, ranks, sent = self._destinations(topk_idx)
         width = 1 + self.num_local_experts
         # Ranks first tell each other how many rows come, and how many slots for each of their
         # experts. Both tables then reach the host in one copy.
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
         table = torch.cat([sent, arrived]).reshape([2, self.world_size, width]).tolist()
+        # Collectives take their sizes from the host, so here the host waits for the device.
         plan = Plan(
             tokens, [row[0] for row in table[0]], [row[0] for row in table[1]], int(x.shape[0])
         )
+        # Every source rank has counted its own slots for these experts; their sum is the true count
+        # of each.
         counts = [
             sum(row[1 + expert] for row in table[1]) for expert in range(self.num_local_experts)
         ]
@@ -74,6 +80,7 @@ class CollectiveTransport(Transport):
         return Received(self.dispatch_cached(x, plan), recv_idx, recv_weights, counts, plan)
 
     def dispatch_cached(self, x: Tensor, handle: Plan) -> Tensor:
+        # No size is exchanged any more: the plan has them all.
         return self._move(_take_rows(x, handle.tokens), handle.send_counts, handle.recv_counts)
 
     def combine(
@@ -88,13 +95,21 @@ class CollectiveTransport(Transport):
         counts of rows, then of slots.
         """
         local, world = self.num_local_experts, self.world_size
+        # Experts are dealt out in consecutive ranges, so reshaping the counts gives a line per
+        # rank.
         slots = count_experts(topk_idx, self.num_experts).reshape([world, local])
+        # Paddle refuses some of the operations below on tensors without elements. A rank without
+        # tokens still takes part in every collective, with counts of zero.
         if int(topk_idx.shape[0]) == 0:
             empty = torch.zeros([0], dtype=torch.int64, device=topk_idx.device)
             return empty, empty, torch.cat([torch.zeros_like(slots)[:, :1], slots], 1)
+        # Dropped slots are set apart, so that the rounding of a negative quotient does not matter.
         owner = torch.where(topk_idx >= 0, topk_idx // local, torch.full_like(topk_idx, -1))
         # goes[rank, token]: one row however many of the token's slots that rank owns.
         goes = torch.stack([(owner == rank).to(torch.int64).sum(1) > 0 for rank in range(world)])
+        # `nonzero` lists positions row by row: rank by rank, tokens ascending. That is the order of
+        # rows in which `all_to_all` cuts its input, and the order that the contract of `Dispatched`
+        # promises.
         pairs = torch.nonzero(goes)
         rows = goes.to(torch.int64).sum(1).reshape([world, 1])
         return pairs[:, 1].contiguous(), pairs[:, 0].contiguous(), torch.cat([rows, slots], 1)
@@ -106,9 +121,13 @@ class CollectiveTransport(Transport):
         topk = int(topk_idx.shape[1])
         idx, weights = _take_rows(topk_idx, plan.tokens), _take_rows(topk_weights, plan.tokens)
         if int(idx.shape[0]):
+            # Global ids become ids of the receiving rank. Slots of other ranks fall outside [0, L)
+            # then, and become -1 with weight 0.
             first = (ranks * self.num_local_experts).reshape([-1, 1])
             idx = in_one_spelling(idx - first, self.num_local_experts)
             weights = zero_where_not_here(weights, idx, self.num_local_experts)
+        # Ids fit into 32 bits and weights have 32, so both travel as one int32 matrix in one
+        # message. The weights' bits are reinterpreted and not converted.
         packed = torch.cat([idx.to(torch.int32), _reinterpret(weights, torch.int32)], 1)
         moved = self._move(packed, plan.send_counts, plan.recv_counts)
         return moved[:, :topk].to(torch.int64), _reinterpret(
@@ -116,12 +135,15 @@ class CollectiveTransport(Transport):
         )
 
     def _move(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        # As bytes, so that a backend need not know the dtype.
         arrived = self._exchange.exchange(
             _reinterpret(rows.contiguous(), torch.uint8), send_counts, recv_counts
         )
         return _reinterpret(arrived, rows.dtype)
 
     def _sum_back(self, rows: Tensor, plan: Plan) -> Tensor:
+        # The way back is the same exchange with the counts swapped. Rows return in the order in
+        # which they were sent, so `plan.tokens` names the token of each.
         returned = self._move(rows, plan.recv_counts, plan.send_counts)
         total = torch.zeros(
             [plan.num_tokens, int(rows.shape[1])], dtype=torch.float32, device=rows.device
@@ -138,6 +160,7 @@ class CollectiveTransport(Transport):
 
 
 def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    # An empty index is answered by a slice, which both frameworks accept.
     return torch.index_select(values, 0, rows) if int(rows.shape[0]) else values[:0]
 
 

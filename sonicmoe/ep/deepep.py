@@ -27,6 +27,7 @@ MODULES = (
 LEGACY, ELASTIC = "legacy", "elastic"
 CLASSES = {LEGACY: "Buffer", ELASTIC: "ElasticBuffer"}
 METHODS = {LEGACY: ("get_dispatch_layout", "dispatch", "combine"), ELASTIC: ("dispatch", "combine")}
+# DeepEP moves a row as whole 16-byte words, so H must be a multiple of 8 bf16 values.
 ROW_BYTES = 16  # rows are copied in words of this size
 
 
@@ -42,6 +43,8 @@ def buffer_kinds(module: Any) -> tuple[str, ...]:
     advance nor a recent NCCL.
     """
 
+    # The methods are checked, too, because a build may have the class and lack a method that this
+    # package calls.
     def offered(kind: str) -> bool:
         buffer = getattr(module, CLASSES[kind], None)
         return buffer is not None and all(hasattr(buffer, method) for method in METHODS[kind])
@@ -86,7 +89,9 @@ class _DeepEPTransport(Transport):
         world_size, rank = group_shape(group)
         super().__init__(num_experts, world_size, rank)
         self._group, self._module = group, module
+        # A build says here in which integers it takes ids; one without the name takes int64.
         self._id_dtype = getattr(module, "topk_idx_t", torch.int64)
+        # Made at the first dispatch, when the width of a row is known.
         self._buffer: Any = None
         self._hidden = self._topk = 0  # the sizes that the buffer was made for
 
@@ -110,6 +115,9 @@ class _DeepEPTransport(Transport):
         Making a buffer is a collective. All ranks see the same sizes, so they make it in the same
         call. Handles hold layouts and no addresses, so those of the former buffer stay valid.
         """
+        # The size must never depend on this rank's tokens. Otherwise one rank would enter the
+        # collective that makes a buffer while another enters a dispatch, and both would wait for
+        # ever.
         if hidden > self._hidden or topk > self._topk:
             hidden, topk = max(hidden, self._hidden), max(topk, self._topk)
             self._buffer = self._make_buffer(hidden, topk)
@@ -139,6 +147,9 @@ class LegacyTransport(_DeepEPTransport):
         self._check(x)
         buffer = self._sized_buffer(int(x.shape[1]))
         ids = topk_idx.to(self._id_dtype)
+        # The layout says which token goes to which rank and how many rows that makes. Without a
+        # bound, `dispatch` below waits until the counts have reached the host, because they size
+        # the outputs.
         per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
             ids, self.num_experts
         )
@@ -153,10 +164,13 @@ class LegacyTransport(_DeepEPTransport):
             num_tokens_per_expert=per_expert,
             **arguments,
         )
+        # The rest of the package knows int64 ids only.
         return Received(recv_x, recv_idx.to(torch.int64), recv_weights, host_counts(counts), handle)
 
     def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
         self._check(x)
+        # With a handle DeepEP sends rows along the recorded routes and returns no ids and no
+        # weights.
         return self._sized_buffer(int(x.shape[1])).dispatch(x, handle=handle)[0]
 
     def combine(
@@ -170,6 +184,8 @@ class LegacyTransport(_DeepEPTransport):
 
     def _make_buffer(self, hidden: int, topk: int) -> Any:
         buffer, world = self._module.Buffer, self.world_size
+        # One buffer serves both directions, so each hint is taken for the larger need. `2 * hidden`
+        # is the size of a bf16 row in bytes.
         configs = [buffer.get_dispatch_config(world), buffer.get_combine_config(world)]
         nvlink = max(config.get_nvl_buffer_size_hint(2 * hidden, world) for config in configs)
         rdma = max(config.get_rdma_buffer_size_hint(2 * hidden, world) for config in configs)
@@ -225,8 +241,11 @@ class ElasticTransport(_DeepEPTransport):
         )
         recv_idx = recv_idx.to(torch.int64)
         if not self._wait_for_counts:
+            # Without host synchronisation nobody writes the rows beyond the real ones, so their ids
+            # are whatever the memory held. They could look like valid experts and must become -1.
             recv_idx = _without_tail(recv_idx, handle.psum_num_recv_tokens_per_scaleup_rank)
         counts = (
+            # The list holds counts only after the host has waited for them.
             host_counts(handle.num_recv_tokens_per_expert_list) if self._wait_for_counts else None
         )
         return Received(recv_x, recv_idx, recv_weights, counts, handle)
@@ -252,6 +271,8 @@ class ElasticTransport(_DeepEPTransport):
             num_max_tokens_per_rank=self._max_tokens,
             hidden=hidden,
             num_topk=topk,
+            # Equal inputs must give equal bits, and rows must come in the order that `Dispatched`
+            # promises.
             deterministic=True,
         )
 
@@ -266,6 +287,7 @@ def host_counts(counts: Any) -> list[int] | None:
 def group_shape(group: Any) -> tuple[int, int]:
     """`(ranks, own rank)` of a torch process group or a Paddle communication group."""
     if IS_PADDLE:
+        # Attributes in Paddle, methods in PyTorch.
         return int(group.nranks), int(group.rank)
     return int(group.size()), int(group.rank())
 
@@ -277,5 +299,7 @@ def _without_tail(indices: Tensor, received_per_rank: Tensor) -> Tensor:
     rows = torch.arange(int(indices.shape[0]), dtype=torch.int64, device=indices.device).reshape(
         [-1, 1]
     )
+    # A comparison on the device: reading the number on the host would be the very wait that this
+    # mode avoids.
     real = received_per_rank[-1].to(torch.int64)
     return torch.where(rows < real, indices, torch.full_like(indices, -1))

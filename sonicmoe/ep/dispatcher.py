@@ -70,11 +70,17 @@ class Route:
     def dispatch_backward(self, dx: Tensor, dprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the received rows -> gradients of `x [T, H]` and `topk_weights [T, K]`."""
         transport = self.transport
+        # Gradients at slots of other ranks have no meaning here, and unwritten ones may hold NaN.
+        # They must be zero before they are summed over ranks.
         weights = zero_where_not_here(
             dprobs.to(torch.float32), self.indices, transport.num_local_experts
         )
+        # The transpose of "send to every rank" is "sum over ranks", so the backward of dispatch is
+        # a combine and that of combine a dispatch along the same routes.
         combined, dweights = transport.combine(dx.contiguous(), self.handle, weights.contiguous())
         assert dweights is not None
+        # The second mask is that of the sender: a slot that was dropped there contributed to
+        # nothing.
         return combined, zero_where_not_here(dweights, self.topk_idx, transport.num_experts)
 
     def combine(self, out: Tensor) -> Tensor:
@@ -85,6 +91,8 @@ class Route:
         rows = self.transport.dispatch_cached(dout.contiguous(), self.handle)
         if self.transport.exact_rows:
             return rows
+        # No transport writes rows beyond the real ones, so they hold what was in memory. A GEMM
+        # that reads padding would spread a NaN from there.
         here = (self.indices >= 0).to(torch.int32).sum(1) > 0
         return torch.where(here.reshape([-1, 1]), rows, torch.zeros_like(rows))
 
@@ -108,9 +116,12 @@ class DispatchCall(DifferentiableCall):
         """`(x [R, H], probs [R, K])`."""
         x, topk_weights = inputs
         with plain_ops():
+            # Libraries read raw pointers and know nothing of strides or of autograd.
             received = self.transport.dispatch(
                 x.detach().contiguous(), self.topk_idx, topk_weights.detach().contiguous()
             )
+            # Some transports deliver weights at other ranks' slots, and some leave them unwritten.
+            # Callers get exact zeros.
             probs = zero_where_not_here(
                 received.topk_weights, received.topk_idx, self.transport.num_local_experts
             )
@@ -156,8 +167,11 @@ class TransportDispatcher(Dispatcher):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         check_dispatch(x, topk_idx, topk_weights)
+        # Callers may mark a dropped slot by any id outside [0, E). Transports know -1 only.
         ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         call = DispatchCall(self.transport, ids.contiguous())
+        # Without gradients the autograd function is left out: no backward comes for which it would
+        # have to keep the route.
         if grad_enabled() and (requires_grad(x) or requires_grad(topk_weights)):
             recv_x, probs = autograd.apply(call, (x, topk_weights))
         else:

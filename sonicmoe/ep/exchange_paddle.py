@@ -32,6 +32,7 @@ class PaddleExchange(RowExchange):
         self._group = dist.get_group() if group is None else group
         self.world_size, self.rank = int(self._group.nranks), int(self._group.rank)
         backend = str(dist.get_backend(self._group)).lower()
+        # Paddle's gloo backend has no all-to-all. Tests and CPU runs take the slow way.
         self._gathers = backend == "gloo"
         self.name = f"paddle.distributed ({backend})"
 
@@ -51,12 +52,16 @@ class PaddleExchange(RowExchange):
         own count of calls, so with more than two ranks, partners wait for different numbers and
         hang.
         """
+        # Entry (source, destination) says how many rows travel. All ranks need the whole table,
+        # because every rank has to find its part in each of the others' rows.
         counts = np.stack(self._gather(np.asarray(send_counts, dtype=np.int64)))
+        # `all_gather` takes equal shapes from all ranks, so everybody pads to the fullest rank.
         size, width = int(counts.sum(1).max()), int(rows.shape[1])
         if size == 0:
             return rows
         padded = np.zeros([size, width], dtype=np.uint8)
         padded[: int(rows.shape[0])] = rows.numpy() if int(rows.shape[0]) else 0
+        # Where the rows for each destination begin within a source's rows.
         starts = np.cumsum(counts, axis=1) - counts
         spans = [
             slice(start, start + n)

@@ -42,6 +42,7 @@ class TorchExchange(RowExchange):
         arrived = torch.empty(
             [sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype, device=rows.device
         )
+        # PyTorch takes output sizes before input sizes, Paddle the other way round.
         dist.all_to_all_single(
             arrived, rows, list(recv_counts), list(send_counts), group=self._group
         )

@@ -42,6 +42,7 @@ def find_fleet() -> tuple[FleetFunctions | None, str]:
     """
     try:
         module = importlib.import_module(MODULE)
+    # An import of Fleet that fails for lack of hardware or libraries raises any of these.
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return (
             None,
@@ -80,6 +81,8 @@ class FleetDispatcher(Dispatcher):
             x, ids, topk_weights, self.num_experts, self._group
         )
         indices = states["dispatched_indices"].to(torch.int64)
+        # Fleet returns ids and weights as DeepEP delivers them, so the contract of `Dispatched` is
+        # restored here.
         probs = zero_where_not_here(recv_probs, indices, self.num_local_experts)
         handle = FleetHandle(states["handle"], int(recv_x.shape[0]))
         return Dispatched(recv_x, host_counts(states["tokens_per_expert"]), indices, probs, handle)

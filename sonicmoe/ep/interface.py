@@ -142,6 +142,8 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
             ShapeError,
             f"{name} has shape {tuple(value.shape)}; x and topk_idx need {wanted}",
         )
+    # Values are not checked: reading ids would wait for the device. Invalid ids count as dropped
+    # instead.
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
 
 

@@ -30,6 +30,7 @@ class LocalDispatcher(Dispatcher):
         """See `Dispatcher.dispatch`; `handle` is the number of rows."""
         check_dispatch(x, topk_idx, topk_weights)
         indices = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
+        # Without tokens the counts are known on any device, and there is nothing to select.
         if int(x.shape[0]) == 0:
             return Dispatched(x, [0] * self.num_experts, indices, topk_weights, 0)
         probs = zero_where_not_here(topk_weights, indices, self.num_experts)

@@ -78,6 +78,8 @@ def make_dispatcher(
 
 def _auto(num_experts: int, group: Any, max_tokens: int) -> tuple[Dispatcher, str]:
     """The dispatcher, and the reason for the log line."""
+    # Every branch returns the reason for its choice, because the log line must tell a user why the
+    # fast library was not taken.
     if group_shape(group)[0] == 1:
         return LocalDispatcher(num_experts), "a group of one"
     if not is_gpu_group(group):
@@ -93,6 +95,8 @@ def _auto(num_experts: int, group: Any, max_tokens: int) -> tuple[Dispatcher, st
     library, no_library = find_library()
     if library is None:
         return _collective(num_experts, group), f"{no_fleet}no DeepEP: {no_library}"
+    # An ElasticBuffer is sized once for the fullest rank. That number cannot be guessed here: a
+    # guess below it would fail in the middle of a run.
     if library.kinds[0] != LEGACY and max_tokens <= 0:
         return _collective(num_experts, group), f"{no_fleet}DeepEP's ElasticBuffer needs max_tokens"
     return TransportDispatcher(

@@ -79,6 +79,8 @@ def register() -> None:
     moe = _moe_module()
     _check_version()
     for name, use_fp8 in IMPLEMENTATIONS.items():
+        # The registry is shared by all its readers, and registering a name again replaces the
+        # entry.
         moe.ALL_EXPERTS_FUNCTIONS.register(name, _experts_forward(use_fp8, moe._default_apply_gate))
 
 
@@ -92,6 +94,8 @@ def check_model(model: nn.Module) -> None:
             that transformers can dispatch.
     """
     experts = [module for module in model.modules() if _is_experts(module)]
+    # One module per class: all layers of a model have the same kind of experts, and one line about
+    # each kind is enough.
     found = {type(module): module for module in experts}
     kind = type(model).__name__
     expect(bool(found), LayoutError, f"{kind} has no experts with an exchangeable implementation")
@@ -121,6 +125,8 @@ def _not_in_force(name: str) -> str | None:
     if name not in IMPLEMENTATIONS:
         wanted = " or ".join(map(repr, IMPLEMENTATIONS))
         return f"its experts implementation is {name!r}; call register() and model.set_experts_implementation({wanted})"
+    # transformers knows a "sonicmoe" of its own from its kernel hub. Only the module of the
+    # registered function tells the two apart.
     ours = getattr(_moe_module().ALL_EXPERTS_FUNCTIONS.get(name), "__module__", None) == __name__
     return (
         None
@@ -138,6 +144,7 @@ def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
         return f"{kind} normalises the output of every expert (has_post_expert_norm)"
     for name in _weight_names(experts):
         weight = getattr(experts, name, None)
+        # A class may keep its weights under other names, or in another form.
         if not isinstance(weight, torch.Tensor):
             return f"{kind} has no weight {name}"
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -147,6 +154,8 @@ def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
 
 def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | None:
     """The engine's activation that equals the one of this module, or None."""
+    # A class that overrides `_apply_gate` computes something of its own. The name of its activation
+    # then says nothing.
     if _own_gate(experts, standard_gate):
         ours = _has_oai_gate(type(experts), _is_split_half(experts))
         return _OAI if ours and not _other_constants(experts) else None
@@ -168,6 +177,8 @@ def _activation_problem(experts: nn.Module, standard_gate: Any) -> str:
 
 def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
     gated = getattr(experts, "has_gate", True)
+    # Looked up on the class: a function of an instance is a bound method, which is never the same
+    # object.
     return gated and getattr(type(experts), "_apply_gate", None) is not standard_gate
 
 
@@ -177,6 +188,8 @@ def _other_constants(experts: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != _OAI_CONSTANTS[name]}
 
 
+# torch.compile runs this while tracing and takes the answer as a constant: the trial of a gate is
+# no part of the graph.
 @torch.compiler.assume_constant_result
 def _has_oai_gate(kind: Any, split_half: bool) -> bool:
     """Whether the gate of this class is GPT-OSS's. It is tried out, because another class could
@@ -209,6 +222,8 @@ def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
         bound + 0.01,
         40.0,
     ]
+    # The first call may come from inside a user's inference or autocast block. The comparison needs
+    # gradients in fp32 all the same.
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         points = torch.tensor(ticks, dtype=torch.float32, device="cpu")
         gates, ups = torch.meshgrid(points, points, indexing="ij")
@@ -219,6 +234,7 @@ def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
         # The engine's gradient has gate and up in pairs; the gate of this class may want halves.
         if split_half:
             dz = torch.cat([dz[:, 0::2], dz[:, 1::2]], 1)
+        # The gate gets z in the order of its class: halves, or pairs of gate and up.
         z = (
             torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)
         ).requires_grad_()
@@ -247,6 +263,8 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`."""
+        # Checked in every forward, because registration sees no model. The checks read attributes
+        # and no device memory.
         reason = _unsupported_reason(self, standard_gate)
         if reason is not None:
             raise LayoutError(
@@ -257,6 +275,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         names = _weight_names(self)
         up, down, *biases = (_local(getattr(self, name)) for name in names)
         up_bias, down_bias = biases or (None, None)
+        # Parallel models hand over DTensors; the engine computes on this rank's part.
         tokens = _local(hidden_states)
         out = expert_mlp(
             # Under autocast norms return fp32. The built-in implementations compute in the lower
@@ -288,6 +307,8 @@ def _weight_names(experts: nn.Module) -> tuple[str, ...]:
 def _activation_name(act: Any) -> str:
     """The activation's name in the tables above, or "" for one that is in none of them."""
     tanh = getattr(act, "approximate", "none") != "none"
+    # `approximate` is an attribute of torch.nn.GELU; other activations have none and count as
+    # exact.
     return "" if tanh else _ACTIVATION_CLASSES.get(type(act).__name__, "")
 
 

@@ -118,6 +118,7 @@ class BlockScaledTensor:
         """Unwritten codes of a stored shape, with their scales. `block` is of the logical matrix,
         and `device` a device as `device_of` returns it.
         """
+        # Allocated as bytes, which kernels take; the FP8 tensor is a view of them.
         held = empty(stored_shape, torch.uint8, device)
         stored_block = block if orientation is Orientation.ROWS else block.transposed
         scale_inv = empty(scale_shape(stored_shape, stored_block), torch.float32, device)
@@ -159,5 +160,6 @@ def scale_shape(shape: tuple[int, ...], block: BlockShape) -> tuple[int, ...]:
     """
     if len(shape) < 2:
         raise ShapeError(f"a block-scaled tensor has at least two axes, got shape {shape}")
+    # `-(-a // b)` is the quotient rounded up.
     *lead, n_rows, n_cols = shape
     return (*(int(n) for n in lead), -(-int(n_rows) // block.rows), -(-int(n_cols) // block.cols))

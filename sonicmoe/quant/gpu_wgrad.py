@@ -89,6 +89,8 @@ def transpose_codes(q: BlockScaledTensor, padded_offsets: Tensor) -> BlockScaled
     Raises:
         DTypeError, ShapeError, DeviceError, CompileError: as `gather_transpose_quantize`.
     """
+    # In 128 x 128 blocks the transposed matrix has the same blocks, so its scales only change
+    # places.
     fits = q.code is Code.E4M3 and q.block == BLOCK and q.orientation is Orientation.ROWS
     expect(
         fits,
@@ -123,6 +125,7 @@ def _gathered(
     _check_sizes(rows, width)
     _check_offsets(padded_offsets)
     require_same_device([*matrices, ("row_token", row_token), ("padded_offsets", padded_offsets)])
+    # The kernel reads 16 bytes at a time. A view may start in between, and is copied then.
     values = [aligned(matrix) for _, matrix in matrices]
     if not is_cuda(row_token):
         with plain_ops():
@@ -137,6 +140,7 @@ def _gathered(
         if len(values) == 1
         else kernels.gather_transpose_quantize_pair
     )
+    # The native function takes a flat list: codes and scales of each output in turn.
     flat = [tensor for out in outs for tensor in (out.bytes, out.scale_inv)]
     launch(
         *values,
@@ -153,6 +157,8 @@ def _gather_rows(values: Tensor, row_token: Tensor) -> Tensor:
     out = torch.zeros(
         (int(row_token.shape[0]), int(values.shape[1])), dtype=torch.float32, device=values.device
     )
+    # Rows without a token stay zero and are not computed as token times zero, because NaN times
+    # zero is NaN.
     rows = torch.nonzero((row_token >= 0) & (row_token < int(values.shape[0]))).reshape([-1])
     if int(rows.shape[0]):
         tokens = row_token.to(torch.int64).index_select(0, rows)

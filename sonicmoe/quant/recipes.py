@@ -109,6 +109,8 @@ class Fp8Recipe:
         """Rows every expert is padded to, so that no block of rows spans two experts: at least the
         GEMM tile (128).
         """
+        # A block that reached into the next expert would let one expert's values decide the scale
+        # of another's.
         return max(128, *(block.rows for block in self.token_blocks()))
 
     def token_blocks(self) -> tuple[BlockShape, ...]:
@@ -135,6 +137,8 @@ class Fp8Recipe:
 
 def row_recipe(size: int) -> Fp8Recipe:
     """1xB along the contraction everywhere, weights included."""
+    # A operands and forward's weights are contracted over their columns; operands of wgrad over
+    # tokens and dgrad's weights over their rows, both the first axis.
     along_k, along_tokens = rows(size), columns(size)
     return Fp8Recipe(
         name=f"1x{size}",
@@ -180,6 +184,8 @@ def y1block_recipe() -> Fp8Recipe:
 
 def dx256_recipe() -> Fp8Recipe:
     """`iso128` with one promotion every 256 of the contraction in the dx GEMM."""
+    # dz [tokens, N1] contracts over N1 in the dx GEMM, and w1 [N1, H] over its rows, so the 256
+    # lies along different axes of the two.
     wide = BlockShape(128, 256)
     return dataclasses.replace(
         iso_recipe(128), name="dx256", dz=wide, wgrad_dz=wide, w1=wide.transposed, w1_dgrad=wide.transposed,
@@ -216,6 +222,7 @@ BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     wide_recipe(256),
     wide_recipe(512),
 )
+# Every block layout exists with both scale formats.
 RECIPES: dict[str, Fp8Recipe] = {
     recipe.name: recipe
     for base in BASE_RECIPES

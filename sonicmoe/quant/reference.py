@@ -57,10 +57,14 @@ def quantize(
     # Not clamp(min=): Paddle's would make infinity finite.
     amax = torch.maximum(amax, torch.full_like(amax, AMAX_FLOOR))
     scale_inv, multiplier = block_scales(amax, code, scale_format)
+    # `amax * multiplier` can round to just above M, so the product is clamped before it is encoded.
+    # Infinity times the multiplier 0 is NaN, which the clamp keeps.
     scaled = (tiles * multiplier.unsqueeze(-1).unsqueeze(-3)).clamp(-code.max, code.max)
     if code is Code.E4M3:
         return BlockScaledTensor(_from_tiles(encode_e4m3(scaled), shape), scale_inv, block, code)
     scale_inv = torch.where(has_nan, torch.full_like(scale_inv, float("nan")), scale_inv)
+    # INT8 has no code for NaN. The scale is NaN already, so the code may be anything; casting NaN
+    # to an integer is undefined, so it is 0.
     finite = torch.where(torch.isnan(scaled), torch.zeros_like(scaled), scaled)
     return BlockScaledTensor(
         _from_tiles(torch.round(finite).to(torch.int8), shape), scale_inv, block, code
@@ -72,6 +76,7 @@ def block_scales(amax: Tensor, code: Code, scale_format: ScaleFormat) -> tuple[T
     largest = torch.full_like(amax, code.max)
     if scale_format is ScaleFormat.FP32:
         return divide(amax, largest), divide(largest, amax)
+    # Rounding up keeps the largest value inside the range of the code.
     scale_inv = round_up_to_pow2(divide(amax, largest))
     return scale_inv, divide(torch.ones_like(scale_inv), scale_inv)
 
@@ -127,6 +132,7 @@ def dequantize(q: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
 def transpose_storage(q: BlockScaledTensor) -> BlockScaledTensor:
     """The same logical matrix in the other memory order: moves bytes and scales, rounds nothing."""
     flipped = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
+    # Moved as bytes: a transposition of codes knows nothing of their format.
     view = torch.uint8 if q.code is Code.E4M3 else torch.int8
     codes = q.codes.view(view).transpose(-2, -1).contiguous().view(q.code.dtype)
     return BlockScaledTensor(
@@ -159,6 +165,7 @@ def _from_tiles(tiles: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(whole.shape[-2:]) == (n_rows, n_cols):
         return whole
     if whole.dtype == torch.float8_e4m3fn:
+        # Slicing, too, is done on bytes.
         return whole.view(torch.uint8)[..., :n_rows, :n_cols].contiguous().view(torch.float8_e4m3fn)
     return whole[..., :n_rows, :n_cols].contiguous()
 
