@@ -36,7 +36,7 @@ class DecoderLearner(ABC):
 
     gradient: the attribute in which a parameter's gradient is complete after `node.step()`.
     moments: name in a checkpoint -> name in the optimizer's state.
-    layer: what a forward goes through, the decoder or a wrapper of it.
+    layer: the module that a forward calls, the decoder or a wrapper of it.
     """
 
     gradient: ClassVar[str]

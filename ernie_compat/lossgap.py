@@ -142,7 +142,7 @@ def read_run(directory: Path) -> GapRun:
 
 
 def _kind(summary: dict[str, Any], config: dict[str, Any]) -> str:
-    """What runs must share to be averaged."""
+    """The settings that runs must share to be averaged, as one line."""
     model = config.get("model", {})
     sizes = ", ".join(
         f"{letter}={model[name]}"

@@ -136,6 +136,7 @@ def load_imbalance(counts: np.ndarray) -> float:
     """The busiest expert's count over the mean count, averaged over layers: 1 when balanced, E when
     one expert gets all.
     """
+    # A layer that routed nothing would divide zero by zero.
     mean = np.maximum(counts.mean(axis=1), 1e-9)
     return float((counts.max(axis=1) / mean).mean())
 

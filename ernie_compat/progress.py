@@ -89,6 +89,7 @@ class TrainingDisplay:
         self._recent = [*self._recent, record][-SMOOTHING_WINDOW:]
         status = status_line(self._recent)
         self._progress.update(self._task, completed=record.step, status=status)
+        # A file or a pipe gets some twenty whole lines in place of a bar that redraws itself.
         every = max(1, self._total // PLAIN_LINES)
         if not self._console.is_terminal and (
             record.step % every == 0 or record.step in (1, self._total)

@@ -183,8 +183,8 @@ def mape(relative_errors: Array) -> float:
 
 
 def choose_terms(columns: Columns, times: Array) -> tuple[tuple[str, ...], float]:
-    """Greedy: the least form, then whatever extra term lowers the cross-validated error most, until
-    none does by `LEAST_GAIN`.
+    """Names of the chosen terms and TK0. A greedy search starts with the least form and adds the
+    extra term that lowers the cross-validated error most, until none lowers it by `LEAST_GAIN`.
     """
     names = tuple(BASE_TERMS)
     error, knee = best_knee(columns, times, names)

@@ -41,6 +41,7 @@ def plot_curves(model: CostModel, points: Sequence[Point], path: Path) -> Path:
     }
     rows, columns = -(-len(widths) // 2), min(2, len(widths))
     figure = new_figure((6.5 * columns, 4 * rows))
+    # `squeeze=False` gives an array also for a single panel.
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes[len(widths) :]:
         axis.set_visible(False)
@@ -86,6 +87,7 @@ def plot_contours(model: CostModel, points: Sequence[Point], path: Path) -> Path
         .round()
         .astype(int)
     )
+    # A token cannot pick more experts than there are.
     least = max(min(p.experts for p in own), widest.topk)
     experts = np.unique(
         np.geomspace(least, max(2 * least, *(p.experts for p in own)), RESOLUTION)

@@ -68,6 +68,7 @@ def _add_row(
         if inside and p.percent is not None
     ]
     spread = f"{np.mean(spreads):.2f}" if spreads else "–"
+    # A group without points gets no row.
     own = errors[chosen]
     if own.size:
         worst = own[np.abs(own).argmax()]

@@ -14,7 +14,7 @@ NONE = "–"
 
 
 def time_table(results: Sequence[Result]) -> Table:
-    """Where the microseconds of one shape go, a row per engine."""
+    """Times of one shape by phase and by clock, a row per engine."""
     return _table(str(results[0].shape), results, _times)
 
 

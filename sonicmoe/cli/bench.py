@@ -258,6 +258,7 @@ def report_fit(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> 
 
     groups: dict[str, list[Any]] = {}
     for point in read_points(path):
+        # One file may hold sweeps of several engines and devices; each gets a model of its own.
         groups.setdefault(point.group, []).append(point)
     data: dict[str, Any] = {}
     for group, points in groups.items():

@@ -140,6 +140,7 @@ def self_test_table(report: Report) -> Table:
         box=None,
         padding=(0, 2, 0, 0),
     )
+    # A dictionary keeps the order of the checks; a set would not.
     tensors = dict.fromkeys(check.tensor for check in report.self_test)
     for tensor in tensors:
         cells = []

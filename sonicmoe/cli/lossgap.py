@@ -44,6 +44,7 @@ def lossgap(
     """
     from ernie_compat.lossgap import plot_gaps, read_run, summarise
 
+    # Every directory is read before anything is printed: a bad one leaves no half of a report.
     runs = [read_run(directory) for directory in directories]
     summaries = summarise(runs)
     picture = None if plot is None else str(plot_gaps(runs, plot))
@@ -89,7 +90,7 @@ def summary_table(summaries: Sequence[GapSummary]) -> Table:
 
 
 def verdict(summary: GapSummary) -> str:
-    """What the intervals say, in a line."""
+    """The conclusion from the intervals, in a line."""
     if summary.runs < 2:
         return f"{summary.kind}: one seed; train more seeds for an interval"
     if not summary.shifted:

@@ -100,6 +100,8 @@ def warmup(
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     # With --json, stdout holds the object alone.
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
+    # A precision that was asked for alone and has no kernels is an error; as one of two it is left
+    # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
     report = (
         check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
@@ -152,6 +154,7 @@ def show(report: WarmUpReport, console: Console) -> None:
     """Print one row per kernel, the failures in full, the parts left out, and the summary."""
     table = Table("kernel", "state", "seconds", "key")
     for outcome in report.kernels:
+        # The key's text ends with its digest; the fields before it would not fit into a table.
         table.add_row(
             outcome.kernel, outcome.state, f"{outcome.seconds:.1f}", outcome.key.rpartition(" ")[2]
         )

@@ -1,3 +1,3 @@
-"""What is wrong with this machine or this run: `doctor` looks at the environment, `selftest` runs
-an engine against a golden.
+"""Finding faults of a machine or a run: `doctor` looks at the environment, `selftest` runs an engine
+against a golden.
 """

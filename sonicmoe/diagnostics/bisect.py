@@ -218,7 +218,7 @@ def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) 
 
 
 class _Judge:
-    """What one stage is compared with, and how its indices translate."""
+    """Compares the stages of one run with those expected, and translates indices into places."""
 
     def __init__(self, step: StepDump, expected: StageRun, layout: RowLayout) -> None:
         self._step, self._expected, self._layout = step, expected, layout
@@ -251,7 +251,7 @@ class _Judge:
         return None if expected is None else expected.values
 
     def _standard(self, name: str) -> Array | None:
-        """What deviations are measured from."""
+        """The values that a stage's deviation is measured from."""
         return self._wanted(name) if self._arithmetic is None else self._arithmetic.expected(name)
 
     def stage(self, name: str, value: StageValue) -> tuple[StageStats, list[Fault]]:

@@ -71,7 +71,7 @@ def cells(stats: StageStats) -> list[str]:
 
 
 def verdict(report: Report) -> list[str]:
-    """What to read first, a line each."""
+    """The lines to read before the table: cause, spread, and stages that were not shown."""
     lines = []
     if report.fault is not None:
         lines.append(str(report.fault))
@@ -90,6 +90,8 @@ def verdict(report: Report) -> list[str]:
 
 def text_of(report: Report) -> str:
     """Verdict and table, without colours."""
+    # A fixed width: an exception's text must not be folded to the terminal of the process that
+    # raised it.
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False, no_color=True)
     console.print(stage_table(report))
     assert isinstance(console.file, io.StringIO)

@@ -107,7 +107,7 @@ def _loaded(name: str) -> Iterator[Copy]:
 
 
 def _version_of(path: Path) -> str:
-    """What the package's source calls its version."""
+    """The version that a package's source states, or "unknown"."""
     text = (
         (path / "__init__.py").read_text(encoding="utf-8", errors="replace")
         if path.is_dir()

@@ -1,5 +1,5 @@
-"""What `sonicmoe doctor` finds out: versions, framework, device, engine, caches, flags, self-test,
-and what is wrong.
+"""The examination behind `sonicmoe doctor`: versions, framework, device, engine, caches, flags,
+self-test, and the problems found.
 
 Imports no framework: `examine` chooses one, loads it, and only then imports the half that computes
 (`selftest`).

@@ -1,5 +1,5 @@
-"""Every stage of a step in fp64, expert by expert, straight from the definition: what `bisect`
-compares with. numpy only.
+"""Every stage of a step in fp64, expert by expert, straight from the definition: the values that
+`bisect` compares with. numpy only.
 
 Row stages lie in expert order with zero padding rows, as routing lays them out; see `RowLayout`.
 """
@@ -71,7 +71,8 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
         np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
     ]
     activation, parameters = step.settings.activation_type, step.settings.parameters
-    with np.errstate(all="ignore"):  # a NaN or infinity in the inputs is what is being looked for
+    # A caller looks for NaN and infinity, so numpy need not warn of them.
+    with np.errstate(all="ignore"):
         z = grouped(gathered(x, token), w1.transpose(0, 2, 1), owners)
         y1, _ = activate(z, np.zeros_like(z[:, : w2.shape[2]]), activation, parameters)
         y2 = grouped(y1, w2.transpose(0, 2, 1), owners)
@@ -136,8 +137,9 @@ def summed(rows: Array, row_token: Array, tokens: int) -> Array:
 
 
 def user_layout(dw1: Array, dw2: Array, gated: bool) -> Array:
-    """What flush writes, side by side: up_gate gradients `[E, H, N1]` (split-half when gated), then
-    down's transposed, `[E, H, I]`.
+    """The gradients that flush writes, side by side: up_gate `[E, H, N1]` (split-half when gated),
+    then down transposed, `[E, H, I]`.
     """
+    # Native w1 has gate and up in alternating rows; users keep all gates before all ups.
     up = np.concatenate([dw1[:, 0::2], dw1[:, 1::2]], axis=1) if gated else dw1
     return np.concatenate([up.transpose(0, 2, 1), dw2], axis=2)

@@ -1,5 +1,5 @@
-"""What this environment lacks for the GPU engines: `python -m sonicmoe.diagnostics.gpu_engines`
-says it where there is a GPU.
+"""The packages that this environment lacks for the GPU engines:
+`python -m sonicmoe.diagnostics.gpu_engines` names them where there is a GPU.
 
 Reads package metadata; imports no framework.
 """
@@ -15,7 +15,7 @@ from ..jit.toolchain import find_toolkit
 
 
 def lacking() -> list[str]:
-    """What is missing, in words; empty where FP8 and BF16 kernels can be compiled, loaded and run."""
+    """Missing parts, in words; empty where FP8 and BF16 kernels can be compiled, loaded and run."""
     needed = _needed_by()
     absent = [name for name, found in package_versions(*needed) if found == "absent"]
     missing = [f"{name} (for {' and '.join(needed[name])})" for name in absent]

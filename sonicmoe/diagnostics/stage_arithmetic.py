@@ -1,9 +1,9 @@
-"""What a stage should hold given what the stages before it do hold: each recomputed in fp64 from
-the engine's own inputs to it.
+"""The expected values of a stage, recomputed in fp64 from the values that the engine itself fed
+into that stage.
 
-A fault then shows where it arises and nowhere else, and what is left is rounding: the recipe's
-quantisation is applied exactly where engines apply it. An input that the engine does not show is
-itself recomputed.
+A fault then shows in the stage where it arises and in no later one. Quantisation is applied exactly
+where engines apply it, so only rounding is left between a correct stage and its expectation. An
+input that the engine does not show is itself recomputed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class StageArithmetic:
             # may call each other for stages that the engine does not show; the graph has no cycle,
             # because stages are listed in the order in which they run.
             compute: Callable[[], Array] = getattr(self, f"_{name}")
-            # A stage that holds NaN or infinity is what is being looked for, and no reason for a
-            # warning.
+            # NaN and infinity are the faults that a caller looks for, so numpy need not warn.
             with np.errstate(all="ignore"):
                 self._kept[name] = compute()
         return self._kept[name]

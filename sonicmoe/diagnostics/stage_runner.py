@@ -32,8 +32,10 @@ GOLDEN = "golden"
 
 @dataclass(eq=False)
 class StageRun:
-    """Stage tensors of one run by name, routing tensors apart, what was shown but could not be
-    read, and what ended the run early.
+    """Stage tensors of one run by name, routing tensors apart.
+
+    unread: the types of values that were shown and that no reader here understands, by stage.
+    error: the exception that ended the run early, None where none did.
     """
 
     engine: str
@@ -88,14 +90,14 @@ class Recorder:
         return value
 
     def at_seam(self, name: str, value: Any) -> None:
-        """Show what an engine returns where it has not shown it itself."""
+        """Show a value that an engine has returned, unless its own tap has shown that stage."""
         if value is not None and name not in self.run.stages:
             tap(name, value)
 
 
 def run_stages(step: StepDump, engine: Engine, device: str) -> StageRun:
-    """Routing, weights, forward, backward and flush of a step; takes what the engine taps, and at
-    least what its seam returns.
+    """Routing, weights, forward, backward and flush of a step. Stages come from the engine's taps;
+    for a stage that it does not tap, the returned value stands in.
 
     An engine that raises ends its run: `error` says how, and the stages before it stay.
     """

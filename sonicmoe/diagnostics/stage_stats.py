@@ -1,5 +1,5 @@
-"""What can be said of one stage tensor: counts, extremes, how its codes are used, and how far it is
-from what it should be. numpy only.
+"""Statistics of one stage tensor: counts, extremes, the use of its codes, and its distance from the
+expected values. numpy only.
 """
 
 from __future__ import annotations

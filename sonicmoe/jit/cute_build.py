@@ -18,7 +18,7 @@ from typing import Any
 
 
 def main(request_path: str) -> int:
-    """Build what the request file says; returns the exit status."""
+    """Build the kernel that the request file describes; returns the exit status."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     folder = Path(request["build_directory"])
     # Set before the import below, because CuTe DSL takes the architecture when it is imported.

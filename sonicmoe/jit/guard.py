@@ -37,7 +37,7 @@ def no_compile() -> Iterator[None]:
 
 
 def forbidden_by() -> str | None:
-    """What forbids compilation now ("no_compile()" or the variable's name), or None."""
+    """The name of the ban on compilation in force ("no_compile()" or the variable), or None."""
     # Read without the lock: a compile that starts while another thread leaves the block may count
     # as either side of it.
     if _DEPTH:

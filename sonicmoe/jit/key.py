@@ -41,8 +41,8 @@ class CompileKey:
         arch: the architecture compiled for ("sm_90a"), not the one of this machine.
         statics: dimensions, dtype, tile, flags: everything the generated code depends on. Sorted
             pairs.
-        fingerprint: what is known wherever an artefact can be loaded: digest of the source bytes,
-            ABI. Sorted pairs.
+        fingerprint: facts that every loading machine knows, also one without the compiler: digest
+            of the source bytes, ABI. Sorted pairs.
         toolchain: compiler and package versions; None on a machine without the compiler, which can
             then load an artefact of any toolchain but build none.
     """
@@ -116,7 +116,7 @@ class CompileKey:
         return f"{self.family}-{_digest(self.toolchain)[:12]}"
 
     def record(self) -> dict[str, Any]:
-        """What the manifest stores: JSON types only; compare with `accepts`."""
+        """The key as the manifest stores it: JSON types only; compare with `accepts`."""
         return {
             **self._identity(),
             "toolchain": None if self.toolchain is None else dict(self.toolchain),
@@ -191,12 +191,12 @@ def package_versions(*packages: str) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def host_abi() -> str:
-    """What a host shared object depends on besides its sources, for example "x86_64-glibc"; the C
-    library's version
-    is left out on purpose: a newer one loads older objects, and a failed load is rebuilt.
+    """Processor and C library of this host, for example "x86_64-glibc": a shared object depends on
+    both besides its sources.
     """
     # glibc and musl objects do not load into each other's processes, so the name of the library is
-    # part of the key.
+    # part of the key. Its version is not: a newer library loads older objects, and an object that
+    # does not load is rebuilt.
     return f"{platform.machine()}-{platform.libc_ver()[0] or platform.system().lower()}"
 
 

@@ -363,9 +363,9 @@ class Claim:
         cut cannot leave a complete name over incomplete files.
         """
         files, target = self.store.files, self.store.path_of(self.key)
-        # The order matters: scratch files go before the manifest lists what is there, and the
-        # manifest is written before the flush, so that the rename publishes only what is on the
-        # disk.
+        # The order matters. Scratch files are gone before the manifest lists the files, and the
+        # manifest is written before the flush, so the rename publishes nothing that a power cut
+        # could still take away.
         files.remove_tree(self.staging / SCRATCH)
         files.write_text(
             self.staging / MANIFEST, json.dumps(describe(self.key, self.staging, seconds), indent=1)

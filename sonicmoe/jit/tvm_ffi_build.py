@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main(request_path: str) -> int:
-    """Build what the request file says; returns the exit status."""
+    """Build the library that the request file describes; returns the exit status."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi then takes it for not installed: 1 s less
     import tvm_ffi.cpp

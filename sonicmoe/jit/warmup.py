@@ -80,8 +80,8 @@ def warm_up(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> WarmUpReport:
-    """Compile what a plan for `spec` holds and record it; does not raise for a kernel that fails: see the
-    report.
+    """Compile the kernels of a plan for `spec` and record them. A kernel that fails raises nothing;
+    the report names it.
 
     Args:
         spec: the model.

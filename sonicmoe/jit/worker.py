@@ -24,7 +24,7 @@ from .plan import CompileJob
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What a worker needs to open the same cache."""
+    """The arguments with which a worker opens the same cache."""
 
     root: Path
     local_root: Path

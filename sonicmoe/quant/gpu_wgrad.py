@@ -103,6 +103,8 @@ def transpose_codes(q: BlockScaledTensor, padded_offsets: Tensor) -> BlockScaled
     _check_offsets(padded_offsets)
     require_same_device([("q", q.codes), ("padded_offsets", padded_offsets)])
     if not is_cuda(q.codes):
+        # The host has one implementation of everything here, the exact quantiser; GPU kernels are
+        # tested against it bit for bit.
         return transpose_storage(q)
     out = _empty(rows, width, q.codes.device)
     kernels = _kernels(device_name(q.codes))
