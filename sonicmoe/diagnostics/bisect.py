@@ -197,7 +197,7 @@ def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) 
             faults += found
     harmless: tuple[str, ...] = ()
     # NaN in padding rows is a fault only if it went further: engines that read no padding need not
-    # clear it. Then no other stage is wrong.
+    # clear it. Where it went no further, no fault of another kind is found.
     if all(fault.kind == PADDING for fault in faults):
         harmless, faults = (
             tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults),

@@ -71,8 +71,8 @@ class Recorder:
     def __call__(self, name: str, value: Any) -> Any:
         """Keep `value`, return it unchanged."""
         if isinstance(value, RoutingMetadata):
-            # Routing is integers and has a contract that says every value, so it is compared
-            # exactly and apart from the stages.
+            # The routing contract says every value of these tensors, so they are compared exactly
+            # and apart from the stages.
             self.run.routing = {
                 field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS
             }

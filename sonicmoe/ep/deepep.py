@@ -28,7 +28,7 @@ LEGACY, ELASTIC = "legacy", "elastic"
 CLASSES = {LEGACY: "Buffer", ELASTIC: "ElasticBuffer"}
 METHODS = {LEGACY: ("get_dispatch_layout", "dispatch", "combine"), ELASTIC: ("dispatch", "combine")}
 # DeepEP moves a row as whole 16-byte words, so H must be a multiple of 8 bf16 values.
-ROW_BYTES = 16  # rows are copied in words of this size
+ROW_BYTES = 16
 
 
 class DeepEPLibrary(NamedTuple):
