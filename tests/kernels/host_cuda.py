@@ -24,6 +24,7 @@ REWRITES = (
      r"\1 = host_cuda::e4m3x2(\2, \3);"),
     (r'asm\(instruction .*?"\+r"\((.*?)\) : "r"\((.*?)\)\);', r"\1 = host_cuda::max_of_halves<Vector16>(\1, \2);"),
     (r"#include <tvm/ffi/extra/cuda/device_guard.h>", ""),
+    (r'#include "\.\./(?:host/)?', '#include "'),  # all files lie in one folder
     (r"tensor\.device\(\)\.device_type == kDLCUDA", "tensor.device().device_type == kDLCPU"),
     (r"cudaGetLastError\(\)", "cuda_success()"),
     (r"cudaDeviceGetAttribute\(&sms, .*?, device\)", f"(sms = {NUM_SMS}, cuda_success())"),
@@ -56,7 +57,11 @@ def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: 
     """Rewrite and compile the sources; `library` appears when it is whole."""
     import tvm_ffi
 
-    for file in (*sources, *sources[0].parent.glob("*.cuh")):
+    kernels = sources[0].parent.parent
+    headers_of_ours = (
+        *sources[0].parent.glob("*.cuh"), *kernels.glob("*.hpp"), kernels / "host" / "border.hpp",
+    )  # fmt: skip
+    for file in (*sources, *headers_of_ours):
         target = (
             folder / file.with_suffix(".cpp").name if file.suffix == ".cu" else folder / file.name
         )

@@ -33,6 +33,7 @@ from gpu_timing import interleaved_us
 
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels import routing_metadata_source
+from sonicmoe.kernels.host import passes_source
 from sonicmoe.routing.backends import arch_of
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.combine import aggregate
@@ -44,7 +45,6 @@ DEVICE = "cuda"
 OURS, NO_SUMS = "fixed order", "zeroing alone"
 CALLS, REPEATS = 4, 5  # in one graph; to compare bits
 BLOCK = 1024
-DPROB_COLUMNS = 256  # of dy1 in one of dgated's partial sums
 AGREEMENT = 2e-3  # relative RMSE between orders of addition, after one rounding to bf16
 
 
@@ -79,7 +79,8 @@ class Sums:
         )  # padding rows are zeros: wherever they go, on no one token together
         self.rows = torch.randn((rows, self.hidden), device=DEVICE).to(torch.bfloat16)
         self.rows[padding] = 0
-        self.parts = torch.randn((-(-intermediate // DPROB_COLUMNS), rows), device=DEVICE)
+        columns = int(passes_source(arch_of(DEVICE)).load().numbers()["dprob_columns"])
+        self.parts = torch.randn((-(-intermediate // columns), rows), device=DEVICE)
         self.parts[:, padding] = 0
         self.token = torch.where(
             padding, spread % self.tokens, self.routing.row_token.to(torch.int64)

@@ -140,16 +140,16 @@ def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
     from sonicmoe.engine import hopper, hopper_passes
     from sonicmoe.engine.select import EngineChoice
-    from sonicmoe.kernels.sm90 import passes_source
+    from sonicmoe.kernels.host import passes_source
     from sonicmoe.node import mlp_node
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
 
     nothing = tvm_ffi.get_global_func("testing.nop")
     names = ("swiglu",)  # as both modules would export them
-    passes = hopper_passes.make_passes(
-        passes_source("sm_90a").load(), (names, names), **dict.fromkeys(KERNELS, nothing)
-    )
+    native = passes_source("sm_90a").load()
+    kernels = dict.fromkeys(map(str, native.argument_names("kernels")), nothing)
+    passes = hopper_passes.Passes(native, (names, names), kernels)
     hopper.passes_on = lambda device: passes
     weight_kernels = SimpleNamespace(
         num_checksums=lambda *_: 1,

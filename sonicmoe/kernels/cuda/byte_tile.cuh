@@ -4,9 +4,11 @@
 
 #include <cstdint>
 
+#include "../numbers.hpp"
+
 namespace sonicmoe {
 
-constexpr int kTile = 128;
+constexpr int kTile = kScaleBlock;
 
 // Column c takes 32 words; word q of it holds rows 4q .. 4q+3. The words of a column are permuted
 // in groups of four (one 16-byte access), by a value that differs between the eight lanes that

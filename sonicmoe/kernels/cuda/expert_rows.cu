@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "border.cuh"
+#include "../host/border.hpp"
 
 namespace sonicmoe {
 namespace {

@@ -15,7 +15,7 @@
 
 #include <algorithm>
 
-#include "border.cuh"
+#include "../host/border.hpp"
 
 namespace sonicmoe {
 namespace {
@@ -42,18 +42,18 @@ struct Projection {
   uint64_t address[kExpertsPerLaunch];  // 0: nobody wants the gradient
 };
 
-struct Launch {
+struct FlushWork {
   Projection projection[2];
 };
 
 // Rows [n, n + 64) of a part and columns [k, k + 64).
-struct Tile {
+struct PartTile {
   unsigned part, n, k;
 };
 
 // Bands of rows, across all columns; both parts of a row at about the same time, because they are
 // neighbours in the accumulator.
-__device__ __forceinline__ Tile tile_of(unsigned tile, const Projection& p) {
+__device__ __forceinline__ PartTile tile_of(unsigned tile, const Projection& p) {
   const unsigned band = tile / (kTilesOfBand * p.tiles_k),
                  of_band = tile % (kTilesOfBand * p.tiles_k);
   const unsigned first = band * kTilesOfBand,
@@ -115,7 +115,7 @@ __device__ __forceinline__ void transpose_tile(Four<float> (&patch)[kPatch],
 // load is under way is queued behind it.
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void flush_vectors(float* accumulator, T* destination, bool fresh,
-                                              Tile tile, const Projection& p,
+                                              PartTile tile, const Projection& p,
                                               Four<float> (&turned)[kTile][kLanes]) {
   const unsigned lane = threadIdx.x % kLanes * kPatch, line = threadIdx.x / kLanes;
   // Line i of a thread: row 4 line + i of the accumulator; of a transposed destination, column line
@@ -159,7 +159,7 @@ __device__ __forceinline__ void flush_vectors(float* accumulator, T* destination
 // Matrices that no 16-byte access fits.
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void flush_elements(float* accumulator, T* destination, bool fresh,
-                                               Tile tile, const Projection& p) {
+                                               PartTile tile, const Projection& p) {
 #pragma unroll 1
   for (unsigned element = threadIdx.x; element < kTile * kTile; element += kThreads) {
     const unsigned n = tile.n + element / kTile, k = tile.k + element % kTile;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void flush_elements(float* accumulator, T* destinatio
   }
 }
 
-__device__ __forceinline__ void clear_tile(float* accumulator, Tile tile, const Projection& p) {
+__device__ __forceinline__ void clear_tile(float* accumulator, PartTile tile, const Projection& p) {
 #pragma unroll 1
   for (unsigned element = threadIdx.x; element < kTile * kTile; element += kThreads) {
     const unsigned n = tile.n + element / kTile, k = tile.k + element % kTile;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void clear_tile(float* accumulator, Tile tile, const 
 
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void flush_tile(float* accumulator, uint64_t address, bool fresh,
-                                           Tile tile, const Projection& p,
+                                           PartTile tile, const Projection& p,
                                            Four<float> (&turned)[kTile][kLanes]) {
   const bool fours = p.k % kPatch == 0 && p.rows % kPatch == 0 && address % sizeof(Four<T>) == 0;
   T* destination = reinterpret_cast<T*>(address);
@@ -190,13 +190,14 @@ __device__ __forceinline__ void flush_tile(float* accumulator, uint64_t address,
 }
 
 template <bool kTransposed>
-__global__ void __launch_bounds__(kThreads, 4) flush_tiles(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(kThreads, 4)
+    flush_tiles(const __grid_constant__ FlushWork launch) {
   __shared__ Four<float> turned[kTile][kLanes];
   const unsigned per_expert = launch.projection[0].tiles + launch.projection[1].tiles;
   const unsigned expert = blockIdx.x / per_expert, of_expert = blockIdx.x % per_expert;
   const bool down = of_expert >= launch.projection[0].tiles;
   const Projection& p = launch.projection[down];
-  const Tile tile = tile_of(down ? of_expert - launch.projection[0].tiles : of_expert, p);
+  const PartTile tile = tile_of(down ? of_expert - launch.projection[0].tiles : of_expert, p);
   float* accumulator = p.accumulator + static_cast<uint64_t>(expert) * p.n * p.k;
   const uint64_t address = p.address[expert];
   const unsigned format = p.format[expert];
@@ -244,7 +245,7 @@ Projection projection_of(const TensorView& accumulator, const char* name, bool s
 // up] in it. 16-bit destinations are added to in fp32 and rounded once. None may overlap another.
 void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> destinations,
                      bool transposed, bool split_half, int64_t stream) {
-  Launch launch{{projection_of(dw1, "dw1", split_half), projection_of(dw2, "dw2", false)}};
+  FlushWork launch{{projection_of(dw1, "dw1", split_half), projection_of(dw2, "dw2", false)}};
   const int64_t experts = dw1.size(0);
   TVM_FFI_ICHECK(dw2.size(0) == experts)
       << "dw1 is of " << experts << " experts, dw2 of " << dw2.size(0);

@@ -4,7 +4,7 @@
 // A quarter of a warp (half of one for fp32) owns a block: two 16-byte loads a lane, the maximum by
 // shuffles, codes from registers. Blocks of a matrix whose rows are whole blocks are one long
 // sequence, so no index is divided.
-#include "border.cuh"
+#include "../host/border.hpp"
 #include "byte_tile.cuh"
 #include "quantize.cuh"
 

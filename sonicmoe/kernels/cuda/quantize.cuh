@@ -13,11 +13,12 @@
 
 #include <cstdint>
 
+#include "../numbers.hpp"
+
 namespace sonicmoe {
 
 constexpr float kE4m3Max = 448.f;
 constexpr float kAmaxFloor = 0x1p-100f;
-constexpr int kScaleBlock = 128;
 
 // max(amax, |x|); a NaN x is passed over. Start from 0.
 __device__ __forceinline__ float amax_nonan(float amax, float x) { return fmaxf(amax, fabsf(x)); }

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "border.cuh"
+#include "../host/border.hpp"
 #include "byte_tile.cuh"
 #include "quantize.cuh"
 #include "weight_layout.cuh"
@@ -38,13 +38,13 @@ struct Work {
   uint32_t up_tiles, tiles;
 };
 
-struct Tile {
+struct WeightTile {
   bool down;
   uint32_t matrix;
   int row, column;  // the first, native
 };
 
-__device__ __forceinline__ Tile tile_at(const Work& work, uint32_t index) {
+__device__ __forceinline__ WeightTile tile_at(const Work& work, uint32_t index) {
   const bool down = index >= work.up_tiles;
   const uint32_t local = down ? index - work.up_tiles : index;
   const uint32_t per_matrix = down ? work.down.tiles_per_matrix : work.up.tiles_per_matrix;
@@ -65,14 +65,14 @@ struct Lane {
   int quad = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
 };
 
-__device__ __forceinline__ int64_t address_of(const Projection& m, const Tile& tile) {
+__device__ __forceinline__ int64_t address_of(const Projection& m, const WeightTile& tile) {
   return __ldg(m.addresses + tile.matrix);
 }
 
 // Zeros outside the matrix: they change no maximum and are not stored.
 template <typename T>
 __device__ __forceinline__ void load_tile(Vector16<T> (&values)[4][2], const Projection& m,
-                                          const Tile& tile, int64_t address) {
+                                          const WeightTile& tile, int64_t address) {
   const Lane<T> at;
   const bool pairs = m.column_half != 0;
   const int column = (pairs ? tile.column / 2 : tile.column) + at.lane * at.kCount;
@@ -173,7 +173,7 @@ struct Codes {
   }
 };
 
-__device__ __forceinline__ void store_scale(const Projection& m, const Tile& tile,
+__device__ __forceinline__ void store_scale(const Projection& m, const WeightTile& tile,
                                             float scale_inv) {
   const uint32_t tile_rows = m.tiles_per_matrix / m.tile_columns, row = tile.row / kTile,
                  column = tile.column / kTile;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
   __shared__ float warps[kThreads / 32];
   const Lane<T> at;
   Vector16<T> values[4][2];
-  Tile tile = tile_at(work, blockIdx.x);
+  WeightTile tile = tile_at(work, blockIdx.x);
   {
     const Projection& m = tile.down ? work.down : work.up;
     load_tile(values, m, tile, address_of(m, tile));
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
   for (uint32_t index = blockIdx.x; index < work.tiles;) {
     index += gridDim.x;
     const bool more = index < work.tiles;
-    const Tile next = tile_at(work, more ? index : 0);
+    const WeightTile next = tile_at(work, more ? index : 0);
     const Projection &m = tile.down ? work.down : work.up,
                      &next_m = next.down ? work.down : work.up;
     const int64_t next_address = address_of(next_m, next);  // long before it is used

@@ -18,7 +18,7 @@
 
 #include <mutex>
 
-#include "border.cuh"
+#include "../host/border.hpp"
 
 namespace sonicmoe {
 namespace {
@@ -93,7 +93,7 @@ struct Shared {
 
 // A tile in registers. Each warp owns `rounds` x 32 consecutive slots; lane l of round u holds one
 // of them.
-struct Tile {
+struct SlotTile {
   int64_t begin;        // first slot of the tile
   int size;             // slots in it
   int rounds;           // of kThreads slots
@@ -166,7 +166,7 @@ __device__ T cta_exclusive_sum(T value, int64_t* sums, int warp, int lane) {
 
 // Per expert, in shared memory. One lane per distinct expert adds; integer sums, so the order of
 // additions cannot show.
-__device__ void count(const Shared& s, const Tile& tile, int bits, int lane) {
+__device__ void count(const Shared& s, const SlotTile& tile, int bits, int lane) {
 #pragma unroll
   for (int u = 0; u < kRounds; ++u) {
     if (u >= tile.rounds) break;
@@ -179,7 +179,7 @@ __device__ void count(const Shared& s, const Tile& tile, int bits, int lane) {
 
 // Rank every slot within its warp, then turn the warps' counts into their exclusive prefix.
 // Synchronises.
-__device__ void rank(const Arguments& a, const Shared& s, Tile& tile, int warp, int lane) {
+__device__ void rank(const Arguments& a, const Shared& s, SlotTile& tile, int warp, int lane) {
   const int stride = a.num_experts | 1, bits = 32 - __clz(a.num_experts - 1);
   int32_t* counts = s.warp_counts + warp * stride;
   for (int expert = lane; expert < a.num_experts; expert += 32) counts[expert] = 0;
@@ -255,7 +255,7 @@ __device__ void scan_experts(const Arguments& a, const Shared& s, int warp, int 
 }
 
 // Write a ranked tile: slots in their own order, rows in the tile's order by expert. Synchronises.
-__device__ void write_tile(const Arguments& a, const Shared& s, const Tile& tile, int warp,
+__device__ void write_tile(const Arguments& a, const Shared& s, const SlotTile& tile, int warp,
                            int lane) {
   const int thread = threadIdx.x;
   const bool known = thread < a.num_experts;
@@ -331,13 +331,13 @@ __global__ void __launch_bounds__(kThreads, 1) build_metadata(const __grid_const
   const int64_t end = min(begin + a.slots_per_cta, a.num_slots);
 
   // The first tile is ranked before the barrier and kept: inputs of one tile per CTA are read once.
-  Tile tile;
+  SlotTile tile;
   tile.load_experts<Id>(a, begin, end);
   tile.load_probs(a);
   if (threadIdx.x < a.num_experts) s.cta_count[threadIdx.x] = 0;
   rank(a, s, tile, warp, lane);
   for (int64_t first = begin + kTile; first < end; first += kTile) {
-    Tile ahead;
+    SlotTile ahead;
     ahead.load_experts<Id>(a, first, end);
     count(s, ahead, bits, lane);
   }

@@ -6,10 +6,12 @@
 
 #include <cstdint>
 
+#include "../numbers.hpp"
+
 namespace sonicmoe {
 namespace {
 
-constexpr int kTile = 128;
+constexpr int kTile = kScaleBlock;
 
 struct Matrix {
   const void* source;
@@ -24,7 +26,7 @@ struct Sizes {
   unsigned row_tiles, column_tiles;
 };
 
-struct Launch {
+struct TransposeWork {
   Matrix matrix[2];  // by blockIdx.y
   const int32_t* row_token;
   const int64_t* padded_offsets;  // [experts + 1]
@@ -35,12 +37,12 @@ struct Launch {
 
 constexpr unsigned kNone = ~0u;
 
-struct Tile {
+struct TilePlace {
   unsigned row, column;  // in tiles; row is kNone behind the last one
 };
 
 // The first row of an expert, or the end of all of them, in tiles.
-__device__ __forceinline__ unsigned first_tile(const Launch& launch, unsigned expert) {
+__device__ __forceinline__ unsigned first_tile(const TransposeWork& launch, unsigned expert) {
   const int64_t row = max(int64_t(0), __ldg(launch.padded_offsets + expert));
   return static_cast<unsigned>(min(static_cast<int64_t>(launch.n.row_tiles), row / kTile));
 }
@@ -49,15 +51,15 @@ __device__ __forceinline__ unsigned first_tile(const Launch& launch, unsigned ex
 struct RowWalk {
   unsigned row, column, rows, row_step, column_step;
 
-  __device__ RowWalk(const Launch& launch, unsigned, unsigned)
+  __device__ RowWalk(const TransposeWork& launch, unsigned, unsigned)
       : row(blockIdx.x / launch.n.column_tiles),
         column(blockIdx.x % launch.n.column_tiles),
         rows(first_tile(launch, launch.experts)),
         row_step(gridDim.x / launch.n.column_tiles),
         column_step(gridDim.x % launch.n.column_tiles) {}
-  __device__ __forceinline__ Tile next(const Launch& launch, unsigned, unsigned) {
+  __device__ __forceinline__ TilePlace next(const TransposeWork& launch, unsigned, unsigned) {
     if (row >= rows) return {kNone, 0};
-    const Tile tile{row, column};
+    const TilePlace tile{row, column};
     row += row_step;
     column += column_step;
     if (column >= launch.n.column_tiles) {
@@ -74,7 +76,7 @@ struct RowWalk {
 struct WindowWalk {
   unsigned window, windows_log2, share, turn, row, row_end;
 
-  __device__ WindowWalk(const Launch& launch, unsigned group, unsigned groups)
+  __device__ WindowWalk(const TransposeWork& launch, unsigned group, unsigned groups)
       : window(blockIdx.x),
         share(group - groups),
         turn(0),
@@ -85,7 +87,7 @@ struct WindowWalk {
   }
   // Experts are staggered: those with fewer tiles than there are windows have theirs in different
   // ones.
-  __device__ __forceinline__ void rows_of_share(const Launch& launch) {
+  __device__ __forceinline__ void rows_of_share(const TransposeWork& launch) {
     const unsigned expert = share >> launch.shares_log2, windows = 1u << windows_log2;
     const unsigned first = first_tile(launch, expert),
                    end = max(first, first_tile(launch, expert + 1));
@@ -95,7 +97,8 @@ struct WindowWalk {
         first + static_cast<unsigned>(before >> windows_log2) + share % (1u << launch.shares_log2);
     row_end = first + static_cast<unsigned>((before + end - first) >> windows_log2);
   }
-  __device__ __forceinline__ Tile next(const Launch& launch, unsigned group, unsigned groups) {
+  __device__ __forceinline__ TilePlace next(const TransposeWork& launch, unsigned group,
+                                            unsigned groups) {
     while (row >= row_end) {
       share += groups;
       if (share >= launch.experts << launch.shares_log2) {
@@ -105,7 +108,7 @@ struct WindowWalk {
       if (window >> windows_log2 >= launch.n.column_tiles) return {kNone, 0};
       rows_of_share(launch);
     }
-    const Tile tile{row, window >> windows_log2};
+    const TilePlace tile{row, window >> windows_log2};
     row += 1u << launch.shares_log2;
     return tile;
   }

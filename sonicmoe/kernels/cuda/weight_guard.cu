@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "border.cuh"
+#include "../host/border.hpp"
 #include "byte_tile.cuh"
 #include "quantize.cuh"
 #include "weight_layout.cuh"

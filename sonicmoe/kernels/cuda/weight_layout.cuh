@@ -2,7 +2,7 @@
 // checked.
 #pragma once
 
-#include "border.cuh"
+#include "../host/border.hpp"
 
 namespace sonicmoe {
 

@@ -13,7 +13,7 @@
 // for every expert, tokens are twice the bytes of the codes.
 #include <algorithm>
 
-#include "border.cuh"
+#include "../host/border.hpp"
 #include "quantize.cuh"
 #include "tile_walk.cuh"
 
@@ -153,7 +153,7 @@ template <typename Walk>
 struct alignas(16) Group {
   uint2 columns[kTile][kTile / 8];
   unsigned warp_amax[kWarps];
-  Tile ahead;
+  TilePlace ahead;
   Walk walk;  // of one thread, in nobody's registers
 };
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ unsigned patch_column() { return thread_of_group() % 
 __device__ __forceinline__ unsigned patch_row() { return thread_of_group() / 16 * kPatch; }
 
 // The tokens of a patch's rows, in the first eight of the 16 lanes that share them.
-__device__ __forceinline__ int token_of_lane(const int32_t* row_token, Tile tile) {
+__device__ __forceinline__ int token_of_lane(const int32_t* row_token, TilePlace tile) {
   return __ldg(row_token + static_cast<int64_t>(tile.row) * kTile + patch_row() +
                threadIdx.x % kPatch);
 }
@@ -173,8 +173,8 @@ __device__ __forceinline__ int token_of_lane(const int32_t* row_token, Tile tile
 __device__ const uint4 kZeros[2] = {};
 
 template <typename Value, typename Patch>
-__device__ __forceinline__ void load_patch(Patch& patch, const Value* source, Tile tile, int token,
-                                           const Sizes& n) {
+__device__ __forceinline__ void load_patch(Patch& patch, const Value* source, TilePlace tile,
+                                           int token, const Sizes& n) {
   const unsigned column = tile.column * kTile + patch_column();
   const char* first = reinterpret_cast<const char*>(source + column);
 #pragma unroll
@@ -208,7 +208,7 @@ __device__ __forceinline__ void stage(Patch& patch, float multiplier,
 
 // Eight lanes write the 128 bytes of a column; the group has 32 columns at a time.
 __device__ __forceinline__ void write_tile(uint8_t* codes_t,
-                                           const uint2 (&columns)[kTile][kTile / 8], Tile tile,
+                                           const uint2 (&columns)[kTile][kTile / 8], TilePlace tile,
                                            const Sizes& n) {
   constexpr unsigned kSteps = kTile / 32;
   const unsigned line = thread_of_group() % 8, column = thread_of_group() / 8;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void write_tile(uint8_t* codes_t,
 // The block's scale and, from all patches of the tile, its multiplier. Ends behind a barrier.
 template <typename Patch>
 __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_amax)[kWarps],
-                                            const Matrix& m, Tile tile, const Sizes& n) {
+                                            const Matrix& m, TilePlace tile, const Sizes& n) {
   float* scale_t = m.scale_t + tile.column * (n.rows / kTile) + tile.row;
   if constexpr (!Patch::kGathers) {
     if (thread_of_group() == 0)
@@ -255,7 +255,7 @@ __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_
 
 template <typename Value, typename Patch>
 __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
-    transpose_tiles(const __grid_constant__ Launch launch) {
+    transpose_tiles(const __grid_constant__ TransposeWork launch) {
   extern __shared__ uint4 shared[];
   auto& group = reinterpret_cast<Group<typename Patch::Walk>*>(shared)[group_of_thread()];
   const Sizes& n = launch.n;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
   const Value* source = static_cast<const Value*>(m.source);
   const bool leads = thread_of_group() == 0;
   const auto next = [&] { return group.walk.next(launch, group_of_thread(), Patch::kGroups); };
-  const auto token_of = [&](Tile tile) {
+  const auto token_of = [&](TilePlace tile) {
     return Patch::kGathers && tile.row != kNone ? token_of_lane(launch.row_token, tile) : 0;
   };
   if (leads) {
@@ -273,20 +273,20 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
   sync_group<Patch>();
 
   Patch patch;
-  Tile tile = group.ahead;
+  TilePlace tile = group.ahead;
   if (tile.row == kNone) return;
   load_patch(patch, source, tile, token_of(tile), n);
   sync_group<Patch>();
   if (leads) group.ahead = next();
   sync_group<Patch>();
-  Tile ahead = group.ahead;
+  TilePlace ahead = group.ahead;
   int token = token_of(ahead);
   sync_group<Patch>();
   while (true) {
     if (leads) group.ahead = next();  // the tile after the next, while this one is on its way
     const float multiplier = scale_tile(patch, group.warp_amax, m, tile, n);
     stage(patch, multiplier, group.columns);
-    const Tile done = tile;
+    const TilePlace done = tile;
     tile = ahead;
     if (tile.row != kNone) {  // the next tile is under way while this one is written
       load_patch(patch, source, tile, token, n);
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
 
 // One wave of CTAs for each matrix.
 template <typename Value, typename Patch>
-void launch_tiles(const Launch& launch, int matrices, DLDevice device, int64_t stream) {
+void launch_tiles(const TransposeWork& launch, int matrices, DLDevice device, int64_t stream) {
   constexpr int kShared = Patch::kGroups * sizeof(Group<typename Patch::Walk>);
   const unsigned tiles = launch.n.row_tiles * launch.n.column_tiles;
   if (tiles == 0 || launch.experts == 0) return;
@@ -372,13 +372,13 @@ Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, con
           checked_f32(scale_t, "scale_t", device, blocks)};
 }
 
-void set_offsets(Launch& launch, const TensorView& padded_offsets, DLDevice device) {
+void set_offsets(TransposeWork& launch, const TensorView& padded_offsets, DLDevice device) {
   TVM_FFI_ICHECK(padded_offsets.numel() > 0) << "padded_offsets is empty; needed: [E + 1]";
   launch.padded_offsets = checked_i64(padded_offsets, "padded_offsets", device, 1);
   launch.experts = static_cast<unsigned>(padded_offsets.numel() - 1);
 }
 
-void launch_gather(const TensorView& x, const Launch& launch, int matrices, int64_t stream) {
+void launch_gather(const TensorView& x, const TransposeWork& launch, int matrices, int64_t stream) {
   if (is_type(x, kDLFloat, 32))
     return launch_tiles<float, ValuePatch<float>>(launch, matrices, x.device(), stream);
   if (is_type(x, kDLFloat, 16))
@@ -386,11 +386,11 @@ void launch_gather(const TensorView& x, const Launch& launch, int matrices, int6
   launch_tiles<__nv_bfloat16, ValuePatch<__nv_bfloat16>>(launch, matrices, x.device(), stream);
 }
 
-Launch gather_launch(const TensorView& x, const TensorView& row_token,
-                     const TensorView& padded_offsets) {
+TransposeWork gather_launch(const TensorView& x, const TensorView& row_token,
+                            const TensorView& padded_offsets) {
   TVM_FFI_ICHECK(is_type(x, kDLBfloat, 16) || is_type(x, kDLFloat, 16) || is_type(x, kDLFloat, 32))
       << "x must be bfloat16, float16 or float32";
-  Launch launch{};
+  TransposeWork launch{};
   launch.n = checked_sizes(x, row_token.numel());
   launch.row_token = checked_i32(row_token, "row_token", x.device(), 0);
   set_offsets(launch, padded_offsets, x.device());
@@ -405,7 +405,7 @@ Launch gather_launch(const TensorView& x, const TensorView& row_token,
 }
 
 Matrix gathered(const TensorView& x, const TensorView& codes_t, const TensorView& scale_t,
-                const Launch& launch, DLDataType dtype, DLDevice device) {
+                const TransposeWork& launch, DLDataType dtype, DLDevice device) {
   Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, device);
   matrix.source = checked_values(x, "x", dtype, device);
   return matrix;
@@ -416,7 +416,7 @@ Matrix gathered(const TensorView& x, const TensorView& codes_t, const TensorView
 // / 128), R / 128] for the rows before padded_offsets[E]; the others stay as they are.
 void gather_transpose_quantize(TensorView x, TensorView row_token, TensorView padded_offsets,
                                TensorView codes_t, TensorView scale_t, int64_t stream) {
-  Launch launch = gather_launch(x, row_token, padded_offsets);
+  TransposeWork launch = gather_launch(x, row_token, padded_offsets);
   launch.matrix[0] = gathered(x, codes_t, scale_t, launch, x.dtype(), x.device());
   launch_gather(x, launch, 1, stream);
 }
@@ -428,7 +428,7 @@ void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_t
                                     TensorView y_scale_t, int64_t stream) {
   TVM_FFI_ICHECK(y.ndim() == 2 && y.size(0) == x.size(0) && y.size(1) == x.size(1))
       << "x and y must have one shape";
-  Launch launch = gather_launch(x, row_token, padded_offsets);
+  TransposeWork launch = gather_launch(x, row_token, padded_offsets);
   launch.matrix[0] = gathered(x, x_codes_t, x_scale_t, launch, x.dtype(), x.device());
   launch.matrix[1] = gathered(y, y_codes_t, y_scale_t, launch, x.dtype(), x.device());
   launch_gather(x, launch, 2, stream);
@@ -438,7 +438,7 @@ void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_t
 // 128), R / 128], before padded_offsets[E].
 void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offsets,
                      TensorView codes_t, TensorView scale_t, int64_t stream) {
-  Launch launch{};
+  TransposeWork launch{};
   launch.n = checked_sizes(codes, codes.size(0));
   set_offsets(launch, padded_offsets, codes.device());
   Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, codes.device());

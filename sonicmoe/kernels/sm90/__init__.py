@@ -10,6 +10,7 @@ from ...jit.cuda_source import CudaSource
 from .. import cuda_sources
 from ..cuda_quantize import quantize_source
 from ..cuda_wgrad import wgrad_operands_source
+from ..host import passes_source
 
 _HERE = Path(__file__).parent
 
@@ -29,13 +30,6 @@ def fp8_dgated_source(arch: str) -> CudaSource:
 def fp8_wgrad_source(arch: str) -> CudaSource:
     """Exports `grouped_wgrad`. One artefact serves every model."""
     return CudaSource.make("fp8_wgrad", _HERE / "fp8_wgrad.cu", arch=arch)
-
-
-def passes_source(arch: str) -> CudaSource:
-    """Exports the passes, which launch the kernels of the other sources, and holds no kernel. One
-    artefact serves every model.
-    """
-    return CudaSource.make("passes", _HERE / "passes.cu", arch=arch)
 
 
 def gemm_sources(arch: str) -> tuple[CudaSource, ...]:

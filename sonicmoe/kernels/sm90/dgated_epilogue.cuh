@@ -134,7 +134,7 @@ struct DgatedFp8 {
       : p(params), e(more), tiles(storage, tensor_maps), s(storage), warp(warp_), lane(lane_) {}
 
   // The first codes of z are asked for before the products, whose time it takes them to come.
-  __device__ __forceinline__ void begin(int row0, const Tile& tile) {
+  __device__ __forceinline__ void begin(int row0, const OutputTile& tile) {
     const int row = row0 + slab_row<true>(lane, 0);
     load_z(row, tile.col);
     prob[0] = load_early(e.row_prob + row);
@@ -144,7 +144,7 @@ struct DgatedFp8 {
   // A loop that shifts the accumulators down, because straight-line code for the whole tile misses
   // the instruction cache.
   __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
-                                        const Tile& tile) {
+                                        const OutputTile& tile) {
     const int row = row0 + slab_row<true>(lane, 0);  // and the next one
     const int end = min(tile.col + kTileN, p.n);
     float by[2] = {unit[0][0], unit[1][0]}, dprob[2] = {0.f, 0.f};
@@ -199,7 +199,7 @@ struct DgatedFp8 {
   __device__ __forceinline__ void piece(const float (&acc)[64], uint32_t (&y1s)[2][8],
                                         float (&y1s_unit)[2], const float (&by)[2],
                                         float (&dprob)[2], float& top_y, int row, int col, int end,
-                                        const Tile& tile) {
+                                        const OutputTile& tile) {
     uint32_t dz[2][8][2];  // (gate, up) pairs
     float top[2], multiplier[2];
 #pragma unroll
@@ -297,7 +297,7 @@ struct DgatedFp8 {
 
   __device__ __forceinline__ void store_y1s(const uint32_t (&y1s)[2][2][8],
                                             const float (&unit)[2][2], float top, int col,
-                                            const Tile& tile) {
+                                            const OutputTile& tile) {
     const BlockScale block = exchange(top);
     if (tiles.elected())
       e.y1s_t_scale[col / 128 * (e.rows / kTileM) + tile.row / kTileM] = block.scale_inv;

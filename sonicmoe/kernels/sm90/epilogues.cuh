@@ -42,7 +42,7 @@ struct PatchEpilogue {
   __device__ __forceinline__ PatchEpilogue(const GemmParams& params, const TensorMaps& tensor_maps,
                                            SharedStorage& s, int warp, int lane_)
       : p(params), maps(tensor_maps), way_out(s.patch[warp]), lane(lane_) {}
-  __device__ __forceinline__ void begin(int, const Tile&) {}
+  __device__ __forceinline__ void begin(int, const OutputTile&) {}
   __device__ __forceinline__ void finish() { way_out.finish(lane); }
 };
 
@@ -55,7 +55,7 @@ struct StoreBf16 : PatchEpilogue {
       : PatchEpilogue(params, tensor_maps, s, warp, lane_) {}
 
   __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
-                                        const Tile& tile) {
+                                        const OutputTile& tile) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {  // 64 columns, 128 bytes
       const uint32_t patch = way_out.acquire(lane);
@@ -95,7 +95,7 @@ struct GatedFp8 : PatchEpilogue {
       : PatchEpilogue(params, tensor_maps, s, warp, lane_), out(e) {}
 
   __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
-                                        const Tile& tile) {
+                                        const OutputTile& tile) {
     if (tile.col + 128 >= p.n) {  // the second half lies behind the last column
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[1][i] = 0.f;

@@ -1,6 +1,6 @@
 // Entry point of the dgated GEMM: dy1 = dout * W2 and every gradient that follows from it.
 #include "dgated_epilogue.cuh"
-#include "launch.cuh"
+#include "launch.hpp"
 
 namespace sonicmoe {
 namespace {
@@ -47,7 +47,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   more.row_prob = checked_f32(row_prob, "row_prob", o.device, rows);
   more.dz = aligned_16(checked_bytes(dz, "dz", o.device, rows * 2 * n), "dz");
   more.dz_scale = checked_f32(dz_scale, "dz_scale", o.device, rows / 128 * (n / 64));
-  more.dprob_parts = checked_f32(dprob_parts, "dprob_parts", o.device, ceil_div(n, 256) * rows);
+  more.dprob_parts =
+      checked_f32(dprob_parts, "dprob_parts", o.device, ceil_div(n, kDprobColumns) * rows);
   const uint8_t *dz_t_data = nullptr, *y1s_t_data = nullptr;
   if (wide) {
     more.dz_wide = checked<__nv_bfloat16>(dz_t, "dz_t", kDLBfloat, 16, o.device, rows * 2 * n);

@@ -1,6 +1,6 @@
 // Entry points of the forward and dgrad GEMMs.
 #include "epilogues.cuh"
-#include "launch.cuh"
+#include "launch.hpp"
 
 namespace sonicmoe {
 namespace {

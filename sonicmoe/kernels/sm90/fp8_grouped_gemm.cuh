@@ -21,6 +21,9 @@
 namespace sonicmoe::sm90 {
 
 constexpr int kTileM = 128, kTileN = 256, kTileK = 128;  // 128 bytes of K are one swizzle row
+static_assert(kTileM == kRowAlignment, "a tile holds rows of one expert only");
+static_assert(kTileK == kScaleBlock, "scales change between k-blocks, not within");
+static_assert(kTileN == kDprobColumns, "a tile writes one partial sum of dprobs");
 constexpr int kCluster = 2;
 constexpr int kStages = 4;
 constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
@@ -48,7 +51,7 @@ struct TensorMaps {
   CUtensorMap a, b, c, d;
 };
 
-struct Tile {
+struct OutputTile {
   int expert, row, col;
   bool active;  // false: this CTA only keeps its cluster company
 };
@@ -62,7 +65,7 @@ class Scheduler {
     read_expert();
   }
   __device__ static __forceinline__ int rank() { return blockIdx.x % kCluster; }
-  __device__ __forceinline__ bool next(Tile& tile) {
+  __device__ __forceinline__ bool next(OutputTile& tile) {
     const int n_tiles = (p_.n + kTileN - 1) / kTileN;
     while (expert_ < p_.experts) {
       const int groups = ((last_ - first_) / kTileM + kCluster - 1) / kCluster;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
   const int k_blocks = (p.k + kTileK - 1) / kTileK;
   Ring ring;
   int issued = 0;
-  Tile tile;
+  OutputTile tile;
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     uint32_t source[8];  // in units of 16 bytes: 32 bits reach 64 GiB and spare the producer's few
                          // registers
@@ -305,7 +308,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int k_blocks = (p.k + kTileK - 1) / kTileK, n_blocks = (p.n + 127) / 128;
   Ring ring;
-  Tile tile;
+  OutputTile tile;
   Epilogue epilogue(p, e, maps, s, group * 4 + warp, lane);
   if (group == 1) named_barrier_arrive(1, 256);  // the first turn is warpgroup 0's
   for (Scheduler scheduler(p); scheduler.next(tile);) {

@@ -1,6 +1,6 @@
 // Entry point of the weight-gradient GEMM.
 #include "fp8_wgrad.cuh"
-#include "launch.cuh"
+#include "launch.hpp"
 
 namespace sonicmoe {
 namespace {

@@ -48,6 +48,22 @@ inline float* checked_f32(const TensorView& tensor, const char* name, DLDevice d
   return checked<float>(tensor, name, kDLFloat, 32, device, elements);
 }
 
+inline uint8_t* checked_bytes(const TensorView& tensor, const char* name, DLDevice device,
+                              int64_t elements) {
+  TVM_FFI_ICHECK(tensor.dtype().bits == 8 && tensor.dtype().lanes == 1)
+      << name << " must have 8-bit elements";
+  return checked<uint8_t>(tensor, name, static_cast<DLDataTypeCode>(tensor.dtype().code), 8, device,
+                          elements);
+}
+
+// The address itself, for data that kernels read 16 bytes at a time.
+template <class T>
+T* aligned_16(T* data, const char* name) {
+  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0)
+      << name << " does not start at a multiple of 16 bytes";
+  return data;
+}
+
 inline cudaStream_t as_stream(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -1,0 +1,456 @@
+// The passes of an FP8 engine: each is one call from Python that launches all kernels of its stage.
+//
+// Why one call: a launch from Python costs the host several microseconds for its arguments alone,
+// more than the launch itself. Below about 2048 tokens a GPU would wait for that, so Python makes
+// four calls for the two dozen launches of a layer's step.
+//
+// This file holds no kernel and no architecture: the kernels are functions of other modules, which
+// check what they need themselves. A pass takes the handles of `handles.hpp`, an observer, the
+// stream, at most one setting, and then its own tensors in the order of its table. Python learns
+// all those names from `argument_names` and passes everything by keyword.
+//
+// An observer is called with
+//   "begin" | "end", stage                             around the launches of a stage
+//   "show", stage, dtype, MATRIX                        a plain matrix that later launches read
+//   "show_quantised", stage, code, block rows, block columns, transposed, MATRIX, MATRIX
+//                                                       codes and their scales
+// where MATRIX is: field of the call, offset in elements, rows, columns. The matrix lies in a
+// tensor that the caller has passed under that name, so the caller can make a view of it without
+// asking for an address. What the observer writes there, later launches read.
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/optional.h>
+
+#include <memory>
+#include <vector>
+
+#include "arena.hpp"
+
+namespace sonicmoe {
+namespace {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+using tvm::ffi::Function;
+using tvm::ffi::Map;
+using tvm::ffi::Optional;
+using tvm::ffi::Shape;
+using tvm::ffi::String;
+
+template <class Layout>
+constexpr Field scratch_field(std::string_view name, bool optional = false) {
+  return {name, Element::kCodes, {kAnySize}, optional, bytes_of<Layout>};
+}
+
+constexpr FieldTable kForwardTable{
+    "forward",
+    {{
+        {"x", Element::kTokens, {T, H}},
+        {"z", Element::kCodes, {R, TwoI}, kOptional},  // None: not stored
+        {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
+        {"out", Element::kTokens, {T, H}, kOptional},  // None: the pass ends at z
+        scratch_field<UpScratch>("scratch"),           // with `out` that of ForwardScratch
+    }}};
+
+// The operands of wgrad are quantised and token-major (dz, y1s), or rows in bf16 (dz_rows,
+// y1s_rows) for weight gradients that are not computed in FP8.
+constexpr FieldTable kDgatedTable{"dgated",
+                                  {{
+                                      {"dout", Element::kTokens, {T, H}},
+                                      {"z", Element::kCodes, {R, TwoI}},
+                                      {"z_scale", Element::kFloat, {R, TwoIBlocks}},
+                                      scratch_field<WgradDz>("dz", kOptional),
+                                      scratch_field<WgradY1s>("y1s", kOptional),
+                                      {"dz_rows", Element::kBfloat, {R, TwoI}, kOptional},
+                                      {"y1s_rows", Element::kBfloat, {R, I}, kOptional},
+                                      {"dprobs", Element::kFloat, {T, K}},
+                                      scratch_field<DzScratch>("dz_scratch"),
+                                      scratch_field<DoutScratch>("dout_scratch"),
+                                  }}};
+
+constexpr FieldTable kDgradTable{"dgrad",
+                                 {{
+                                     {"dx", Element::kTokens, {T, H}},
+                                     scratch_field<DzScratch>("dz_scratch"),
+                                     scratch_field<DxScratch>("scratch"),
+                                 }}};
+
+constexpr FieldTable kWgradTable{"wgrad",
+                                 {{
+                                     {"x", Element::kTokens, {T, H}},
+                                     {"dout", Element::kTokens, {T, H}},
+                                     {"dw1", Element::kFloat, {E, TwoI, H}},
+                                     {"dw2", Element::kFloat, {E, H, I}},
+                                     scratch_field<WgradDz>("dz"),
+                                     scratch_field<WgradY1s>("y1s"),
+                                     scratch_field<TokenPairScratch>("scratch"),
+                                 }}};
+
+constexpr FieldTable kDw1Table{"dw1",
+                               {{
+                                   {"x", Element::kTokens, {T, H}},
+                                   {"dw1", Element::kFloat, {E, TwoI, H}},
+                                   scratch_field<WgradDz>("dz"),
+                                   scratch_field<TokensScratch>("scratch"),
+                               }}};
+
+constexpr FieldTable kDw2Table{"dw2",
+                               {{
+                                   {"dout", Element::kTokens, {T, H}},
+                                   {"dw2", Element::kFloat, {E, H, I}},
+                                   scratch_field<WgradY1s>("y1s"),
+                                   scratch_field<TokensScratch>("scratch"),
+                               }}};
+
+// The kernels that passes launch, by the names under which their modules export them.
+constexpr std::array kKernelNames = {
+    "quantize_rows",
+    "gather_gated_gemm",
+    "grouped_gemm",
+    "aggregate_rows",
+    "gather_dgated_gemm",
+    "sum_or_zero",
+    "gather_transpose_quantize",
+    "gather_transpose_quantize_pair",
+    "grouped_wgrad",
+};
+
+class Kernels {
+ public:
+  explicit Kernels(const PackedArgs& arguments, int begin) {
+    if (arguments.size() - begin != static_cast<int>(kKernelNames.size()))
+      TVM_FFI_THROW(TypeError) << "a pass needs " << kKernelNames.size() << " kernels, got "
+                               << arguments.size() - begin;
+    for (size_t i = 0; i < kKernelNames.size(); ++i)
+      functions_.push_back(arguments[begin + static_cast<int>(i)].cast<Function>());
+  }
+  const Function& operator[](std::string_view name) const {
+    for (size_t i = 0; i < kKernelNames.size(); ++i)
+      if (name == kKernelNames[i]) return functions_[i];
+    TVM_FFI_THROW(InternalError) << "there is no kernel " << std::string(name);
+    return functions_[0];
+  }
+
+ private:
+  std::vector<Function> functions_;
+};
+
+// One run of a pass: its arguments, checked against each other.
+class Run {
+  const Weights weights_;
+  const Routing routing_;
+  const Optional<Function> observer_;
+
+ public:
+  static constexpr int kHead = 4;  // arguments before the setting: see `argument_names`
+
+  Run(const FieldTable& table, bool has_setting, const Kernels& kernels, const PackedArgs& all)
+      : weights_(all[0].cast<Weights>()),
+        routing_(all[1].cast<Routing>()),
+        observer_(all[2].cast<Optional<Function>>()),
+        kernel(kernels),
+        stream(all[3].cast<int64_t>()),
+        setting(has_setting ? all[kHead].cast<int64_t>() : 0),
+        sizes(joined(weights_, routing_)),
+        call(table, all, kHead + has_setting, sizes) {}
+  Run(const Run&) = delete;
+
+  const Kernels& kernel;
+  const int64_t stream, setting;
+  Sizes sizes;
+  Call call;
+
+  TensorView weight(const char* name) const {
+    if (!weights_.defined()) TVM_FFI_THROW(ValueError) << "weights are None; needed: " << name;
+    return (*weights_.get())[name];
+  }
+  TensorView route(const char* name) const { return (*routing_.get())[name]; }
+  Matrix given(const char* name) const { return {call[name], name, 0}; }
+
+  template <class Launches>
+  void stage(const char* name, Launches launches) const {
+    if (observer_) observer_.value()("begin", name);
+    launches();
+    if (observer_) observer_.value()("end", name);
+  }
+  void show(const char* name, const char* dtype, const Matrix& m) const {
+    if (!observer_) return;
+    observer_.value()("show", name, dtype, m.field.data(), m.offset, m.view.size(0),
+                      m.view.size(1));
+  }
+  void show(const char* name, const Quantized& q) const {
+    if (!observer_) return;
+    if (q.format == nullptr) return show(name, "bfloat16", q.codes);  // rows that have no codes
+    const Format& f = *q.format;
+    const TensorView &codes = q.codes.view, &scale = q.scale.view;
+    observer_.value()("show_quantised", name, f.code, f.block_rows, f.block_columns, f.transposed,
+                      q.codes.field.data(), q.codes.offset, codes.size(0), codes.size(1),
+                      q.scale.field.data(), q.scale.offset, scale.size(0), scale.size(1));
+  }
+
+ private:
+  static Sizes joined(const Weights& weights, const Routing& routing) {
+    if (!routing.defined()) TVM_FFI_THROW(ValueError) << "routing is None; needed: its handle";
+    Sizes sizes = routing->sizes();
+    if (weights.defined()) join(sizes, weights->sizes(), "weights");
+    return sizes;
+  }
+};
+
+void quantize_tokens(const Run& run, const char* stage, const TensorView& tokens,
+                     const Quantized& q) {
+  run.stage(stage, [&] {
+    if (tokens.numel() > 0)
+      run.kernel["quantize_rows"](tokens, q.codes.view, q.scale.view, run.stream);
+  });
+}
+
+// x, then z and y1, then y2, then out. Without `out` it ends at z, which a backward that saved none
+// asks for.
+void forward(const Run& run) {
+  const bool store_z = run.call.has("z"), whole = run.call.has("out");
+  if (store_z != run.call.has("z_scale"))
+    TVM_FFI_THROW(ValueError) << "forward: z and z_scale must be given together";
+  Arena arena("scratch", run.call["scratch"]);
+  const UpScratch t(arena, run.sizes);
+  quantize_tokens(run, "quantize_x", run.call["x"], t.x);
+  run.show("x_fp8", t.x);
+  const Quantized z =
+      store_z ? Quantized{run.given("z"), run.given("z_scale"), &kZFormat} : t.y1;  // or not read
+  run.stage("up", [&] {
+    run.kernel["gather_gated_gemm"](
+        t.x.codes.view, t.x.scale.view, run.weight("w1"), run.weight("w1_scale"),
+        run.route("row_token"), run.route("padded_offsets"), z.codes.view, z.scale.view,
+        t.y1.codes.view, t.y1.scale.view, run.setting, store_z, run.stream);
+  });
+  if (store_z) run.show("z", z);
+  run.show("y1", t.y1);
+  if (!whole) return;
+  const Matrix y2 = arena.matrix(run.sizes['R'], run.sizes['H'], kBrain);
+  run.stage("down", [&] {
+    run.kernel["grouped_gemm"](t.y1.codes.view, t.y1.scale.view, run.weight("w2"),
+                               run.weight("w2_scale"), run.route("padded_offsets"), y2.view,
+                               run.stream);
+  });
+  run.show("y2", "bfloat16", y2);
+  run.stage("aggregate_out", [&] {
+    run.kernel["aggregate_rows"](y2.view, run.route("slot_row"), run.route("row_prob"),
+                                 run.call["out"], true, run.stream);
+  });
+}
+
+// dout, then everything that the gradient of the gated activation gives: dz in dz_scratch for
+// dgrad, the operands of wgrad, and dprobs.
+void dgated(const Run& run) {
+  const bool in_rows = run.call.has("dz_rows");
+  if (run.call.has("y1s_rows") != in_rows || run.call.has("dz") == in_rows ||
+      run.call.has("y1s") == in_rows)
+    TVM_FFI_THROW(ValueError) << "dgated: needed: either dz and y1s, or dz_rows and y1s_rows";
+  Arena dz_arena("dz_scratch", run.call["dz_scratch"]),
+      dout_arena("dout_scratch", run.call["dout_scratch"]), of_dz, of_y1s;
+  const DzScratch t(dz_arena, run.sizes);
+  const Quantized dout = DoutScratch(dout_arena, run.sizes).dout;
+  // In rows the operands have no scales; the kernel is handed something that it does not look at.
+  const Matrix unread = t.dprob_parts;
+  const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
+                               : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes).dz;
+  const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
+                                : WgradY1s(of_y1s.in("y1s", run.call["y1s"]), run.sizes).y1s;
+  quantize_tokens(run, "quantize_dout", run.call["dout"], dout);
+  run.show("dout_fp8", dout);
+  run.stage("dgated", [&] {
+    run.kernel["gather_dgated_gemm"](
+        dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
+        run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), run.call["z"],
+        run.call["z_scale"], t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
+        dz.scale.view, y1s.codes.view, y1s.scale.view, in_rows, run.setting, run.stream);
+    run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
+                              run.stream);
+  });
+  run.show("dz_fp8", t.dz);
+  run.show("ds", "float32", run.given("dprobs"));
+  run.show("dz", dz);
+  run.show("y1s", y1s);
+}
+
+void dgrad(const Run& run) {
+  Arena dz_arena("dz_scratch", run.call["dz_scratch"]), arena("scratch", run.call["scratch"]);
+  const Quantized dz = DzScratch(dz_arena, run.sizes).dz;
+  const Matrix dx_rows = DxScratch(arena, run.sizes).dx_rows;
+  run.stage("dx_gemm", [&] {
+    run.kernel["grouped_gemm"](dz.codes.view, dz.scale.view, run.weight("w1_dgrad"),
+                               run.weight("w1_dgrad_scale"), run.route("padded_offsets"),
+                               dx_rows.view, run.stream);
+  });
+  run.show("dx_rows", "bfloat16", dx_rows);
+  run.stage("aggregate_dx", [&] {
+    run.kernel["aggregate_rows"](dx_rows.view, run.route("slot_row"), run.route("row_prob"),
+                                 run.call["dx"], false, run.stream);
+  });
+}
+
+void add_dw1(const Run& run, const Quantized& x) {
+  Arena arena("dz", run.call["dz"]);
+  const Quantized dz = WgradDz(arena, run.sizes).dz;
+  run.stage("dw1", [&] {
+    run.kernel["grouped_wgrad"](dz.codes.view, dz.scale.view, x.codes.view, x.scale.view,
+                                run.route("padded_offsets"), run.call["dw1"], run.setting != 0,
+                                run.stream);
+  });
+}
+
+void add_dw2(const Run& run, const Quantized& dout) {
+  Arena arena("y1s", run.call["y1s"]);
+  const Quantized y1s = WgradY1s(arena, run.sizes).y1s;
+  run.stage("dw2", [&] {
+    run.kernel["grouped_wgrad"](dout.codes.view, dout.scale.view, y1s.codes.view, y1s.scale.view,
+                                run.route("padded_offsets"), run.call["dw2"], run.setting != 0,
+                                run.stream);
+  });
+}
+
+// Both weight gradients; one launch reads the routing once for both operands.
+void wgrad(const Run& run) {
+  Arena arena("scratch", run.call["scratch"]);
+  const TokenPairScratch t(arena, run.sizes);
+  const Quantized &x = t.x.tokens, &dout = t.dout.tokens;
+  run.stage("wgrad_operands", [&] {
+    run.kernel["gather_transpose_quantize_pair"](
+        run.call["x"], run.call["dout"], run.route("row_token"), run.route("padded_offsets"),
+        x.codes.view, x.scale.view, dout.codes.view, dout.scale.view, run.stream);
+  });
+  run.show("wgrad_x", x);
+  run.show("wgrad_dout", dout);
+  add_dw2(run, dout);
+  add_dw1(run, x);
+}
+
+// One of the two, for stage-wise memory: the caller frees its operands before it asks for the
+// other.
+Quantized transposed(const Run& run, Arena& arena, const char* tokens, const char* shown) {
+  const Quantized q = TokensScratch(arena, run.sizes).tokens;
+  run.stage("wgrad_operands", [&] {
+    run.kernel["gather_transpose_quantize"](run.call[tokens], run.route("row_token"),
+                                            run.route("padded_offsets"), q.codes.view, q.scale.view,
+                                            run.stream);
+  });
+  run.show(shown, q);
+  return q;
+}
+
+void dw1(const Run& run) {
+  Arena arena("scratch", run.call["scratch"]);
+  add_dw1(run, transposed(run, arena, "x", "wgrad_x"));
+}
+
+void dw2(const Run& run) {
+  Arena arena("scratch", run.call["scratch"]);
+  add_dw2(run, transposed(run, arena, "dout", "wgrad_dout"));
+}
+
+struct Scratch {
+  const char* name;
+  int64_t (*bytes)(const Sizes&);
+};
+
+constexpr std::array kScratches = {
+    Scratch{"forward", bytes_of<ForwardScratch>},
+    Scratch{"forward_to_z", bytes_of<UpScratch>},
+    Scratch{"dz_scratch", bytes_of<DzScratch>},
+    Scratch{"dout_scratch", bytes_of<DoutScratch>},
+    Scratch{"dz", bytes_of<WgradDz>},
+    Scratch{"y1s", bytes_of<WgradY1s>},
+    Scratch{"dgrad", bytes_of<DxScratch>},
+    Scratch{"wgrad", bytes_of<TokenPairScratch>},
+    Scratch{"dw1", bytes_of<TokensScratch>},
+    Scratch{"dw2", bytes_of<TokensScratch>},
+};
+
+struct Pass {
+  const char* setting;  // name of the number that it takes, or null
+  const FieldTable* table;
+  void (*run)(const Run&);
+};
+
+constexpr std::array kPasses = {
+    Pass{"activation", &kForwardTable, forward}, Pass{"activation", &kDgatedTable, dgated},
+    Pass{nullptr, &kDgradTable, dgrad},          Pass{"shares_gpu", &kWgradTable, wgrad},
+    Pass{"shares_gpu", &kDw1Table, dw1},         Pass{"shares_gpu", &kDw2Table, dw2},
+};
+
+const Pass& pass_named(const std::string& name) {
+  for (const Pass& pass : kPasses)
+    if (name == pass.table->handle) return pass;
+  TVM_FFI_THROW(ValueError) << "there is no pass " << name;
+  return kPasses[0];
+}
+
+void append(Array<String>& names, const FieldTable& table) {
+  for (int i = 0; i < table.size; ++i) names.push_back(String(table.fields[i].name.data()));
+}
+
+// Names of the arguments of "kernels", "weights", "routing" or a pass, in the order in which the
+// function takes them; or of the sizes that `scratch_sizes` returns.
+Array<String> argument_names(const String& what) {
+  Array<String> names;
+  if (what == "kernels") {
+    for (const char* name : kKernelNames) names.push_back(name);
+  } else if (what == "scratches") {
+    for (const Scratch& scratch : kScratches) names.push_back(scratch.name);
+  } else if (what == "weights" || what == "routing") {
+    append(names, what == "weights" ? kWeightsTable : kRoutingTable);
+  } else {
+    const Pass& pass = pass_named(what);
+    names = {"weights", "routing", "observer", "stream"};
+    if (pass.setting != nullptr) names.push_back(pass.setting);
+    append(names, *pass.table);
+  }
+  return names;
+}
+
+// make_pass(name, kernels...): the pass of that name over these kernels.
+Function make_pass() {
+  return Function::FromPacked([](PackedArgs arguments, Any* result) {
+    const Pass& pass = pass_named(arguments[0].cast<String>());
+    const auto kernels = std::make_shared<const Kernels>(arguments, 1);
+    *result = Function::FromPacked([&pass, kernels](PackedArgs of_call, Any*) {
+      if (of_call.size() <= Run::kHead)
+        TVM_FFI_THROW(TypeError) << pass.table->handle << " got " << of_call.size() << " arguments";
+      pass.run(Run(*pass.table, pass.setting != nullptr, *kernels, of_call));
+    });
+  });
+}
+
+template <class Handle, class Object>
+Function make_handle() {
+  return Function::FromPacked([](PackedArgs arguments, Any* result) {
+    *result = Handle(tvm::ffi::make_object<Object>(arguments));
+  });
+}
+
+// How many bytes the passes of a layer need, by the names of `kScratches`.
+Shape scratch_sizes(const Routing& routing, int64_t hidden, int64_t inner) {
+  Sizes sizes = routing->sizes();
+  sizes.learn('H', hidden, "hidden");
+  sizes.learn('I', inner, "inner");
+  std::array<int64_t, kScratches.size()> bytes;
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = kScratches[i].bytes(sizes);
+  return Shape(bytes.begin(), bytes.end());
+}
+
+Map<String, int64_t> numbers() {
+  return {{"row_alignment", kRowAlignment},
+          {"scale_block", kScaleBlock},
+          {"dprob_columns", kDprobColumns}};
+}
+
+}  // namespace
+}  // namespace sonicmoe
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(argument_names, sonicmoe::argument_names);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_pass, sonicmoe::make_pass);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(weights,
+                              (sonicmoe::make_handle<sonicmoe::Weights, sonicmoe::WeightsObj>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(routing,
+                              (sonicmoe::make_handle<sonicmoe::Routing, sonicmoe::RoutingObj>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scratch_sizes, sonicmoe::scratch_sizes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(numbers, sonicmoe::numbers);

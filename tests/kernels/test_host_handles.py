@@ -1,0 +1,260 @@
+"""The handles that passes take: two exchanged tensors are an error that names both, whichever two
+they are, and sizes that contradict each other are named with the field that says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+
+import pytest
+from framework import torch
+
+from sonicmoe.engine.hopper_passes import Passes, _check_numbers, by_keyword
+from sonicmoe.errors import ConfigError, ShapeError
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels.host import passes_source
+from sonicmoe.quant.format import BlockScaledTensor, Orientation
+from sonicmoe.quant.recipes import iso
+from sonicmoe.routing.metadata import ROW_ALIGNMENT
+
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+# No two of these are equal, nor is one a block count of another.
+T, K, E, H, I, R = 70, 3, 5, 272, 448, 1152
+PASSES = ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
+
+
+def blocks(n):
+    return -(-n // 128)
+
+
+def codes(*shape):
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def scales(*shape):
+    return torch.zeros(shape, dtype=torch.float32)
+
+
+def tokens(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+WEIGHTS = {
+    "w1": lambda: codes(E, 2 * I, H), "w1_scale": lambda: scales(E, blocks(2 * I), blocks(H)),
+    "w2": lambda: codes(E, H, I), "w2_scale": lambda: scales(E, blocks(H), blocks(I)),
+    "w1_dgrad": lambda: codes(E, H, 2 * I), "w1_dgrad_scale": lambda: scales(E, blocks(H), blocks(2 * I)),
+    "w2_dgrad": lambda: codes(E, I, H), "w2_dgrad_scale": lambda: scales(E, blocks(I), blocks(H)),
+}  # fmt: skip
+ROUTING = {
+    "row_token": lambda: torch.zeros((R,), dtype=torch.int32),
+    "padded_offsets": lambda: torch.zeros((E + 1,), dtype=torch.int64),
+    "slot_row": lambda: torch.zeros((T, K), dtype=torch.int64),
+    "row_prob": lambda: scales(R),
+}
+
+
+def tensors(fields):
+    return {name: make() for name, make in fields.items()}
+
+
+@pytest.fixture(scope="module")
+def native(artefacts):
+    return passes_source("sm_90a").load(artefacts)
+
+
+class Launches:
+    """Stands for all kernels, and counts what is launched."""
+
+    count = 0
+
+    def __call__(self, *_):
+        self.count += 1
+
+
+@pytest.fixture
+def launches():
+    return Launches()
+
+
+@pytest.fixture
+def passes(native, launches):
+    names = [str(name) for name in native.argument_names("kernels")]
+    return Passes(native, ((), ()), dict.fromkeys(names, launches))
+
+
+@pytest.fixture
+def head(passes):
+    """Handles and whatever else a pass takes besides tensors."""
+    return {
+        "weights": passes.weights(**tensors(WEIGHTS)), "routing": passes.routing(**tensors(ROUTING)),
+        "stream": 0, "activation": 0, "shares_gpu": 0,
+    }  # fmt: skip
+
+
+def fields_of(passes, head, name):
+    """Tensors of a pass that fit, without those that it takes instead of others."""
+    size = passes.routed(Metadata(), H, I).bytes_of._asdict()
+    scratch = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "dw1": "dw1", "dw2": "dw2"}
+    made = {
+        "x": tokens(T, H), "dout": tokens(T, H), "out": tokens(T, H), "dx": tokens(T, H),
+        "z": codes(R, 2 * I), "z_scale": scales(R, blocks(2 * I)), "dprobs": scales(T, K),
+        "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
+        "dw1": scales(E, 2 * I, H), "dw2": scales(E, H, I),
+        "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
+        "scratch": codes(size[scratch.get(name, "dgrad")]),
+    }  # fmt: skip
+    wanted = inspect.signature(getattr(passes, name)).parameters
+    return {field: value for field, value in (made | head).items() if field in wanted}
+
+
+class Metadata:
+    """What `Passes.routed` reads of a routing."""
+
+    def __getattr__(self, name):
+        return ROUTING[name]()
+
+
+def pairs(fields):
+    return list(itertools.combinations(fields, 2))
+
+
+@pytest.mark.parametrize(("one", "other"), pairs(WEIGHTS))
+def test_exchanged_weights_are_named(passes, one, other):
+    given = tensors(WEIGHTS)
+    given[one], given[other] = given[other], given[one]
+    with pytest.raises(ValueError, match=rf"^weights: .*\({one} and {other} are exchanged\)$"):
+        passes.weights(**given)
+
+
+@pytest.mark.parametrize(("one", "other"), pairs(ROUTING))
+def test_exchanged_routing_is_named(passes, one, other):
+    given = tensors(ROUTING)
+    given[one], given[other] = given[other], given[one]
+    with pytest.raises(ValueError, match=rf"^routing: .*\({one} and {other} are exchanged\)$"):
+        passes.routing(**given)
+
+
+# Tensors of one dtype and shape: nothing but their names tells them apart.
+ALIKE = {
+    "forward": {("x", "out")}, "wgrad": {("x", "dout")},
+    # scratch may be larger than needed
+    "dgated": set(), "dgrad": set(), "dw1": set(), "dw2": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_exchanged_tensors_of_a_pass_are_named(passes, head, launches, name):
+    """Every pair; a pair that is alike must be all that is not found."""
+    fitting, found = fields_of(passes, head, name), set()
+    own = [field for field, value in fitting.items() if isinstance(value, torch.Tensor)]
+    for one, other in pairs(own):
+        given = dict(fitting)
+        given[one], given[other] = given[other], given[one]
+        try:
+            getattr(passes, name)(**given)
+        except ValueError as error:
+            assert str(error).startswith(f"{name}: ")
+            assert {one, other} <= set(str(error).replace("(", " ").split()), (one, other)
+            assert "are exchanged)" in str(error)
+        else:
+            found.add((one, other))
+    assert {frozenset(pair) for pair in found} == {frozenset(pair) for pair in ALIKE[name]}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_tensors_that_fit_reach_the_kernels(passes, head, launches, name):
+    getattr(passes, name)(**fields_of(passes, head, name))
+    assert launches.count
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_arguments_have_names_only(passes, head, name):
+    """So none can come in the place of another, and none can be forgotten."""
+    given = fields_of(passes, head, name)
+    with pytest.raises(TypeError):
+        getattr(passes, name)(*given.values())
+    for missing in given:
+        with pytest.raises(TypeError, match=missing):
+            getattr(passes, name)(**{field: v for field, v in given.items() if field != missing})
+
+
+@pytest.mark.parametrize("name", ["forward", "dgated", "dgrad"])
+@pytest.mark.parametrize("kind", ["weights", "routing"])
+def test_handles_are_of_their_type(passes, head, name, kind):
+    given = fields_of(passes, head, name)
+    given[kind] = given["routing" if kind == "weights" else "weights"]
+    with pytest.raises(TypeError, match=r"sonicmoe\.(Weights|Routing)"):
+        getattr(passes, name)(**given)
+
+
+def test_handles_of_different_layers_contradict_each_other(passes, head):
+    other = {name: torch.cat([value, value]) for name, value in tensors(WEIGHTS).items()}
+    given = fields_of(passes, head, "forward") | {"weights": passes.weights(**other)}
+    words = "weights: w1 says E = 10, but padded_offsets says E = 5"
+    with pytest.raises(ValueError, match=words):
+        passes.forward(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "words"),
+    [
+        ("forward", "x", tokens(T, H + 16), r"x is bfloat16 \[70, 288\]; needed: .* \[T, H\], and w1 says H = 272"),
+        ("forward", "z", codes(R - 128, 2 * I), r"z is uint8 \[1024, 896\]; needed: uint8 \[R, 2 I\], and row_token says R = 1152"),
+        ("forward", "out", scales(T, H), r"out is float32 \[70, 272\], but other tokens are bfloat16"),
+        ("forward", "x", tokens(H, T).T, "x is not contiguous"),
+        ("forward", "z_scale", None, "z and z_scale must be given together"),
+        ("forward", "x", None, "x is None; needed: "),
+        ("dgated", "dz", None, "either dz and y1s, or dz_rows and y1s_rows"),
+        ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and slot_row says K = 3"),
+        ("dgated", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
+        ("wgrad", "dw2", scales(E, I, H), r"dw2 is float32 \[5, 448, 272\]; needed: float32 \[E, H, I\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)  # fmt: skip
+def test_a_tensor_that_does_not_fit_is_named(passes, head, launches, name, field, value, words):
+    given = fields_of(passes, head, name) | {field: value}
+    with pytest.raises(ValueError, match=words):
+        getattr(passes, name)(**given)
+    assert not launches.count
+
+
+def test_no_tensor_at_all_is_a_type_error(passes):
+    with pytest.raises(TypeError, match="routing: row_prob is no tensor"):
+        passes.routing(**tensors(ROUTING) | {"row_prob": 1.0})
+
+
+@pytest.mark.parametrize("name", ["w1", "w2_dgrad"])
+def test_weights_in_the_other_order_are_named(passes, name):
+    """Where H = 2 I both orders have one shape."""
+    wrong = Orientation.COLUMNS if name == "w1" else Orientation.ROWS
+    square = BlockScaledTensor.empty((E, 256, 256), iso(128), "cpu", orientation=wrong)
+    with pytest.raises(ShapeError, match=f"{name} is stored by {wrong.value}"):
+        passes.weights_of({name: square})
+
+
+def test_a_pass_names_what_its_weights_lack(passes, head):
+    forward_only = {
+        name: (v if "dgrad" not in name else None) for name, v in tensors(WEIGHTS).items()
+    }
+    given = fields_of(passes, head, "dgrad") | {"weights": passes.weights(**forward_only)}
+    with pytest.raises(ValueError, match=r"w1_dgrad(_scale)? is None, and this pass needs it"):
+        passes.dgrad(**given)
+
+
+def test_numbers_are_those_that_python_computes_with(native):
+    built = {str(name): int(value) for name, value in native.numbers().items()}
+    _check_numbers(built)
+    for name in ("row_alignment", "scale_block"):
+        with pytest.raises(ConfigError, match=f"{name} = 64; this package has {built[name]}"):
+            _check_numbers(built | {name: 64})
+    assert built["row_alignment"] == ROW_ALIGNMENT
+
+
+def test_by_keyword_keeps_the_declared_order():
+    call = by_keyword(lambda *arguments: arguments, ["a", "b", "c"])
+    assert call(c=3, a=1, b=2) == (1, 2, 3)
