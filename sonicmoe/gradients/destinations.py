@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,12 +34,23 @@ from ..layouts import WeightLayout
 from ..routing.backends import arch_of
 
 Tensor = torch.Tensor
-# As `flush_gradients` of kernels/cuda/flush.cu reads them.
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FRESH = 4
 ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
-FlushKernel = Callable[[Tensor, Tensor, list[int], bool, bool, int], None]
+
+class FlushKernel(Protocol):
+    """The module of kernels/cuda/flush.cu. It alone knows the numbers of formats."""
+
+    def flush_gradients(
+        self,
+        dw1: Tensor,
+        dw2: Tensor,
+        table: list[int],
+        transposed: bool,
+        split_half: bool,
+        stream: int,
+    ) -> None: ...
+
+    def gradient_format(self, dtype: str, fresh: bool) -> int: ...
 
 
 def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
@@ -165,9 +176,11 @@ class Launch:
 
     def run(self, layout: WeightLayout, native: NativeBuffer) -> list[Tensor | None]:
         """Launch, bind fresh memory, and return what autograd is to accumulate."""
-        table = destination_table(self.destinations, int(native.dw1.shape[0]))
+        table = destination_table(self.destinations, int(native.dw1.shape[0]), self.kernel)
         stream = current_stream(native.dw1)
-        self.kernel(native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream)
+        self.kernel.flush_gradients(
+            native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream
+        )
         # The launch came first: if it raises, no parameter may hold memory that nobody has written.
         for destination in self.destinations:
             if destination is not None:
@@ -212,7 +225,7 @@ def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
     for destination in destinations:
         tensor = destination.tensor
         if (
-            tensor.dtype not in FORMATS
+            tensor.dtype not in ITEM_BYTES
             or device_name(tensor) != device
             or not tensor.is_contiguous()
         ):
@@ -222,7 +235,9 @@ def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
     return all(one[1] <= other[0] for one, other in itertools.pairwise(extents))
 
 
-def destination_table(destinations: Sequence[Destination | None], num_experts: int) -> list[int]:
+def destination_table(
+    destinations: Sequence[Destination | None], num_experts: int, kernel: FlushKernel
+) -> list[int]:
     """The argument of `flush_gradients`: (address, format) of every expert's up-projection, then of
     every down-projection.
 
@@ -230,6 +245,7 @@ def destination_table(destinations: Sequence[Destination | None], num_experts: i
         destinations: all up-projections, then all down-projections: one per expert, or one stacked
             tensor each; None for parameters that are frozen.
         num_experts: E.
+        kernel: whose formats to use.
     """
     # 2E matrices in all: one per destination where every expert has its own parameters, E per
     # destination where they are stacked.
@@ -241,7 +257,7 @@ def destination_table(destinations: Sequence[Destination | None], num_experts: i
             table += [0, 0] * matrices
             continue
         first, end = destination.extent
-        code = FORMATS[destination.tensor.dtype] + FRESH * destination.fresh
+        code = kernel.gradient_format(dtype_name(destination.tensor.dtype), destination.fresh)
         # Stacked matrices are contiguous, so each begins where the one before it ends.
         step = (end - first) // matrices
         for index in range(matrices):
@@ -265,7 +281,7 @@ def kernel_for(accumulator: Tensor) -> FlushKernel | None:
 @Decided
 def _kernel_on(device: str) -> tuple[FlushKernel | None, list[Exception]]:
     try:
-        return flush_source(arch_of(device)).load().flush_gradients, []
+        return flush_source(arch_of(device)).load(), []
     except NO_FALLBACK:
         raise
     except FALLBACK as error:

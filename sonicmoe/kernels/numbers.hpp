@@ -11,9 +11,4 @@ constexpr int kScaleBlock = 128;    // elements of a row, or rows and columns, t
 constexpr int kDprobColumns = 256;  // columns of dy1 that dgated adds up before it writes a partial
                                     // sum of dprobs: those of its tile
 
-// The dtypes of the user's tensors, as kernels that take several are told which.
-enum ElementType : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
-constexpr int kElementTypes = 3;
-constexpr int kFreshFlag = 4;  // added to a gradient's element type: written, not added to
-
 }  // namespace sonicmoe

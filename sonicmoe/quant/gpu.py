@@ -36,11 +36,7 @@ Tensor = torch.Tensor
 
 ALIGNMENT = 16  # bytes of an address, and elements of an axis that is quantised
 ROW_BLOCK, WEIGHT_BLOCK = rows(128), iso(128)
-_ELEMENTS = {
-    torch.bfloat16: 0,
-    torch.float16: 1,
-    torch.float32: 2,
-}  # numbered as the kernels number them
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,7 +56,7 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
     """
     require_framework_tensor(x, "x")
     expect(
-        x.dtype in _ELEMENTS,
+        x.dtype in VALUE_DTYPES,
         DTypeError,
         f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
     )
@@ -130,20 +126,22 @@ class QuantizedWeights:
             self._allocate(source, layout)
         self._order.enter(source.up[0])
         kernels, stream = _kernels(device_name(source.up[0])), current_stream(source.up[0])
-        table, checksums, state, outputs = self._launch_buffers
+        table, checksums, state, outputs, dtype = self._launch_buffers
         if pointers != self._pointers:
             kernels.store_addresses(list(pointers), table, stream)
             self._pointers = pointers
-        element, flags = (
-            _ELEMENTS[source.up[0].dtype],
-            (source.layout.transposed, source.layout.split_half),
-        )
+        transposed, split_half = source.layout.transposed, source.layout.split_half
         sizes = (source.n1, source.hidden_size, source.intermediate_size)
-        kernels.check_weights(
-            table, *sizes, source.layout.transposed, element, checksums, state, stream
-        )
+        kernels.check_weights(table, *sizes, transposed, dtype, checksums, state, stream)
         kernels.quantize_weights(
-            table, *outputs, *flags, element, state, force or not self._current, stream
+            table,
+            *outputs,
+            transposed,
+            split_half,
+            dtype,
+            state,
+            force or not self._current,
+            stream,
         )
         self._order.leave()
         self._current = True
@@ -188,9 +186,9 @@ class QuantizedWeights:
             if not self._iso_weight
         )
         table = empty((2 * experts,), torch.int64, device)
-        element = _ELEMENTS[source.up[0].dtype]
+        dtype = dtype_name(source.up[0].dtype)
         count = _kernels(device_name(table)).num_checksums(
-            table, n1, hidden, inner, source.layout.transposed, element
+            table, n1, hidden, inner, source.layout.transposed, dtype
         )
         checksums = empty((int(count),), torch.int32, device)
         state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
@@ -198,7 +196,7 @@ class QuantizedWeights:
             tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)
         ]
         outputs = written + [None] * (4 if self._iso_weight else 0)
-        self._launch_buffers = (table, checksums, state, tuple(outputs))
+        self._launch_buffers = (table, checksums, state, tuple(outputs), dtype)
         self._layout, self._pointers = layout, ()
 
     def _update_on_host(self, source: WeightSource) -> None:
@@ -267,7 +265,7 @@ def _check_source(source: WeightSource) -> None:
     )
     dtype, first = source.up[0].dtype, ("up[0]", source.up[0])
     expect(
-        dtype in _ELEMENTS,
+        dtype in VALUE_DTYPES,
         DTypeError,
         f"up[0] is {dtype_name(dtype)}; needed: bfloat16, float16 or float32",
     )

@@ -14,7 +14,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import destinations
 from sonicmoe.gradients.store import GradientStore
-from sonicmoe.interop import current_stream
+from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
@@ -27,8 +27,13 @@ SIZES = [(3, 128, 64), (2, 200, 72), (3, 66, 35), (2, 1, 1), (2, 2880, 768)]
 
 
 @pytest.fixture(scope="module")
-def flush_gradients():
-    return flush_source("sm_90a").load().flush_gradients
+def kernel():
+    return flush_source("sm_90a").load()
+
+
+@pytest.fixture(scope="module")
+def flush_gradients(kernel):
+    return kernel.flush_gradients
 
 
 def native_gradients(experts, n1, hidden, intermediate, seed=0):
@@ -58,7 +63,7 @@ def held_before(shape, dtype, offset):
 @pytest.mark.parametrize("split_half", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_layout(flush_gradients, dtype, transposed, split_half, fresh, offset):
+def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fresh, offset):
     for experts, hidden, intermediate in SIZES:
         n1 = 2 * intermediate
         dw1, dw2 = native_gradients(experts, n1, hidden, intermediate)
@@ -69,7 +74,7 @@ def test_every_layout(flush_gradients, dtype, transposed, split_half, fresh, off
             for t, g in zip(targets, wanted, strict=True)
         ]
         targets[1] = None  # frozen
-        code = destinations.FORMATS[dtype] + destinations.FRESH * fresh
+        code = kernel.gradient_format(dtype_name(dtype), fresh)
         table = [word for t in targets for word in ((0, 0) if t is None else (t.data_ptr(), code))]
         flush_gradients(dw1, dw2, table, transposed, split_half, current_stream(dw1))
         for index, (got, want) in enumerate(zip(targets, wanted, strict=True)):
@@ -77,19 +82,19 @@ def test_every_layout(flush_gradients, dtype, transposed, split_half, fresh, off
         assert not dw1.any() and not dw2.any()
 
 
-def test_more_experts_than_one_launch_takes(flush_gradients):
+def test_more_experts_than_one_launch_takes(kernel, flush_gradients):
     dw1, dw2 = native_gradients(450, 32, 24, 16)
     want = [in_layout(dw1, True, True), in_layout(dw2, True, False)]
     targets = [torch.ones_like(gradient) for gradient in want]
     places = [destinations.Destination(target, target, False) for target in targets]
-    table = destinations.destination_table(places, 450)
+    table = destinations.destination_table(places, 450, kernel)
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for got, gradient in zip(targets, want, strict=True):
         assert torch.equal(got, 1 + gradient)
     assert not dw1.any() and not dw2.any()
 
 
-def test_past_two_to_the_31_elements(flush_gradients):
+def test_past_two_to_the_31_elements(kernel, flush_gradients):
     experts, n1, hidden = 200, 4096, 2688
     assert experts * n1 * hidden > 2**31
     dw1 = torch.randn((experts, n1, hidden), device="cuda")
@@ -100,7 +105,7 @@ def test_past_two_to_the_31_elements(flush_gradients):
         torch.zeros((experts, 4, hidden), device="cuda"),
     )
     table = destinations.destination_table(
-        [destinations.Destination(t, t, False) for t in (target, small)], experts
+        [destinations.Destination(t, t, False) for t in (target, small)], experts, kernel
     )
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for expert, gradient in want.items():
@@ -253,3 +258,5 @@ def test_the_border(flush_gradients):
         flush_gradients(dw1, dw2.double(), [0] * 8, True, True, stream)
     with pytest.raises(Exception, match="dw1 must be contiguous"):
         flush_gradients(dw1.transpose(1, 2), dw2, [0] * 8, True, False, stream)
+    with pytest.raises(Exception, match="has format 3, which gradient_format did not return"):
+        flush_gradients(dw1, dw2, [dw1.data_ptr(), 3] * 4, True, True, stream)

@@ -10,8 +10,9 @@ import numpy as np
 from engine.moe_golden import native_order
 from framework import numpy
 
-BFLOAT16, FLOAT16, FRESH = 1, 2, 4
-WORDS = {0: np.float32, BFLOAT16: np.uint16, FLOAT16: np.float16}
+NUMBERS = {"float32": 21, "bfloat16": 22, "float16": 23}
+FRESH = 64
+WORDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
 def memory_at(address, shape, word):
@@ -31,12 +32,17 @@ def from_bfloat16(bits):
 
 
 class FlushByAddress:
-    """Takes the kernel's arguments; counts its launches."""
+    """Takes the kernel's arguments; counts its launches. The numbers of formats are its own: the
+    caller may know none but those that it is told.
+    """
 
     def __init__(self):
         self.launches = 0
 
-    def __call__(self, dw1, dw2, table, transposed, split_half, stream):
+    def gradient_format(self, dtype, fresh):
+        return NUMBERS[dtype] + FRESH * fresh
+
+    def flush_gradients(self, dw1, dw2, table, transposed, split_half, stream):
         self.launches += 1
         experts = int(dw1.shape[0])
         assert len(table) == 4 * experts
@@ -54,8 +60,8 @@ class FlushByAddress:
     def write(address, code, gradient):
         if address == 0:
             return
-        word = code & 3
-        target = memory_at(address, gradient.shape, WORDS[word])
-        held = from_bfloat16(target) if word == BFLOAT16 else target.astype(np.float32)
-        total = gradient if code & FRESH else held + gradient
-        target[:] = to_bfloat16(total) if word == BFLOAT16 else total.astype(target.dtype)
+        (dtype,) = (name for name, number in NUMBERS.items() if number == code % FRESH)
+        target = memory_at(address, gradient.shape, WORDS[dtype])
+        held = from_bfloat16(target) if dtype == "bfloat16" else target.astype(np.float32)
+        total = gradient if code >= FRESH else held + gradient
+        target[:] = to_bfloat16(total) if dtype == "bfloat16" else total.astype(target.dtype)

@@ -143,14 +143,15 @@ def test_shared_parameters_take_plain_operations(kernel):
 
 @each_source
 def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
-    def refuse(*arguments):
-        raise RuntimeError("no launch")
+    class Refuses(FlushByAddress):
+        def flush_gradients(self, *arguments):
+            raise RuntimeError("no launch")
 
     source = make(*weight_arrays())
     for weight in source.parameters():
         weight.main_grad = None
     weights, dw1, _ = filled(source)
-    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: refuse)
+    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: Refuses())
     with pytest.raises(RuntimeError, match="no launch"):
         weights.flush()
     assert weights.waiting

@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernels import host_cuda
 
+from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import deinterleave_gate_up
@@ -101,7 +102,7 @@ class Weights:
 
     def __init__(self, module, dtype, transposed, split_half, sizes, both=True):
         experts, self.hidden, self.inner = sizes
-        self.module, self.element, self.n1 = module, DTYPES.index(dtype), 2 * self.inner
+        self.module, self.element, self.n1 = module, dtype_name(dtype), 2 * self.inner
         self.transposed, self.split_half = transposed, split_half
         self.w1, self.w2 = (
             values((experts, self.n1, self.hidden), dtype, 1),

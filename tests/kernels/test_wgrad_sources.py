@@ -5,14 +5,14 @@ refuse host tensors by name.
 from __future__ import annotations
 
 import importlib.util
-import re
 
 import pytest
 import torch
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.compile_plan import plan
-from sonicmoe.gradients.destinations import FORMATS, FRESH
+from sonicmoe.gradients.destinations import ITEM_BYTES
+from sonicmoe.interop import dtype_name
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.plan import ModelSpec
@@ -26,7 +26,7 @@ EXPORTS = {
         "gather_transpose_quantize_pair",
         "transpose_codes",
     ),
-    "flush": ("flush_gradients",),
+    "flush": ("flush_gradients", "gradient_format"),
 }
 # {bf16, fp16, fp32, codes}; {transposed, native}
 KERNELS = {"wgrad_operands": 4, "flush": 2}
@@ -66,12 +66,15 @@ def test_host_tensors_are_refused_by_name(source, artefacts: CompileCache) -> No
         )
 
 
-def test_formats_are_those_of_the_kernel() -> None:
-    text = flush_source("sm_90a").files[0].read_text(encoding="utf-8")
-    codes = dict(re.findall(r"k(Float32|Bfloat16|Float16|Fresh) = (\d)", text))
-    assert {name: int(code) for name, code in codes.items()} == {
-        "Float32": FORMATS[torch.float32], "Bfloat16": FORMATS[torch.bfloat16], "Float16": FORMATS[torch.float16], "Fresh": FRESH,
-    }  # fmt: skip
+@pytest.mark.parametrize("source", [pytest.param(SOURCES[1], marks=needs_compiler)])
+def test_formats_are_the_kernels_own(source, artefacts: CompileCache) -> None:
+    """Python asks for each by the name of its dtype, and knows no number."""
+    module = source.load(artefacts)
+    dtypes = [dtype_name(dtype) for dtype in ITEM_BYTES]
+    formats = {module.gradient_format(dtype, fresh) for dtype in dtypes for fresh in (True, False)}
+    assert len(formats) == 2 * len(dtypes)
+    with pytest.raises(ValueError, match="dtype is float64; needed: bfloat16, float16 or float32"):
+        module.gradient_format("float64", False)
 
 
 @pytest.mark.parametrize(("options", "names"), [

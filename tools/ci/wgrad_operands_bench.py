@@ -85,7 +85,7 @@ def flush_variants(hidden: int, intermediate: int, experts: int) -> Variants:
     ERNIE's weights.
     """
     n1 = 2 * intermediate
-    kernel = flush_source("sm_90a").load().flush_gradients
+    kernel = flush_source("sm_90a").load()
     dw1 = torch.zeros((experts, n1, hidden), device="cuda")
     dw2 = torch.zeros((experts, hidden, intermediate), device="cuda")
     elements = float(dw1.numel() + dw2.numel())
@@ -94,10 +94,12 @@ def flush_variants(hidden: int, intermediate: int, experts: int) -> Variants:
         shapes = [(hidden, n1)] * experts + [(intermediate, hidden)] * experts
         targets = [torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes]
         table = gradients.destination_table(
-            [gradients.Destination(t, t, fresh) for t in targets], experts
+            [gradients.Destination(t, t, fresh) for t in targets], experts, kernel
         )
         # `targets` as a default keeps the memory that the table points to.
-        return lambda targets=targets: kernel(dw1, dw2, table, True, True, current_stream(dw1))
+        return lambda targets=targets: kernel.flush_gradients(
+            dw1, dw2, table, True, True, current_stream(dw1)
+        )
 
     return {
         "flush, added to fp32 main_grad": (launch(torch.float32, False), 16 * elements),

@@ -16,6 +16,7 @@
 #include <algorithm>
 
 #include "../host/border.hpp"
+#include "../host/element_type.hpp"
 
 namespace sonicmoe {
 namespace {
@@ -29,8 +30,9 @@ constexpr int kTilesOfBand = 16;  // of rows whose tiles run at about the same t
 constexpr int kExpertsPerLaunch = 192;  // their addresses travel as kernel arguments: no copy, no
                                         // buffer that must outlive the call
 
-// Of a destination: its element type, and whether what it holds is overwritten.
-enum Format : unsigned { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kTypeMask = 3, kFresh = 4 };
+// The format of a destination in one byte, because formats travel as kernel arguments: its
+// ElementType, and whether memory is fresh, that is, written and not added to.
+constexpr unsigned kTypeMask = 3, kFresh = 4;
 
 struct Projection {
   float* accumulator;  // of the launch's first expert
@@ -203,10 +205,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   const unsigned format = p.format[expert];
   const bool fresh = format & kFresh;
   if (address == 0) return clear_tile(accumulator, tile, p);
-  switch (format & kTypeMask) {
-    case kBfloat16:
+  switch (static_cast<ElementType>(format & kTypeMask)) {
+    case ElementType::kBfloat16:
       return flush_tile<__nv_bfloat16, kTransposed>(accumulator, address, fresh, tile, p, turned);
-    case kFloat16:
+    case ElementType::kFloat16:
       return flush_tile<__half, kTransposed>(accumulator, address, fresh, tile, p, turned);
     default:
       return flush_tile<float, kTransposed>(accumulator, address, fresh, tile, p, turned);
@@ -236,11 +238,17 @@ Projection projection_of(const TensorView& accumulator, const char* name, bool s
   return p;
 }
 
+// The number by which `flush_gradients` knows destinations of that dtype. fresh: written, not added
+// to.
+int64_t gradient_format(tvm::ffi::String dtype, bool fresh) {
+  return static_cast<int64_t>(element_type(dtype)) + (fresh ? kFresh : 0);
+}
+
 // Adds dw1 fp32 [E, N1, H] and dw2 fp32 [E, H, I] into one destination per expert and projection,
 // and zeroes them.
 //
-// destinations: E pairs for dw1, then E for dw2, of address (0: none) and format (0 fp32, 1 bf16, 2
-// fp16; + 4: written, not added to). A destination is contiguous and has the shape of the native
+// destinations: E pairs for dw1, then E for dw2, of address (0: none) and format (see
+// `gradient_format`). A destination is contiguous and has the shape of the native
 // matrix, or of its transpose; with `split_half`, dw1's rows [gate_0, up_0, gate_1, ...] are [gate;
 // up] in it. 16-bit destinations are added to in fp32 and rounded once. None may overlap another.
 void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> destinations,
@@ -265,7 +273,11 @@ void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> de
       for (int64_t e = 0; e < count; ++e) {
         const int64_t pair = 2 * (down * experts + first + e);
         p.address[e] = static_cast<uint64_t>(destinations[pair]);
-        p.format[e] = static_cast<uint8_t>(destinations[pair + 1]);
+        const int64_t format = destinations[pair + 1];
+        TVM_FFI_ICHECK(p.address[e] == 0 || (0 <= format && format <= kFresh + 2 && format != 3))
+            << "destination " << pair / 2 << " has format " << format
+            << ", which gradient_format did not return";
+        p.format[e] = static_cast<uint8_t>(format);
       }
     }
     auto* kernel = transposed ? flush_tiles<true> : flush_tiles<false>;
@@ -279,4 +291,5 @@ void flush_gradients(TensorView dw1, TensorView dw2, tvm::ffi::Array<int64_t> de
 }  // namespace
 }  // namespace sonicmoe
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gradient_format, sonicmoe::gradient_format);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(flush_gradients, sonicmoe::flush_gradients);

@@ -301,10 +301,9 @@ void quantize_weights(TensorView addresses, TensorView w1, TensorView w1_scale, 
                       TensorView w2_scale, Optional<TensorView> w1_dgrad,
                       Optional<TensorView> w1_dgrad_scale, Optional<TensorView> w2_dgrad,
                       Optional<TensorView> w2_dgrad_scale, bool transposed, bool split_half,
-                      int64_t element, TensorView state, bool force, int64_t stream) {
+                      tvm::ffi::String dtype, TensorView state, bool force, int64_t stream) {
   TVM_FFI_ICHECK(w1.ndim() == 3 && w2.ndim() == 3) << "w1 must be [E, N1, H], w2 [E, H, I]";
-  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half,
-                      element);
+  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, dtype);
   TVM_FFI_ICHECK(w1.size(0) == layout.experts && w2.size(0) == layout.experts &&
                  w2.size(1) == layout.hidden)
       << "w1, w2 and the addresses are of different experts or sizes";
@@ -328,9 +327,9 @@ void quantize_weights(TensorView addresses, TensorView w1, TensorView w1_scale, 
   work.up_tiles = static_cast<uint32_t>(up), work.tiles = static_cast<uint32_t>(all);
   int32_t* flags = checked_i32(state, "state", device, 2);
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  if (element == 0)
+  if (layout.element == ElementType::kBfloat16)
     return launch_tiles<__nv_bfloat16>(work, flags, force, device.device_id, as_stream(stream));
-  if (element == 1)
+  if (layout.element == ElementType::kFloat16)
     return launch_tiles<__half>(work, flags, force, device.device_id, as_stream(stream));
   launch_tiles<float>(work, flags, force, device.device_id, as_stream(stream));
 }

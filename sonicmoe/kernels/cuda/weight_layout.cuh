@@ -3,19 +3,20 @@
 #pragma once
 
 #include "../host/border.hpp"
+#include "../host/element_type.hpp"
 
 namespace sonicmoe {
 
-// E up matrices [N1, H] and E down matrices [H, I], or their transposes; element 0 bf16, 1 fp16, 2
-// fp32. See WeightSource.
+// E up matrices [N1, H] and E down matrices [H, I], or their transposes; dtype: bfloat16, float16
+// or float32. See WeightSource.
 struct Layout {
   const int64_t* addresses;
   int64_t experts, n1, hidden, intermediate;
   bool transposed, split_half;
-  int element_bytes;
+  ElementType element;
 
   Layout(const TensorView& table, int64_t n1, int64_t hidden, int64_t intermediate, bool transposed,
-         bool split_half, int64_t element)
+         bool split_half, const tvm::ffi::String& dtype)
       : addresses(checked_i64(table, "addresses", table.device(), 2)),
         experts(table.numel() / 2),
         n1(n1),
@@ -23,9 +24,7 @@ struct Layout {
         intermediate(intermediate),
         transposed(transposed),
         split_half(split_half),
-        element_bytes(element == 2 ? 4 : 2) {
-    TVM_FFI_ICHECK(0 <= element && element <= 2)
-        << "element is " << element << "; needed: 0 bfloat16, 1 float16, 2 float32";
+        element(element_type(dtype)) {
     TVM_FFI_ICHECK(n1 > 0 && hidden > 0 && intermediate > 0)
         << "weights of " << n1 << ", " << hidden << ", " << intermediate;
     TVM_FFI_ICHECK(n1 % 16 == 0 && hidden % 16 == 0 && intermediate % 16 == 0)
