@@ -59,7 +59,7 @@ def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: 
 
     kernels = sources[0].parent.parent
     headers_of_ours = (
-        *sources[0].parent.glob("*.cuh"), *kernels.glob("*.hpp"), kernels / "host" / "border.hpp",
+        *sources[0].parent.glob("*.cuh"), *kernels.glob("*.hpp"), *kernels.glob("host/*.hpp"),
     )  # fmt: skip
     for file in (*sources, *headers_of_ours):
         target = (
