@@ -270,12 +270,12 @@ class TestGraphsRunTwice:
 
 class TestMemory:
     def codes_of_z(self, monkeypatch):
-        """Weak references to the codes of every z that a forward stores."""
+        """Weak references to the bytes of every z that a forward stores."""
         kept, original = [], reference._save_z
 
         def spy(*arguments):
             z = original(*arguments)
-            kept.append(weakref.ref(z.codes))
+            kept.append(weakref.ref(z.bytes))
             return z
 
         monkeypatch.setattr(reference, "_save_z", spy)
