@@ -140,9 +140,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_names, sonicmoe::activation_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(touch, sonicmoe::touch);
 """
 NAMES = """
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path.cwd() / "tests"))
+from kernels.ptxas_report import resource_usage
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.jit.cuda_source import CudaSource, resource_usage
+from sonicmoe.jit.cuda_source import CudaSource
 
 tree = Path.cwd()
 source = CudaSource.make(

@@ -22,7 +22,6 @@ from .stage_stats import StageStats, StageValue, closeness, row_deviations, stag
 from .step_dump import Array, StepDump
 
 INPUTS = ("x", "probs", "w1", "w2", "dout")
-TOKEN_STAGES = ("x", "x_fp8", "out", "dout", "dout_fp8", "dx")
 WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
 ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
 SLOT_STAGES = ("probs", "ds")

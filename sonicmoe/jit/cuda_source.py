@@ -17,7 +17,6 @@ from .child import run_build_script
 from .errors import CompileError
 from .key import CompileKey, host_abi, package_versions, source_fingerprint
 from .manifest import Artefact
-from .resources import KernelResources, parse_ptxas
 from .store import SCRATCH
 from .toolchain import find_toolkit
 
@@ -123,7 +122,7 @@ class CudaSource:
             "name": self.name,
             "cuda_files": [str(file.resolve()) for file in self.files],
             # `-lineinfo` lets profilers name source lines. `-Xptxas -v` writes the resource report
-            # that `resource_usage` reads from the log.
+            # from which the kernel gate learns of spills.
             "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *defines, *self.flags],
             # The toolkit's own runtime is the last resort: a framework has usually loaded one of
             # that name already.
@@ -142,8 +141,3 @@ class CudaSource:
             "TVM_FFI_CUDA_ARCH_LIST": f"{digits[:-1]}.{digits[-1]}{suffix}",
             "TVM_FFI_CPP_EXTENSION_LOG_BUILD": "stdout",
         }
-
-
-def resource_usage(artefact: Artefact) -> tuple[KernelResources, ...]:
-    """Registers, spills and shared memory of each kernel of a CUDA artefact, from its build log."""
-    return parse_ptxas(artefact.file(BUILD_LOG).read_text(encoding="utf-8"))

@@ -27,10 +27,6 @@ class CompileLockTimeout(CompileError, TimeoutError):
     """
 
 
-class SpillError(CompileError):
-    """A compiled kernel spills registers, or ptxas serialised its WGMMA instructions."""
-
-
 class KeyFieldError(SonicMoEError, ValueError):
     """A compile key was given a bad name, or a value without a stable spelling."""
 

@@ -100,11 +100,6 @@ class Fp8Recipe:
         return (self.w1, self.w2) == (self.w1_dgrad, self.w2_dgrad)
 
     @property
-    def shares_dz(self) -> bool:
-        """Whether dgrad and wgrad read the same quantisation of dz."""
-        return self.dz == self.wgrad_dz
-
-    @property
     def row_alignment(self) -> int:
         """Rows every expert is padded to, so that no block of rows spans two experts: at least the
         GEMM tile (128).

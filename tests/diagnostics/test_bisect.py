@@ -19,7 +19,6 @@ from sonicmoe.diagnostics.bisect import (
     ROW_STAGES,
     SLOT_STAGES,
     STAGES,
-    TOKEN_STAGES,
     WEIGHT_STAGES,
     WGRAD_OPERANDS,
     bisect,
@@ -47,6 +46,7 @@ from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
 PLAIN = {"recipe": None}
+TOKEN_STAGES = ("x", "x_fp8", "out", "dout", "dout_fp8", "dx")
 
 
 def place_of(stage, kind, step):

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from public_models import EXPERT_SIZES
 from worlds import ROOT, environment
 
 from sonicmoe.architectures import DEFAULT_ARCH, SM90, arch_name
-from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import capabilities
 from sonicmoe.engine.capabilities import (
@@ -47,12 +47,16 @@ def changed(workload: Workload, **changes) -> Workload:
     return replace(workload, settings=replace(workload.settings, **changes), **own)
 
 
-@pytest.mark.parametrize("sizes", expert_sizes().values(), ids=expert_sizes())
+@pytest.mark.parametrize("sizes", EXPERT_SIZES.values(), ids=EXPERT_SIZES)
 def test_public_models_are_served(sizes):
     for record, workload in ((HOPPER, HOPPER_LOAD), (BF16, BF16_LOAD), (REFERENCE, HOPPER_LOAD)):
         hidden, intermediate = sizes
         served = replace(workload, hidden_size=hidden, intermediate_size=intermediate)
         assert problem(record, served, "sm_90a") is None
+    for more_hidden, more_inner in ((8, 0), (0, 32)):
+        size = {"hidden_size": hidden + more_hidden, "intermediate_size": intermediate + more_inner}
+        words = f"H is {size['hidden_size']} and I is {size['intermediate_size']}"
+        assert words in problem(HOPPER, replace(HOPPER_LOAD, **size), "sm_90a")
 
 
 @pytest.mark.parametrize(

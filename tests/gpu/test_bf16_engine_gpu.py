@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from public_models import EXPERT_SIZES
 
-from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.engine.capabilities import Workload
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
@@ -40,7 +40,6 @@ SWIGLU, ARCH = ActivationType.SWIGLU, "sm_90a"
 BF16, FP16 = torch.bfloat16, torch.float16
 H, I, E, K = 512, 384, 6, 3
 OURS, REFERENCE = Bf16Engine(), ReferenceEngine()
-MODELS = expert_sizes()
 TILINGS = [(product, config) for product, found in CANDIDATES.items() for config, _ in found]
 
 
@@ -56,7 +55,7 @@ def compiled():
     ]
     shapes += [
         MlpShape(H, I, SWIGLU, "float16", arch=ARCH),
-        *(MlpShape(h, i, SWIGLU, arch=ARCH) for h, i in MODELS.values()),
+        *(MlpShape(h, i, SWIGLU, arch=ARCH) for h, i in EXPERT_SIZES.values()),
     ]
     shapes += [MlpShape(128, 1280, SWIGLU, arch=ARCH)]
     jobs = [*cuda_sources("sm_90a"), expert_rows_source("sm_90a")]
@@ -244,7 +243,7 @@ def test_float16():
     check(make_case(dtype=FP16))
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("hidden", "intermediate"), EXPERT_SIZES.values(), ids=EXPERT_SIZES)
 def test_sizes_of_public_models(hidden, intermediate):
     few = hidden * intermediate > 2**25
     options = {"experts": 2, "empty": ()} if few else {"experts": 4, "empty": (1,)}

@@ -30,9 +30,9 @@ from gpu.hopper_cases import (
     run,
     run_with_stages,
 )
+from public_models import EXPERT_SIZES
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.public_models import expert_sizes
 from sonicmoe.engine.capabilities import Workload
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.select import unavailable
@@ -53,7 +53,6 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN_WGRAD = replace(FP8, fp8_wgrad=False)
 WGRADS = pytest.mark.parametrize("settings", [FP8, PLAIN_WGRAD], ids=["fp8 wgrad", "plain wgrad"])
-MODELS = expert_sizes()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +69,7 @@ def compiled():
         yield
 
 
-@pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("sizes", EXPERT_SIZES.values(), ids=EXPERT_SIZES)
 def test_this_gpu_can_run_public_models(sizes):
     assert unavailable(EngineName.HOPPER, "cuda:0", Workload(FP8, *sizes)) is None
 
@@ -93,7 +92,7 @@ class TestNumbers:
     def test_every_activation(self, activation):
         check(make_case(activation=activation))
 
-    @pytest.mark.parametrize(("hidden", "intermediate"), MODELS.values(), ids=MODELS)
+    @pytest.mark.parametrize(("hidden", "intermediate"), EXPERT_SIZES.values(), ids=EXPERT_SIZES)
     def test_sizes_of_public_models(self, hidden, intermediate):
         few = hidden * intermediate > 2**25
         options = {"experts": 2, "empty": ()} if few else {"experts": 4, "empty": (1,)}

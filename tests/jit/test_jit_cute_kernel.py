@@ -10,13 +10,12 @@ from pathlib import Path
 
 import preloaded
 import pytest
+from kernels.ptxas_report import require_no_spills, resource_usage
 from processes import NOT_RUN, PACKAGE_ROOT, TIMEOUT_S, environment
 
 from sonicmoe.jit import CompileCache
-from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileError, ToolchainError
-from sonicmoe.jit.resources import require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
 
 SAMPLE = Path(__file__).with_name("cute_sample.py")

@@ -7,13 +7,13 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from kernels.ptxas_report import performance_losses, require_no_spills, resource_usage
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.jit.cuda_source import BUILD_LOG, resource_usage
-from sonicmoe.jit.resources import performance_losses, require_no_spills
+from sonicmoe.jit.cuda_source import BUILD_LOG
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.cuda_quantize import quantize_source

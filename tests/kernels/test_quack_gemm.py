@@ -16,6 +16,7 @@ from pathlib import Path
 import preloaded
 import pytest
 from framework import torch
+from kernels.ptxas_report import parse_ptxas, require_no_spills, resource_usage
 from worlds import ROOT, environment
 
 from sonicmoe import SonicMoEConfig
@@ -24,11 +25,9 @@ from sonicmoe.engine.capabilities import missing_package
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import CompileCache, no_compile
-from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.jit.resources import parse_ptxas, require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import quack_gemm
 from sonicmoe.kernels.quack_gemm import (

@@ -8,15 +8,14 @@ import importlib.util
 
 import pytest
 import torch
+from kernels.ptxas_report import require_no_spills, resource_usage
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.gradients.destinations import ITEM_BYTES
 from sonicmoe.interop import dtype_name
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.jit.cuda_source import resource_usage
 from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.jit.resources import require_no_spills
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
 

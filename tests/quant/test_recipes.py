@@ -84,7 +84,7 @@ def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
 def test_isotropic_recipes_share_buffers(size):
     recipe = iso_recipe(size)
     assert recipe.shares_weight_buffers
-    assert recipe.shares_dz
+    assert recipe.dz == recipe.wgrad_dz
     assert recipe.row_alignment == size
     assert {
         recipe.w1,
@@ -105,7 +105,7 @@ def test_what_is_read_in_one_orientation_keeps_row_scales(size):
 def test_the_row_recipe_shares_nothing():
     recipe = row_recipe(128)
     assert not recipe.shares_weight_buffers
-    assert not recipe.shares_dz
+    assert recipe.dz != recipe.wgrad_dz
     assert recipe.row_alignment == 128
     assert (recipe.w1, recipe.w1_dgrad, recipe.wgrad_dz) == (rows(128), columns(128), columns(128))
 
@@ -136,7 +136,7 @@ def test_dx256_shares_its_oblong_blocks_too():
     recipe = RECIPES["dx256"]
     assert (recipe.dz, recipe.w1) == (BlockShape(128, 256), BlockShape(256, 128))
     assert recipe.shares_weight_buffers
-    assert recipe.shares_dz
+    assert recipe.dz == recipe.wgrad_dz
 
 
 def test_every_contraction_step_of_a_gemm_has_one_length():

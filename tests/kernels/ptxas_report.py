@@ -1,6 +1,4 @@
-"""The report of ptxas about a kernel: registers, shared memory, spills, optimisations it gave up.
-Standard library only.
-"""
+"""The report of ptxas about a kernel: registers, shared memory, spills, optimisations it gave up."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .errors import SpillError
+from sonicmoe.jit.cuda_source import BUILD_LOG
+from sonicmoe.jit.manifest import Artefact
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
 _FUNCTION = re.compile(r"Function properties for (\S+)")
@@ -17,6 +16,10 @@ _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized.*?function '([^']+)'")
 _LOSS = re.compile(r"\(C\d+\) Potential Performance Loss: .*\S")
+
+
+class SpillError(AssertionError):
+    """A kernel spills registers, or ptxas serialised its WGMMA instructions."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class KernelResources:
     def spills(self) -> bool:
         """Whether any register was spilled to local memory."""
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
+
+
+def resource_usage(artefact: Artefact) -> tuple[KernelResources, ...]:
+    """Registers, spills and shared memory of each kernel of a CUDA artefact, from its build log."""
+    return parse_ptxas(artefact.file(BUILD_LOG).read_text(encoding="utf-8"))
 
 
 def parse_ptxas(report: str) -> tuple[KernelResources, ...]:

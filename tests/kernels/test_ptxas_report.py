@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
-from sonicmoe.jit.errors import SpillError
-from sonicmoe.jit.resources import (
+from kernels.ptxas_report import (
     KernelResources,
+    SpillError,
     parse_ptxas,
     performance_losses,
     require_no_spills,
