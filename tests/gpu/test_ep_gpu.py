@@ -151,7 +151,7 @@ def test_accumulators_outlive_their_node():
     node(x, None, ids, probs).sum().backward()
     node.step()
     torch.cuda.synchronize()
-    bytes_held, side = node.gradient_bytes, node._wgrad_queue._stream
+    bytes_held, side = node.gradient_bytes, node._state.wgrad_queue._stream
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)
     node(x, None, ids, probs).sum().backward()

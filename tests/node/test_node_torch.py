@@ -250,7 +250,7 @@ class TestGraphsRunTwice:
         if split and flush == "backward":
             pytest.skip("refused together")
         wanted, layer = Layer(flush=flush), Layer(flush=flush)
-        layer.node._wgrad_queue = WgradQueue() if split else None
+        layer.node._state.wgrad_queue = WgradQueue() if split else None
         for each in (wanted, layer):
             each.set_main_grad(0.0)
         call = layer.call()
