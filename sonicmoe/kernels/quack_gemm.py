@@ -74,7 +74,7 @@ class GemmConfig:
 
 
 # Candidates per product, the fastest first, each with its time relative to the fastest: measured on
-# one H200 with `python tools/ci/bf16_bench.py --sweep`, at widths that these tiles divide. A gather
+# one H200 with `python benchmarks/bf16_bench.py --sweep`, at widths that these tiles divide. A gather
 # takes no cluster along N. Not listed: tilings that spill, and those whose rows are no multiple of
 # the 128 that experts are padded to.
 Candidates = tuple[tuple[GemmConfig, float], ...]

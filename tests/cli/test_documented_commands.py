@@ -52,8 +52,8 @@ def invocations(text):
 
 
 def scripts(text):
-    """`(path, options)` of every script of tools/ci that is run in code, by Python or by itself."""
-    pattern = r"(?:^|[ =])(tools/ci/\w+\.(?:py|sh))((?: [^#;|&]*)?)"
+    """`(path, options)` of every script of tools/ci and benchmarks that is run in code, by Python or by itself."""
+    pattern = r"(?:^|[ =])((?:tools/ci|benchmarks)/\w+\.(?:py|sh))((?: [^#;|&]*)?)"
     found = [match for part in code_of(text) for match in re.finditer(pattern, part)]
     return [(match.group(1), re.findall(r"--[\w-]+", match.group(2))) for match in found]
 
@@ -119,10 +119,10 @@ def test_scripts_and_their_options_exist(guide):
 
 
 def test_a_wrong_command_is_seen():
-    fences = "```python\nsonicmoe not()\n```\n    python tools/ci/jit_bench.py --fast\n```\nsonicmoe bench --no  # sonicmoe x\n```\n"
+    fences = "```python\nsonicmoe not()\n```\n    python benchmarks/jit_bench.py --fast\n```\nsonicmoe bench --no  # sonicmoe x\n```\n"
     text = f"`sonicmoe trian`\n{fences}"
     assert invocations(text) == ["bench --no  ", "trian"]
-    assert scripts(text) == [("tools/ci/jit_bench.py", ["--fast"])]
+    assert scripts(text) == [("benchmarks/jit_bench.py", ["--fast"])]
     assert (
         scripts(TEXTS["docs/performance.md"])
         and scripts(TEXTS["docs/jit.md"])
@@ -204,7 +204,9 @@ def test_links_and_files_exist(guide):
             }
             assert anchor in headings
     steps = set(re.findall(r"^`([\w/.]+)`:$", text, flags=re.MULTILINE))  # files a recipe makes
-    folders = re.findall(r"`((?:tools|tests|sonicmoe|docs|examples|benchmarks)/[\w/]*)`", text)
+    folders = re.findall(
+        r"`((?:tools|benchmarks|tests|sonicmoe|docs|examples|benchmarks)/[\w/]*)`", text
+    )
     assert [folder for folder in folders if not (ROOT / folder).exists()] == []
     named = re.findall(r"`((?:tools|tests|sonicmoe|docs|examples)/[\w/.]+\.\w+)", text)
     for path in set(named) - steps:

@@ -41,10 +41,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture(scope="module")
 def smoke():
-    """`(figures, stderr)` of tools/ci/multicard_smoke.py, with the kernels that this machine has
+    """`(figures, stderr)` of benchmarks/multicard_smoke.py, with the kernels that this machine has
     compiled already.
     """
-    program = ROOT / "tools" / "ci" / "multicard_smoke.py"
+    program = ROOT / "benchmarks" / "multicard_smoke.py"
     command = [
         sys.executable,
         str(program),

@@ -36,6 +36,8 @@ from sonicmoe.quant.recipes import RECIPES, ScaleFormat, iso, rows
 from sonicmoe.quant.reference import quantize
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 PRECISION_SIZES = Sizes(tokens=512, hidden=512, intermediate=256, experts=8, topk=2)
 DEFAULT_RECIPE = "iso128"
 REPEATS = 3
@@ -142,7 +144,7 @@ def determinism(fast: bool) -> dict[str, Any]:
                 "print(json.dumps(c.digests(c.Variant.parse(sys.argv[3]), c.find_device())))"
             )
             answer = subprocess.run(
-                [sys.executable, "-c", program, str(HERE.parents[1]), str(HERE), str(variant)],
+                [sys.executable, "-c", program, str(ROOT), str(HERE), str(variant)],
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
             figures[f"process: {variant} differing results"] = sum(
@@ -234,7 +236,7 @@ def jit(fast: bool) -> dict[str, Any]:
         if not found:
             raise NotHere(f"needs {need}")
     size = ["--processes", "2", "--repeat", "1"] if fast else []
-    command = [sys.executable, str(HERE / "jit_bench.py"), "--json", *size]
+    command = [sys.executable, str(BENCHMARKS / "jit_bench.py"), "--json", *size]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return {
         "warm over cold": found["warm_s"] / found["cold_s"],
@@ -308,7 +310,7 @@ def performance(fast: bool) -> dict[str, Any]:
 def processes(fast: bool) -> dict[str, Any]:
     """Ranks of their own with a shared cold cache; see multicard_smoke.py."""
     size = ["--ranks", "2", "--steps", "2"] if fast else ["--ranks", "4"]
-    command = [sys.executable, str(HERE / "multicard_smoke.py"), "--json", *size]
+    command = [sys.executable, str(BENCHMARKS / "multicard_smoke.py"), "--json", *size]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         raise RuntimeError(
@@ -331,9 +333,7 @@ def gpu_suites(fast: bool) -> dict[str, Any]:
     if find_device() == "cpu":
         raise NotHere("needs an NVIDIA Hopper GPU")
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q"]
-    answer = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=HERE.parents[1]
-    )
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     return {"exit code": answer.returncode}
 
 

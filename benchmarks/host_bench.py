@@ -2,7 +2,7 @@
 """Host time of the node's forward and backward on engine hopper, on any machine: its real host code
 over kernels that do nothing.
 
-    python tools/ci/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
+    python benchmarks/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs:
 below about 2048 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
@@ -27,7 +27,7 @@ from typing import Any
 import click
 import tvm_ffi
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 LAYERS = 8
 HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them

@@ -28,7 +28,7 @@ from ernie_compat.parallel import Parallel, RankLayout, SingleProcess, is_expert
 from ernie_compat.torch_parallel import TorchParallel
 from ernie_compat.trainer import MAIN, Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # One bf16 rounding of a partial sum per rank, and codes of a dgrad quantised from it: noise of
 # rounding, not of FP8.
 BOUNDS = {"y": 6e-3, "dx": 1.5e-2, "dweights": 1.5e-2, "up_gate": 1.5e-2, "down": 1.5e-2}

@@ -27,7 +27,7 @@ def measure(artefacts, *options):
         "SONIC_MOE_CACHE_DIR": str(artefacts.root),
         "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root),
     }
-    command = [str(ROOT / "tools" / "ci" / "host_bench.py"), "--steps", "2", *options]
+    command = [str(ROOT / "benchmarks" / "host_bench.py"), "--steps", "2", *options]
     process = preloaded.run(
         "paddle" if "paddle" in options else "torch", command, os.environ | directories, ROOT, 300
     )

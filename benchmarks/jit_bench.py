@@ -2,7 +2,7 @@
 """Times of the compile cache on this machine: cold, warm, reload, reuse, and eight racing processes
 against one.
 
-    python tools/ci/jit_bench.py [--processes 8] [--repeat 3] [--json]
+    python benchmarks/jit_bench.py [--processes 8] [--repeat 3] [--json]
 
 Builds the toolchain probe with the real nvcc (no GPU needed) in temporary cache directories.
 Medians over `--repeat`.
@@ -24,7 +24,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = {
     "import_s": ("import", "import sonicmoe.jit: no framework, no compiler"),
     "key_s": ("key", "hash the sources, find nvcc and ask its version: once a process"),

@@ -2,7 +2,7 @@
 """The price of equal bits: the engine's sums in a fixed order beside the same sums by atomics, at
 the reference shape.
 
-    python tools/ci/determinism_bench.py [--shape T,H,I,E,K] [--json]
+    python benchmarks/determinism_bench.py [--shape T,H,I,E,K] [--json]
 
 Two sums of a step have an order to fix. Per token, the rows of its experts (out and dx): each token
 gathers its rows in slot order; atomics scatter every row into a zeroed fp32 result instead, which
@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch

@@ -19,8 +19,8 @@ from sonicmoe.engine.capabilities import BF16, missing_package
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.jit.plan import ModelSpec
 
-TOOLS = ROOT / "tools" / "ci"
-SMOKE = TOOLS / "multicard_smoke.py"
+BENCHMARKS = ROOT / "benchmarks"
+SMOKE = BENCHMARKS / "multicard_smoke.py"
 SIZES = {"tokens": 128, "hidden": 64, "intermediate": 32, "experts": 4, "topk": 2, "repeats": 1}
 OPTIONS = [
     "--device",
@@ -35,7 +35,7 @@ GOOD |= {"poison_changes_nothing": True, "repeats_bit_identical": True}
 
 @pytest.fixture
 def smoke(monkeypatch):
-    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import multicard_smoke
 
     return multicard_smoke
@@ -43,7 +43,7 @@ def smoke(monkeypatch):
 
 @pytest.fixture
 def report(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import multicard_rank
 
     return multicard_rank.Report(tmp_path / "rank0.json", 0)
@@ -118,9 +118,9 @@ def test_a_run_that_does_not_train_fails(report):
 def faulty_tools(directory, old, new, launcher=("", "")):
     """The tools with one line of a rank's program exchanged, and one of the launcher's."""
     changes = {"multicard_rank.py": (old, new), "multicard_smoke.py": launcher}
-    directory = directory / "tools" / "ci"
+    directory = directory / "benchmarks"
     directory.mkdir(parents=True)
-    for file in TOOLS.glob("multicard_*.py"):
+    for file in BENCHMARKS.glob("multicard_*.py"):
         text, (before, after) = file.read_text(), changes.get(file.name, ("", ""))
         assert before in text
         (directory / file.name).write_text(text.replace(before, after) if before else text)

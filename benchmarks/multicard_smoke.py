@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Expert parallelism over the ranks of one host: is it right, and where does the time go?
 
-    tools/ci/multicard_smoke.py                 # 2 GPUs where there are 2, NCCL and DeepEP; else the same program over gloo, small
-    tools/ci/multicard_smoke.py --device cpu    # the same program over gloo: is the program itself right?
+    benchmarks/multicard_smoke.py               # 2 GPUs where there are 2, NCCL and DeepEP; else the same program over gloo, small
+    benchmarks/multicard_smoke.py --device cpu  # the same program over gloo: is the program itself right?
 
 Per dispatcher and precision, every rank runs one MoE layer on its own tokens, and rank 0 the same
 layer on everybody's tokens alone: outputs and all gradients must agree within rounding, be free of
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parent
 RANK_PROGRAM = HERE / "multicard_rank.py"
 DISPATCHERS = ("collective", "deepep")
 PRECISIONS = ("fp8", "bf16")

@@ -2,7 +2,7 @@
 """Time what is around the weight-gradient GEMMs, operands before and flush behind, beside a copy of
 as many bytes in the same run.
 
-    python tools/ci/wgrad_operands_bench.py [--json FILE]
+    python benchmarks/wgrad_operands_bench.py [--json FILE]
 
 The variants of one shape are captured in CUDA graphs and replayed in turns, so that all see the
 same clocks. Bytes are those a
@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
