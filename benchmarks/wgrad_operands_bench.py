@@ -28,13 +28,9 @@ from gpu_timing import interleaved_us
 
 from sonicmoe.gradients import destinations as gradients
 from sonicmoe.interop import current_stream
-from sonicmoe.kernels.cuda_wgrad import flush_source
-from sonicmoe.quant.format import BlockScaledTensor, Code
-from sonicmoe.quant.gpu_wgrad import (
-    gather_transpose_quantize,
-    gather_transpose_quantize_pair,
-    transpose_codes,
-)
+from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.gpu_wgrad import transpose_codes
 from sonicmoe.quant.recipes import iso
 from sonicmoe.routing.build import build_routing
 
@@ -68,13 +64,23 @@ def operand_variants(
         codes, torch.rand((rows // 128, -(-n1 // 128)), device="cuda"), iso(128), Code.E4M3
     )
     one = hidden * (2.0 * tokens + rows)
-    arguments = routing.row_token, routing.padded_offsets
+    kernels = wgrad_operands_source("sm_90a").load()
+    outs = [
+        BlockScaledTensor.empty((hidden, rows), iso(128), "cuda", orientation=Orientation.COLUMNS)
+        for _ in range(2)
+    ]
+    first, both = ([t for out in outs[:n] for t in (out.bytes, out.scale_inv)] for n in (1, 2))
+    routed = routing.row_token, routing.padded_offsets
+
+    def gather() -> None:
+        kernels.gather_transpose_quantize(x, *routed, *first, current_stream(x))
+
+    def gather_pair() -> None:
+        kernels.gather_transpose_quantize_pair(x, dout, *routed, *both, current_stream(x))
+
     return {
-        "x^T": (lambda: gather_transpose_quantize(x, *arguments), one),
-        "x^T and dout^T, one launch": (
-            lambda: gather_transpose_quantize_pair(x, dout, *arguments),
-            2 * one,
-        ),
+        "x^T": (gather, one),
+        "x^T and dout^T, one launch": (gather_pair, 2 * one),
         "dz^T": (lambda: transpose_codes(dz, routing.padded_offsets), 2.0 * rows * n1),
         "copy of as much as x^T": copy_of(one),
     }
