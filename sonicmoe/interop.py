@@ -7,6 +7,7 @@ import of this package. The torch API used in the package stays inside what the 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -127,7 +128,8 @@ def plain_ops() -> AbstractContextManager[Any]:
 def _autocasts() -> bool:
     if IS_PADDLE:
         return bool(sys.modules["paddle"].is_autocast_enabled())
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    # For any device: one question, and of others the switches below are off anyway.
+    return bool(torch._C._is_any_autocast_enabled())
 
 
 _NOTHING = nullcontext()
@@ -240,15 +242,22 @@ def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
     """Raise DeviceError naming the first tensor that lives elsewhere than the first of `(name,
     tensor)` pairs.
     """
-    reference: tuple[str, str] | None = None
+    first: tuple[str, Any] | None = None
     for name, tensor in tensors:
-        device = device_name(tensor)
-        if reference is None:
-            reference = (name, device)
-        elif device != reference[1]:
+        if first is None:
+            first = (name, tensor)
+        elif not _same_device(tensor, first[1]):
             raise DeviceError(
-                f"{name} is on {device} but {reference[0]} is on {reference[1]}; all must be on one device"
+                f"{name} is on {device_name(tensor)} but {first[0]} is on {device_name(first[1])}; "
+                "all must be on one device"
             )
+
+
+def _same_device(one: Any, other: Any) -> bool:
+    """Asked several times in every forward; PyTorch compares devices faster than it names them."""
+    if IS_PADDLE:
+        return device_name(one) == device_name(other)
+    return bool(one.device == other.device)
 
 
 def current_stream(tensor: Any) -> int:
@@ -289,6 +298,7 @@ def numel(tensor: Any) -> int:
     return count
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_name(dtype: Any) -> str:
     """A framework-neutral dtype name: "bfloat16", "float32", "float8_e4m3fn", "int64"."""
     text = str(dtype)

@@ -241,16 +241,16 @@ class WeightSource:
             return up[0]
         return up.stacked if isinstance(up, StackedMatrices) else up[0]
 
-    @property
+    @functools.cached_property
     def n1(self) -> int:
         """Rows of a native w1."""
         return int(self.up[0].shape[1 if self.layout.transposed else 0])
 
-    @property
+    @functools.cached_property
     def hidden_size(self) -> int:
         return int(self.up[0].shape[0 if self.layout.transposed else 1])
 
-    @property
+    @functools.cached_property
     def intermediate_size(self) -> int:
         return int(self.down[0].shape[0 if self.layout.transposed else 1])
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config import current_config
-from ..errors import DTypeError, RoutingError, expect
+from ..errors import DTypeError, RoutingError
 from ..interop import dtype_name
 from .build import build_routing
 from .metadata import ROW_ALIGNMENT, RoutingMetadata
@@ -80,12 +80,7 @@ def check_dispatched_tokens(
             "dispatched_probs missing; the second argument, tokens_per_expert, has two axes as indices have: needed: "
             "node(x, tokens_per_expert or None, dispatched_indices, dispatched_probs)"
         )
-    missing = [
-        n
-        for n, v in (
-            ("dispatched_indices", dispatched_indices),
-            ("dispatched_probs", dispatched_probs),
-        )
-        if v is None
-    ]
-    expect(not missing, RoutingError, f"{' and '.join(missing)} missing{HYBRID_EP_HINT}")
+    if dispatched_indices is None or dispatched_probs is None:
+        given = {"dispatched_indices": dispatched_indices, "dispatched_probs": dispatched_probs}
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise RoutingError(f"{missing} missing{HYBRID_EP_HINT}")

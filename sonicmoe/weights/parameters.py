@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,7 +66,24 @@ class ExpertParameters(ABC):
         """
 
 
-_up_weight, _down_weight = attrgetter("up_gate_proj.weight"), attrgetter("down_proj.weight")
+_MODULES = "_sub_layers" if IS_PADDLE else "_modules"
+
+
+def _weight(expert: Any, name: str) -> Tensor:
+    """`expert.<name>.weight`, as the modules hold it now.
+
+    A module finds its parts in `__getattr__`, after every other look-up has failed. Two weights of
+    every expert are read in every forward, so they are looked up where modules keep them, and by
+    attribute only where they are not there (a parametrized weight, an expert that is no module).
+    """
+    projection = getattr(expert, "__dict__", _NONE).get(_MODULES, _NONE).get(name)
+    if projection is None:
+        projection = getattr(expert, name)
+    weight = getattr(projection, "__dict__", _NONE).get("_parameters", _NONE).get("weight")
+    return projection.weight if weight is None else weight  # type: ignore[no-any-return]
+
+
+_NONE: dict[str, Any] = {}
 
 
 class PerExpertParameters(ExpertParameters):
@@ -125,7 +141,8 @@ class PerExpertParameters(ExpertParameters):
         """up_gate of every expert, then down of every expert; read from the modules, which may
         replace them.
         """
-        return [*map(_up_weight, self._experts), *map(_down_weight, self._experts)]
+        names = ("up_gate_proj", "down_proj")
+        return [_weight(expert, name) for name in names for expert in self._experts]
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """From the first expert."""

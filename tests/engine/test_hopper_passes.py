@@ -18,6 +18,7 @@ if IS_PADDLE:
 from engine import host_kernels
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
 from engine.host_kernels import KERNELS
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import interop
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
@@ -353,6 +354,70 @@ def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
     assert counts == {"native calls": 1, "allocations": 4}  # out, codes and scales of z, scratch
     OURS.backward(case.dout, saved, weights, sums)
     assert counts == {"native calls": 4, "allocations": 4 + 8}
+
+
+class TestLifetimes:
+    """Handles refer to tensors from C++, where no garbage collection sees them."""
+
+    @staticmethod
+    def memory(*tensors):
+        return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    @staticmethod
+    def at_launches(native, monkeypatch, kernel, watched):
+        """At every launch of a kernel, which of the memory in `watched` is still alive."""
+        seen = []
+
+        def spy(*arguments):
+            seen.append([not memory.expired() for memory in watched])
+            return KERNELS[kernel](*arguments)
+
+        passes = hopper_passes.Passes(native, NAMES, KERNELS | {kernel: spy})
+        monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+        return seen
+
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_z_is_freed_before_the_dx_gemm(self, native, monkeypatch, frees):
+        watched = []
+        seen = self.at_launches(native, monkeypatch, "grouped_gemm", watched)
+        case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
+        weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+        _, saved = OURS.forward(case.x, case.routing, weights, settings)
+        watched += self.memory(saved.z.bytes, saved.z.scale_inv)
+        OURS.backward_dx(case.dout, saved, weights)
+        assert seen == [[], [not frees] * 2]
+
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_operands_of_dw2_are_freed_before_dw1(self, native, monkeypatch, frees):
+        watched = []
+        seen = self.at_launches(native, monkeypatch, "grouped_wgrad", watched)
+        case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
+        weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+        _, saved = OURS.forward(case.x, case.routing, weights, settings)
+        dout = case.dout.clone()
+        _, _, pending = OURS.backward_dx(dout, saved, weights)
+        watched += self.memory(dout, pending.y1s, pending.x, pending.dz)
+        del dout
+        OURS.backward_dw(pending, NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu"))
+        assert seen == [[True] * 4, [not frees, not frees, True, True]]
+        del saved
+        # x is the caller's; a pending backward that is kept holds no operand and only its routing
+        assert [memory.expired() for memory in watched] == [True, True, False, True]
+
+    def test_handles_die_with_the_owners_of_their_tensors(self):
+        case = Case(seed=8)
+        weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+        _, saved = OURS.forward(case.x, case.routing, weights, FP8)
+        _, _, pending = OURS.backward_dx(case.dout, saved, weights)
+        of_weights = self.memory(weights.w1.bytes, weights.w2_dgrad.scale_inv)
+        of_routing = self.memory(case.routing.row_token, case.routing.slot_row)
+        del weights
+        assert all(memory.expired() for memory in of_weights)
+        del saved
+        case.routing = None
+        assert not any(memory.expired() for memory in of_routing), "wgrad will read them"
+        del pending
+        assert all(memory.expired() for memory in of_routing)
 
 
 def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):

@@ -11,12 +11,13 @@ import itertools
 import pytest
 from framework import torch
 
+from sonicmoe.bench.cost_terms import TILE_ROWS
 from sonicmoe.engine.hopper_passes import Passes, _check_numbers, by_keyword
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.host import passes_source
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
-from sonicmoe.quant.recipes import iso
+from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.routing.metadata import ROW_ALIGNMENT
 
 pytestmark = [
@@ -252,7 +253,10 @@ def test_numbers_are_those_that_python_computes_with(native):
     for name in ("row_alignment", "scale_block"):
         with pytest.raises(ConfigError, match=f"{name} = 64; this package has {built[name]}"):
             _check_numbers(built | {name: 64})
-    assert built["row_alignment"] == ROW_ALIGNMENT
+    recipe = RECIPES["iso128"]
+    assert built["row_alignment"] == ROW_ALIGNMENT == recipe.row_alignment == TILE_ROWS
+    blocks = (recipe.x, recipe.w1, recipe.w2, recipe.z)
+    assert {block.cols for block in blocks} == {built["scale_block"]}
 
 
 def test_by_keyword_keeps_the_declared_order():

@@ -4,6 +4,8 @@ layout; others are refused.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from engine.moe_golden import native_order
@@ -27,6 +29,62 @@ from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+
+
+class TestModules:
+    """Weights are read where modules keep them, and by attribute where they are not there."""
+
+    @staticmethod
+    def layer():
+        """Experts of the framework's own modules, and the adapter of them."""
+        up_gate, down = weight_arrays()
+        (_, hidden, width), inner = up_gate.shape, down.shape[1]
+        module = (
+            sys.modules["paddle"].nn.Layer if IS_PADDLE else torch.nn.Module
+        )  # whose `__getattr__` finds parts
+
+        class Linear(module):
+            def __init__(self, weight):
+                super().__init__()
+                self.weight = parameter(np.asarray(weight, np.float32))
+
+        class Member(module):
+            def __init__(self, up, down):
+                super().__init__()
+                self.up_gate_proj, self.down_proj = Linear(up), Linear(down)
+
+        experts = [Member(*pair) for pair in zip(up_gate, down, strict=True)]
+        assert width == 2 * inner
+        return Linear, experts, PerExpertParameters(experts, len(experts), hidden, inner, SWIGLU)
+
+    def test_they_are_those_of_the_modules(self):
+        _, experts, adapter = self.layer()
+        wanted = [expert.up_gate_proj.weight for expert in experts]
+        wanted += [expert.down_proj.weight for expert in experts]
+        assert [id(weight) for weight in adapter.parameters()] == [id(w) for w in wanted]
+
+    def test_replaced_parts_are_seen(self):
+        linear, experts, adapter = self.layer()
+        fresh = parameter(np.zeros(tuple(experts[1].up_gate_proj.weight.shape), np.float32))
+        experts[1].up_gate_proj.weight = fresh
+        experts[2].down_proj = linear(np.ones(tuple(experts[2].down_proj.weight.shape)))
+        found = adapter.parameters()
+        assert found[1] is fresh
+        assert found[-1] is experts[2].down_proj.weight and numpy(found[-1]).all()
+
+    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's parametrizations")
+    def test_a_parametrized_weight_is_what_its_property_gives(self):
+        _, experts, adapter = self.layer()
+
+        class Doubled(torch.nn.Module):
+            def forward(self, weight):
+                return 2 * weight
+
+        before = numpy(experts[0].up_gate_proj.weight)
+        torch.nn.utils.parametrize.register_parametrization(
+            experts[0].up_gate_proj, "weight", Doubled()
+        )
+        np.testing.assert_array_equal(numpy(adapter.parameters()[0]), 2 * before)
 
 
 class TestSources:
