@@ -31,7 +31,7 @@ from framework import numpy, tensor
 
 from sonicmoe import layouts
 from sonicmoe.engine import reference
-from sonicmoe.routing import reference as routing
+from sonicmoe.routing import build as routing
 from sonicmoe.weights import changes
 
 MODES = {
@@ -404,7 +404,7 @@ def amp_levels(monkeypatch):
         monkeypatch.setattr(module, name, called)
 
     spy(reference, "_grouped")
-    spy(routing, "_build")
+    spy(routing, "exact_routing")
     spy(layouts, "stack")
     spy(layouts, "deinterleave_gate_up")
     spy(changes, "weight_fingerprint")
@@ -427,7 +427,7 @@ def test_automatic_mixed_precision_stays_outside(grad, amp_levels, monkeypatch):
         pending.backward()
     node.step()
     assert tracer._amp_level == level.O2, "the caller's setting is back"
-    ran = {"_grouped", "_build", "stack", "weight_fingerprint"} | (
+    ran = {"_grouped", "exact_routing", "stack", "weight_fingerprint"} | (
         {"deinterleave_gate_up"} if grad else set()
     )
     assert amp_levels == {name: {level.O0} for name in ran}

@@ -149,7 +149,7 @@ def saved_z(monkeypatch):
     def spy_forward(self, *args, **kwargs):
         out, saved = forward(self, *args, **kwargs)
         if saved is not None and saved.z is not None:
-            references.append(weakref.ref(getattr(saved.z, "codes", saved.z)))
+            references.append(weakref.ref(getattr(saved.z, "bytes", saved.z)))
         return out, saved
 
     def spy_backward_dw(self, *args):
