@@ -8,7 +8,7 @@ framework, so warm-up runs on a machine without one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..architectures import SM90, Architecture
@@ -94,7 +94,7 @@ class EngineRecord:
     gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
     loads_with: str | None = None
     packages: tuple[tuple[str, str], ...] = ()
-    jobs: Jobs = lambda workload, arch: ()
+    jobs: Jobs = field(default=lambda workload, arch: (), repr=False)
 
     def quantises(self, fp8: bool) -> bool:
         """Whether it computes with FP8 operands, or (False) with unquantised ones."""

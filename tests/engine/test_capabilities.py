@@ -23,6 +23,7 @@ from sonicmoe.engine.capabilities import (
     HOST,
     RECORDS,
     REFERENCE,
+    EngineRecord,
     GradientTarget,
     TokenFormat,
     Workload,
@@ -143,7 +144,8 @@ def test_what_hopper_computes(changes):
             ConfigError,
         ),
     ],
-    ids=str,
+    # A test must have one name in all parallel workers, so no record is in it as text.
+    ids=lambda value: value.name.value if isinstance(value, EngineRecord) else None,
 )
 def test_what_an_engine_cannot_compute(record, changes, words, kind):
     workload = changed(HOPPER_LOAD if record is HOPPER else BF16_LOAD, **changes)
