@@ -31,10 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 LAYERS = 8
 HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
-KERNELS = (
-    "quantize_rows", "gather_gated_gemm", "grouped_gemm", "aggregate_rows", "gather_dgated_gemm", "sum_or_zero",
-    "gather_transpose_quantize", "gather_transpose_quantize_pair", "grouped_wgrad",
-)  # fmt: skip
 
 
 @click.command(help=__doc__)
