@@ -5,7 +5,7 @@ over kernels that do nothing.
     python benchmarks/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs:
-below about 2048 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
+below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
 `backward()`. Compare figures of one machine only.

@@ -332,8 +332,9 @@ class SonicMoEConfig:
         members_of(EngineName),
         EngineName.AUTO,
         "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` "
-        "in the FP8 modes, else `bf16`; `reference` where that one cannot run and on a host; the "
-        "log says which and why (docs/design.md)",
+        "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 modes; "
+        "`reference` where neither can run and on a host; the log says which and why "
+        "(docs/design.md)",
     )
     cache_dir: Flag[Path] = Flag(
         "SONIC_MOE_CACHE_DIR",

@@ -134,9 +134,9 @@ class HopperEngine(Engine):
             z = layer.restored_z(x, saved)
             if settings.frees_stagewise:
                 saved.z = None
-            dz, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
             del z
-            dx = tap("dx", layer.dgrad(dz, x))
+            dx = tap("dx", layer.dgrad(dz_scratch, x))
             pending = PendingWgrad(settings, routing, x, dout, wgrad_dz, wgrad_y1s)
             pending.native = layer.routed
             if settings.frees_stagewise:
@@ -155,7 +155,7 @@ class HopperEngine(Engine):
             return
         with plain_ops():
             passes = passes_on(device_name(pending.x))
-            add = _add_wgrad_stagewise if settings.frees_stagewise else _add_wgrad
+            add = _add_one_by_one if settings.frees_stagewise else _add_both
             add(passes, pending, sums)
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
@@ -273,7 +273,7 @@ class _Layer:
         return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})
 
 
-def _add_wgrad(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
+def _add_both(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
     """Both weight gradients, added to the sums."""
     x, (handle, bytes_of) = pending.x, pending.native
     passes.wgrad(
@@ -291,7 +291,7 @@ def _add_wgrad(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> Non
     )
 
 
-def _add_wgrad_stagewise(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
+def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
     """The same, one product after the other: each frees its operands before the next begins, so
     that the other's need not lie beside its own.
     """

@@ -175,7 +175,8 @@ class KeyLock:
         hint = (
             "that process is gone, so one of its forked children keeps the lock: end it"
             if gone
-            else "if it hangs, end that process: the kernel then releases the lock"
+            else "if it hangs, end that process, which frees the lock; if its host died on NFS, wait for "
+            "the server's lease to end"
         )
         return (
             f"waited {self._timeout_s:g} s for {self._key}, which is being built by pid {pid} on host {host} since {since} "

@@ -79,7 +79,11 @@ def _weight(expert: Any, name: str) -> Tensor:
     projection = getattr(expert, "__dict__", _NONE).get(_MODULES, _NONE).get(name)
     if projection is None:
         projection = getattr(expert, name)
-    weight = getattr(projection, "__dict__", _NONE).get("_parameters", _NONE).get("weight")
+    held = getattr(projection, "__dict__", _NONE).get("_parameters", _NONE)
+    if "weight" not in held:
+        return projection.weight  # type: ignore[no-any-return]
+    # By index, as the module does itself: a sharded model's own dictionary gathers a weight then.
+    weight = held["weight"]
     return projection.weight if weight is None else weight  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@
 //
 // Why one call: a launch from Python costs the host several microseconds for its arguments alone,
 // more than the launch itself. Below about 2048 tokens a GPU would wait for that, so Python makes
-// four calls for the two dozen launches of a layer's step.
+// four calls for a layer's step: forward, dgated, dgrad, wgrad.
 //
 // This file holds no kernel and no architecture: the kernels are functions of other modules, which
 // check what they need themselves. A pass takes the handles of `handles.hpp`, an observer, the
