@@ -155,7 +155,7 @@ def test_frozen_layer_keeps_nothing(saves):
 
 def test_training_memory_is_what_autograd_sees():
     """Every byte kept for backward passes through the saved-tensor hooks (offloading,
-    checkpointing): 8-bit `z` among it.
+    checkpointing): the bytes of the 8-bit `z` among it.
     """
     moe, (x, _) = make_layer(), tokens()
     dtypes = []
@@ -166,7 +166,7 @@ def test_training_memory_is_what_autograd_sees():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         moe(x, use_fp8=True)[0].sum().backward()
-    assert torch.int8 in dtypes
+    assert torch.uint8 in dtypes
 
 
 # Activation checkpointing and autograd
