@@ -8,6 +8,7 @@ import re
 import pytest
 from recipes import carry_out, copy_of_the_tree, passes, python, steps
 
+from sonicmoe.engine.capabilities import BF16, problem
 from sonicmoe.jit.toolchain import find_toolkit
 
 GATE = "tests/kernels/test_cuda_sources.py"
@@ -91,6 +92,41 @@ def test_a_new_kernel(tmp_path):
 
     # The page that lists the kernels is asked to follow.
     result = python(tree, "-m", "pytest", "-q", "tests/cli", "-k", "compiles_what_its_page_says")
+    assert result.returncode == 1, result.stdout
+
+
+ARCHITECTURE = """
+from sonicmoe.engine.capabilities import BF16, HOPPER, problem
+from sonicmoe.engine.compile_plan import warm_up_plan
+from sonicmoe.jit.plan import ModelSpec
+for record in (BF16, HOPPER):
+    print(record.name.value, problem(record, None, "sm_100a"))
+planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_100a"), "bf16")
+print(planned.precision, {job.key().arch for job in planned.jobs})
+"""
+
+
+def test_a_new_architecture(tmp_path):
+    assert "its kernels are for sm_90a" in str(problem(BF16, None, "sm_100a"))
+    tree = copy_of_the_tree(tmp_path)
+    for step in steps("A new architecture"):
+        carry_out(step, tree)
+    asked = python(tree, "-c", ARCHITECTURE)
+    served, refused, planned = asked.stdout.splitlines()
+    assert served == "bf16 None", asked.stderr
+    assert refused.startswith("hopper the architecture is sm_100a, and its kernels are for sm_90a")
+    assert planned == "bf16 {'sm_100a'}"
+    # The page that lists what engines serve is asked to follow.
+    page = "tests/engine/test_capabilities.py"
+    result = python(
+        tree,
+        "-m",
+        "pytest",
+        "-q",
+        page,
+        "-k",
+        "test_the_table_of_the_engines_is_that_of_the_records",
+    )
     assert result.returncode == 1, result.stdout
 
 
