@@ -53,7 +53,7 @@ class DecoderLearner(ABC):
         parallel: Parallel,
         device: str,
     ) -> None:
-        """Load the initial weights."""
+        """Load the initial weights, then make what the optimizer keeps."""
         self.decoder, self.layer, self.model, self.train = decoder, decoder, model, train
         self.device, self.parallel = device, parallel
         weight = decoder.lm_head.weight
@@ -65,6 +65,7 @@ class DecoderLearner(ABC):
             for name, p in self.parameters.items()
         )
         self._load_weights(initial_weights(model, train.seed))
+        self._make_optimizer()
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
         # Before the first launch: a copy to the device waits for everything that was launched.
@@ -120,6 +121,12 @@ class DecoderLearner(ABC):
             # `arrays` holds all ranks' experts; this loop takes those that this rank has.
             self._assign(tensor, arrays[name])
         self._weights_changed()
+
+    @abstractmethod
+    def _make_optimizer(self) -> None:
+        """Give every parameter a gradient, and make the optimizer with its state: all of it here,
+        so that a checkpoint has one shape at every step.
+        """
 
     @abstractmethod
     def _clip_gradients(self) -> Tensor:

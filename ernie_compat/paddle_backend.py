@@ -50,21 +50,10 @@ class PaddleLearner(DecoderLearner):
         "beta2_power": "beta2_pow_acc_0",
     }
 
-    def __init__(
-        self,
-        decoder: ErnieMoEDecoder,
-        model: ModelConfig,
-        train: TrainConfig,
-        precision: str,
-        engine: str,
-        parallel: Parallel,
-        device: str,
-    ) -> None:
-        """Give every parameter a `main_grad` and create the optimizer's state."""
-        super().__init__(decoder, model, train, precision, engine, parallel, device)
+    def _make_optimizer(self) -> None:
         # The wrapper installs the hooks that add gradients into `main_grad`. Forwards go through
         # it; parameters are still those of the decoder.
-        self.layer = MixPrecisionLayer(decoder, dtype="bfloat16")
+        self.layer = MixPrecisionLayer(self.decoder, dtype="bfloat16")
         for parameter in self.parameters.values():
             # Allocated gradients keep an expert that got no token in the optimizer step, resumed or
             # not.

@@ -51,23 +51,11 @@ class TorchLearner(DecoderLearner):
         "steps": "step",
     }
 
-    def __init__(
-        self,
-        decoder: ErnieMoEDecoder,
-        model: ModelConfig,
-        train: TrainConfig,
-        precision: str,
-        engine: str,
-        parallel: Parallel,
-        device: str,
-    ) -> None:
-        """Create gradients and the optimizer's state, so that a checkpoint has one shape at every
-        step.
-        """
-        super().__init__(decoder, model, train, precision, engine, parallel, device)
+    def _make_optimizer(self) -> None:
+        train = self.train
         decayed = [p for name, p in self.parameters.items() if has_weight_decay(name)]
         plain = [p for name, p in self.parameters.items() if not has_weight_decay(name)]
-        fused = device != "cpu"
+        fused = self.device != "cpu"
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": train.weight_decay},
@@ -83,7 +71,7 @@ class TorchLearner(DecoderLearner):
             parameter.grad = torch.zeros_like(parameter)
             self.optimizer.state[parameter] = {
                 # The fused optimizer counts its steps on the device, the plain one on the host.
-                "step": torch.zeros((), device=device if fused else "cpu"),
+                "step": torch.zeros((), device=self.device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
