@@ -12,7 +12,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..diagnostics.doctor import PRECISIONS, CacheState, Report, Severity, examine
+from ..diagnostics.doctor import examine
+from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
+from ..diagnostics.doctor_report import CacheState, Report, Severity
 
 
 @click.command()
@@ -21,14 +23,28 @@ from ..diagnostics.doctor import PRECISIONS, CacheState, Report, Severity, exami
     help="auto: Paddle where its GPU build is installed, else PyTorch, else Paddle.",
 )  # fmt: skip
 @click.option(
+    "--self-test",
+    is_flag=True,
+    help="Compile the self-test's kernels where they are missing, a minute or more on a new machine, and say so on stderr.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen."
 )
 @click.pass_context
-def doctor(ctx: click.Context, framework: str, as_json: bool) -> None:
+def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -> None:
     """Check this machine: versions, GPU, engine, caches, flags, self-test. Exit code 1 when a check
     fails.
+
+    Compiles nothing without --self-test: where kernels are missing, their number and the command
+    that compiles them stand in place of the self-test.
     """
-    report = examine(framework)
+    # Progress is for somebody who waits. It stays off stdout, which holds the report alone.
+    says = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    report = examine(
+        framework,
+        self_test=self_test,
+        progress=lambda line: says.print(line, soft_wrap=True) if self_test else None,
+    )
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
     else:
@@ -91,6 +107,7 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         *((f"  {name}", able) for name, able in report.engines.items()),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
         *(("warmed", line) for state in report.caches for line in state.warmed),
+        *kernel_lines(report),
         *((name, value) for name, value in report.honoured.items() if value),
     ]
 
@@ -104,6 +121,16 @@ def device_line(report: Report) -> str:
     return (
         f"{report.device.name}: {report.device.gpu}, compute capability {report.device.capability}"
     )
+
+
+def kernel_lines(report: Report) -> list[tuple[str, str]]:
+    """How many kernels of the self-test are compiled, where it needs any."""
+    kernels = report.kernels
+    if kernels is None or not kernels.needed:
+        return []
+    ready = kernels.needed - len(kernels.missing)
+    rest = f"; `{COMPILE_COMMAND}` compiles the others" if kernels.missing else ""
+    return [("kernels", f"{ready} of {kernels.needed} of the self-test are compiled{rest}")]
 
 
 def cache_line(state: CacheState) -> str:

@@ -14,13 +14,10 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import __version__
 from ..config import (
@@ -33,110 +30,34 @@ from ..config import (
     unknown_flags,
 )
 from ..engine.capabilities import BF16
-from ..enums import EngineName
-from ..errors import ConfigError, FrameworkError, SonicMoEError
-from ..install import NVIDIA_DRIVER, install_hint
+from ..errors import ConfigError, FrameworkError
+from ..install import install_hint
 from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
-
-if TYPE_CHECKING:
-    from .selftest import Device, TensorCheck
+from .doctor_engine import Progress, examine_engine
+from .doctor_report import CacheState, FlagState, Report
 
 DISTRIBUTIONS = (
     "torch", "paddlepaddle", "paddlepaddle-gpu", "triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
 )  # fmt: skip
-PRECISIONS = ("bf16", "fp8")
 LOW_SPACE_BYTES = 1 << 30
 
 
-class Severity(Enum):
-    """An `ERROR` is a failed check (exit code 1); a `WARNING` is worth a look."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One finding and what to do about it, a line each."""
-
-    severity: Severity
-    what: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class FlagState:
-    """A flag in force. `value` is as one would type it; `source` is "environment" or "default"."""
-
-    name: str
-    value: str
-    source: str
-
-
-@dataclass(frozen=True)
-class CacheState:
-    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while
-    it does not exist.
-
-    `warmed` says what complete warm-ups recorded there: one line a model, with the versions that
-    compiled it.
-    """
-
-    role: str
-    path: str
-    exists: bool
-    writable: bool
-    size_bytes: int
-    free_bytes: int
-    warmed: tuple[str, ...] = ()
-
-
-@dataclass
-class Report:
-    """Everything on the doctor's screen. A field that could not be found out is None or empty, and
-    `problems` says why.
-
-    engines: "able", or why this machine cannot run it, by engine and whatever the model.
-    """
-
-    versions: dict[str, str | None] = field(default_factory=dict)
-    package_path: str = str(PACKAGE_ROOT)
-    framework: str | None = None
-    framework_reason: str = ""
-    device: Device | None = None
-    engine: str | None = None
-    engine_reason: str = ""
-    engines: dict[str, str] = field(default_factory=dict)
-    caches: list[CacheState] = field(default_factory=list)
-    flags: list[FlagState] = field(default_factory=list)
-    honoured: dict[str, str | None] = field(default_factory=dict)
-    unknown_flags: dict[str, str | None] = field(default_factory=dict)
-    self_test: list[TensorCheck] = field(default_factory=list)
-    self_test_seconds: float | None = None
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no check failed."""
-        return not any(problem.severity is Severity.ERROR for problem in self.problems)
-
-    def error(self, what: str, remedy: str) -> None:
-        """Record a failed check."""
-        self.problems.append(Problem(Severity.ERROR, what, remedy))
-
-    def warning(self, what: str, remedy: str) -> None:
-        """Record something worth a look."""
-        self.problems.append(Problem(Severity.WARNING, what, remedy))
-
-
-def examine(framework: str = "auto", environ: Mapping[str, str] | None = None) -> Report:
-    """Look at this process's environment, load a framework, run the self-test. Never raises for
-    what it finds.
+def examine(
+    framework: str = "auto",
+    environ: Mapping[str, str] | None = None,
+    *,
+    self_test: bool = False,
+    progress: Progress = lambda line: None,
+) -> Report:
+    """Look at this process's environment, load a framework, run the self-test where its kernels
+    are compiled. Never raises for what it finds.
 
     Args:
         framework: "torch", "paddle" or "auto" (see `choose_framework`).
         environ: the variables to examine; default `os.environ`.
+        self_test: compile the kernels that the self-test lacks.
+        progress: gets a line before and after everything that may take long.
     """
     environ = os.environ if environ is None else environ
     report = Report(versions=installed_versions())
@@ -148,7 +69,7 @@ def examine(framework: str = "auto", environ: Mapping[str, str] | None = None) -
     examine_caches(report, config)
     name = choose_framework(report, framework)
     if name is not None and load_framework(report, name):
-        examine_engine(report, config)
+        examine_engine(report, config, self_test, progress)
     return report
 
 
@@ -393,42 +314,3 @@ def switch_to(name: str) -> None:
         raise FrameworkError(
             f"sonicmoe already runs on {loaded} in this process; examine {name} in a process of its own"
         )
-
-
-def examine_engine(report: Report, config: ResolvedConfig) -> None:
-    """Fill `device`, `engine` and `self_test` with the framework that was loaded."""
-    # Imported by name and late: this half needs the framework that was chosen above.
-    selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
-    report.device = device = selftest.find_device()
-    if device.gpu is None and NVIDIA_DRIVER.exists():
-        report.warning(
-            f"this machine has an NVIDIA driver but {report.framework} sees no GPU",
-            "install its CUDA build",
-        )
-    try:
-        in_force = "fp8" if config.fp8 else "bf16"
-        report.engines = selftest.engines_on(device.name)
-        choice = selftest.engine_for(config, in_force, device.name)
-        report.engine, report.engine_reason = choice.engine.name, choice.reason
-        start = time.perf_counter()
-        # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
-        tested = (
-            PRECISIONS if config.engine in (EngineName.AUTO, EngineName.REFERENCE) else (in_force,)
-        )
-        report.self_test = [
-            check for name in tested for check in selftest.run_self_test(config, name, device.name)
-        ]
-        report.self_test_seconds = time.perf_counter() - start
-    except SonicMoEError as error:
-        report.error(str(error), "change the flag it names; docs/env.md lists values and defaults")
-    except Exception as error:  # a kernel that crashes is what a self-test is for
-        report.error(
-            f"self-test crashed: {type(error).__name__}: {error}",
-            "rerun with SONIC_MOE_ENGINE=reference and report it",
-        )
-    failed = [check for check in report.self_test if not check.passed]
-    if failed:
-        wrong = ", ".join(f"{check.tensor} ({check.precision})" for check in failed)
-        engines = " and ".join(sorted({check.engine for check in failed}))
-        remedy = "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with `sonicmoe doctor --json`"
-        report.error(f"self-test: wrong {wrong} on engine {engines}", remedy)

@@ -14,10 +14,13 @@ import numpy as np
 import torch
 
 from ..config import ResolvedConfig
-from ..engine.capabilities import Workload
+from ..engine.capabilities import RECORDS, Workload
 from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import ENGINES, EngineChoice, choose_engine, unavailable
-from ..enums import ActivationType
+from ..enums import ActivationType, EngineName
+from ..jit.plan import CompileJob
+from ..kernels import EVERY_RUN
+from ..routing.backends import arch_of
 from ..routing.build import build_routing
 from .golden_stages import golden_tensors
 from .step_dump import Array, StepDump, StepSettings
@@ -79,6 +82,22 @@ def engines_on(device: str) -> dict[str, str]:
     return {name.value: unavailable(name, device) or "able" for name in ENGINES}
 
 
+def kernels_of(config: ResolvedConfig, precision: str, device: str) -> tuple[CompileJob, ...]:
+    """The kernels that the self-test in this precision launches on `device`; none on a CPU.
+
+    Raises:
+        EngineUnavailableError, ConfigError: as `engine_for`.
+    """
+    if not device.startswith("cuda"):
+        return ()
+    choice, arch = engine_for(config, precision, device), arch_of(device)
+    # A precision that falls back to another engine runs with that engine's settings.
+    settings = choice.settings or _settings(config, precision)
+    record = RECORDS[EngineName(choice.engine.name)]
+    every_run = (source(arch) for source in EVERY_RUN)
+    return (*record.jobs(Workload(settings, H, I), arch), *every_run)
+
+
 def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:
     """Forward and backward of a small MoE on the engine `config` chooses, checked against fp64.
 
@@ -91,7 +110,8 @@ def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[T
         EngineUnavailableError, ConfigError: the configuration asks for what this machine or build
             cannot do.
     """
-    settings, engine = _settings(config, precision), engine_for(config, precision, device).engine
+    choice = engine_for(config, precision, device)
+    settings, engine = choice.settings or _settings(config, precision), choice.engine
     indices, probs, values = problem()
     x, w1, w2, dout = (torch.tensor(value, device=device).to(torch.bfloat16) for value in values)
     routing = build_routing(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -14,15 +15,16 @@ import numpy as np
 import preloaded
 import pytest
 from click.testing import CliRunner
+from fake_jobs import FailingJob, FakeJob
+from racer import make_key
 
 import sonicmoe
 from sonicmoe import install
 from sonicmoe.cli.doctor import doctor
 from sonicmoe.config import FLAGS, FLAGS_BY_ENV
-from sonicmoe.diagnostics import copies, selftest
+from sonicmoe.diagnostics import copies, doctor_engine, selftest
 from sonicmoe.diagnostics import doctor as doctor_module
 from sonicmoe.diagnostics.doctor import (
-    Report,
     examine,
     examine_cache,
     examine_caches,
@@ -30,9 +32,11 @@ from sonicmoe.diagnostics.doctor import (
     examine_flags,
     examine_variables,
 )
+from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.install import install_hint
+from sonicmoe.jit.cache import default_cache
 from sonicmoe.kernels.quack_gemm import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,6 +242,94 @@ def test_engine_this_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'hopper'" in report.problems[0].what
 
 
+def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A GPU for the doctor; returns the list of `(precision, engine)` of each self-test that ran."""
+    ran: list[tuple[str, str]] = []
+    for module in (select, selftest):
+        monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
+    monkeypatch.setattr(
+        selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0")
+    )
+    monkeypatch.setattr(
+        selftest,
+        "run_self_test",
+        lambda config, name, device: (
+            ran.append((name, selftest.engine_for(config, name, device).engine.name)) or []
+        ),
+    )
+    return ran
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The keys are those of the real kernels; only the GPU is made up."""
+    ran = on_a_hopper_gpu(monkeypatch)
+    monkeypatch.setattr(doctor_engine, "warm_up", lambda *_, **__: pytest.fail("it compiles"))
+    started = time.monotonic()
+    result = CliRunner().invoke(doctor, ["--framework", "torch"], env={"COLUMNS": "200"})
+    assert time.monotonic() - started < 5  # with torch loaded already
+    words = " ".join(result.stdout.split())
+    counted = re.search(
+        r"kernels 0 of (\d+) of the self-test are compiled; (\S+ \S+ \S+) compiles", words
+    )
+    assert result.exit_code == 0 and ran == [] and counted, result.output
+    assert int(counted[1]) > 10 and counted[2] == "`sonicmoe doctor --self-test`"
+    assert f"{counted[1]} of the {counted[1]} kernels of the self-test are not compiled" in words
+    assert "`sonicmoe warmup` compiles those of your model" in words
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = on_a_hopper_gpu(monkeypatch)
+    log = tmp_path / "log"
+    jobs = (FakeJob(1, log), FakeJob(2, log))
+    jobs[0].compile(default_cache())
+    monkeypatch.setattr(selftest, "kernels_of", lambda *_: jobs)
+    result = CliRunner().invoke(doctor, ["--self-test", "--json", "--framework", "torch"])
+    found = json.loads(result.stdout)
+    assert (found["kernels"], found["problems"]) == ({"needed": 2, "missing": []}, [])
+    assert [precision for precision, _ in ran] == ["bf16", "fp8"]
+    said = result.stderr.splitlines()
+    assert said[0].startswith("compiling 1 kernels in 1 processes")
+    assert said[1].startswith("fake_2: built in ")
+    assert said[2:] == ["self-test in bf16", "self-test in fp8"]
+    again = CliRunner().invoke(doctor, ["--framework", "torch"])
+    assert "2 of 2 of the self-test are compiled" in again.stdout and again.stderr == ""
+    assert len(ran) == 4
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = on_a_hopper_gpu(monkeypatch)
+    jobs = (FakeJob(1, tmp_path / "log"), FailingJob(2, tmp_path / "log"))
+    monkeypatch.setattr(selftest, "kernels_of", lambda *_: jobs)
+    report = examine("torch", self_test=True)
+    assert messages(report) == [("error", "fake_2 does not compile")] and ran == []
+    assert "expected ';'" in report.problems[0].remedy
+    assert report.kernels is not None and report.kernels.missing == ("fake_2",)
+
+
+@pytest.mark.usefixtures("in_empty_cache")
+def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_hopper_gpu(monkeypatch)
+    monkeypatch.setattr(selftest, "kernels_of", lambda *_: ())
+
+    def needs_a_kernel(*_: object) -> None:
+        default_cache().require_compiler(make_key(1), "not warmed")
+
+    monkeypatch.setattr(selftest, "run_self_test", needs_a_kernel)
+    (problem,) = examine("torch").problems
+    assert problem.severity.value == "warning" and "self-test did not run" in problem.what
+    assert problem.remedy == "run `sonicmoe doctor --self-test`"
+
+
 @pytest.mark.usefixtures("in_empty_cache")
 @pytest.mark.parametrize(
     ("flags", "engine", "tested"),
@@ -255,19 +347,8 @@ def test_engine_in_force_on_a_hopper_gpu(
     """Each precision is tested on the engine that a run in it would get; one asked for by name, in
     its own precision.
     """
-    ran = []
-    monkeypatch.setattr(select, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
-    monkeypatch.setattr(
-        selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0")
-    )
-    monkeypatch.setattr(
-        selftest,
-        "run_self_test",
-        lambda config, name, device: (
-            ran.append((name, selftest.engine_for(config, name, device).engine.name)) or []
-        ),
-    )
+    ran = on_a_hopper_gpu(monkeypatch)
+    monkeypatch.setattr(selftest, "kernels_of", lambda *_: ())
     for name, value in flags.items():
         monkeypatch.setenv(name, value)
     report = examine("torch")

@@ -1,0 +1,154 @@
+"""The doctor's look at the engine: the device, the choice, the kernels in the cache, the self-test.
+
+Compiles only where it was asked to. Imports the computing half (`selftest`) by name and late,
+because that import binds the package to a framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from ..config import ResolvedConfig
+from ..enums import EngineName
+from ..errors import SonicMoEError
+from ..install import NVIDIA_DRIVER
+from ..jit.cache import CompileCache, default_cache
+from ..jit.errors import CompileError, CompileForbiddenError
+from ..jit.guard import no_compile
+from ..jit.plan import CompileJob, ModelSpec
+from ..jit.warmup import FAILED, default_jobs, warm_up
+from .doctor_report import KernelState, Report
+
+PRECISIONS = ("bf16", "fp8")
+COMPILE_COMMAND = "sonicmoe doctor --self-test"
+
+Progress = Callable[[str], None]
+
+
+def examine_engine(
+    report: Report, config: ResolvedConfig, self_test: bool, progress: Progress
+) -> None:
+    """Fill `device`, `engine`, `kernels` and `self_test` with the framework that was loaded.
+
+    Args:
+        self_test: compile the kernels that are missing. Otherwise their number is reported, and the
+            self-test runs where none is missing.
+        progress: gets a line before and after everything that may take long.
+    """
+    selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
+    report.device = device = selftest.find_device()
+    if device.gpu is None and NVIDIA_DRIVER.exists():
+        report.warning(
+            f"this machine has an NVIDIA driver but {report.framework} sees no GPU",
+            "install its CUDA build",
+        )
+    try:
+        in_force = "fp8" if config.fp8 else "bf16"
+        report.engines = selftest.engines_on(device.name)
+        choice = selftest.engine_for(config, in_force, device.name)
+        report.engine, report.engine_reason = choice.engine.name, choice.reason
+        # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
+        automatic = config.engine in (EngineName.AUTO, EngineName.REFERENCE)
+        tested = PRECISIONS if automatic else (in_force,)
+        jobs = _jobs(selftest, config, tested, device.name)
+        if _kernels_are_there(report, config, jobs, self_test, progress):
+            # Whatever the list of kernels may lack, a doctor that was not asked to compiles nothing.
+            with nullcontext() if self_test else no_compile():
+                _run(report, selftest, config, tested, progress)
+    except CompileForbiddenError as error:
+        report.warning(f"the self-test did not run: {error}", f"run `{COMPILE_COMMAND}`")
+    except SonicMoEError as error:
+        report.error(str(error), "change the flag it names; docs/env.md lists values and defaults")
+    except Exception as error:  # a kernel that crashes is what a self-test is for
+        report.error(
+            f"self-test crashed: {type(error).__name__}: {error}",
+            "rerun with SONIC_MOE_ENGINE=reference and report it",
+        )
+    failed = [check for check in report.self_test if not check.passed]
+    if failed:
+        wrong = ", ".join(f"{check.tensor} ({check.precision})" for check in failed)
+        engines = " and ".join(sorted({check.engine for check in failed}))
+        remedy = "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with `sonicmoe doctor --json`"
+        report.error(f"self-test: wrong {wrong} on engine {engines}", remedy)
+
+
+def _jobs(
+    selftest: Any, config: ResolvedConfig, tested: tuple[str, ...], device: str
+) -> tuple[CompileJob, ...]:
+    """The distinct kernels of the self-test in these precisions."""
+    jobs = [job for name in tested for job in selftest.kernels_of(config, name, device)]
+    return tuple(dict.fromkeys(jobs))
+
+
+def _kernels_are_there(
+    report: Report,
+    config: ResolvedConfig,
+    jobs: tuple[CompileJob, ...],
+    self_test: bool,
+    progress: Progress,
+) -> bool:
+    """Look for the kernels in the cache; compile the missing ones, or report them. Whether all are
+    there.
+    """
+    cache = default_cache(config)
+    missing = [job for job in jobs if cache.try_load(job.key()) is None]
+    report.kernels = KernelState(len(jobs), tuple(job.name for job in missing))
+    if missing and self_test:
+        return _compile(report, cache, missing, progress)
+    if missing:
+        report.warning(
+            f"{len(missing)} of the {len(jobs)} kernels of the self-test are not compiled, so it "
+            "did not run",
+            f"`{COMPILE_COMMAND}` compiles and runs them; `sonicmoe warmup` compiles those of your "
+            "model",
+        )
+    return not missing
+
+
+def _compile(
+    report: Report, cache: CompileCache, missing: list[CompileJob], progress: Progress
+) -> bool:
+    """Compile in parallel processes. A kernel that does not compile is an error of the report."""
+    selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
+    spec = ModelSpec(selftest.E, selftest.H, selftest.I)
+    progress(
+        f"compiling {len(missing)} kernels in {min(default_jobs(), len(missing))} processes, "
+        "a minute or more"
+    )
+    try:
+        built = warm_up(
+            spec,
+            cache,
+            compile_jobs=missing,
+            progress=lambda one: progress(f"{one.kernel}: {one.state} in {one.seconds:.1f} s"),
+        )
+    except CompileError as error:
+        report.error(str(error), "install the compiler, or allow the compile")
+        return False
+    for outcome in built.kernels:
+        if outcome.state == FAILED:
+            report.error(
+                f"{outcome.kernel} does not compile", f"its compiler says: {outcome.message}"
+            )
+    failed = tuple(one.kernel for one in built.kernels if one.state == FAILED)
+    report.kernels = KernelState(report.kernels.needed if report.kernels else 0, failed)
+    return built.complete
+
+
+def _run(
+    report: Report,
+    selftest: Any,
+    config: ResolvedConfig,
+    tested: tuple[str, ...],
+    progress: Progress,
+) -> None:
+    assert report.device is not None
+    start = time.perf_counter()
+    for name in tested:
+        progress(f"self-test in {name}")
+        report.self_test += selftest.run_self_test(config, name, report.device.name)
+    report.self_test_seconds = time.perf_counter() - start
