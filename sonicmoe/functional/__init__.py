@@ -78,12 +78,13 @@ def moe_TC_softmax_topk_layer(
     stream_id: int | None = None,
     activation_type: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
+    is_softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
     concat_layout: bool = False,
     *,
     use_fp8: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole token-choice MoE layer: router logits, top-k, softmax over the chosen, experts,
-    weighted sum.
+    """A whole token-choice MoE layer: router logits, top-k, softmax, experts, weighted sum.
 
     Args:
         x: `[T, H]`.
@@ -93,6 +94,10 @@ def moe_TC_softmax_topk_layer(
         b1, b2: `[E, N1]`, `[E, H]`, both or neither.
         K: experts per token.
         stream_id: accepted for source compatibility; work goes to the caller's current stream.
+        is_inference_mode_enabled: keep nothing for a backward.
+        is_softmax_over_topk: the softmax is over the K chosen logits, so a token's probabilities
+            sum to 1; False: over all E, so they sum to less.
+        norm_topk_probs: after a softmax over all E, divide a token's K probabilities by their sum.
         concat_layout: w1 rows are [gate; up] halves instead of interleaved pairs.
         use_fp8: True or False overrides the configuration's FP8 mode.
 
@@ -114,6 +119,8 @@ def moe_TC_softmax_topk_layer(
         (w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
         K,
         activation,
+        softmax_over_topk=is_softmax_over_topk,
+        norm_topk_probs=norm_topk_probs,
         layout=_layout(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
@@ -127,13 +134,15 @@ def softmax_topk_layer(
     K: int,
     activation: ActivationType,
     *,
+    softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
     parameters: ActivationParameters = (),
     layout: WeightLayout | None = None,
     inference: bool = False,
     use_fp8: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as in
-    `expert_mlp`.
+    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as there
+    and in `expert_mlp`.
     """
     experts = int(router_w.shape[0])
     expect(
@@ -141,10 +150,7 @@ def softmax_topk_layer(
     )
     check_router_dtype(x, router_w)
     logits = torch.nn.functional.linear(x, router_w)
-    # The softmax is in fp32 and over the K chosen logits alone, so the probabilities of a token sum
-    # to 1.
-    chosen, indices = torch.topk(logits.to(torch.float32), K, dim=-1)
-    probs = torch.softmax(chosen, dim=-1)
+    indices, probs = _choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
     out = expert_mlp(
         autocast(x),
         indices,
@@ -159,6 +165,21 @@ def softmax_topk_layer(
     counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
     return out, logits, counts
+
+
+def _choose(
+    logits: Tensor, K: int, softmax_over_topk: bool, norm_topk_probs: bool
+) -> tuple[Tensor, Tensor]:
+    """fp32 logits `[T, E]` -> the chosen experts and their probabilities, both `[T, K]`.
+
+    The experts are those of the K largest logits, whatever the softmax is over, because a softmax
+    keeps the order.
+    """
+    chosen, indices = torch.topk(logits, K, dim=-1)
+    if softmax_over_topk:
+        return indices, torch.softmax(chosen, dim=-1)
+    probs = torch.exp(chosen - torch.logsumexp(logits, dim=-1, keepdim=True))
+    return indices, probs / probs.sum(-1, keepdim=True) if norm_topk_probs else probs
 
 
 def moe_general_routing_inputs(

@@ -68,6 +68,34 @@ def test_split_half_weights(use_fp8):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("normalised", [False, True])
+def test_softmax_over_all_experts(normalised):
+    """Arguments 11 and 12, by position as upstream has them."""
+    moe, x, dout = make_layer(), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    given = (*arguments(moe, x).values(), 0, "swiglu", False)
+    out, logits, _ = moe_TC_softmax_topk_layer(*given, False, normalised)
+    over_topk = moe_TC_softmax_topk_layer(*given)[0]
+    chosen, others = logits.topk(2, -1).values, torch.logsumexp(logits, -1, keepdim=True)
+    share = torch.exp(chosen - others).sum(-1, keepdim=True)
+    wanted = over_topk if normalised else over_topk * share
+    assert relative_rmse(numpy(out), numpy(wanted)) < 2e-6
+    assert float(share.detach().min()) < 0.99, "the two softmaxes differ"
+    ours, theirs = (
+        torch.autograd.grad((y * dout).sum(), moe.router.weight, retain_graph=True)[0]
+        for y in (out, wanted)
+    )
+    assert relative_rmse(numpy(ours), numpy(theirs)) < 1e-5
+
+
+def test_halves_are_argument_13():
+    moe, x = make_layer(), make_tokens(19, 32)
+    by_name = moe_TC_softmax_topk_layer(**arguments(moe, x), concat_layout=True)[0]
+    given = (*arguments(moe, x).values(), 0, "swiglu", False, True, False, True)
+    assert torch.equal(moe_TC_softmax_topk_layer(*given)[0], by_name)
+    with pytest.raises(TypeError, match="positional arguments"):
+        moe_TC_softmax_topk_layer(*given, True)
+
+
 def test_inference(saves):
     moe, x = make_layer(), make_tokens(19, 32)
     out, _, _ = moe_TC_softmax_topk_layer(**arguments(moe, x))
