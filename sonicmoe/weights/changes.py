@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
 from ..interop import IS_PADDLE, is_cuda, writes_of
@@ -77,24 +79,27 @@ def look(parameters: Sequence[Tensor]) -> Seen:
 
 
 def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Two checksums of every parameter's bits as integers, weighted by column and by row; on a GPU
-    PyTorch's version counters.
+    """A checksum of every parameter's bits as integers; on a GPU PyTorch's version counters.
 
-    Any change of one value and any exchange of two shows in the checksums. Empty where nothing
+    Any change of one value shows. Any other change shows with near certainty: a permutation of the
+    values leaves the checksum as it was with a probability of about 2**-64. Empty where nothing
     shows: on a GPU under Paddle.
     """
     if any(is_cuda(parameter) for parameter in parameters):
         return () if IS_PADDLE else _versions(parameters)
-    # Sums of the bits as integers, because a floating sum may round a small change away. An
-    # exchange of two values within a column shows in the sums of the rows only, and one within a
-    # row in those of the columns only.
+    # A sum of the bits as integers modulo 2**64, because a floating sum may round a small change
+    # away. The weight of a value is the product of a random odd number for its row and one for its
+    # column: a sum of rows beside a sum of columns would miss a permutation matrix that becomes
+    # another one.
     sums = []
     for parameter in parameters:
         bits = parameter.detach().view(
             torch.int32 if parameter.dtype == torch.float32 else torch.int16
         )
         matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
-        sums += [_weighted_sum(matrix.sum(0)), _weighted_sum(matrix.sum(1))]
+        rows, columns = (int(size) for size in matrix.shape)
+        in_row = (matrix * _odd_numbers(columns, 1)).sum(1)
+        sums.append((in_row * _odd_numbers(rows, 0)).sum())
     # One copy to the host for all parameters.
     return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
 
@@ -111,6 +116,8 @@ def _versions(parameters: Sequence[Tensor]) -> tuple[int, ...]:
         )
 
 
-def _weighted_sum(values: Tensor) -> Tensor:
-    positions = torch.arange(1, int(values.shape[0]) + 1, dtype=torch.int64, device=values.device)
-    return (values * positions).sum()
+@functools.lru_cache(maxsize=32)
+def _odd_numbers(count: int, axis: int) -> Tensor:
+    """int64 `[count]`, the same in every process. Odd, so that no change of one value is lost."""
+    numbers = np.random.default_rng(axis).integers(2**63, size=count, dtype=np.int64)
+    return torch.tensor(numbers | 1, device="cpu")

@@ -66,6 +66,10 @@ class ExpertParameters(ABC):
         """
 
 
+def _local(experts: Sequence[Any]) -> list[Any]:
+    return [expert for expert in experts if expert is not None]
+
+
 _MODULES = "_sub_layers" if IS_PADDLE else "_modules"
 
 
@@ -112,39 +116,37 @@ class PerExpertParameters(ExpertParameters):
         intermediate_size: int,
         activation: ActivationType,
     ) -> None:
-        """Collect and check the weights; keeps references to the modules."""
-        local = [expert for expert in experts if expert is not None]
+        super().__init__(activation)
+        width = pre_activation_width(intermediate_size, activation)
+        self._shapes = ((hidden_size, width), (intermediate_size, hidden_size))
+        self._given = experts
+        self._experts = self._checked(_local(experts), num_experts)
+
+    def _checked(self, local: list[Any], num_experts: int) -> list[Any]:
         expect(
             len(local) == num_experts,
             LayoutError,
-            f"experts holds {len(local)} local modules ({len(experts)} entries, None = another "
+            f"experts holds {len(local)} local modules ({len(self._given)} entries, None = another "
             f"rank's); n_experts is {num_experts}",
         )
-        super().__init__(activation)
-        self._experts = local
-        width = pre_activation_width(intermediate_size, activation)
+        up_shape, down_shape = self._shapes
         for index, expert in enumerate(local):
-            up_gate, down = (
-                _projection(expert, index, "up_gate_proj"),
-                _projection(expert, index, "down_proj"),
-            )
-            _check_parameter(
-                up_gate.weight,
-                f"experts[{index}].up_gate_proj.weight",
-                (hidden_size, width),
-                "[H, 2I]",
-            )
-            _check_parameter(
-                down.weight,
-                f"experts[{index}].down_proj.weight",
-                (intermediate_size, hidden_size),
-                "[I, H]",
-            )
+            up_gate = _projection(expert, index, "up_gate_proj").weight
+            down = _projection(expert, index, "down_proj").weight
+            place = f"experts[{index}]"
+            _check_parameter(up_gate, f"{place}.up_gate_proj.weight", up_shape, "[H, 2I]")
+            _check_parameter(down, f"{place}.down_proj.weight", down_shape, "[I, H]")
+        return local
 
     def parameters(self) -> list[Tensor]:
-        """up_gate of every expert, then down of every expert; read from the modules, which may
-        replace them.
+        """up_gate of every expert, then down of every expert.
+
+        Read in every call, because modules may replace their weights, and the caller's list its
+        modules. A new module is checked as the first ones were.
         """
+        local = _local(self._given)
+        if local != self._experts:
+            self._experts = self._checked(local, len(self._experts))
         names = ("up_gate_proj", "down_proj")
         return [_weight(expert, name) for name in names for expert in self._experts]
 

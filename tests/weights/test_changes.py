@@ -37,5 +37,19 @@ class TestFingerprint:
         values[one], values[other] = values[other], values[one]
         assert weight_fingerprint([parameter(values)]) != before
 
+    @pytest.mark.parametrize("change", ["roll", "flip", "other triangle"])
+    def test_a_permutation_shows(self, change):
+        """Every row and every column keeps its sum."""
+        eye = np.eye(24, dtype=np.float32)
+        changed = {
+            "roll": np.roll(eye, 1, 1),
+            "flip": eye[::-1],
+            "other triangle": eye[np.r_[2:24, 0, 1]],
+        }[change]
+        fingerprints = {
+            weight_fingerprint([parameter(np.ascontiguousarray(w))]) for w in (eye, changed)
+        }
+        assert len(fingerprints) == 2
+
     def test_of_nothing(self):
         assert weight_fingerprint([]) == ()

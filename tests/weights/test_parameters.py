@@ -142,6 +142,28 @@ class TestSources:
         modules[1].down_proj.weight = parameter(np.full((12, 16), 2.0, np.float32))
         assert (numpy(source.native()[1])[1] == 2.0).all()
 
+    @pytest.mark.parametrize("held", ["list", "modules"])
+    def test_replaced_modules_are_seen_and_checked(self, held):
+        up_gate, down = weight_arrays()
+        modules, others = expert_modules(up_gate, down), expert_modules(up_gate + 1, down + 1)
+        given = modules
+        if held == "modules":
+            nn = sys.modules["paddle"].nn if IS_PADDLE else torch.nn
+            given = nn.LayerList() if IS_PADDLE else nn.ModuleList()
+            given.extend(TestModules.layer()[1])
+        source = PerExpertParameters(given, 3, *up_gate.shape[1:2], down.shape[1], SWIGLU)
+        fresh = others[1] if held == "list" else TestModules.layer()[1][1]
+        given[1] = fresh
+        assert source.parameters()[1] is fresh.up_gate_proj.weight
+        assert source.source().down[1] is fresh.down_proj.weight
+        if held == "list":
+            given[1] = expert_modules(up_gate[:, :-1], down)[0]
+            with pytest.raises(ShapeError, match=r"experts\[1\].up_gate_proj.weight has shape"):
+                source.parameters()
+            given[1] = None
+            with pytest.raises(LayoutError, match="2 local modules"):
+                source.parameters()
+
     @pytest.mark.parametrize("n_experts", [2, 4])
     def test_wrong_number_of_experts(self, n_experts):
         modules = [*expert_modules(*weight_arrays()), None]
