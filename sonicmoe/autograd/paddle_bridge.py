@@ -11,17 +11,23 @@ The rules of PyLayer (Paddle 3.3) that shape this page:
   recompute without re-entrance, which restores them by sharing buffers. An empty tensor has no
   buffer and would come back unusable.
 * No API names the node that runs next, or says which gradients a backward was asked for.
+* Writes to a saved tensor are counted (`inplace_version`), and nothing compares the counts. Recompute
+  without re-entrance hands out tensors under other names, with counts of their own.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
+import paddle
 from paddle.autograd import PyLayer
 
 from ..engine.interface import Saved
-from .protocol import DifferentiableCall
+from .protocol import DifferentiableCall, refuse_second_derivative
 
 
 class _CallPyLayer(PyLayer):  # type: ignore[misc]
@@ -35,7 +41,8 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         # The call holds no tensor that needs saving. All of them pass through `save_for_backward`,
         # or recompute would neither see nor restore them.
         ctx.call, ctx.spec = call, None
-        ctx.wanted = tuple(not tensor.stop_gradient for tensor in inputs)
+        ctx.inputs = tuple((t.name, t.is_leaf, not t.stop_gradient) for t in inputs)
+        ctx.parameters = {parameter.name for parameter in tensors[num_inputs:]}
         if saved is not None:
             kept, ctx.spec = saved.pack()
             # Kept on the context by position. They hold no memory that a recompute would have to
@@ -46,6 +53,8 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
             ctx.save_for_backward(
                 *(tensor for position, tensor in enumerate(kept) if position not in ctx.empty)
             )
+            x: Any = kept[0]  # the caller's; all others are the engine's own
+            ctx.x_name, ctx.x_writes = x.name, x.inplace_version
         return outputs
 
     @staticmethod
@@ -53,10 +62,17 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         """Gradients of the inputs that want one, then those of the parameters as the call returns
         them.
         """
-        of_inputs, of_parameters = ctx.call.backward(gradients, _take_saved(ctx))
-        # An input without `stop_gradient` must get a gradient, and one with it must get none: see
-        # the rules above.
-        kept = (g if want else None for g, want in zip(of_inputs, ctx.wanted, strict=True))
+        refuse_second_derivative()
+        asked = _asked_for()
+        of_inputs, of_parameters = ctx.call.backward(
+            gradients,
+            _take_saved(ctx),
+            reaches_parameters=asked is None or not asked.isdisjoint(ctx.parameters),
+        )
+        kept = (
+            gradient if _wants(asked, *about) else None
+            for gradient, about in zip(of_inputs, ctx.inputs, strict=True)
+        )
         return (*kept, *of_parameters)
 
 
@@ -64,11 +80,17 @@ def _take_saved(ctx: Any) -> Saved | None:
     if ctx.spec is None:
         return None
     tensors = _with_empty(ctx.saved_tensor(), ctx.empty)
-    x = tensors[0]  # the caller's; all others are the engine's own
+    x = tensors[0]
     if 0 not in x.shape and not x._is_initialized():
         raise RuntimeError(
             "x was freed between this node's forward and its backward, which reads it; needed: no _clear_data() or "
             "_clear_to_zero_allocation() on the dispatched tokens"
+        )
+    if x.name == ctx.x_name and x.inplace_version != ctx.x_writes:
+        raise RuntimeError(
+            "x was written in place between this operation's forward and its backward, which reads "
+            f"it (its inplace_version was {ctx.x_writes} and is {x.inplace_version}); needed: a "
+            "copy for the write, or the write after the backward"
         )
     if ctx.call.releases_saved:
         # The context's references would keep alive, to the end of the backward, the tensors that
@@ -77,6 +99,40 @@ def _take_saved(ctx: Any) -> Saved | None:
         ctx.container = ()
     saved: Saved = ctx.spec.unpack(tensors)
     return saved
+
+
+def _wants(asked: set[str] | None, name: str, is_leaf: bool, requires_grad: bool) -> bool:
+    """Whether Paddle takes a gradient for an input; see the rules above.
+
+    Paddle counts a leaf that `paddle.grad` was not asked for among those with `stop_gradient`.
+    """
+    return requires_grad and (asked is None or not is_leaf or name in asked)
+
+
+def _asked_for() -> set[str] | None:
+    """Names of the tensors whose gradients the running backward was asked for; None: of all.
+
+    `paddle.grad` asks for the gradients of its `inputs`, `Tensor.backward` for all.
+    """
+    # Paddle runs a backward on the thread that asked for it, and tells no node what was asked for.
+    # The arguments of `paddle.grad` stand in its frame. The nearest frame counts, because a
+    # backward may run inside another one.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _TENSOR_BACKWARD:
+        if frame.f_code is _PADDLE_GRAD:
+            inputs = frame.f_locals["inputs"]
+            several = isinstance(inputs, (list, tuple, set))
+            return {tensor.name for tensor in (inputs if several else (inputs,))}
+        frame = frame.f_back
+    return None
+
+
+def _code_of(function: Any) -> Any:
+    """Of the function inside Paddle's wrappers, which decide between its two modes of running."""
+    return inspect.unwrap(function).__code__
+
+
+_PADDLE_GRAD, _TENSOR_BACKWARD = _code_of(paddle.grad), _code_of(paddle.Tensor.backward)
 
 
 def _with_empty(tensors: Sequence[Any], empty: Mapping[int, Any]) -> list[Any]:

@@ -61,3 +61,21 @@ class DifferentiableCall(ABC):
             following: the autograd node that takes the first input's gradient, where the framework
                 names it; a hook on it runs after that node.
         """
+
+
+def refuse_second_derivative() -> None:
+    """To be called by every backward of this package before it computes.
+
+    Raises:
+        RuntimeError: the caller asked for a graph of the gradients (`create_graph=True`).
+    """
+    # Both frameworks run a backward with gradients enabled only where its results must be
+    # differentiable. An error on the way back through dx would come too late: a graph that also
+    # holds differentiable operations, such as a router or a residual, goes around it, and the
+    # second derivative would silently lack this package's part.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "sonicmoe's operations have no second derivative, and this backward was asked for one "
+            "(create_graph=True); needed: create_graph=False, or experts of plain operations where "
+            "a gradient penalty or a Hessian is computed"
+        )

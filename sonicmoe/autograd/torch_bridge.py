@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..engine.interface import Saved
-from .protocol import DifferentiableCall
+from .protocol import DifferentiableCall, refuse_second_derivative
 
 Tensor = torch.Tensor
 
@@ -34,11 +34,11 @@ class _CallFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs that want one, then those of the parameters as the call returns
         them.
         """
+        refuse_second_derivative()
         following = ctx.next_functions  # one per tensor among the arguments
         of_inputs, of_parameters = ctx.call.backward(
             gradients,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..autograd import refuse_second_derivative
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..routing.build import build_routing
@@ -113,9 +114,9 @@ class _ExpertMlp(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, probs, w1, w2, b1, b2."""
+        refuse_second_derivative()
         plan = ctx.plan
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
         saved = ctx.spec.unpack(tensors)

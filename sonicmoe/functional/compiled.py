@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..autograd import refuse_second_derivative
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import EngineSettings, Saved
 from ..enums import ActivationParameters, ActivationType, ZCode
@@ -188,6 +189,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative()
     # The nine inputs: x, indices, probs, w1, w2, b1, b2, then two numbers.
     wanted = ctx.needs_input_grad[:7]
     # Nobody used the output, so there is no gradient to pass on.

@@ -99,12 +99,40 @@ def test_pytorch_says_who_comes_next_and_whether_parameters_are_reached():
     assert whole["following"] is inner.grad_fn
 
 
-@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch names both")
-def test_paddle_leaves_both_at_their_defaults():
+@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch has its own test above")
+def test_under_paddle_the_call_stack_says_whether_parameters_are_reached():
+    import paddle
+
     x, y, weight = arguments()
     call = Affine()
-    autograd.apply(call, (x, y), [weight])[0].sum().backward()
-    assert call.backwards == [{}]
+    for asked in (y, [y], (y, weight)):
+        one, _ = autograd.apply(call, (x, y), [weight])
+        paddle.grad(one.sum(), asked, allow_unused=True)
+    for run in (paddle.Tensor.backward, paddle.autograd.backward):
+        one, _ = autograd.apply(call, (x, y), [weight])
+        run(one.sum())
+    reached = [about["reaches_parameters"] for about in call.backwards]
+    assert reached == [False, False, True, True, True]
+
+
+def test_a_graph_of_the_gradients_is_refused():
+    """Also where it goes around the operation, through a residual."""
+    x, y, weight = arguments()
+    for residual in (0.0, 1.0):
+        one, _ = autograd.apply(Affine(), (x, y), [weight])
+        loss = (one + residual * x).sum()
+        with pytest.raises(
+            (RuntimeError, OSError), match=r"no second derivative.*create_graph=True"
+        ):
+            framework_grad(loss, x, create_graph=True)
+
+
+def framework_grad(loss, leaf, **options):
+    if IS_PADDLE:
+        import paddle
+
+        return paddle.grad(loss, leaf, **options)
+    return torch.autograd.grad(loss, leaf, **options)
 
 
 class Echo(Transport):

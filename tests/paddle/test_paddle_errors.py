@@ -314,6 +314,49 @@ def test_half_precision_tokens_are_an_ordinary_input():
         assert pending.out.dtype == pending.x.dtype == pending.x.grad.dtype
 
 
+WRITES = {
+    "scale_": lambda x: x.scale_(2.0),
+    "add_": lambda x: x.add_(paddle.ones_like(x)),
+    "zero_": lambda x: x.zero_(),
+    "setitem": lambda x: x.__setitem__(slice(None), 0.0),
+    "assign": lambda x: paddle.assign(paddle.ones_like(x), x),
+    "through a detached tensor": lambda x: x.detach().scale_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_tokens_that_were_written_before_backward_are_refused(write):
+    experts, batch = make_experts(), make_batch()
+    node = make_node(experts)
+    mains = bind_main_grads(experts)
+    waiting = Pending(node, batch, x_grad=False)
+    with paddle.no_grad():
+        WRITES[write](waiting.x)
+    with pytest.raises(Exception, match=r"x was written in place.*inplace_version was 0 and is 1"):
+        waiting.backward()
+    node.step()
+    assert not any(main.any() for main in mains), "nothing was added"
+    # A write before the forward is none of the backward's business.
+    fresh = tensor(batch.x).scale_(1.0)
+    call(node, batch, x=fresh).sum().backward()
+
+
+def test_gradients_of_inputs_alone_add_nothing_to_the_weights():
+    experts, batch = make_experts(), make_batch()
+    node = make_node(experts)
+    mains = bind_main_grads(experts)
+    exact = run(node, batch)
+    node.step()
+    for main in mains:
+        main.zero_()
+    for name, wanted in (("x", exact.dx), ("probs", exact.dprobs)):
+        waiting = Pending(node, batch)
+        (gradient,) = paddle.grad(waiting.out, getattr(waiting, name), tensor(batch.dout))
+        assert np.array_equal(numpy(gradient), wanted)
+    node.step()
+    assert not any(main.any() for main in mains)
+
+
 @pytest.mark.parametrize("free", ["_clear_data", "_clear_to_zero_allocation"])
 def test_tokens_that_were_freed_before_backward_are_named(node, batch, free):
     """Old nodes kept no x, and models free the dispatched tokens behind them."""
