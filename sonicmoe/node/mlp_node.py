@@ -35,6 +35,7 @@ from ..interop import (
     requires_grad,
 )
 from ..jit_warmup import warmup_jit
+from ..layouts import NATIVE
 from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
@@ -78,8 +79,8 @@ class SonicMoEMlpNode:
             combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
             for `finish_wgrad()` or `step()`. Needs flush="step".
 
-    A backward to other inputs alone (`torch.autograd.grad(loss, x)`) adds no weight gradients.
-    Paddle does not tell a node so: `paddle.grad` adds them.
+    A backward to other inputs alone (`torch.autograd.grad(loss, x)`, `paddle.grad(loss, x)`) adds
+    no weight gradients.
 
     Raises:
         LayoutError, ShapeError, DTypeError: an expert does not have the weights named above, or has
@@ -129,16 +130,32 @@ class SonicMoEMlpNode:
         It keeps these two tensors: make it after whatever puts others in their place
         (`load_state_dict(assign=True)`, `to_empty()`).
         """
+        activation = member_of(ActivationType, activation_type, "activation_type")
+        parameters = FusedParameters(weight1, weight2, activation)
         node = cls.__new__(cls)
-        node._init(
-            FusedParameters(
-                weight1, weight2, member_of(ActivationType, activation_type, "activation_type")
-            ),
-            config,
-            activation_parameters,
-            flush,
-            split_wgrad,
-        )
+        node._init(parameters, config, activation_parameters, flush, split_wgrad)
+        return node
+
+    @classmethod
+    def from_native(
+        cls,
+        weight1: Tensor,
+        weight2: Tensor,
+        activation_type: ActivationType | str = ActivationType.SWIGLU,
+        *,
+        config: SonicMoEConfig | None = None,
+        activation_parameters: Mapping[str, float] | None = None,
+        flush: FlushMode | str = "step",
+        split_wgrad: bool = False,
+    ) -> SonicMoEMlpNode:
+        """A node on two stacked parameters as `sonicmoe.MoE` has them: `weight1 [E, 2I, H]` (gate
+        and up rows in turns) and `weight2 [E, H, I]`. It keeps these two tensors, as `from_fused`
+        does.
+        """
+        activation = member_of(ActivationType, activation_type, "activation_type")
+        parameters = FusedParameters(weight1, weight2, activation, NATIVE)
+        node = cls.__new__(cls)
+        node._init(parameters, config, activation_parameters, flush, split_wgrad)
         return node
 
     def _init(

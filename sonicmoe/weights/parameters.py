@@ -4,6 +4,7 @@
 |---|---|---|---|
 | ERNIE's, Fleet's modules | E of `[H, 2I]`, gate first | E of `[I, H]` | `PerExpertParameters` |
 | fused | `[E, H, 2I]`, gate first | `[E, I, H]` | `FusedParameters` |
+| native | `[E, 2I, H]`, in turns | `[E, H, I]` | `FusedParameters` |
 | the functional API's | stacked, as a `WeightLayout` says | the same | `WeightSource.stacked` |
 
 Parameters are never rebound, copied over or written; gradients are added in place.
@@ -171,29 +172,38 @@ class PerExpertParameters(ExpertParameters):
 
 class FusedParameters(ExpertParameters):
     """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
-    H]`.
+    H]`; or, with the native layout, `weight1 [E, 2I, H]` (gate and up rows in turns) and `weight2
+    [E, H, I]`.
     """
 
-    def __init__(self, weight1: Tensor, weight2: Tensor, activation: ActivationType) -> None:
-        """Check the pair against each other."""
-        require_framework_tensor(weight1, "weight1")
-        require_framework_tensor(weight2, "weight2")
-        expect(
-            len(weight1.shape) == 3,
-            ShapeError,
-            f"weight1 has shape {tuple(weight1.shape)}; needed: [E, H, 2I]",
-        )
-        expect(
-            len(weight2.shape) == 3,
-            ShapeError,
-            f"weight2 has shape {tuple(weight2.shape)}; needed: [E, I, H]",
-        )
-        experts, hidden, _ = (int(size) for size in weight1.shape)
-        intermediate = int(weight2.shape[1])
-        width = pre_activation_width(intermediate, activation)
-        _check_parameter(weight1, "weight1", (experts, hidden, width), "[E, H, 2I]")
-        _check_parameter(weight2, "weight2", (experts, intermediate, hidden), "[E, I, H]")
+    def __init__(
+        self,
+        weight1: Tensor,
+        weight2: Tensor,
+        activation: ActivationType,
+        layout: WeightLayout | None = None,
+    ) -> None:
+        """Check the pair against each other; `layout`: None or the native one."""
         super().__init__(activation)
+        self.layout = layout or self.layout
+        first, second = ("[E, H, 2I]", "[E, I, H]")
+        if not self.layout.transposed:
+            first, second = ("[E, 2I, H]", "[E, H, I]")
+        for name, weight, legend in (("weight1", weight1, first), ("weight2", weight2, second)):
+            require_framework_tensor(weight, name)
+            expect(
+                len(weight.shape) == 3,
+                ShapeError,
+                f"{name} has shape {tuple(weight.shape)}; needed: {legend}",
+            )
+        experts, inner = int(weight1.shape[0]), self.layout.intermediate_size(weight2)
+        hidden = int(weight1.shape[1 if self.layout.transposed else 2])
+        up = (pre_activation_width(inner, activation), hidden)
+        down = (hidden, inner)
+        if self.layout.transposed:
+            up, down = up[::-1], down[::-1]
+        _check_parameter(weight1, "weight1", (experts, *up), first)
+        _check_parameter(weight2, "weight2", (experts, *down), second)
         self._weights = (weight1, weight2)
 
     def parameters(self) -> list[Tensor]:
@@ -201,9 +211,10 @@ class FusedParameters(ExpertParameters):
         return list(self._weights)
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The fused shapes, transposed."""
-        experts, hidden, n1 = (int(size) for size in self._weights[0].shape)
-        return (experts, n1, hidden), (experts, hidden, int(self._weights[1].shape[1]))
+        up, down = (tuple(int(size) for size in weight.shape) for weight in self._weights)
+        if self.layout.transposed:
+            up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
+        return up, down  # type: ignore[return-value]
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """Views of each expert's matrices."""
@@ -212,8 +223,10 @@ class FusedParameters(ExpertParameters):
     def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
         """The two stacked gradients."""
         weight1, weight2 = self._weights
-        yield weight1, self.layout.user_w1(native.dw1)
-        yield weight2, self.layout.user_w2(native.dw2)
+        # The map of the native layout returns its argument, and the accumulators go on.
+        dw1, dw2 = native.dw1, native.dw2
+        yield weight1, self.layout.user_w1(dw1) if self.layout.transposed else dw1.clone()
+        yield weight2, self.layout.user_w2(dw2) if self.layout.transposed else dw2.clone()
 
 
 def check_memory(parameters: Sequence[Tensor]) -> None:

@@ -5,13 +5,15 @@ as numpy arrays.
 from __future__ import annotations
 
 import numpy as np
-from engine.moe_golden import Result, make_problem
+from engine.moe_golden import Result, make_problem, native_order
 from framework import numpy, relative_rmse, tensor, torch
-from weights.weight_sources import expert_modules, fused_weights
+from weights.weight_sources import expert_modules, fused_weights, native_arrays, native_weights
 
 from sonicmoe.config import SonicMoEConfig
+from sonicmoe.enums import is_glu
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
+ARRANGEMENTS = ("per_expert", "fused", "native")
 FULL = SonicMoEConfig(engine="reference")
 FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf")
 
@@ -27,16 +29,23 @@ def counts_of(problem):
 
 
 class Layer:
-    """A node and its parameters."""
+    """A node and its parameters, which are one of `ARRANGEMENTS`."""
 
-    def __init__(self, problem=None, *, fused=False, dtype=None, config=FULL, flush="step"):
+    def __init__(
+        self, problem=None, *, arrangement="per_expert", dtype=None, config=FULL, **options
+    ):
         self.problem = problem or make_problem()
-        self.fused, self.dtype = fused, dtype or torch.float32
+        self.arrangement, self.dtype = arrangement, dtype or torch.float32
         p = self.problem
-        if fused:
+        if arrangement == "fused":
             self.weights = list(fused_weights(p.up_gate, p.down, self.dtype))
             self.node = SonicMoEMlpNode.from_fused(
-                *self.weights, p.activation, config=config, flush=flush
+                *self.weights, p.activation, config=config, **options
+            )
+        elif arrangement == "native":
+            self.weights = list(native_weights(p.up_gate, p.down, self.dtype, p.activation))
+            self.node = SonicMoEMlpNode.from_native(
+                *self.weights, p.activation, config=config, **options
             )
         else:
             self.experts = expert_modules(p.up_gate, p.down, self.dtype)
@@ -49,7 +58,7 @@ class Layer:
                 "intermediate_size": p.intermediate,
             }
             self.node = SonicMoEMlpNode(
-                self.experts, **sizes, activation_type=p.activation, config=config, flush=flush
+                self.experts, **sizes, activation_type=p.activation, config=config, **options
             )
 
     def call(self, problem=None, *, x_grad=True, probs_grad=True, counts="list", index_dtype=None):
@@ -74,9 +83,13 @@ class Layer:
         return [weight.main_grad for weight in self.weights]
 
     def gradients(self, attribute):
-        """`(dw1, dw2)` stacked over experts."""
+        """`(dw1, dw2)` stacked over experts, `[E, H, N1]` split-half and `[E, I, H]`."""
         arrays = [numpy(getattr(weight, attribute)) for weight in self.weights]
-        if self.fused:
+        if self.arrangement == "native":
+            dw1, dw2 = (array.transpose(0, 2, 1) for array in arrays)
+            rows = native_order(dw1.shape[2], is_glu(self.problem.activation))
+            return [dw1[:, :, np.argsort(rows)], dw2]
+        if self.arrangement == "fused":
             return arrays
         half = len(arrays) // 2
         return [np.stack(arrays[:half]), np.stack(arrays[half:])]
@@ -86,9 +99,11 @@ class Layer:
 
     def overwrite(self, problem):
         """Other values into the same parameters, in place, as an optimizer does."""
-        arrays = (
-            [problem.up_gate, problem.down] if self.fused else [*problem.up_gate, *problem.down]
-        )
+        arrays = [*problem.up_gate, *problem.down]
+        if self.arrangement == "fused":
+            arrays = [problem.up_gate, problem.down]
+        elif self.arrangement == "native":
+            arrays = native_arrays(problem.up_gate, problem.down, problem.activation)
         with torch.no_grad():
             for weight, array in zip(self.weights, arrays, strict=True):
                 weight.copy_(tensor(array, torch.float32).to(weight.dtype))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import make_problem
 from framework import IS_PADDLE, numpy, torch
-from node.node_harness import FP8, FULL, Layer, problems
+from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, problems
 
 from sonicmoe.diagnostics import stages
 from sonicmoe.diagnostics.bisect import bisect
@@ -38,10 +38,10 @@ def assert_inputs(step, call, layer):
     np.testing.assert_array_equal(step.probs[valid], numpy(call.probs)[valid])
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-def test_holds_forward_then_backward_of_the_next_step(tmp_path, fused, config):
-    layer = Layer(fused=fused, config=config)
+def test_holds_forward_then_backward_of_the_next_step(tmp_path, arrangement, config):
+    layer = Layer(arrangement=arrangement, config=config)
     path = tmp_path / "step.npz"
     layer.node.dump(path)
     call = layer.call()

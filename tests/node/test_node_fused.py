@@ -40,7 +40,7 @@ def buffer_slices(layer, guard=5):
 @pytest.mark.parametrize("flush", FLUSHES)
 def test_weights_and_main_grads_keep_their_storage(flush, config):
     batches = problems(3)
-    layer = Layer(batches[0], fused=True, flush=flush, config=config)
+    layer = Layer(batches[0], arrangement="fused", flush=flush, config=config)
     main_grads = layer.set_main_grad(0.0)
     weights, addresses = storage(layer.weights), [main_grad.data_ptr() for main_grad in main_grads]
     layer.node.prequantize_weights()
@@ -62,7 +62,7 @@ def test_weights_and_main_grads_keep_their_storage(flush, config):
 @pytest.mark.parametrize("flush", FLUSHES)
 def test_slices_of_a_communication_buffer(flush):
     batches = problems(2)
-    layer, alone = (Layer(batches[0], fused=True, flush=flush) for _ in range(2))
+    layer, alone = (Layer(batches[0], arrangement="fused", flush=flush) for _ in range(2))
     buffer, spans = buffer_slices(layer)
     expected = alone.set_main_grad(3.0)
     for each in (layer, alone):
@@ -82,7 +82,10 @@ def test_trains_like_single_experts_with_no_layout_switch_anywhere(config):
     step after step.
     """
     batches = problems(3)
-    fused, single = Layer(batches[0], fused=True, config=config), Layer(batches[0], config=config)
+    fused, single = (
+        Layer(batches[0], arrangement="fused", config=config),
+        Layer(batches[0], config=config),
+    )
     for layer in (fused, single):
         layer.set_main_grad(0.0)
         layer.outs = []

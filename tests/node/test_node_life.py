@@ -12,6 +12,7 @@ import pytest
 from engine.moe_golden import golden, make_problem
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import (
+    ARRANGEMENTS,
     FP8,
     FULL,
     Layer,
@@ -29,7 +30,7 @@ from sonicmoe.interop import data_ptr
 from sonicmoe.node import mlp_node
 from sonicmoe.node.layer_state import LayerState
 
-both_sources = pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
+both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 both_flushes = pytest.mark.parametrize("flush", ["step", "backward"])
 
 
@@ -122,8 +123,8 @@ class TestCallersTensors:
         assert relative_rmse(layer.gradients("main_grad")[1], exact.dw2) < 1e-5
 
     @both_sources
-    def test_parameters_keep_their_storage(self, fused):
-        layer = Layer(fused=fused)
+    def test_parameters_keep_their_storage(self, arrangement):
+        layer = Layer(arrangement=arrangement)
         before = [(weight, data_ptr(weight)) for weight in layer.weights]
         for _ in range(2):
             layer.run()
@@ -156,8 +157,8 @@ class TestCaches:
         assert len(prepared) == 2
 
     @both_sources
-    def test_new_weights_are_used_after_step(self, fused):
-        layer = Layer(fused=fused)
+    def test_new_weights_are_used_after_step(self, arrangement):
+        layer = Layer(arrangement=arrangement)
         layer.set_main_grad(0.0)
         layer.run()
         layer.node.step()

@@ -9,7 +9,7 @@ import logging
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
-from node_harness import Layer, make_problem, problems
+from node_harness import ARRANGEMENTS, Layer, make_problem, problems
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -134,23 +134,16 @@ def test_a_replaced_parameter_is_no_reduction(said):
 
 def split_layer(problem=None, **options):
     """A layer whose node splits."""
-    layer = Layer(problem, **options)
-    sizes = (layer.problem.num_experts, layer.problem.x.shape[1], layer.problem.intermediate)
-    if options.get("fused"):
-        layer.node = SonicMoEMlpNode.from_fused(
-            *layer.weights, layer.problem.activation, split_wgrad=True
-        )
-    else:
-        layer.node = SonicMoEMlpNode(
-            layer.experts, *sizes, activation_type=layer.problem.activation, split_wgrad=True
-        )
-    return layer
+    return Layer(problem, split_wgrad=True, **options)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_split_gives_the_same_bits(fused):
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_split_gives_the_same_bits(arrangement):
     batches = problems(3)
-    whole, split = Layer(batches[0], fused=fused), split_layer(batches[0], fused=fused)
+    whole, split = (
+        Layer(batches[0], arrangement=arrangement),
+        split_layer(batches[0], arrangement=arrangement),
+    )
     for layer in (whole, split):
         layer.set_main_grad(0.0)
         calls = [layer.call(problem) for problem in batches]
@@ -269,7 +262,9 @@ def test_tokens_overwritten_before_the_weight_gradients_are_refused():
 
 def test_split_refuses_hooks():
     with pytest.raises(ConfigError, match="split_wgrad with flush='backward'"):
-        SonicMoEMlpNode.from_fused(*Layer(fused=True).weights, flush="backward", split_wgrad=True)
+        SonicMoEMlpNode.from_fused(
+            *Layer(arrangement="fused").weights, flush="backward", split_wgrad=True
+        )
 
 
 def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import ALL_ACTIVATIONS, assert_same_bits, golden, make_problem
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
-from node.node_harness import FP8, FULL, Layer, problems
+from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, problems
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
@@ -86,11 +86,11 @@ class TestHooks:
             )
         return fired
 
-    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
     @pytest.mark.parametrize("attribute", ["grad", "main_grad"])
-    def test_flush_backward_fires_each_once_per_backward(self, fused, attribute):
+    def test_flush_backward_fires_each_once_per_backward(self, arrangement, attribute):
         batches = problems(2)  # expert 2 has no token in any of them
-        layer = Layer(batches[0], fused=fused, flush="backward")
+        layer = Layer(batches[0], arrangement=arrangement, flush="backward")
         if attribute == "main_grad":
             layer.set_main_grad(0.0)
         fired = self.count(layer, attribute)
@@ -364,9 +364,9 @@ class TestOptimizerSteps:
         logger.removeHandler(caplog.handler)
 
     @pytest.mark.parametrize("late", [True, False], ids=["late", "forgotten"])
-    @pytest.mark.parametrize("fused", [True, False])
-    def test_before_step_are_named_once(self, said, fused, late):
-        layer = Layer(fused=fused)
+    @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+    def test_before_step_are_named_once(self, said, arrangement, late):
+        layer = Layer(arrangement=arrangement)
         optimizer = torch.optim.AdamW(layer.weights)
         for _ in range(3):
             optimizer.zero_grad()

@@ -16,6 +16,8 @@ from weights.weight_sources import (
     expert_modules,
     filled,
     fused_source,
+    native_arrays,
+    native_source,
     per_expert_source,
     weight_arrays,
 )
@@ -125,7 +127,8 @@ class TestSources:
         for weight in source.parameters():
             assert tuple(by_parameter[id(weight)].shape) == tuple(weight.shape)
         ordered = [numpy(by_parameter[id(weight)]) for weight in source.parameters()]
-        expected = [dw1, dw2] if make is fused_source else [*dw1, *dw2]
+        expected = {fused_source: [dw1, dw2], native_source: native_arrays(dw1, dw2)}.get(make)
+        expected = [*dw1, *dw2] if expected is None else expected
         for got, want in zip(ordered, expected, strict=True):
             np.testing.assert_array_equal(got, want)
 

@@ -9,6 +9,7 @@ from framework import parameter, tensor
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.gradients.store import GradientStore
+from sonicmoe.layouts import NATIVE
 from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
 SWIGLU = ActivationType.SWIGLU
@@ -50,9 +51,20 @@ def expert_modules(up_gate, down, dtype=None):
 
 def fused_weights(up_gate, down, dtype=None):
     """Two stacked parameters."""
-    return parameter(np.asarray(up_gate, np.float32), dtype), parameter(
-        np.asarray(down, np.float32), dtype
+    return parameter(np.ascontiguousarray(up_gate, np.float32), dtype), parameter(
+        np.ascontiguousarray(down, np.float32), dtype
     )
+
+
+def native_arrays(up_gate, down, activation=SWIGLU):
+    """In the native layout, `[E, N1, H]` and `[E, H, I]`."""
+    order = native_order(up_gate.shape[2], is_glu(activation))
+    return up_gate.transpose(0, 2, 1)[:, order], down.transpose(0, 2, 1)
+
+
+def native_weights(up_gate, down, dtype=None, activation=SWIGLU):
+    """Two stacked parameters in the native layout."""
+    return fused_weights(*native_arrays(up_gate, down, activation), dtype)
 
 
 def per_expert_source(up_gate, down, activation=SWIGLU, dtype=None):
@@ -64,7 +76,12 @@ def fused_source(up_gate, down, activation=SWIGLU, dtype=None):
     return FusedParameters(*fused_weights(up_gate, down, dtype), activation)
 
 
-SOURCES = {"per_expert": per_expert_source, "fused": fused_source}
+def native_source(up_gate, down, activation=SWIGLU, dtype=None):
+    weights = native_weights(up_gate, down, dtype, activation)
+    return FusedParameters(*weights, activation, NATIVE)
+
+
+SOURCES = {"per_expert": per_expert_source, "fused": fused_source, "native": native_source}
 
 
 def filled(source, seed=7):
