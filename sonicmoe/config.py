@@ -95,6 +95,15 @@ def _parse_fp8_mode(text: str) -> str:
     raise ValueError("'perf', 'mem', 'off' or unset")
 
 
+def _parse_processes(text: str) -> str:
+    lowered = text.strip().lower()
+    if lowered in {"off", "0"}:
+        return "off"
+    if lowered == "auto" or (lowered.isdecimal() and lowered.isascii()):
+        return lowered.lstrip("0")
+    raise ValueError("'auto', 'off' or a number of processes > 0")
+
+
 def _parse_recipe(text: str) -> str:
     # Importing `quant` where it is needed keeps this module free of a framework.
     from .quant.recipes import RECIPES
@@ -121,6 +130,7 @@ BOOLEAN = Values("0, 1", _parse_bool, (bool,))
 SECONDS = Values("seconds > 0", _parse_seconds, (int, float))
 DIRECTORY = Values("a directory", _parse_directory, (Path,))
 FP8_MODE = Values("perf, mem, off", _parse_fp8_mode)
+PROCESSES = Values("auto, off, processes > 0", _parse_processes, (int,))
 RECIPE = Values("a name from `sonicmoe numerics --list`", _parse_recipe)
 
 
@@ -363,6 +373,14 @@ class SonicMoEConfig:
         False,
         "every compile raises and names the kernel and its key: proves that `sonicmoe warmup` "
         "covered the run",
+    )
+    compile_jobs: Flag[str] = Flag(
+        "SONIC_MOE_COMPILE_JOBS",
+        PROCESSES,
+        "auto",
+        "processes that compile at once, over all ranks of a host. `auto`: as many as CPU affinity "
+        "and the quota of the control group allow. `off`: a run that finds kernels missing compiles "
+        "each where it first needs it, instead of all of them at its first forward",
     )
     validate_dispatch: Flag[bool] = Flag(
         "SONIC_MOE_VALIDATE_DISPATCH",

@@ -13,8 +13,9 @@ from .enums import ActivationType
 from .errors import DeviceError, expect
 from .jit.cache import default_cache
 from .jit.errors import CompileError
+from .jit.parallel import FAILED, Progress
 from .jit.plan import BF16, BOTH, FP8, NEITHER, ModelSpec, WarmUpPlan
-from .jit.warmup import FAILED, Progress, WarmUpReport, warm_up
+from .jit.warmup import WarmUpReport, warm_up
 
 # The device decides nothing but whether there is anything to compile: the CPU runs the reference
 # engine.

@@ -65,6 +65,7 @@ ACCEPTED = {
         "~/kernels": Path.home() / "kernels",
     },
     "local_cache_dir": {"/node/local": Path("/node/local")},
+    "compile_jobs": {"auto": "auto", "OFF": "off", "0": "off", "16": "16", " 08 ": "8"},
     "lock_timeout_s": {"1": 1.0, "2.5": 2.5, "1e3": 1000.0},
 }
 REFUSED = {
@@ -74,6 +75,7 @@ REFUSED = {
     "engine": ["cpu", ""],
     "cache_dir": ["", "  ", "~nosuchuser/x", "a\0b", "a\udcff", "\ud800"],
     "local_cache_dir": [""],
+    "compile_jobs": ["", "-1", "1.5", "all", "\u0663"],
     "lock_timeout_s": ["0", "-1", "inf", "nan", "soon", ""],
 }
 

@@ -19,17 +19,10 @@ from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
 from ..errors import SonicMoEError
 from ..jit.cache import CompileCache, default_cache
+from ..jit.cpus import usable_cpus
+from ..jit.parallel import BUILT, CACHED, FAILED, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
-from ..jit.warmup import (
-    BUILT,
-    CACHED,
-    FAILED,
-    KernelOutcome,
-    WarmUpReport,
-    check,
-    default_jobs,
-    warm_up,
-)
+from ..jit.warmup import WarmUpReport, check, warm_up
 
 
 @click.command()
@@ -61,7 +54,7 @@ from ..jit.warmup import (
 @click.option(
     "--jobs",
     type=click.IntRange(1),
-    help="Worker processes; default: the CPUs this process may use.",
+    help="Worker processes, over all warm-ups of this host; default: the CPUs this process may use.",
 )
 @click.option(
     "--cache-dir",
@@ -125,7 +118,7 @@ def _compile(
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        workers = min(jobs or default_jobs(), max(len(planned.jobs), 1))
+        workers = min(jobs or usable_cpus(), max(len(planned.jobs), 1))
         task = bar.add_task(
             f"compiling for {spec.arch} in {workers} processes", total=len(planned.jobs)
         )

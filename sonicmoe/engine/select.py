@@ -8,11 +8,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..enums import EngineName
 from ..errors import EngineUnavailableError
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
 from .capabilities import HOST, RECORDS, EngineRecord, Workload, missing_tool, problem
+from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
 from .reference import ReferenceEngine
@@ -60,6 +63,19 @@ def choose_engine(
             f"engine {requested.value!r} cannot run: {reason}; able: {able}, or 'auto'"
         )
     return EngineChoice(ENGINES[requested](), "asked for by the configuration")
+
+
+def ready_engine(device: str, requested: EngineName, workload: Workload) -> EngineChoice:
+    """`choose_engine`, and everything compiled that a run on that engine needs.
+
+    Where a CUDA graph is captured nothing is compiled ahead: a capture follows forwards that have
+    loaded every kernel.
+    """
+    choice = choose_engine(device, requested, workload)
+    if device.startswith("cuda") and not torch.cuda.is_current_stream_capturing():
+        computed = replace(workload, settings=choice.settings or workload.settings)
+        compile_missing(RECORDS[EngineName(choice.engine.name)], computed, arch_of(device))
+    return choice
 
 
 def unavailable(name: EngineName, device: str, workload: Workload | None = None) -> str | None:

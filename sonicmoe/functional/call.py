@@ -13,7 +13,7 @@ import torch
 from ..config import SonicMoEConfig, active_config
 from ..engine.capabilities import Workload
 from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer, Saved
-from ..engine.select import EngineChoice, announce, choose_engine
+from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name
@@ -63,7 +63,7 @@ class Plan:
 @functools.lru_cache(maxsize=256)
 def _choice(device: str, engine: EngineName, workload: Workload) -> EngineChoice:
     """Decided once per kind of call: asking for packages and devices takes longer than a launch."""
-    return choose_engine(device, engine, workload)
+    return ready_engine(device, engine, workload)
 
 
 def make_plan(

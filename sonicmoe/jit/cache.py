@@ -157,6 +157,14 @@ class CompileCache:
                 self._loaded[memo] = self._load(key, builder, load)
         return self._loaded[memo]  # type: ignore[no-any-return]
 
+    def is_being_built(self, key: CompileKey) -> bool:
+        """Whether another process is building `key` at this moment. Takes no lasting lock."""
+        return any(store.lock(key).is_held() for store in (self._shared, self._local))
+
+    def waited_too_long(self, key: CompileKey) -> str:
+        """The message of a bounded wait for the builder of `key` that is over."""
+        return self._shared.lock(key).timeout_message()
+
     def require_compiler(self, key: CompileKey, why: str) -> None:
         """Raise CompileForbiddenError or ToolchainError unless this process may and can compile
         `key`.

@@ -38,6 +38,7 @@ class CudaSource:
             token count.
         flags: further nvcc flags; `-O2` (host), `-lineinfo` and the resource report are always on.
         include_dirs: searched for quoted headers.
+        effort_s: CPU time of the compile, roughly; decides the order in which many are compiled.
     """
 
     name: str
@@ -46,6 +47,7 @@ class CudaSource:
     defines: tuple[tuple[str, int | str], ...] = ()
     flags: tuple[str, ...] = ()
     include_dirs: tuple[Path, ...] = field(default=())
+    effort_s: float = field(default=10.0, compare=False)
 
     @classmethod
     def make(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class CuteKernel:
         sources: Python files, or directories of them, that the generated code depends on.
         arch: for example "sm_90a".
         packages: whose versions decide the generated code.
+        effort_s: as of `CudaSource`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class CuteKernel:
     sources: tuple[Path, ...]
     arch: str
     packages: tuple[str, ...] = ("nvidia-cutlass-dsl", "quack-kernels")
+    effort_s: float = field(default=14.0, compare=False)
 
     @classmethod
     def make(

@@ -102,7 +102,7 @@ class KeyLock:
                 if found is not None:
                     return found
                 if time.monotonic() >= deadline:
-                    raise CompileLockTimeout(self._timeout_message()) from None
+                    raise CompileLockTimeout(self.timeout_message()) from None
                 continue
             # Where there are no locks, filelock passes on the errno or raises NotImplementedError.
             except (OSError, NotImplementedError) as error:
@@ -137,6 +137,20 @@ class KeyLock:
         }
         self._files.write_text(self._note, json.dumps(holder))
 
+    def is_held(self) -> bool:
+        """Whether another process holds the lock at this moment; writes nothing."""
+        if not self._path.exists():
+            return False
+        lock: Any = FileLock(str(self._path), **_NATIVE_ONLY)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        except (OSError, NotImplementedError):  # no locks here, or no right to lock
+            return False
+        lock.release()
+        return False
+
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
         """Let the next waiter in."""
@@ -165,7 +179,8 @@ class KeyLock:
         note = self._files.read_json(self._note)
         return note if isinstance(note, dict) else {}
 
-    def _timeout_message(self) -> str:
+    def timeout_message(self) -> str:
+        """Who holds the lock and what to do, for a wait that took too long."""
         note = self._read_note()
         # A process id means something on its own host only.
         pid, host, since = (note.get(name, "unknown") for name in ("pid", "host", "since"))

@@ -77,6 +77,10 @@ class CompileJob(Protocol):
     def name(self) -> str:
         """For progress and messages."""
 
+    @property
+    def effort_s(self) -> float:
+        """CPU time of the compile, roughly, in seconds: of many jobs the longest begins first."""
+
     def key(self) -> CompileKey:
         """The compile key."""
 

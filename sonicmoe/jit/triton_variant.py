@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .cache import CompileCache
@@ -22,12 +22,14 @@ class TritonVariant:
             `kernel.ahead(...)`.
         statics: keyword arguments of the entry. Never a token count.
         arch: for example "sm_90a".
+        effort_s: as of `CudaSource`.
     """
 
     name: str
     entry: str
     statics: tuple[tuple[str, Any], ...]
     arch: str
+    effort_s: float = field(default=5.0, compare=False)
 
     @classmethod
     def make(cls, name: str, entry: str, statics: Mapping[str, Any], arch: str) -> TritonVariant:

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from .cache import CompileCache
-from .errors import CompileError
 from .key import package_versions
 from .manifest import utc_now
+from .parallel import (
+    BUILT,
+    CACHED,
+    FAILED,
+    MISSING,
+    KernelOutcome,
+    Outcomes,
+    ParallelBuild,
+    Progress,
+)
 from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan
-from .worker import CacheSettings, Worker
+from .slots import AUTO, HostSlots
 
-BUILT, CACHED, FAILED, MISSING = "built", "cached", "failed", "missing"
 SELECTED = "selected kernels"  # the precision of jobs that a caller picked
 _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton")
-
-
-@dataclass(frozen=True)
-class KernelOutcome:
-    """The result of one job; `state`: built, cached, failed or missing; `seconds`: compile time."""
-
-    kernel: str
-    key: str
-    state: str
-    seconds: float
-    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,16 +57,6 @@ class WarmUpReport:
         return all(outcome.state in {BUILT, CACHED} for outcome in self.kernels)
 
 
-Progress = Callable[[KernelOutcome], None]
-
-
-def default_jobs() -> int:
-    """Worker processes: as many as this process may use CPUs."""
-    # `os.cpu_count` would count the CPUs of the host and start far too many compilers in a
-    # container.
-    return len(os.sched_getaffinity(0))
-
-
 def warm_up(
     spec: ModelSpec,
     cache: CompileCache,
@@ -87,7 +72,8 @@ def warm_up(
         spec: the model.
         cache: where to.
         compile_jobs: the plan, or jobs that the caller picked.
-        jobs: worker processes at most; default: the CPUs this process may use.
+        jobs: worker processes at most, over all processes that warm up on this host; default: the
+            CPUs this process may use.
         progress: called once per kernel, from one thread at a time; if it raises, no further, and
             its exception comes at the end.
 
@@ -98,8 +84,8 @@ def warm_up(
     """
     started = time.monotonic()
     planned = _planned(compile_jobs)
-    collected = _Outcomes(progress)
-    pending: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
+    collected = Outcomes(progress)
+    pending: list[CompileJob] = []
     # Everything that is cached is settled first, and a forbidden or impossible compile raises here,
     # before any worker has started.
     for job in planned.jobs:
@@ -108,8 +94,8 @@ def warm_up(
             collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
         else:
             cache.require_compiler(key, "not warmed")
-            pending.put(job)
-    _run_workers(pending, cache, jobs or default_jobs(), collected)
+            pending.append(job)
+    ParallelBuild(pending, cache, HostSlots(cache.local_root, jobs or AUTO), collected).run()
     if collected.trouble is not None:
         raise collected.trouble
     # Sorted, because the order of completion differs from run to run and reports should not.
@@ -177,52 +163,6 @@ def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
     )
 
 
-class _Outcomes:
-    """Outcomes of several threads. `trouble` is an exception that `progress` raised. It is kept for
-    the end, because it would otherwise end the thread that compiles.
-    """
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.outcomes: list[KernelOutcome] = []
-        self.trouble: BaseException | None = None
-        self._progress = progress
-        self._mutex = threading.Lock()
-
-    def add(self, outcome: KernelOutcome) -> None:
-        with self._mutex:
-            self.outcomes.append(outcome)
-            if self._progress and self.trouble is None:
-                try:
-                    # `BaseException`, because Ctrl-C may arrive inside the callback; it is raised
-                    # again after the workers have ended.
-                    self._progress(outcome)
-                except BaseException as error:
-                    self.trouble = error
-
-
-def _run_workers(
-    pending: queue.SimpleQueue[CompileJob], cache: CompileCache, jobs: int, collected: _Outcomes
-) -> None:
-    settings = CacheSettings(cache.root, cache.local_root, cache.lock_timeout_s)
-    # A thread per worker process: it only waits on a pipe, so the interpreter lock does not hold
-    # the compilers back.
-    threads = [
-        threading.Thread(target=_work, args=(pending, settings, collected))
-        for _ in range(min(jobs, pending.qsize()))
-    ]
-    started: list[threading.Thread] = []
-    for thread in threads:
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads for this user: those there are do the work
-            if not started:
-                raise
-            break
-        started.append(thread)
-    for thread in started:
-        thread.join()
-
-
 def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> list[KernelOutcome]:
     """Jobs that no thread has reported on, because it ended early. They must not count as warm."""
     known = {(outcome.kernel, outcome.key) for outcome in outcomes}
@@ -231,34 +171,6 @@ def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> 
         KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: no worker took it up")
         for job in jobs
     ]
-
-
-def _work(
-    pending: queue.SimpleQueue[CompileJob], settings: CacheSettings, collected: _Outcomes
-) -> None:
-    worker = Worker(settings)
-    try:
-        while True:
-            # The queue is filled before the threads start, so an empty queue means that no job will
-            # come any more.
-            job = pending.get_nowait()
-            collected.add(_compile_one(worker, job))
-    except queue.Empty:
-        return
-    finally:
-        worker.close()
-
-
-def _compile_one(worker: Worker, job: CompileJob) -> KernelOutcome:
-    try:
-        return KernelOutcome(job.name, str(job.key()), BUILT, worker.compile(job))
-    except CompileError as error:
-        return KernelOutcome(job.name, str(job.key()), FAILED, 0.0, str(error))
-    # Any other exception would end this thread, and leave the jobs that it has not reached undone.
-    except Exception as error:
-        return KernelOutcome(
-            job.name, str(job.key()), FAILED, 0.0, f"{job.name}: {type(error).__name__}: {error}"
-        )
 
 
 def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:

@@ -12,6 +12,8 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,11 @@ class CacheSettings:
 class Worker:
     """The parent's end of one worker process; used by one thread."""
 
-    def __init__(self, settings: CacheSettings) -> None:
-        """A worker for `settings`; its process starts with the first job."""
-        self._settings = settings
+    def __init__(self, settings: CacheSettings, inherited: Sequence[int] = ()) -> None:
+        """A worker for `settings`; its process starts with the first job and keeps the `inherited`
+        descriptors open until it ends.
+        """
+        self._settings, self._inherited = settings, tuple(inherited)
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self, job: CompileJob) -> float:
@@ -91,6 +95,14 @@ class Worker:
             self._process.stdout.close()
             self._process = None
 
+    def kill(self) -> None:
+        """End the process in the middle of its job, from another thread than that of `compile`,
+        which then raises.
+        """
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _start(self) -> subprocess.Popen[bytes]:
         # The worker must import the same package as this process, which may come from a path that
         # only `sys.path` knows. `-P` keeps the current directory out unless it is in that path.
@@ -101,7 +113,11 @@ class Worker:
             "PYTHONPATH": search
         }
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            pass_fds=self._inherited,
         )
 
 
@@ -137,4 +153,6 @@ def _answer(settings: CacheSettings, job: Any) -> float | str:
 
 
 if __name__ == "__main__":
-    serve()
+    # Ctrl-C reaches every process of the terminal. The parent reports it, and its workers need not.
+    with suppress(KeyboardInterrupt):
+        serve()

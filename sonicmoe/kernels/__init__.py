@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..jit.cuda_source import CudaSource
-from ..jit.probe import toolchain_probe
 from .cuda_wgrad import flush_source
 
 _CUDA = Path(__file__).with_name("cuda")
@@ -36,7 +35,6 @@ def cuda_sources(arch: str) -> tuple[CudaSource, ...]:
 
 # From an architecture to a source.
 EVERY_RUN: tuple[Callable[[str], CudaSource], ...] = (
-    toolchain_probe,
     routing_metadata_source,
     aggregate_source,
     flush_source,

@@ -23,7 +23,7 @@ from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
 from ..engine.capabilities import Workload
 from ..engine.interface import EngineSettings
-from ..engine.select import EngineChoice, announce, choose_engine
+from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import ActivationType, EngineName, FlushMode, layer_parameters, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..interop import (
@@ -384,7 +384,7 @@ class SonicMoEMlpNode:
         # Asking for packages and devices takes longer than a launch.
         if self._chosen is None or self._chosen[0] != key:
             workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
-            self._chosen = (key, choose_engine(device, config.engine, workload))
+            self._chosen = (key, ready_engine(device, config.engine, workload))
             announce(self._chosen[1], device)
         return self._chosen[1]
 

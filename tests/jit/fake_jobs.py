@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,10 @@ class FakeJob:
     seconds: float = 0.0
 
     @property
+    def effort_s(self) -> float:
+        return self.seconds
+
+    @property
     def name(self) -> str:
         return f"fake_{self.size}"
 
@@ -27,6 +32,17 @@ class FakeJob:
     def compile(self, cache: CompileCache) -> Artefact:
         print("a compiler that talks")  # must not disturb the worker's answers
         return cache.build(self.key(), FakeCompiler(self.key(), self.log, self.seconds))
+
+
+class TimedJob(FakeJob):
+    """Notes when its compile began and ended, so that tests see what ran at the same time."""
+
+    def compile(self, cache: CompileCache) -> Artefact:
+        began = time.monotonic()
+        artefact = super().compile(cache)
+        with open(self.log.with_suffix(".times"), "a") as handle:
+            handle.write(f"{began} {time.monotonic()}\n")
+        return artefact
 
 
 class FailingJob(FakeJob):

@@ -18,7 +18,7 @@ from fake_jobs import DyingJob, FailingJob, FakeJob, UnsendableJob
 from processes import Field, environment
 from racer import load
 
-import sonicmoe.jit.warmup as warmup_module
+import sonicmoe.jit.parallel as parallel_module
 import sonicmoe.jit.worker as worker_module
 from sonicmoe.cli.main import main
 from sonicmoe.cli.warmup import warmup
@@ -30,8 +30,9 @@ from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
+from sonicmoe.jit.parallel import KernelOutcome
 from sonicmoe.jit.plan import BOTH, PRECISIONS, ModelSpec, WarmUpPlan
-from sonicmoe.jit.warmup import SELECTED, KernelOutcome, check, find_record, read_records, warm_up
+from sonicmoe.jit.warmup import SELECTED, check, find_record, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
 
 SPEC = ModelSpec(8, 3072, 1536)
@@ -139,7 +140,7 @@ def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(
 def test_a_job_without_an_outcome_is_not_warm(
     cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup_module, "_work", lambda *arguments: None)
+    monkeypatch.setattr(parallel_module.ParallelBuild, "_work", lambda *arguments: None)
     report = warm_up(SPEC, cache, compile_jobs=[FakeJob(1, field.log)])
     assert (
         states(report.kernels) == {"fake_1": "failed"}
@@ -151,7 +152,7 @@ def test_a_job_without_an_outcome_is_not_warm(
 def test_fewer_threads_than_asked_for_do_the_work(
     cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Scarce(warmup_module.threading.Thread):
+    class Scarce(parallel_module.threading.Thread):
         started = 0
 
         def start(self) -> None:
@@ -160,7 +161,7 @@ def test_fewer_threads_than_asked_for_do_the_work(
             Scarce.started += 1
             super().start()
 
-    monkeypatch.setattr(warmup_module.threading, "Thread", Scarce)
+    monkeypatch.setattr(parallel_module.threading, "Thread", Scarce)
     assert warm_up(
         SPEC, cache, jobs=3, compile_jobs=[FakeJob(size, field.log) for size in (1, 2, 3)]
     ).complete

@@ -237,7 +237,7 @@ def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, t
 
         return spy
 
-    monkeypatch.setattr(mlp_node, "choose_engine", spied("choose", mlp_node.choose_engine))
+    monkeypatch.setattr(mlp_node, "ready_engine", spied("choose", mlp_node.ready_engine))
     for name in ("read_weights", "end_backward", "flush"):
         monkeypatch.setattr(LayerState, name, spied(name, getattr(LayerState, name)))
     layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path))

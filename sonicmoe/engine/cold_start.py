@@ -1,0 +1,102 @@
+"""The first forward of a process that finds kernels missing compiles all that its run will need, in
+parallel and together with the other ranks of the host.
+
+Otherwise every kernel would be compiled where it is first needed, one after the other. Imports
+neither a framework nor a compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from ..config import ResolvedConfig, current_config
+from ..jit.cache import CompileCache, default_cache
+from ..jit.guard import forbidden_by
+from ..jit.parallel import FAILED, KernelOutcome, Outcomes, ParallelBuild
+from ..jit.plan import CompileJob
+from ..jit.slots import OFF, HostSlots
+from ..kernels import EVERY_RUN
+from .capabilities import EngineRecord, Workload
+
+logger = logging.getLogger("sonicmoe")
+
+_START_S = 2.0  # until the first compilers run: processes start, compilers are imported
+_ASKED: set[tuple[object, ...]] = set()
+_MUTEX = threading.Lock()
+
+
+def compile_missing(
+    record: EngineRecord, workload: Workload, arch: str, config: ResolvedConfig | None = None
+) -> None:
+    """Compile what a run of this workload on this engine needs and the cache does not hold.
+
+    Looks once per process, cache and workload. Never raises for a kernel: one that failed, or may
+    not be compiled, raises its own error where it is loaded, and that place knows whether there is
+    something to fall back to.
+    """
+    settings = config or current_config()
+    cache = default_cache(settings)
+    asked = (cache.root, cache.local_root, record.name, workload, arch)
+    # Threads of one process need the same kernels. The second one waits here for the first.
+    with _MUTEX:
+        if asked not in _ASKED:
+            _ASKED.add(asked)
+            if settings.compile_jobs != OFF and forbidden_by() is None:
+                _compile(missing(run_jobs(record, workload, arch), cache), workload, settings)
+
+
+def run_jobs(record: EngineRecord, workload: Workload, arch: str) -> tuple[CompileJob, ...]:
+    """Every distinct compile job that a run of this workload may load: forward, backward, flush."""
+    jobs = (*record.jobs(workload, arch), *(source(arch) for source in EVERY_RUN))
+    return tuple(dict.fromkeys(jobs))
+
+
+def missing(jobs: Sequence[CompileJob], cache: CompileCache) -> list[CompileJob]:
+    """Those that the cache does not hold and this machine can compile."""
+    keys = ((job, job.key()) for job in jobs)
+    return [job for job, key in keys if key.toolchain is not None and cache.try_load(key) is None]
+
+
+def expected_seconds(jobs: Sequence[CompileJob], processes: int) -> float:
+    """How long it takes at best: the longest job, or the work shared evenly."""
+    efforts = [job.effort_s for job in jobs]
+    return _START_S + max(*efforts, sum(efforts) / processes)
+
+
+def _compile(jobs: list[CompileJob], workload: Workload, settings: ResolvedConfig) -> None:
+    if not jobs:
+        return
+    cache = default_cache(settings)
+    slots = HostSlots(cache.local_root, settings.compile_jobs)
+    collected, started = Outcomes(), time.monotonic()
+    # One line for the ranks of a host, from the one that gets here first.
+    speaker = slots.claim("announcement")
+    level = logging.DEBUG if speaker is None else logging.WARNING
+    processes = min(slots.count, len(jobs))
+    logger.log(
+        level,
+        "sonicmoe: compiling %d kernels with %d processes, about %.0f s; "
+        "`sonicmoe warmup --E <local experts> --H %d --I %d` does this ahead of time",
+        len(jobs),
+        processes,
+        expected_seconds(jobs, processes),
+        workload.hidden_size,
+        workload.intermediate_size,
+    )
+    try:
+        ParallelBuild(jobs, cache, slots, collected).run()
+    finally:
+        if speaker is not None:
+            speaker.release()
+    _report(collected.outcomes, time.monotonic() - started, level)
+
+
+def _report(outcomes: Sequence[KernelOutcome], seconds: float, level: int) -> None:
+    failed = sorted({outcome.kernel for outcome in outcomes if outcome.state == FAILED})
+    ready = len(outcomes) - sum(outcome.state == FAILED for outcome in outcomes)
+    # The error itself comes where the kernel is loaded.
+    problem = f"; failed: {', '.join(failed)}" if failed else ""
+    logger.log(level, "sonicmoe: %d kernels are ready after %.1f s%s", ready, seconds, problem)

@@ -1,0 +1,95 @@
+"""CPUs that this process may use: its affinity, and the quota of its control group (v1 and v2).
+
+`os.cpu_count` counts the CPUs of the host, which would start far too many compilers in a container.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONTROLLER = {"cpu", "cpuacct,cpu", "cpu,cpuacct"}
+
+
+@dataclass(frozen=True)
+class Quota:
+    """CPU time per time that a control group may use, in CPUs; `group`: which one, on this host."""
+
+    cpus: float
+    group: str
+
+
+def affinity() -> tuple[int, ...]:
+    """The numbers of the CPUs that this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def quota(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> Quota | None:
+    """The smallest quota of this process's control group and of those above it, if there is one."""
+    found = [
+        limit
+        for folder in _groups(membership, mount)
+        if (limit := _quota_v2(folder) or _quota_v1(folder)) is not None
+    ]
+    return min(found, key=lambda limit: limit.cpus, default=None)
+
+
+def usable_cpus() -> int:
+    """Compilers that can run at full speed: the CPUs of the affinity, or fewer under a quota."""
+    limit = quota()
+    count = len(affinity())
+    return count if limit is None else max(1, min(count, math.ceil(limit.cpus)))
+
+
+def _groups(membership: Path, mount: Path) -> list[Path]:
+    """The directories of this process's groups, each with those above it.
+
+    A container may see the path that the host has for its group, below a mount that begins at that
+    group. Those directories do not exist then, and the last of the list, the mount itself, does.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number != "0" and controllers not in _CONTROLLER:
+            continue
+        root = mount / controllers if controllers else mount
+        group = Path(path.strip("/"))
+        folders += [root / above for above in (group, *group.parents)]
+    return list(dict.fromkeys(folders))
+
+
+def _quota_v2(folder: Path) -> Quota | None:
+    values = _numbers(folder / "cpu.max")  # "max 100000" where there is no limit
+    return None if len(values) != 2 else _limit(folder, *values)
+
+
+def _quota_v1(folder: Path) -> Quota | None:
+    values = [
+        number
+        for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        for number in _numbers(folder / name)
+    ]
+    return None if len(values) != 2 else _limit(folder, *values)
+
+
+def _limit(folder: Path, quota_us: int, period_us: int) -> Quota | None:
+    if quota_us <= 0 or period_us <= 0:  # v1 says -1 where there is no limit
+        return None
+    # Containers all call their own group "/". The inode is the same for every process of the group.
+    return Quota(quota_us / period_us, str(folder.stat().st_ino))
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        return [int(word) for word in path.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError):
+        return []

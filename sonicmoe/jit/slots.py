@@ -1,0 +1,125 @@
+"""Places for compile processes, shared by all ranks of a host, and claims on the kernels that they
+compile.
+
+Both are locked files in a directory of this node. The operating system releases a lock when the
+last process that holds its open file ends, also by SIGKILL, so a place or a claim never stays
+behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import cpus
+from .files import check_private
+
+logger = logging.getLogger("sonicmoe")
+
+AUTO, OFF = "auto", "off"
+_HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
+_TOLD: set[str] = set()
+
+
+class Held:
+    """Locked files. The locks end with `release`, or with the last process that has `descriptors`
+    open.
+    """
+
+    def __init__(self, descriptors: tuple[int, ...]) -> None:
+        """Take over open, locked descriptors."""
+        self.descriptors = descriptors
+
+    def release(self) -> None:
+        """Unlock now, whichever process has inherited the descriptors. Idempotent."""
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
+            # Closing alone would not unlock: a data loader that was forked meanwhile has a copy.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+class HostSlots:
+    """As many places as compilers may run at once, over all processes that share CPUs or a quota.
+
+    A place is one lock of every group: a CPU, and a share of the quota where there is one. Ranks
+    that are pinned to CPUs of their own thus add up, and ranks that share CPUs share places.
+    """
+
+    def __init__(self, local_root: Path, limit: str | int = AUTO) -> None:
+        """Places in a directory below `local_root`, which is made when the first one is taken.
+
+        Args:
+            local_root: the cache's directory on this node.
+            limit: a number of places, or "auto".
+        """
+        self._root, self._folder = local_root, local_root / "slots"
+        self._groups = _groups(limit)
+        self.count = min(map(len, self._groups))
+        self._shared = True
+
+    def take(self) -> Held | None:
+        """A free place, or None while others have them all."""
+        return self._held(self._groups)
+
+    def claim(self, name: str) -> Held | None:
+        """The exclusive right to `name` on this host, or None while another process has it."""
+        return self._held([(name,)])
+
+    def _held(self, groups: Iterable[tuple[str, ...]]) -> Held | None:
+        """One lock of every group, or None."""
+        descriptors: list[int] = []
+        try:
+            if self._shared:
+                self._make_folder()
+                for names in groups:
+                    free = (self._lock(name) for name in names)
+                    descriptors.append(next(held for held in free if held is not None))
+        except StopIteration:
+            Held(tuple(descriptors)).release()
+            return None
+        except OSError as error:
+            # Without the directory this process keeps to its own number of compilers.
+            self._shared = False
+            line = f"{self._folder}: the ranks of this host cannot share their compilers ({error})"
+            if line not in _TOLD:
+                _TOLD.add(line)
+                logger.warning("%s", line)
+        return Held(tuple(descriptors))
+
+    def _make_folder(self) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(self._root)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+
+    def _lock(self, name: str) -> int | None:
+        """The descriptor of the locked file, which a child inherits only where it is told to."""
+        path = self._folder / f"{name}.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _HELD_BY_ANOTHER:
+                return None
+            raise
+        return descriptor
+
+
+def _groups(limit: str | int) -> tuple[tuple[str, ...], ...]:
+    if limit != AUTO:
+        return (_numbered("process", int(limit)),)
+    groups = [tuple(f"cpu-{number}" for number in cpus.affinity())]
+    found = cpus.quota()
+    if found is not None:
+        groups.append(_numbered(f"quota-{found.group}", max(1, math.ceil(found.cpus))))
+    return tuple(groups)
+
+
+def _numbered(stem: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{stem}-{number}" for number in range(count))

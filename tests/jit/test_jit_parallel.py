@@ -1,0 +1,154 @@
+"""Real processes that share the compile jobs of one empty cache, as the ranks of a host do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_jobs import DyingJob, FailingJob, FakeJob
+from processes import TIMEOUT_S, Field, environment
+from racer import make_key
+from test_jit_races import hold
+
+from sonicmoe.jit import CompileCache
+from sonicmoe.jit.parallel import Outcomes, ParallelBuild, longest_first
+from sonicmoe.jit.slots import HostSlots
+
+RANKS, JOBS, LIMIT = 4, 6, 3
+
+
+def start(field: Field, number: int, **request: Any) -> subprocess.Popen[str]:
+    """A rank in a process group of its own, which a test can kill with its workers."""
+    request = {
+        "root": str(field.root), "local": str(field.local), "log": str(field.log),
+        "go": str(field.folder / "go"), "jobs": JOBS, "limit": LIMIT, "seconds": 0.2, **request,
+    }  # fmt: skip
+    path = field.folder / f"rank-{number}.json"
+    path.write_text(json.dumps(request))
+    command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(path)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def result(rank: subprocess.Popen[str]) -> dict[str, str]:
+    out, err = rank.communicate(timeout=TIMEOUT_S)
+    assert rank.returncode == 0, err
+    outcomes: dict[str, str] = json.loads(out)
+    return outcomes
+
+
+def most_at_once(times: Path) -> int:
+    """How many compiles ran at the same moment, at most."""
+    events = []
+    for line in times.read_text().splitlines():
+        began, ended = map(float, line.split())
+        events += [(began, 1), (ended, -1)]
+    running = [0]
+    for _, change in sorted(events):
+        running.append(running[-1] + change)
+    return max(running)
+
+
+def test_ranks_share_the_jobs_and_the_places_of_their_host(field: Field) -> None:
+    ranks = [start(field, number) for number in range(RANKS)]
+    (field.folder / "go").touch()
+    outcomes = [result(rank) for rank in ranks]
+    assert field.builds() == dict.fromkeys(range(1, JOBS + 1), 1)
+    assert all(set(each) == {f"fake_{size}" for size in range(1, JOBS + 1)} for each in outcomes)
+    states = Counter(state for each in outcomes for state in each.values())
+    assert states == {"built": JOBS, "cached": JOBS * (RANKS - 1)}
+    # Jobs that found the artefact of another rank are not compiles, but counting them is safe.
+    assert 1 <= most_at_once(field.log.with_suffix(".times")) <= LIMIT
+
+
+def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field: Field) -> None:
+    (field.folder / "go").touch()
+    victim = start(field, 0, seconds=60.0)
+    field.until(lambda: sum(field.builds().values()) == LIMIT)
+    other = start(field, 1)
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    assert set(result(other).values()) == {"built"}
+    assert sum(field.builds().values()) == JOBS + LIMIT
+
+
+def test_workers_of_a_killed_rank_keep_their_places_and_finish(field: Field) -> None:
+    (field.folder / "go").touch()
+    victim = start(field, 0, limit=1, seconds=2.0)
+    field.until(lambda: field.builds() == {1: 1})
+    victim.kill()
+    victim.wait()  # and not communicate(), which would wait for the worker too
+    slots = HostSlots(field.local, 1)
+    assert slots.take() is None, "the orphan holds the only place until it has published"
+    other = result(start(field, 1, limit=1, jobs=1))
+    assert other == {"fake_1": "cached"} and field.builds() == {1: 1}
+
+
+def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field: Field) -> None:
+    (field.folder / "go").touch()
+    lock = field.root / "locks" / f"fake-{make_key(2).digest}.lock"
+    lock.parent.mkdir(parents=True)
+    holder = hold(lock)
+    try:
+        outcomes = result(start(field, 0, timeout=0.5))
+    finally:
+        holder.kill()
+        holder.communicate()
+    failed = outcomes.pop("fake_2")
+    assert set(outcomes.values()) == {"built"}
+    assert failed.startswith("failed waited 0.5 s for fake[H=2"), failed
+
+
+def build(field: Field, cache: CompileCache, jobs: list[FakeJob], limit: int = 2) -> Outcomes:
+    collected = Outcomes()
+    ParallelBuild(jobs, cache, HostSlots(field.local, limit), collected).run()
+    return collected
+
+
+def test_a_failing_or_dying_job_costs_no_other_job_and_no_place(
+    field: Field, cache: CompileCache
+) -> None:
+    bad = [FailingJob(1, field.log), DyingJob(2, field.log)]
+    outcomes = build(field, cache, [*bad, FakeJob(3, field.log), FakeJob(4, field.log)]).outcomes
+    states = {outcome.kernel: outcome.state for outcome in outcomes}
+    assert states == {
+        "fake_1": "failed", "fake_2": "failed", "fake_3": "built", "fake_4": "built",
+    }  # fmt: skip
+    slots = HostSlots(field.local, 2)
+    assert slots.take() and slots.take() and slots.take() is None
+
+
+def test_the_longest_job_begins_first(field: Field) -> None:
+    jobs = [FakeJob(1, field.log, 1.0), FakeJob(2, field.log, 3.0), FakeJob(3, field.log, 2.0)]
+    assert [job.size for job in longest_first(jobs)] == [2, 3, 1]
+
+
+def test_an_interrupt_ends_the_workers(
+    field: Field, cache: CompileCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = ParallelBuild(
+        [FakeJob(1, field.log, 60.0)], cache, HostSlots(field.local, 1), Outcomes()
+    )
+
+    def interrupt() -> None:
+        field.until(lambda: field.builds() == {1: 1})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "_pause", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        running.run()
+    field.until(lambda: HostSlots(field.local, 1).take() is not None)
+    assert cache.try_load(make_key(1)) is None
