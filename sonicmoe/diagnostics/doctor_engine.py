@@ -17,10 +17,12 @@ from ..enums import EngineName
 from ..errors import SonicMoEError
 from ..install import NVIDIA_DRIVER
 from ..jit.cache import CompileCache, default_cache
+from ..jit.cpus import usable_cpus
 from ..jit.errors import CompileError, CompileForbiddenError
 from ..jit.guard import no_compile
+from ..jit.parallel import FAILED
 from ..jit.plan import CompileJob, ModelSpec
-from ..jit.warmup import FAILED, default_jobs, warm_up
+from ..jit.warmup import warm_up
 from .doctor_report import KernelState, Report
 
 PRECISIONS = ("bf16", "fp8")
@@ -116,7 +118,7 @@ def _compile(
     selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
     spec = ModelSpec(selftest.E, selftest.H, selftest.I)
     progress(
-        f"compiling {len(missing)} kernels in {min(default_jobs(), len(missing))} processes, "
+        f"compiling {len(missing)} kernels in {min(usable_cpus(), len(missing))} processes, "
         "a minute or more"
     )
     try:
