@@ -360,6 +360,13 @@ class SonicMoEConfig:
         "node-local copy of the compile cache: read after it, written when it is read-only or "
         "full; default: sonicmoe-<uid> in the temporary directory",
     )
+    trust_cache: Flag[bool] = Flag(
+        "SONIC_MOE_TRUST_CACHE",
+        BOOLEAN,
+        False,
+        "`1`: load kernels from `cache_dir` whoever can write there; without it a directory that "
+        "every user can write is refused (docs/security.md)",
+    )
     lock_timeout_s: Flag[float] = Flag(
         "SONIC_MOE_LOCK_TIMEOUT",
         SECONDS,

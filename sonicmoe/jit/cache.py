@@ -12,12 +12,12 @@ Promises:
   miss.
 * A cache directory that cannot be written is explained once, still read, and complemented by a
   node-local directory.
+* Nothing is loaded from a directory in which somebody could have planted it (docs/security.md).
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -27,10 +27,11 @@ from typing import Any, TypeVar
 
 from ..config import ResolvedConfig, current_config
 from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenError, ToolchainError
-from .files import StoreFiles
+from .files import DamagedFileError, StoreFiles
 from .guard import check_compile_allowed
 from .key import CompileKey
 from .manifest import Artefact
+from .place import Trust, shared_trust
 from .store import ArtefactStore, Builder, StoreProblemError
 
 logger = logging.getLogger("sonicmoe")
@@ -54,36 +55,37 @@ class CompileCache:
         visibility_timeout_s: float = 10.0,
         files: StoreFiles | None = None,
         host: str = "",
+        trusted: bool = False,
     ) -> None:
-        """A cache; creates no directory yet. Arguments as for `ArtefactStore`."""
+        """A cache; creates no directory yet. Arguments as for `ArtefactStore`; `trusted`: use
+        `root` whoever can write there.
+        """
         host = host or socket.gethostname()
 
-        def store(path: Path, private: bool) -> ArtefactStore:
+        def store(path: Path, trust: Trust) -> ArtefactStore:
             return ArtefactStore(
                 path,
                 lock_timeout_s=lock_timeout_s,
                 visibility_timeout_s=visibility_timeout_s,
                 files=files,
                 host=host,
-                private=private,
+                trust=trust,
             )
 
         self.root, self.local_root = Path(root), Path(local_root)
         self.lock_timeout_s = lock_timeout_s
-        # The shared directory is trusted as the operator's choice. The local one usually lies in a
-        # temporary directory where every user may write, so its owner and mode are checked before
-        # code is loaded from it.
-        self._shared, self._local = (
-            store(self.root, private=False),
-            store(self.local_root, private=True),
-        )
-        self._rebuilt = store(self.local_root / f"rebuilt-{host}", private=True)
+        self.trusted = trusted
+        # The operator chose the shared directory, so its owner and group may be others. The local
+        # one usually lies in a temporary directory where every user may write, and belongs to this
+        # user alone.
+        self._shared = store(self.root, shared_trust(trusted))
+        self._local = store(self.local_root, Trust.OWNER)
+        self._rebuilt = store(self.local_root / f"rebuilt-{host}", Trust.OWNER)
         # Loaded kernels live as long as the cache, which for `default_cache` is the life of the
         # process. Nothing is unloaded: captured graphs and saved functions may hold on to it.
         self._loaded: dict[tuple[Any, ...], Any] = {}
         self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
         self._mutex = threading.Lock()
-        self._explained: set[str] = set()
 
     def try_load(self, key: CompileKey) -> Artefact | None:
         """The verified artefact of `key`, or None. Takes no lock, writes nothing, never raises."""
@@ -104,10 +106,12 @@ class CompileCache:
         try:
             # A build whose "compiler" copies: lock, manifest and publishing rename are those of any
             # other build.
-            return self._shared.build(key, lambda folder: _copy_files(local, folder))
+            return self._shared.build(key, lambda folder: self._local.copy(local, folder))
         except StoreProblemError as problem:
             self._explain(problem)
-            return local
+        except (DamagedFileError, OSError):
+            pass  # the local one changed under the copy, so it is looked at again
+        return self._local.lookup(key).artefact
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The artefact of `key`; `builder(folder)` is called to fill an empty private folder only
@@ -120,12 +124,13 @@ class CompileCache:
             CacheUnwritableError: neither directory can take it.
             Exception: whatever `builder` raises.
         """
-        found = self.try_load(key)
+        shared = self._shared.lookup(key)
+        found = shared.artefact or self._local.lookup(key).artefact
         if found is not None:
             return found
         # Asked before any lock is taken, so that a process that may not compile never waits for one
         # that does.
-        self.require_compiler(key, self._shared.lookup(key).reason)
+        self.require_compiler(key, shared.reason)
         try:
             return self._shared.build(key, builder)
         except StoreProblemError as problem:
@@ -194,9 +199,7 @@ class CompileCache:
             raise
         except Exception as error:
             line = f"{key} in {artefact.path} does not load on this host ({error}): building it for this host"
-            if line not in self._explained:  # callers may try again, and one line is enough
-                self._explained.add(line)
-                logger.warning("%s", line)
+            _say_once(line)  # callers may try again
             first = error
         rebuilt = self._rebuilt.lookup(key).artefact
         if rebuilt is None:
@@ -236,30 +239,30 @@ class CompileCache:
             ) from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
-        # By reason and not by key: a read-only directory is one problem, however many kernels miss
-        # it.
-        if problem.reason not in self._explained:
-            self._explained.add(problem.reason)
-            logger.warning(
-                "compile cache %s; what it holds is still used, new artefacts go to %s on this node. %s",
-                problem, self.local_root, HOW_TO_HELP,
-            )  # fmt: skip
+        # Without the key: a read-only directory is one problem, however many kernels miss it.
+        _say_once(
+            f"compile cache {problem}; what cannot be read or stored there goes to {self.local_root} "
+            f"on this node. {HOW_TO_HELP}"
+        )
 
 
-def _copy_files(artefact: Artefact, folder: Path) -> None:
-    # The manifest itself is not listed and not copied, because the publication writes one for the
-    # new directory.
-    for name in artefact.manifest["files"]:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artefact.file(name), target)
+# Of the process and not of a cache, because a compile worker opens a cache for each kernel.
+_SAID: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _SAID:
+        _SAID.add(line)
+        logger.warning("%s", line)
 
 
 # One instance per set of directories, so that all callers share the loaded kernels. The limit
 # covers processes that switch configurations, as tests do.
 @lru_cache(maxsize=8)
-def _shared_instance(root: Path, local_root: Path, lock_timeout_s: float) -> CompileCache:
-    return CompileCache(root, local_root, lock_timeout_s=lock_timeout_s)
+def _shared_instance(
+    root: Path, local_root: Path, lock_timeout_s: float, trusted: bool
+) -> CompileCache:
+    return CompileCache(root, local_root, lock_timeout_s=lock_timeout_s, trusted=trusted)
 
 
 def default_cache(config: ResolvedConfig | None = None) -> CompileCache:
@@ -267,4 +270,6 @@ def default_cache(config: ResolvedConfig | None = None) -> CompileCache:
     stay loaded.
     """
     settings = config or current_config()
-    return _shared_instance(settings.cache_dir, settings.local_cache_dir, settings.lock_timeout_s)
+    return _shared_instance(
+        settings.cache_dir, settings.local_cache_dir, settings.lock_timeout_s, settings.trust_cache
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def run_build_script(
         done = subprocess.run(
             [sys.executable, "-P", str(script), str(path)], env={**os.environ, "PYTHONPATH": search, **environment},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            timeout=_TIMEOUT_S, check=False,
+            timeout=_TIMEOUT_S, check=False, umask=_share(path.parent),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         # `subprocess.run` has killed the child by now. Its output is lost, so the message has none.
@@ -48,3 +49,15 @@ def run_build_script(
             f"{name} did not compile (exit status {done.returncode}):\n{done.stdout[-_LOG_TAIL:]}"
         )
     return done.stdout
+
+
+def _share(folder: Path) -> int:
+    """The umask of a build in `folder`; -1 keeps that of this process.
+
+    In a cache that a group shares, another member has to be able to remove what a killed build
+    leaves, down to its intermediate files.
+    """
+    if not folder.parent.stat().st_mode & stat.S_IWGRP:
+        return -1
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXG)
+    return 0o002

@@ -22,7 +22,7 @@ from typing import Any
 
 from .errors import KeyFieldError
 
-LAYOUT = 1  # of artefact directories; part of every digest, so that another layout is a miss
+LAYOUT = 2  # of artefact directories; part of every digest, so that another layout is a miss
 
 # The kernel name becomes a directory and part of file names, so neither it nor the architecture may
 # hold a slash or a dot that leads out of the cache.

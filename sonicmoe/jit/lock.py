@@ -20,7 +20,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
@@ -29,6 +28,7 @@ from .errors import CompileLockTimeout
 from .files import StoreFiles
 from .key import CompileKey
 from .manifest import utc_now
+from .place import FILE_BITS, Place, inherited_mode
 
 logger = logging.getLogger("sonicmoe")
 
@@ -51,6 +51,31 @@ _NATIVE_ONLY: dict[str, Any] = (
 )
 
 
+def file_lock(folder: Place, name: str) -> Any:
+    """The lock `<name>.lock` in an existing directory, not yet acquired. filelock opens the path
+    without following a link; the directory is judged here.
+
+    Raises:
+        OSError: the directory cannot be opened, or somebody else could have planted it.
+    """
+    with folder.opened() as descriptor:
+        mode = inherited_mode(os.fstat(descriptor), FILE_BITS)
+    return FileLock(str(folder / f"{name}.lock"), mode=mode, **_NATIVE_ONLY)
+
+
+def release(lock: Any, name: str) -> None:
+    """Give a lock back, and say so in the log where the system refuses twice."""
+    for _ in range(2):
+        try:
+            lock.release()
+            return
+        except OSError as error:
+            refused = error
+    logger.warning(
+        "the lock %s could not be given back (%s); the end of this process frees it", name, refused
+    )
+
+
 class KeyLock:
     """The lock of one key, on a path outside the directory that is built.
 
@@ -64,12 +89,12 @@ class KeyLock:
     """
 
     def __init__(
-        self, folder: Path, key: CompileKey, timeout_s: float, files: StoreFiles, host: str
+        self, folder: Place, key: CompileKey, timeout_s: float, files: StoreFiles, host: str
     ) -> None:
         """A lock in `folder` (created on acquire) that waits `timeout_s` seconds at most."""
         self._key, self._timeout_s, self._files = key, timeout_s, files
-        self._path = folder / f"{key.kernel}-{key.digest}.lock"
-        self._note = self._path.with_suffix(".json")
+        self._folder, self._name = folder, f"{key.kernel}-{key.digest}"
+        self._note = folder / f"{self._name}.json"
         self._host = host
         # `None` also while the lock is "held" on a file system without locks: there is nothing to
         # release then.
@@ -85,8 +110,8 @@ class KeyLock:
             CompileLockTimeout: the bounded wait is over; names the holder.
             OSError: the lock file cannot be created.
         """
-        self._files.make_dir(self._path.parent)
-        lock: Any = FileLock(str(self._path), **_NATIVE_ONLY)
+        self._files.make_dir(self._folder)
+        lock = file_lock(self._folder, self._name)
         # The wait is cut into slices of two seconds, because filelock can wait for the lock only
         # and this caller waits for the lock or the artefact. `monotonic` ignores changes of the
         # wall clock.
@@ -153,10 +178,10 @@ class KeyLock:
 
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
-        """Let the next waiter in."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        """Let the next waiter in. Never raises, because the build is over and its result counts."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            release(lock, str(self._folder / self._name))
 
     def published_elsewhere(self) -> bool:
         """Whether the last holder ran on another host and reported a publication that may not be
@@ -170,7 +195,7 @@ class KeyLock:
         self.native = False
         logger.warning(
             "%s: the file system has no file locks (%s); processes that start together may each build a kernel, and "
-            "the first to publish wins", self._path.parent, error,
+            "the first to publish wins", self._folder, error,
         )  # fmt: skip
 
     def _read_note(self) -> dict[str, Any]:
@@ -195,7 +220,7 @@ class KeyLock:
         )
         return (
             f"waited {self._timeout_s:g} s for {self._key}, which is being built by pid {pid} on host {host} since {since} "
-            f"(lock {self._path}); {hint}, or raise SONIC_MOE_LOCK_TIMEOUT"
+            f"(lock {self._folder / self._name}.lock); {hint}, or raise SONIC_MOE_LOCK_TIMEOUT"
         )
 
 

@@ -4,17 +4,24 @@ file.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import socket
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import StoreFiles, sha256_of
+from .files import DamagedFileError, FileFacts, StoreFiles, parse_json
 from .key import CompileKey
+from .place import Place
 
 MANIFEST = "manifest.json"
+_PLAIN_NAME = re.compile(r"[\w./-]{1,100}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -34,56 +41,78 @@ class Artefact:
         return self.path / name
 
 
-def describe(key: CompileKey, folder: Path, seconds: float) -> dict[str, Any]:
-    """The manifest of the files below `folder`; `seconds` is the time that the build took."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    files = {
-        path.relative_to(folder).as_posix(): {
-            "size": path.stat().st_size,
-            "sha256": sha256_of(path),
-        }
-        for path in paths
-    }
+def describe(key: CompileKey, files: Mapping[str, FileFacts], seconds: float) -> dict[str, Any]:
+    """The manifest of an artefact with these files; `seconds` is the time that the build took."""
     built = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "seconds": round(seconds, 3),
         "at": utc_now(),
     }
-    return {"key": key.record(), "files": files, "built": built}
+    promised = {
+        "key": key.record(),
+        "files": {name: facts._asdict() for name, facts in files.items()},
+    }
+    return {**promised, "sha256": _digest(promised), "built": built}
 
 
-def verify(key: CompileKey, folder: Path, files: StoreFiles) -> Artefact | str:
-    """The artefact in `folder`, or the reason why it is not one. Clocks and modification times do
-    not matter.
+def verify(key: CompileKey, folder: Place, files: StoreFiles) -> Artefact:
+    """The artefact in `folder`. Clocks and modification times do not matter.
 
-    Size first and checksum second: a truncated file, the usual damage, is found without reading it.
+    Raises:
+        DamagedFileError: it was read and is not an artefact of `key`.
+        OSError: it could not be read, or somebody else could have planted it.
     """
-    manifest = files.read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return f"{MANIFEST} is missing or unreadable"
-    # The directory name holds only a shortened digest; the record in the manifest is the whole key.
-    if not key.accepts(manifest.get("key")):
-        return f"{MANIFEST} belongs to another key"
+    with _about(MANIFEST):
+        manifest = parse_json(files.read_text(folder, MANIFEST))
+    try:
+        # Nesting that the parser survived may still be too deep for a comparison.
+        listed = _listed(key, manifest)
+    except RecursionError:
+        raise DamagedFileError(f"{MANIFEST} is nested too deeply") from None
     # Only listed files are checked. An additional file, such as one that a network file system
     # leaves behind after a delete, does no harm.
-    for name, expected in manifest["files"].items():
-        problem = _file_problem(folder / name, expected)
-        if problem:
-            return f"{name} {problem}"
-    return Artefact(key, folder, manifest)
+    for name, facts in listed.items():
+        with _about(name):
+            files.check(folder, name, facts)
+    return Artefact(key, folder.path, manifest)
 
 
-def _file_problem(path: Path, expected: Any) -> str | None:
+def _listed(key: CompileKey, manifest: Any) -> dict[str, FileFacts]:
+    """The files of a manifest, after its form, its key and its own checksum were checked."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise DamagedFileError(f"{MANIFEST} is no manifest")
+    # The directory name holds only a shortened digest; the record in the manifest is the whole key.
+    if not key.accepts(manifest.get("key")):
+        raise DamagedFileError(f"{MANIFEST} belongs to another key")
+    # Without a checksum of its own, a manifest that lost a line would describe a smaller artefact.
+    promised = {name: manifest[name] for name in ("key", "files")}
+    if manifest.get("sha256") != _digest(promised):
+        raise DamagedFileError(f"{MANIFEST} does not match its own checksum")
     try:
-        size = path.stat().st_size
-        if size != expected["size"]:
-            return f"has {size} bytes instead of {expected['size']}"
-        return None if sha256_of(path) == expected["sha256"] else "does not match its checksum"
-    # KeyError and TypeError come from a manifest whose entries have another form, for example of a
-    # later version.
-    except (OSError, KeyError, TypeError) as error:
-        return f"cannot be verified ({error})"
+        return {
+            name: FileFacts(facts["size"], facts["sha256"])
+            for name, facts in manifest["files"].items()
+        }
+    # Entries of another form, for example of a later version.
+    except (KeyError, TypeError):
+        raise DamagedFileError(f"{MANIFEST} describes its files in another form") from None
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Put the name of a file in front of a finding about it."""
+    try:
+        yield
+    except DamagedFileError as damage:
+        # A name out of a damaged manifest may hold anything, also control sequences of a terminal.
+        shown = name if _PLAIN_NAME.fullmatch(name) else ascii(name)
+        raise DamagedFileError(f"{shown} {damage}") from None
+
+
+def _digest(promised: dict[str, Any]) -> str:
+    text = json.dumps(promised, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def utc_now() -> str:

@@ -85,7 +85,9 @@ class ParallelBuild:
             collected: gets one outcome per job.
         """
         self._cache, self._slots, self._collected = cache, slots, collected
-        self._settings = CacheSettings(cache.root, cache.local_root, cache.lock_timeout_s)
+        self._settings = CacheSettings(
+            cache.root, cache.local_root, cache.lock_timeout_s, cache.trusted
+        )
         self._pending = longest_first(jobs)
         # Asked for at every look around, and a key hashes source files.
         self._keys = {job: job.key() for job in jobs}

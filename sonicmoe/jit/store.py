@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import StoreFiles, check_private, describe_problem, is_storage_problem
+from .errors import CompileError
+from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
 from .key import CompileKey
 from .lock import FAILED, PUBLISHED, KeyLock
 from .manifest import MANIFEST, Artefact, describe, verify
+from .place import Place, Trust, UntrustedPlaceError
+from .sweep import sweep_abandoned
 
 logger = logging.getLogger("sonicmoe")
 
@@ -35,6 +40,11 @@ _KEPT_IN_QUARANTINE = 3
 # Such an error is no verdict. `Claim.publish` looks for the artefact before it believes the error.
 _RACE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE}
 _FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
+# Answers of a network file system or a busy machine that the next moment may change.
+_MAY_PASS = {
+    errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
+}  # fmt: skip
+_PAUSES_S = (0.01, 0.05)  # between the attempts of one look
 
 
 # `CompileCache` has to tell two kinds of failure apart. A compiler that refuses the source refuses
@@ -53,11 +63,18 @@ class StoreProblemError(Exception):
 
 @dataclass(frozen=True)
 class Lookup:
-    """The outcome of a lock-free look at the store: an artefact, or why there is none."""
+    """The outcome of a lock-free look at the store: an artefact, or why there is none.
+
+    Attributes:
+        damaged: one was read and found damaged, so it has to go before another can be published.
+        unreadable: the directory could not be read, or is refused. It may hold an intact artefact,
+            so nothing there is touched.
+    """
 
     artefact: Artefact | None
     reason: str
     damaged: bool = False
+    unreadable: bool = False
 
 
 class ArtefactStore:
@@ -77,7 +94,7 @@ class ArtefactStore:
         visibility_timeout_s: float,
         files: StoreFiles | None = None,
         host: str = "",
-        private: bool = False,
+        trust: Trust = Trust.SHARED,
     ) -> None:
         """A store below `root`, which need not exist.
 
@@ -88,26 +105,35 @@ class ArtefactStore:
                 visible, seconds.
             files: file operations; for fault injection.
             host: this host's name; for fault injection.
-            private: refuse to load from a directory that other users can write.
+            trust: who may be able to write there; nothing is read or written otherwise.
         """
-        self.root = root
+        self.root, self.place = root, Place.of(root, trust)
         self.files = files or StoreFiles()
         self._lock_timeout_s, self._visibility_timeout_s = lock_timeout_s, visibility_timeout_s
         self._host = host or socket.gethostname()
-        self._private = private
+        self._swept = False
 
-    def path_of(self, key: CompileKey) -> Path:
+    def place_of(self, key: CompileKey) -> Place:
         """Where the artefact of a key lies once published."""
-        return self.root / "artefacts" / key.kernel / key.digest
+        return self.place / "artefacts" / key.kernel / key.digest
 
     def lookup(self, key: CompileKey) -> Lookup:
         """Look without a lock and without writing. Never raises."""
-        try:
-            return self._lookup(key)
-        # A null byte in the configured path raises ValueError and a damaged manifest any other
-        # type, so no list of types would be complete.
-        except Exception as error:  # whatever is wrong with a cache, it is a miss
-            return Lookup(None, f"{self.root} cannot be read: {error}")
+        for pause in (*_PAUSES_S, None):
+            try:
+                return self._lookup(key)
+            except UntrustedPlaceError as error:
+                return Lookup(None, describe_problem(error), unreadable=True)
+            except OSError as error:
+                if pause is None or error.errno not in _MAY_PASS:
+                    text = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
+                    return Lookup(None, f"{self.root} cannot be read: {text}", unreadable=True)
+                time.sleep(pause)
+            # A null byte in the configured path raises ValueError, and no list of types would be
+            # complete.
+            except Exception as error:  # whatever is wrong with a cache, it is a miss
+                return Lookup(None, f"{self.root} cannot be read: {error}", unreadable=True)
+        raise AssertionError("the last attempt returns")
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The published artefact of `key`, built by `builder(private directory)` if there is none.
@@ -140,7 +166,7 @@ class ArtefactStore:
             # and then hangs would otherwise keep every waiter until the timeout.
             found = lock.acquire(lambda: self.lookup(key).artefact)
         if found is not None:
-            yield Claim(self, key, lock, Path(), found)
+            yield Claim(self, key, lock, self.place, found)
             return
         try:
             with self._as_store_problem():
@@ -154,7 +180,7 @@ class ArtefactStore:
 
     def lock(self, key: CompileKey) -> KeyLock:
         """The lock of a key."""
-        return KeyLock(self.root / "locks", key, self._lock_timeout_s, self.files, self._host)
+        return KeyLock(self.place / "locks", key, self._lock_timeout_s, self.files, self._host)
 
     def await_visible(self, key: CompileKey) -> Lookup:
         """Look again until the artefact is visible, at most `visibility_timeout_s` seconds."""
@@ -171,13 +197,33 @@ class ArtefactStore:
             time.sleep(delay)
             delay = min(2 * delay, _LONGEST_RECHECK_S)
 
+    def copy(self, artefact: Artefact, folder: Path) -> None:
+        """Copy the files of an artefact of this store, as a builder of another.
+
+        Raises:
+            DamagedFileError: a file is not what the manifest says.
+            OSError: a file cannot be read or written.
+        """
+        source = self.place_of(artefact.key)
+        # The manifest itself is not listed and not copied, because the publication writes one for
+        # the new directory.
+        for name, facts in artefact.manifest["files"].items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with self.files.reading(source, name) as handle, open(target, "xb") as copy:
+                shutil.copyfileobj(handle, copy)
+            # The new manifest will describe the copy, so a copy that differs must not get that far.
+            with open(target, "rb") as copy:
+                if hashlib.file_digest(copy, "sha256").hexdigest() != facts["sha256"]:
+                    raise DamagedFileError(f"{name!r} changed while it was copied")
+
     def quarantine(self, key: CompileKey, reason: str) -> None:
         """Move a damaged artefact out of the way; call with the key's lock held.
 
         It is moved and not deleted in place, because another process may have loaded files of it:
         a rename leaves their open descriptors and mappings valid.
         """
-        source, folder = self.path_of(key), self.root / "quarantine"
+        source, folder = self.place_of(key), self.place / "quarantine"
         self.files.make_dir(folder)
         name = f"{key.kernel}-{key.digest}"
         target = folder / f"{name}.{secrets.token_hex(4)}"
@@ -190,9 +236,7 @@ class ArtefactStore:
             self.files.remove_tree(target)
 
     def _lookup(self, key: CompileKey) -> Lookup:
-        if self._private and self.root.exists():
-            check_private(self.root)
-        folder = self.root / "artefacts" / key.kernel
+        folder = self.place / "artefacts" / key.kernel
         names = self.files.names(folder)
         # A machine without the compiler cannot name a toolchain, and takes an artefact of any.
         if key.toolchain is None:
@@ -201,14 +245,18 @@ class ArtefactStore:
             candidates = [name for name in reversed(names) if name.startswith(f"{key.family}-")]
         else:
             candidates = [name for name in names if name == key.digest]
-        reason = f"no artefact in {folder}"
+        reason, unread = f"no artefact in {folder}", None
         for name in candidates:
-            # A lookup without a toolchain may find several artefacts. One damaged artefact does not
-            # hide an intact one behind it.
-            verdict = verify(key, folder / name, self.files)
-            if isinstance(verdict, Artefact):
-                return Lookup(verdict, "")
-            reason = f"the artefact {folder / name} is damaged: {verdict}"
+            # A lookup without a toolchain may find several artefacts. A damaged or unreadable one
+            # does not hide an intact one behind it.
+            try:
+                return Lookup(verify(key, folder / name, self.files), "")
+            except DamagedFileError as damage:
+                reason = f"the artefact {folder / name} is damaged: {damage}"
+            except OSError as error:
+                unread = error
+        if unread is not None:
+            raise unread
         return Lookup(None, reason, damaged=bool(candidates))
 
     def _open_claim(self, key: CompileKey, lock: KeyLock) -> Claim:
@@ -220,46 +268,57 @@ class ArtefactStore:
         again.
         """
         found = self.lookup(key)
-        if found.artefact is None and not found.damaged and lock.published_elsewhere():
+        missing = found.artefact is None and not found.damaged and not found.unreadable
+        if missing and lock.published_elsewhere():
             found = self.await_visible(key)
         if found.artefact is not None:
-            return Claim(self, key, lock, Path(), found.artefact)
+            return Claim(self, key, lock, self.place, found.artefact)
+        # What could not be read may be intact. It stays, and the build goes to another directory.
+        if found.unreadable:
+            raise StoreProblemError(self.root, found.reason.removeprefix(f"{self.root} "))
         # A rename refuses a target that is not empty, so the damaged directory has to leave the
         # name before the new build can take it.
         if found.damaged:
             self.quarantine(key, found.reason)
-        # Without a working lock, a directory in staging/ may belong to a live builder.
-        if lock.native:
-            self._sweep(key, lock)
-        staging = (
-            # The random part keeps two builders apart even where the file system has no locks and
-            # both hold "the" lock. `staging/` lies below the same root, because a rename is atomic
-            # only inside one file system.
-            self.root / "staging" / f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
-        )
+        # The random part keeps two builders apart even where the file system has no locks and both
+        # hold "the" lock. `staging/` lies below the same root, because a rename is atomic only
+        # inside one file system.
+        name = f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
+        staging = self.place / "staging" / name
         self.files.make_dir(staging)
+        try:
+            # Without a working lock, a directory in staging/ may belong to a live builder.
+            if lock.native:
+                self._sweep(key, lock, staging)
+            # Asked before the compiler runs, because a compile takes seconds and a kernel that
+            # cannot be stored is compiled again.
+            self.files.probe(staging)
+        except BaseException:
+            self.files.remove_tree(staging)
+            raise
         return Claim(self, key, lock, staging)
 
-    def _sweep(self, key: CompileKey, lock: KeyLock) -> None:
-        """Remove the private directories of killed builders of this key.
+    def _sweep(self, key: CompileKey, lock: KeyLock, own: Place) -> None:
+        """Remove the private directories of killed builders: those of this key, whose lock the
+        caller holds, and once in a process those that lie there for long.
 
         The operating system drops a lock when its holder dies, also by SIGKILL. The caller holds
         the lock now, so no directory of this key has a live owner. That conclusion fails on NFS
         that is mounted with node-local locks, where two hosts can both hold "the" lock. Then this
-        removes a live build, which ends with an error or builds again; a published artefact is
-        never touched.
+        may remove the directory of a live build, which fails or is repeated: no damaged artefact
+        becomes visible.
         """
-        folder = self.root / "staging"
+        folder = own.parent
         for name in self.files.names(folder):
-            if name.startswith(f"{key.kernel}-{key.digest}."):
+            if name.startswith(f"{key.kernel}-{key.digest}.") and name != own.name:
                 pid, host = lock.previous.get("pid", "?"), lock.previous.get("host", "?")
                 logger.warning(
-                    "an earlier build of %s (pid %s on %s) ended before it was complete",
-                    key,
-                    pid,
-                    host,
-                )
+                    "an earlier build of %s (pid %s on %s) ended before it was complete", key, pid, host
+                )  # fmt: skip
                 self.files.remove_tree(folder / name)
+        if not self._swept:
+            self._swept = True
+            sweep_abandoned(self.files, own, self.place / "locks")
 
     def _supervise(self, claim: Claim) -> Iterator[Claim]:
         """Yield the claim, tell the directory's faults from the builder's, and leave nothing
@@ -277,7 +336,7 @@ class ArtefactStore:
             # remove. Otherwise the note must not stay at "building" or the next host would see a
             # dead holder; a note that cannot be written harms nobody.
             if claim.artefact is None:
-                self.files.remove_tree(claim.staging)
+                self.files.remove_tree(claim.folder)
                 with suppress(OSError):
                     claim.lock.note(FAILED)
 
@@ -290,7 +349,7 @@ class ArtefactStore:
         # A compiler on a full disk fails with its own words and its own error type, so a write of
         # our own tells whether the directory was the cause.
         try:
-            self.files.probe(claim.staging)
+            self.files.probe(claim.folder)
         except OSError as cause:
             return describe_problem(cause)
         return None
@@ -298,9 +357,6 @@ class ArtefactStore:
     @contextmanager
     def _as_store_problem(self) -> Iterator[None]:
         try:
-            if self._private:
-                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                check_private(self.root)
             yield
         # TimeoutError is a subclass of OSError, and CompileLockTimeout one of TimeoutError. Without
         # this clause, a wait that took too long would count as a broken directory and the build
@@ -320,8 +376,13 @@ class Claim:
     store: ArtefactStore
     key: CompileKey
     lock: KeyLock
-    staging: Path
+    folder: Place
     artefact: Artefact | None = None
+
+    @property
+    def staging(self) -> Path:
+        """The private directory, for a builder."""
+        return self.folder.path
 
     def publish(self, seconds: float) -> Artefact:
         """Write the manifest and publish `staging`; if another process was faster, its artefact is
@@ -334,6 +395,10 @@ class Claim:
         try:
             self._write(seconds)
             found = self.store.await_visible(self.key)
+        except DamagedFileError as damage:
+            raise CompileError(
+                f"{self.key}: the build left something that {damage}, and only files can be stored"
+            ) from damage
         except OSError as error:
             # A failed rename is no failure if an intact artefact is visible afterwards. Without
             # working locks another process may have published first. A network file system may
@@ -348,10 +413,11 @@ class Claim:
             )
             if found.artefact is None:
                 raise StoreProblemError(self.store.root, describe_problem(error)) from error
-            self.store.files.remove_tree(self.staging)
+            self.store.files.remove_tree(self.folder)
         if found.artefact is None:
             raise StoreProblemError(
-                self.store.root, "it does not show the artefact that was published"
+                self.store.root,
+                f"it does not show the artefact that was published: {found.reason}",
             )
         self.artefact = found.artefact
         with suppress(OSError):  # the note only shortens other hosts' waits
@@ -362,14 +428,14 @@ class Claim:
         """Finish `staging` and rename it. Everything is flushed before the rename, so that a power
         cut cannot leave a complete name over incomplete files.
         """
-        files, target = self.store.files, self.store.path_of(self.key)
+        files, target = self.store.files, self.store.place_of(self.key)
         # The order matters. Scratch files are gone before the manifest lists the files, and the
-        # manifest is written before the flush, so the rename publishes nothing that a power cut
+        # manifest is written and flushed last, so the rename publishes nothing that a power cut
         # could still take away.
-        files.remove_tree(self.staging / SCRATCH)
-        files.write_text(
-            self.staging / MANIFEST, json.dumps(describe(self.key, self.staging, seconds), indent=1)
-        )
-        files.sync_tree(self.staging)
+        files.remove_tree(self.folder / SCRATCH)
+        facts = files.sync_tree(self.folder)
+        manifest = json.dumps(describe(self.key, facts, seconds), indent=1)
+        files.write_text(self.folder / MANIFEST, manifest)
+        files.sync_dir(self.folder)
         files.make_dir(target.parent)
-        files.publish(self.staging, target)
+        files.publish(self.folder, target)

@@ -31,6 +31,7 @@ class CacheSettings:
     root: Path
     local_root: Path
     lock_timeout_s: float
+    trusted: bool = False
 
 
 class Worker:
@@ -145,7 +146,12 @@ def _answer(settings: CacheSettings, job: Any) -> float | str:
     started = time.monotonic()
     try:
         job.compile(
-            CompileCache(settings.root, settings.local_root, lock_timeout_s=settings.lock_timeout_s)
+            CompileCache(
+                settings.root,
+                settings.local_root,
+                lock_timeout_s=settings.lock_timeout_s,
+                trusted=settings.trusted,
+            )
         )
     except Exception as error:
         return f"{job.name}: {type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from sonicmoe.jit.files import StoreFiles
+from sonicmoe.jit.place import Place
 
 
 class LateFiles(StoreFiles):
@@ -21,10 +22,10 @@ class LateFiles(StoreFiles):
         self.ledger, self.host, self.delay_s = ledger, host, delay_s
         self.hidden = 0
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Place) -> list[str]:
         return [name for name in super().names(folder) if self._visible(name)]
 
-    def publish(self, source: Path, target: Path) -> None:
+    def publish(self, source: Place, target: Place) -> None:
         (self.ledger / target.name).write_text(f"{self.host} {time.monotonic()}")
         super().publish(source, target)
 

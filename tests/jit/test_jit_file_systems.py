@@ -20,7 +20,8 @@ from racer import FakeCompiler, load, make_key
 
 from sonicmoe.jit import CompileCache, CompileKey
 from sonicmoe.jit.errors import CacheUnwritableError
-from sonicmoe.jit.files import StoreFiles
+from sonicmoe.jit.files import FileFacts, StoreFiles
+from sonicmoe.jit.place import Place, Trust
 
 Compilers = Callable[..., FakeCompiler]
 PROCESSES = 8
@@ -37,7 +38,7 @@ def read_only(folder: Path) -> str:
 
 def small(folder: Path, kib: int) -> str:
     folder.mkdir(exist_ok=True)
-    return f"mount -t tmpfs -o size={kib}k none {folder}"
+    return f"mount -t tmpfs -o size={kib}k,mode=755 none {folder}"
 
 
 # Real mounts
@@ -83,19 +84,31 @@ def test_nowhere_to_write_is_one_clear_error(field: Field, mounts: tuple[str, ..
         assert part in result["message"]
 
 
-@pytest.mark.parametrize("own_words", [False, True])
-def test_full_disk_goes_to_the_node(field: Field, mounts: tuple[str, ...], own_words: bool) -> None:
-    """`own_words`: the compiler meets the full disk and reports an error that says nothing of it."""
-    prefix = shell(mounts, small(field.root, 128))
-    result = field.run(prefix=prefix, bytes=1 << 20, own_words=own_words)
-    assert result["bytes"] == 1 << 20 and result["path"].startswith(str(field.local))
+def test_full_disk_is_found_before_anything_is_compiled(
+    field: Field, mounts: tuple[str, ...]
+) -> None:
+    result = field.run(prefix=shell(mounts, small(field.root, 128)))
+    assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
     assert "the file system is full (ENOSPC)" in result["log"]
+    assert field.builds() == {1: 1}, "one compile, for the directory that has room"
+
+
+@pytest.mark.parametrize("own_words", [False, True])
+def test_disk_that_fills_up_in_a_compile_goes_to_the_node(
+    field: Field, mounts: tuple[str, ...], own_words: bool
+) -> None:
+    """`own_words`: the compiler meets the full disk and reports an error that says nothing of it."""
+    prefix = shell(mounts, small(field.root, 9 << 10))
+    result = field.run(prefix=prefix, bytes=10 << 20, own_words=own_words)
+    assert result["bytes"] == 10 << 20 and result["path"].startswith(str(field.local))
+    assert "the file system is full (ENOSPC)" in result["log"]
+    assert field.builds() == {1: 2}
 
 
 def test_full_disk_without_a_fallback_is_one_clear_error(
     field: Field, mounts: tuple[str, ...]
 ) -> None:
-    setup = f"{small(field.root, 128)} && {small(field.local, 128)} && chmod 700 {field.local}"
+    setup = f"{small(field.root, 128)} && {small(field.local, 128)}"
     result = field.run(prefix=shell(mounts, setup), bytes=1 << 20)
     assert result["error"] == "CacheUnwritableError" and result["message"].count("ENOSPC") == 2
 
@@ -115,23 +128,23 @@ class FailingFiles(StoreFiles):
     def __init__(self, root: Path, operation: str, number: int) -> None:
         self.root, self.operation, self.number = root, operation, number
 
-    def _check(self, operation: str, path: Path) -> None:
-        if operation == self.operation and path.is_relative_to(self.root):
-            raise OSError(self.number, os.strerror(self.number), str(path))
+    def _check(self, operation: str, place: Place) -> None:
+        if operation == self.operation and place.path.is_relative_to(self.root):
+            raise OSError(self.number, os.strerror(self.number), str(place))
 
-    def make_dir(self, path: Path) -> None:
-        self._check("make_dir", path)
-        super().make_dir(path)
+    def make_dir(self, folder: Place) -> None:
+        self._check("make_dir", folder)
+        super().make_dir(folder)
 
-    def write_text(self, path: Path, text: str) -> None:
-        self._check("write_text", path)
-        super().write_text(path, text)
+    def write_text(self, file: Place, text: str) -> None:
+        self._check("write_text", file)
+        super().write_text(file, text)
 
-    def sync_tree(self, folder: Path) -> None:
+    def sync_tree(self, folder: Place) -> dict[str, FileFacts]:
         self._check("sync_tree", folder)
-        super().sync_tree(folder)
+        return super().sync_tree(folder)
 
-    def publish(self, source: Path, target: Path) -> None:
+    def publish(self, source: Place, target: Place) -> None:
         self._check("publish", source)
         super().publish(source, target)
 
@@ -249,7 +262,7 @@ def test_rename_that_worked_and_reports_an_error(
     """
 
     class Repeating(StoreFiles):
-        def publish(self, source: Path, target: Path) -> None:
+        def publish(self, source: Place, target: Place) -> None:
             super().publish(source, target)
             if target.name == key.digest:
                 raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
@@ -303,7 +316,8 @@ def test_file_system_without_locks_still_publishes(
 def test_late_files_really_hides(tmp_path: Path) -> None:
     writer, reader = (LateFiles(tmp_path / "ledger", host, 1000.0) for host in ("a", "b"))
     (tmp_path / "ledger").mkdir()
-    (tmp_path / "staged").mkdir()
-    (tmp_path / "store").mkdir()
-    writer.publish(tmp_path / "staged", tmp_path / "store" / "x")
-    assert (writer.names(tmp_path / "store"), reader.names(tmp_path / "store")) == (["x"], [])
+    here = Place.of(tmp_path, Trust.SHARED)
+    for name in ("staged", "store"):
+        writer.make_dir(here / name)
+    writer.publish(here / "staged", here / "store" / "x")
+    assert (writer.names(here / "store"), reader.names(here / "store")) == (["x"], [])

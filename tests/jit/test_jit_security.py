@@ -1,0 +1,337 @@
+"""What somebody else could have planted, and what only looks damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Field
+from racer import FakeCompiler, load, make_key
+
+from sonicmoe.jit import Artefact, CompileCache, CompileKey
+from sonicmoe.jit.errors import CacheUnwritableError
+
+Compilers = Callable[..., FakeCompiler]
+OPEN_TO_OTHERS = [0o775, 0o757, 0o777, 0o1777]
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The result of `work`, which must not hang."""
+    results: list[Any] = []
+    worker = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    worker.start()
+    worker.join(seconds)
+    assert results, "it hangs"
+    return results[0]
+
+
+@pytest.fixture
+def planted(field: Field, key: CompileKey, compiler: Compilers) -> CompileKey:
+    """An artefact in the node's own directory and nowhere else."""
+    CompileCache(field.local, field.folder / "unused").build(key, compiler(key))
+    return key
+
+
+# The node's own directory
+
+
+@pytest.mark.parametrize("mode", OPEN_TO_OTHERS, ids=oct)
+def test_own_directory_that_others_can_write_is_not_used(
+    field: Field, planted: CompileKey, mode: int
+) -> None:
+    reader = CompileCache(field.root, field.local)
+    assert reader.try_load(planted) is not None
+    field.local.chmod(mode)
+    assert reader.try_load(planted) is None
+
+
+@pytest.mark.parametrize("below", ["artefacts", "artefacts/fake"])
+@pytest.mark.parametrize("mode", OPEN_TO_OTHERS, ids=oct)
+def test_a_part_of_it_that_others_can_write_is_not_used(
+    field: Field, planted: CompileKey, below: str, mode: int
+) -> None:
+    (field.local / below).chmod(mode)
+    assert CompileCache(field.root, field.local).try_load(planted) is None
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777], ids=oct)
+def test_own_directory_below_one_that_others_can_write_is_not_used(
+    field: Field, compiler: Compilers, key: CompileKey, mode: int
+) -> None:
+    above = field.folder / "above"
+    local = above / "between" / "local"
+    local.mkdir(parents=True)
+    CompileCache(local, field.root).build(key, compiler(key))
+    reader = CompileCache(field.root, local)
+    assert reader.try_load(key) is not None
+    above.chmod(mode)
+    assert reader.try_load(key) is None
+    above.chmod(0o1777)  # as /tmp: nobody can replace what somebody else made
+    assert reader.try_load(key) is not None
+
+
+def test_refused_directory_gives_its_reason(
+    field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    field.root.write_text("not a directory")
+    field.local.mkdir(mode=0o700)
+    field.local.chmod(0o770)
+    with pytest.raises(CacheUnwritableError) as raised:
+        CompileCache(field.root, field.local).build(key, compiler(key))
+    for part in (f"{field.local} can be written by its group (mode 770)", f"chmod go-w {field.local}"):  # fmt: skip
+        assert part in str(raised.value)
+    assert "EPERM" not in str(raised.value)
+
+
+def test_copy_for_this_host_lies_in_a_checked_directory_too(
+    field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    """A kernel that does not load is built again below the node's directory."""
+    host = CompileCache(field.root, field.local, host="here")
+    shared = host.build(key, compiler(key)).path
+    rebuilt = field.local / "rebuilt-here"
+    rebuilt.mkdir(parents=True, mode=0o700)
+    evil = CompileCache(rebuilt, field.folder / "unused").build(key, compiler(key)).path
+    field.local.chmod(0o777)
+    loaded = []
+
+    def loader(artefact: Artefact) -> None:
+        loaded.append(artefact.path)
+        raise OSError("does not load")
+
+    with pytest.raises(CacheUnwritableError, match="can be written by every user"):
+        host.get(key, compiler(key), loader)
+    assert loaded == [shared] and evil not in loaded
+
+
+# The cache directory
+
+
+@pytest.mark.parametrize("mode", [0o757, 0o777, 0o1777], ids=oct)
+@pytest.mark.parametrize("part", ["cache", "cache/artefacts", "cache/artefacts/fake"])
+def test_cache_that_every_user_can_write_is_not_used(
+    field: Field, key: CompileKey, compiler: Compilers, caplog: Any, mode: int, part: str
+) -> None:
+    CompileCache(field.root, field.local).build(key, compiler(key))
+    (field.folder / part).chmod(mode)
+    cache = CompileCache(field.root, field.local)
+    assert cache.try_load(key) is None
+    assert cache.build(key, compiler(key)).path.is_relative_to(field.local)
+    assert cache.build(make_key(2), compiler(make_key(2))).path.is_relative_to(field.local)
+    sentence = f"{field.folder / part} can be written by every user (mode {mode:o})"
+    assert caplog.text.count(sentence) == 1 and "SONIC_MOE_TRUST_CACHE=1" in caplog.text
+    trusting = CompileCache(field.root, field.local, trusted=True).try_load(key)
+    assert trusting is not None and trusting.path.is_relative_to(field.root)
+
+
+def test_cache_that_a_group_can_write_is_used(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
+) -> None:
+    field.root.mkdir()
+    field.root.chmod(0o2770)
+    assert cache.build(key, compiler(key)).path.is_relative_to(field.root)
+    for path in [field.root, *field.root.rglob("*")]:
+        wanted = 0o2770 if path.is_dir() else 0o660
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077], ids=oct)
+def test_umask_decides_of_a_new_cache_and_opens_it_to_nobody_else(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        artefact = cache.build(key, compiler(key))
+        assert cache.try_load(key) is not None
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(field.root.stat().st_mode) == 0o775 & ~umask
+    assert stat.S_IMODE(artefact.path.stat().st_mode) == 0o775 & ~umask
+    assert stat.S_IMODE(artefact.file("kernel.so").stat().st_mode) == 0o664 & ~umask
+
+
+# Links
+
+
+def test_link_in_the_way_to_a_cache_is_followed(
+    field: Field, key: CompileKey, compiler: Compilers
+) -> None:
+    (field.folder / "disk" / "deep").mkdir(parents=True)
+    (field.folder / "one").symlink_to("disk/deep/../two")
+    (field.folder / "disk" / "two").symlink_to(field.folder / "disk" / "deep")
+    for cache in (
+        CompileCache(field.folder / "one" / "cache", field.local),
+        CompileCache(Path("/proc/1/mem"), field.folder / "one" / "local"),
+    ):
+        assert load(cache.build(key, compiler(key))) == 4096
+        assert cache.try_load(key) is not None
+    assert sorted(os.listdir(field.folder / "disk" / "deep")) == ["cache", "local"]
+
+
+def test_circle_of_links_is_a_miss(field: Field, key: CompileKey, compiler: Compilers) -> None:
+    field.root.symlink_to(field.root)
+    cache = CompileCache(field.root, field.local)
+    assert cache.try_load(key) is None
+    assert cache.build(key, compiler(key)).path.is_relative_to(field.local)
+
+
+@pytest.mark.parametrize("name", ["artefacts", "artefacts/fake", "artefacts/fake/{digest}"])
+def test_link_below_the_cache_is_refused(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, name: str
+) -> None:
+    cache.build(key, compiler(key))
+    path = field.root / name.format(digest=key.digest)
+    path.rename(field.folder / "elsewhere")
+    path.symlink_to(field.folder / "elsewhere")
+    assert cache.try_load(key) is None
+
+
+@pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
+def test_link_in_place_of_a_file_is_damage(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, name: str
+) -> None:
+    path = cache.build(key, compiler(key)).path / name
+    path.rename(field.folder / "elsewhere")
+    path.symlink_to(field.folder / "elsewhere")
+    assert cache.try_load(key) is None
+    assert load(cache.build(key, compiler(key))) == 4096
+    assert not path.is_symlink() and len(list((field.root / "quarantine").iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO"])
+def test_note_beside_a_lock_writes_to_nobody_elses_file(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, kind: str
+) -> None:
+    victim = field.folder / "victim"
+    victim.write_text("precious")
+    note = field.root / "locks" / f"fake-{key.digest}.json"
+    note.parent.mkdir(parents=True)
+    if kind == "symbolic link":
+        note.symlink_to(victim)
+    elif kind == "hard link":
+        os.link(victim, note)
+    else:
+        os.mkfifo(note)
+    artefact = within(10, lambda: cache.build(key, compiler(key)))
+    assert artefact.path.is_relative_to(field.root)
+    assert victim.read_text() == "precious"
+    assert json.loads(note.read_text())["state"] == "published" and not note.is_symlink()
+
+
+def test_lock_is_no_link(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
+) -> None:
+    lock = field.root / "locks" / f"fake-{key.digest}.lock"
+    lock.parent.mkdir(parents=True)
+    lock.symlink_to(field.folder / "made by the victim")
+    assert load(within(10, lambda: cache.build(key, compiler(key)))) == 4096
+    assert not (field.folder / "made by the victim").exists()
+
+
+# Files that are none
+
+
+@pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket"])
+def test_other_things_in_place_of_a_file_are_damage(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, name: str, kind: str
+) -> None:
+    path = cache.build(key, compiler(key)).path / name
+    path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        import socket
+
+        here = os.open(path.parent, os.O_RDONLY)  # a path of a socket may have 108 bytes
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{here}/{name}")
+        os.close(here)
+    assert within(10, lambda: [cache.try_load(key)]) == [None]
+    assert load(within(10, lambda: cache.build(key, compiler(key)))) == 4096
+    assert len(list((field.root / "quarantine").iterdir())) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes device files")
+def test_device_in_place_of_a_file_is_damage(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
+) -> None:
+    path = cache.build(key, compiler(key)).path / "kernel.so"
+    path.unlink()
+    os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
+    assert load(within(10, lambda: cache.build(key, compiler(key)))) == 4096
+    assert len(list((field.root / "quarantine").iterdir())) == 1
+
+
+# Manifests
+
+
+def odd_manifests(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    facts = manifest["files"]["kernel.so"]
+    yield "deeply nested", "[" * 100_000 + "]" * 100_000
+    yield (
+        "nested, and parsed",
+        json.dumps(manifest).replace('"1"', '{"a":' * 300 + "1" + "}" * 300, 1),
+    )
+    yield "a long number", '{"files": {}, "key": ' + "9" * 10_000 + "}"
+    yield "large", json.dumps(manifest) + " " * (1 << 21)
+    yield "not text", "\udcff\udcfe"
+    for name in ["a\0b", "../kernel.so", "/etc/passwd", "", ".", "kernel.so/", "\ud800", "x" * 300]:
+        yield f"name {name[:20]!r}", json.dumps({**manifest, "files": {name: facts}})
+    yield "a file less", json.dumps({**manifest, "files": {}})
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_odd_manifest_is_damage(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, number: int
+) -> None:
+    path = cache.build(key, compiler(key)).path / "manifest.json"
+    _, text = list(odd_manifests(json.loads(path.read_text())))[number]
+    path.write_text(text, errors="surrogateescape")
+    assert cache.try_load(key) is None
+    assert load(cache.build(key, compiler(key))) == 4096
+    assert len(list((field.root / "quarantine").iterdir())) == 1
+
+
+# Answers that are no verdict
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM]
+)
+@pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
+@pytest.mark.parametrize("times", [1, 4, 1000])
+def test_file_that_cannot_be_read_is_not_thrown_away(
+    field: Field, key: CompileKey, compiler: Compilers, monkeypatch: pytest.MonkeyPatch,
+    number: int, name: str, times: int,
+) -> None:  # fmt: skip
+    CompileCache(field.root, field.local).build(key, compiler(key))
+    real, left = os.open, [times]
+
+    def failing(path: Any, *args: Any, **options: Any) -> int:
+        if os.path.basename(path) == name and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **options)
+
+    artefact = None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        try:
+            busy = CompileCache(field.root, field.local, visibility_timeout_s=0.1)
+            artefact = busy.build(key, compiler(key))
+        except CacheUnwritableError as error:
+            assert times > 1 and errno.errorcode[number] in str(error)
+    assert artefact is None or load(artefact) == 4096
+    assert not (field.root / "quarantine").exists()
+    kept = CompileCache(field.root, field.local).try_load(key)
+    assert kept is not None and kept.path.is_relative_to(field.root)
