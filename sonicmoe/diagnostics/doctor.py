@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from ..config import (
 from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
 from ..install import install_hint
+from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 from .doctor_engine import Progress, examine_engine
@@ -152,7 +154,8 @@ def examine_caches(report: Report, config: ResolvedConfig) -> None:
         except ConfigError as error:
             report.error(str(error), f"set {flag.env} to a directory that can be written")
             continue
-        report.caches.append(examine_cache(report, flag, path))
+        state = examine_cache(report, flag, path)
+        report.caches.append(examine_access(report, flag, state, config.trust_cache))
 
 
 def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
@@ -181,6 +184,17 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
             f"free some space or set {flag.env}",
         )
     return state
+
+
+def examine_access(
+    report: Report, flag: Flag[Path], state: CacheState, trusted: bool
+) -> CacheState:
+    """Add to a cache directory's state who can write there, and warn where it is refused for that."""
+    own = flag.field == "local_cache_dir"
+    refused, access = who_can_write(Path(state.path), Trust.OWNER if own else shared_trust(trusted))
+    if refused:
+        report.warning(f"{state.role} {state.path} is not used", f"{refused} (docs/security.md)")
+    return replace(state, access=access, refused=refused)
 
 
 def warmed_models(path: Path) -> tuple[str, ...]:

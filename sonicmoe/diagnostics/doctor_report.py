@@ -43,7 +43,7 @@ class CacheState:
     it does not exist.
 
     `warmed` says what complete warm-ups recorded there: one line a model, with the versions that
-    compiled it.
+    compiled it. `access` says who can write there, and `refused` why it is not used because of that.
     """
 
     role: str
@@ -53,6 +53,8 @@ class CacheState:
     size_bytes: int
     free_bytes: int
     warmed: tuple[str, ...] = ()
+    access: str = ""
+    refused: str = ""
 
 
 @dataclass(frozen=True)

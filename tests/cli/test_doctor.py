@@ -20,7 +20,7 @@ from racer import make_key
 
 import sonicmoe
 from sonicmoe import install
-from sonicmoe.cli.doctor import doctor
+from sonicmoe.cli.doctor import cache_line, doctor
 from sonicmoe.config import FLAGS, FLAGS_BY_ENV
 from sonicmoe.diagnostics import copies, doctor_engine, selftest
 from sonicmoe.diagnostics import doctor as doctor_module
@@ -454,6 +454,40 @@ def test_what_was_warmed_is_shown(tmp_path: Path) -> None:
         f"warmed         {state.warmed[0]}" in done.stdout
         and f"warmed         {state.warmed[1]}" in done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode", "refused"),
+    [
+        ("SONIC_MOE_CACHE_DIR", 0o775, None),
+        ("SONIC_MOE_CACHE_DIR", 0o777, "can be written by every user (mode 777)"),
+        ("SONIC_MOE_LOCAL_CACHE_DIR", 0o700, None),
+        ("SONIC_MOE_LOCAL_CACHE_DIR", 0o775, "can be written by its group (mode 775)"),
+    ],
+)
+def test_cache_that_others_can_write_is_named(
+    tmp_path: Path, variable: str, mode: int, refused: str | None
+) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(mode)
+    environ = {
+        "SONIC_MOE_CACHE_DIR": str(tmp_path / "one"),
+        "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "two"),
+    } | {variable: str(folder)}
+    report = Report()
+    examine_caches(report, examine_flags(report, environ))
+    (state,) = [state for state in report.caches if state.exists]
+    assert state.access.startswith("written by this user") and state.access in cache_line(state)
+    assert ("group" in state.access) == bool(mode & 0o020)
+    if refused is None:
+        assert (report.problems, state.refused) == ([], "")
+        return
+    assert [problem.what for problem in report.problems] == [f"{state.role} {folder} is not used"]
+    assert f"{folder} {refused}" in report.problems[0].remedy and refused in state.refused
+    trusting: Report = Report()
+    examine_caches(trusting, examine_flags(trusting, environ | {"SONIC_MOE_TRUST_CACHE": "1"}))
+    assert bool(trusting.problems) == (variable == "SONIC_MOE_LOCAL_CACHE_DIR")
 
 
 def test_cache_that_is_no_directory(tmp_path: Path) -> None:
