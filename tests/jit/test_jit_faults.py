@@ -1,0 +1,238 @@
+"""An error at any one system call of the cache, and errors that last: the kernel is right, or one
+clear error comes, and no healthy artefact is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import SystemCalls
+from processes import Field
+from racer import FakeCompiler, load, make_key
+
+from sonicmoe.errors import SonicMoEError
+from sonicmoe.jit import Artefact, CompileCache
+from sonicmoe.jit import store as store_module
+
+TRANSIENT = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
+LASTING = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOSPC, errno.EROFS)
+SEED = 20261122
+KEY = make_key()
+
+
+def open_cache(field: Field) -> CompileCache:
+    return CompileCache(field.root, field.local, lock_timeout_s=0.2, visibility_timeout_s=0.01)
+
+
+class Scene:
+    """A field prepared once and copied for each case, and a step of the cache on it."""
+
+    def __init__(
+        self, name: str, prepare: Callable[[Field], object], *, healthy: bool = False
+    ) -> None:
+        self.name, self.prepare, self.healthy = name, prepare, healthy
+
+    def step(self, field: Field, calls: SystemCalls) -> Artefact:
+        compiler = FakeCompiler(KEY, field.log)
+
+        def build(folder: Path) -> None:
+            with calls.elsewhere():
+                compiler(folder)
+
+        return open_cache(field).build(KEY, build)
+
+
+class ShareScene(Scene):
+    """Warm-up copies an artefact of this node into the cache directory."""
+
+    def step(self, field: Field, calls: SystemCalls) -> Artefact:
+        artefact = open_cache(field).share(KEY)
+        return artefact or super().step(field, calls)
+
+
+class UnloadableScene(Scene):
+    """The shared artefact does not load here, so one is built for this host."""
+
+    def step(self, field: Field, calls: SystemCalls) -> Artefact:
+        def loader(artefact: Artefact) -> Artefact:
+            if artefact.path.is_relative_to(field.root):
+                raise OSError("does not load here")
+            return artefact
+
+        def build(folder: Path) -> None:
+            with calls.elsewhere():
+                FakeCompiler(KEY, field.log)(folder)
+
+        return open_cache(field).get(KEY, build, loader)
+
+
+def publish(field: Field) -> None:
+    open_cache(field).build(KEY, FakeCompiler(KEY, field.log))
+
+
+def publish_and_damage(field: Field) -> None:
+    publish(field)
+    os.truncate(field.root / "artefacts" / "fake" / KEY.digest / "kernel.so", 1000)
+
+
+def publish_here(field: Field) -> None:
+    CompileCache(field.local, field.root).build(KEY, FakeCompiler(KEY, field.log))
+
+
+def leave_staging(field: Field) -> None:
+    """Killed builds of this key, and an old one of another key."""
+    publish(field)
+    shutil.rmtree(field.root / "artefacts")
+    for number, key in enumerate((KEY, KEY, make_key(2))):
+        left = field.root / "staging" / f"fake-{key.digest}.host.{number}"
+        (left / ".scratch").mkdir(parents=True)
+        (left / ".scratch" / "half.o").write_bytes(b"half")
+        os.utime(left, (1, 1))
+
+
+SCENES = [
+    Scene("empty", lambda field: None),
+    Scene("warm", publish, healthy=True),
+    Scene("damaged", publish_and_damage),
+    Scene("staging", leave_staging),
+    ShareScene("share", publish_here),
+    UnloadableScene("unloadable", publish, healthy=True),
+]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of flushes would take minutes on a disk."""
+    place = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=place if os.access(place, os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Cases:
+    """Fresh copies of a prepared field."""
+
+    def __init__(self, memory: Path, scene: Scene) -> None:
+        self._memory, self._numbers = memory, itertools.count()
+        self._original = Field(self._new())
+        scene.prepare(self._original)
+
+    def _new(self) -> Path:
+        folder = self._memory / f"{next(self._numbers)}"
+        folder.mkdir()
+        return folder
+
+    def fresh(self) -> Field:
+        folder = self._memory / f"{next(self._numbers)}"
+        shutil.copytree(self._original.folder, folder, symlinks=True)
+        return Field(folder)
+
+    @staticmethod
+    def done(field: Field) -> None:
+        shutil.rmtree(field.folder)
+
+
+def verdict(scene: Scene, field: Field, calls: SystemCalls) -> str:
+    """ "served" or "refused"; anything else fails the test."""
+    where = f"{scene.name}: call {calls.fails} ({calls.failed}), errno {calls.number}"
+    try:
+        with calls.counted():
+            artefact = scene.step(field, calls)
+        assert load(artefact) == 4096, where
+        outcome = "served"
+    except SonicMoEError as error:
+        text = str(error)
+        assert "\n" not in text and "fake[H=1" in text, f"{where}: {text}"
+        outcome = "refused"
+    # The next process, with nothing wrong any more.
+    assert load(open_cache(field).build(KEY, FakeCompiler(KEY, field.log))) == 4096, where
+    quarantine = field.root / "quarantine"
+    if scene.name != "damaged":
+        assert not quarantine.exists() or not list(quarantine.iterdir()), (
+            f"{where}: a healthy artefact was thrown away"
+        )
+    if scene.healthy:
+        kept = open_cache(field).try_load(KEY)
+        assert kept is not None and kept.path.is_relative_to(field.root), where
+    return outcome
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_PAUSES_S", (0.0, 0.0))
+
+
+def number_of_calls(scene: Scene, cases: Cases) -> list[str]:
+    calls, field = SystemCalls(), cases.fresh()
+    with calls.counted():
+        scene.step(field, calls)
+    cases.done(field)
+    return calls.names
+
+
+@pytest.mark.parametrize("share", [0.06, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_one_failing_call(scene: Scene, share: float, memory: Path) -> None:
+    """Calls of the scene, each with one of the errors: some of them in the gate, else all."""
+    cases = Cases(memory, scene)
+    names = number_of_calls(scene, cases)
+    chosen = random.Random(SEED)
+    outcomes: Counter[str] = Counter()
+    for fails in sorted(chosen.sample(range(len(names)), round(share * len(names)))):
+        field = cases.fresh()
+        calls = SystemCalls(fails, chosen.choice(TRANSIENT))
+        outcomes[verdict(scene, field, calls)] += 1
+        assert calls.failed == names[fails], "the scene makes the same calls every time"
+        cases.done(field)
+    # One error is made good from the other directory. A rebuilt kernel has no second one.
+    assert outcomes["served"] > (0.4 if scene.name == "unloadable" else 0.9) * outcomes.total()
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_errors_that_last(scene: Scene, memory: Path) -> None:
+    """From one call on, all calls of its name fail: a disk that fills up, a server that is gone."""
+    cases = Cases(memory, scene)
+    names = number_of_calls(scene, cases)
+    chosen = random.Random(SEED)
+    for name in sorted(set(names)):
+        first = chosen.choice([index for index, found in enumerate(names) if found == name])
+        for number in chosen.sample(LASTING, 2):
+            field = cases.fresh()
+            verdict(scene, field, SystemCalls(first, number, lasting=True))
+            cases.done(field)
+
+
+def test_the_calls_are_those_of_the_cache(memory: Path) -> None:
+    """Injection that reaches nothing would pass every test above."""
+    cases = Cases(memory, SCENES[0])
+    found = set(number_of_calls(SCENES[0], cases))
+    wanted = {"open", "fstat", "listdir", "mkdir", "rename", "fsync", "flock", "statvfs", "write", "readinto", "unlink"}  # fmt: skip
+    assert wanted <= found
+
+
+def test_short_descriptor_limit(memory: Path) -> None:
+    """The process has no file left to open: nothing hangs, and nothing healthy is lost."""
+    field = Field(memory)
+    publish(field)
+    limits: Any = __import__("resource")
+    before = limits.getrlimit(limits.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        for spare in range(8):
+            limits.setrlimit(limits.RLIMIT_NOFILE, (used + spare, before[1]))
+            found = open_cache(field).try_load(KEY)
+            assert found is None or load(found) == 4096
+    finally:
+        limits.setrlimit(limits.RLIMIT_NOFILE, before)
+    assert not (field.root / "quarantine").exists()
+    assert open_cache(field).try_load(KEY) is not None

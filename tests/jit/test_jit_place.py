@@ -1,0 +1,169 @@
+"""The rules for directories that hold code: the table of docs/security.md, cell by cell."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sonicmoe.jit import place as place_module
+from sonicmoe.jit.place import Place, Trust, UntrustedPlaceError, who_can_write
+
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+COLUMNS = (Trust.SHARED, Trust.ANYBODY, Trust.OWNER)
+STRANGER = 54321  # a user that need not exist
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root gives files to another user; no other test needs it"
+)
+
+
+def made(path: Path, mode: int, owner: int | None = None) -> Path:
+    path.mkdir()
+    path.chmod(mode)
+    if owner is not None:
+        os.chown(path, owner, -1)
+    return path
+
+
+def below(folder: Path, mode: int, owner: int | None = None) -> Path:
+    return made(made(folder / "above", mode, owner) / "cache", 0o755)
+
+
+def linked(folder: Path, owner: int | None = None) -> Path:
+    """A cache behind a link that lies where every user can make one."""
+    link = made(folder / "open", 0o1777) / "link"
+    link.symlink_to(made(folder / "real", 0o755))
+    if owner is not None:
+        os.chown(link, owner, -1, follow_symlinks=False)
+    return link
+
+
+def with_link_inside(folder: Path) -> Path:
+    cache = made(folder / "cache", 0o755)
+    (cache / "artefacts").symlink_to(made(folder / "elsewhere", 0o755))
+    return cache
+
+
+SCENES: dict[str, Callable[[Path], Path]] = {
+    "mine, mode 755": lambda folder: made(folder / "cache", 0o755),
+    "mine, mode 700": lambda folder: made(folder / "cache", 0o700),
+    "mine, mode 2775": lambda folder: made(folder / "cache", 0o2775),
+    "mine, mode 777": lambda folder: made(folder / "cache", 0o777),
+    "mine, mode 1777": lambda folder: made(folder / "cache", 0o1777),
+    "of another user, mode 755": lambda folder: made(folder / "cache", 0o755, STRANGER),
+    "of another user, in a directory of mode 1777": lambda folder: made(
+        made(folder / "open", 0o1777) / "cache", 0o755, STRANGER
+    ),
+    "below a directory of mode 755 of another user": lambda folder: below(folder, 0o755, STRANGER),
+    "below a directory of mode 775": lambda folder: below(folder, 0o775),
+    "below a directory of mode 777": lambda folder: below(folder, 0o777),
+    "below a directory of mode 1777": lambda folder: below(folder, 0o1777),
+    "reached through a link of mine": linked,
+    "reached through a link of another user": lambda folder: linked(folder, STRANGER),
+    "with a link inside": with_link_inside,
+}
+
+
+def table() -> dict[str, tuple[str, ...]]:
+    """First column → the three others."""
+    text = PAGE.read_text(encoding="utf-8").split("| directory | cache directory |", 1)[1]
+    lines = text.split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: tuple(row[1:]) for row in cells}
+
+
+def scene_of(row: str) -> str:
+    return max((name for name in SCENES if row.startswith(name)), key=len)
+
+
+def test_every_row_has_its_scene_and_every_scene_its_row() -> None:
+    assert sorted(map(scene_of, table())) == sorted(SCENES)
+    assert {cell for row in table().values() for cell in row} == {"used", "refused"}
+
+
+@pytest.mark.parametrize("trust", COLUMNS, ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=needs_root if "another" in row else []) for row in table()]
+)
+def test_the_page_says_what_happens(tmp_path: Path, row: str, trust: Trust) -> None:
+    root = SCENES[scene_of(row)](tmp_path)
+    place = Place.of(root, trust)
+    found = "used"
+    try:
+        with place.opened() as folder:
+            assert os.path.samestat(os.fstat(folder), root.stat())
+        with (place / "artefacts").opened(make=True):
+            pass
+    except UntrustedPlaceError as error:
+        found = "refused"
+        assert str(tmp_path) in str(error)
+    assert found == table()[row][COLUMNS.index(trust)]
+
+
+def test_commands_of_the_page_make_a_group_cache(tmp_path: Path) -> None:
+    """The modes in its example are those that let a group in and nobody else."""
+    (mode,) = re.findall(r"chmod (2\d{3}) /shared/sonicmoe", PAGE.read_text(encoding="utf-8"))
+    root = made(tmp_path / "cache", int(mode, 8))
+    with (Place.of(root, Trust.SHARED) / "artefacts").opened(make=True) as folder:
+        assert stat.S_IMODE(os.fstat(folder).st_mode) == int(mode, 8)
+    assert "written by this user and group" in who_can_write(root, Trust.SHARED)[1]
+
+
+def test_new_directories_are_closed_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        for trust, mode in ((Trust.OWNER, 0o700), (Trust.SHARED, 0o775)):
+            root = tmp_path / trust.value / "cache"
+            with (Place.of(root, trust) / "artefacts").opened(make=True) as folder:
+                assert stat.S_IMODE(os.fstat(folder).st_mode) == mode
+            assert stat.S_IMODE(root.stat().st_mode) == mode
+            assert stat.S_IMODE(root.parent.stat().st_mode) == mode
+    finally:
+        os.umask(before)
+
+
+def test_root_of_the_host_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its directories appear as those of `nobody`. They pass above a cache, and nowhere else."""
+    nobody = STRANGER
+    monkeypatch.setattr(place_module, "_unmapped_user", lambda: nobody)
+
+    def judged(inside: bool, anybody_makes: bool) -> bool:
+        status = os.stat_result((0o40755, 1, 1, 1, nobody, 0, 0, 0, 0, 0))
+        try:
+            place_module._judge(
+                Trust.OWNER, status, tmp_path, inside=inside, anybody_makes=anybody_makes
+            )
+        except UntrustedPlaceError:
+            return False
+        return True
+
+    assert judged(inside=False, anybody_makes=False)
+    assert not judged(inside=True, anybody_makes=False)
+    assert not judged(inside=False, anybody_makes=True)
+
+
+def test_directory_that_may_be_entered_and_not_read_leads_on(tmp_path: Path) -> None:
+    """Home directories of mode 711 are usual."""
+    made(tmp_path / "above", 0o755)
+    made(tmp_path / "above" / "cache", 0o755)
+    (tmp_path / "above").chmod(0o311)
+    with Place.of(tmp_path / "above" / "cache", Trust.OWNER).opened() as folder:
+        assert os.listdir(folder) == []
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    made(tmp_path / "open", 0o777)
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("", "loop", "file", "file/x", "absent", "open", "open/../absent/.."):
+        try:
+            with Place.of(tmp_path / name, Trust.OWNER).opened():
+                pass
+        except OSError:
+            continue
+    assert len(os.listdir("/proc/self/fd")) == before
