@@ -164,16 +164,17 @@ class KeyLock:
 
     def is_held(self) -> bool:
         """Whether another process holds the lock at this moment; writes nothing."""
-        if not self._path.exists():
-            return False
-        lock: Any = FileLock(str(self._path), **_NATIVE_ONLY)
+        name = f"{self._name}.lock"
         try:
+            with self._folder.opened() as folder:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+            lock = file_lock(self._folder, self._name)
             lock.acquire(timeout=0)
         except Timeout:
             return True
-        except (OSError, NotImplementedError):  # no locks here, or no right to lock
+        except (OSError, NotImplementedError):  # no such lock, no locks here, or no right to lock
             return False
-        lock.release()
+        release(lock, name)
         return False
 
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.

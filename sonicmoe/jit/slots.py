@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import cpus
-from .files import check_private
+from .files import describe_problem
+from .place import Place, Trust
 
 logger = logging.getLogger("sonicmoe")
 
@@ -58,7 +59,7 @@ class HostSlots:
             local_root: the cache's directory on this node.
             limit: a number of places, or "auto".
         """
-        self._root, self._folder = local_root, local_root / "slots"
+        self._folder = Place.of(local_root, Trust.OWNER) / "slots"
         self._groups = _groups(limit)
         self.count = min(map(len, self._groups))
         self._shared = True
@@ -76,39 +77,36 @@ class HostSlots:
         descriptors: list[int] = []
         try:
             if self._shared:
-                self._make_folder()
-                for names in groups:
-                    free = (self._lock(name) for name in names)
-                    descriptors.append(next(held for held in free if held is not None))
+                with self._folder.opened(make=True) as folder:
+                    for names in groups:
+                        free = (_lock(folder, name) for name in names)
+                        descriptors.append(next(held for held in free if held is not None))
         except StopIteration:
             Held(tuple(descriptors)).release()
             return None
         except OSError as error:
             # Without the directory this process keeps to its own number of compilers.
             self._shared = False
-            line = f"{self._folder}: the ranks of this host cannot share their compilers ({error})"
+            why = describe_problem(error)
+            line = f"{self._folder}: the ranks of this host cannot share their compilers ({why})"
             if line not in _TOLD:
                 _TOLD.add(line)
                 logger.warning("%s", line)
         return Held(tuple(descriptors))
 
-    def _make_folder(self) -> None:
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_private(self._root)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
 
-    def _lock(self, name: str) -> int | None:
-        """The descriptor of the locked file, which a child inherits only where it is told to."""
-        path = self._folder / f"{name}.lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in _HELD_BY_ANOTHER:
-                return None
-            raise
-        return descriptor
+def _lock(folder: int, name: str) -> int | None:
+    """The descriptor of the locked file, which a child inherits only where it is told to."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _HELD_BY_ANOTHER:
+            return None
+        raise
+    return descriptor
 
 
 def _groups(limit: str | int) -> tuple[tuple[str, ...], ...]:
