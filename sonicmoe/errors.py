@@ -35,6 +35,14 @@ class FrameworkError(SonicMoEError, ImportError):
     """Paddle or PyTorch is missing, too old, or reached the package through the wrong door."""
 
 
+class OutOfMemoryError(SonicMoEError, MemoryError):
+    """The device, or the host, has no memory for a call; the message says what lowers the need.
+
+    What is raised is also of the framework's own class (`torch.cuda.OutOfMemoryError`), and the
+    framework's error is its cause.
+    """
+
+
 class EngineUnavailableError(SonicMoEError, RuntimeError):
     """The requested engine cannot run here; the message says why and what can."""
 

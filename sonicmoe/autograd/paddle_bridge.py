@@ -36,25 +36,12 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, num_inputs: int, *tensors: Any) -> Any:
         """Run the call. Tensors are kept through `save_for_backward` only, except empty ones."""
-        inputs = tensors[:num_inputs]
-        outputs, saved = call.forward(inputs, save=True)
-        # The call holds no tensor that needs saving. All of them pass through `save_for_backward`,
-        # or recompute would neither see nor restore them.
-        ctx.call, ctx.spec = call, None
-        ctx.inputs = tuple((t.name, t.is_leaf, not t.stop_gradient) for t in inputs)
-        ctx.parameters = {parameter.name for parameter in tensors[num_inputs:]}
-        if saved is not None:
-            kept, ctx.spec = saved.pack()
-            # Kept on the context by position. They hold no memory that a recompute would have to
-            # restore.
-            ctx.empty = {
-                position: tensor for position, tensor in enumerate(kept) if 0 in tensor.shape
-            }
-            ctx.save_for_backward(
-                *(tensor for position, tensor in enumerate(kept) if position not in ctx.empty)
-            )
-            x: Any = kept[0]  # the caller's; all others are the engine's own
-            ctx.x_name, ctx.x_writes = x.name, x.inplace_version
+        try:
+            outputs, saved = call.forward(tensors[:num_inputs], save=True)
+            _save(ctx, call, tensors, num_inputs, saved)
+        except Exception as error:
+            call.explain(error, "forward")
+            raise
         return outputs
 
     @staticmethod
@@ -64,16 +51,39 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         """
         refuse_second_derivative()
         asked = _asked_for()
-        of_inputs, of_parameters = ctx.call.backward(
-            gradients,
-            _take_saved(ctx),
-            reaches_parameters=asked is None or not asked.isdisjoint(ctx.parameters),
-        )
+        try:
+            of_inputs, of_parameters = ctx.call.backward(
+                gradients,
+                _take_saved(ctx),
+                reaches_parameters=asked is None or not asked.isdisjoint(ctx.parameters),
+            )
+        except Exception as error:
+            ctx.call.explain(error, "backward")
+            raise
         kept = (
             gradient if _wants(asked, *about) else None
             for gradient, about in zip(of_inputs, ctx.inputs, strict=True)
         )
         return (*kept, *of_parameters)
+
+
+def _save(ctx: Any, call: DifferentiableCall, tensors: Sequence[Any], num: int, saved: Any) -> None:
+    """Fill the context; the first `num` tensors are the inputs."""
+    # The call holds no tensor that needs saving. All of them pass through `save_for_backward`, or
+    # recompute would neither see nor restore them.
+    ctx.call, ctx.spec = call, None
+    ctx.inputs = tuple((t.name, t.is_leaf, not t.stop_gradient) for t in tensors[:num])
+    ctx.parameters = {parameter.name for parameter in tensors[num:]}
+    if saved is None:
+        return
+    kept, ctx.spec = saved.pack()
+    # Kept on the context by position. They hold no memory that a recompute would have to restore.
+    ctx.empty = {position: tensor for position, tensor in enumerate(kept) if 0 in tensor.shape}
+    ctx.save_for_backward(
+        *(tensor for position, tensor in enumerate(kept) if position not in ctx.empty)
+    )
+    x: Any = kept[0]  # the caller's; all others are the engine's own
+    ctx.x_name, ctx.x_writes = x.name, x.inplace_version
 
 
 def _take_saved(ctx: Any) -> Saved | None:

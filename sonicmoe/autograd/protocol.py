@@ -33,6 +33,11 @@ class DifferentiableCall(ABC):
         """
         return False
 
+    def explain(self, error: Exception, during: str) -> None:  # noqa: B027  most have nothing to add
+        """Raise a more helpful error than `error`, which came in "forward" or "backward", if there
+        is one; a bridge asks before it lets `error` pass.
+        """
+
     @abstractmethod
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Any, Saved | None]:
         """Compute, outside autograd.

@@ -21,16 +21,12 @@ class _CallFunction(torch.autograd.Function):
         """Run the call. Tensors are kept through `save_for_backward` only, except a z that the
         backward drops in its middle: PyTorch holds saved tensors until a backward is over.
         """
-        outputs, saved = call.forward(tensors[:num_inputs], save=True)
-        ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
-        if saved is not None:
-            # Taken out before `pack`, so that the context holds the only reference to z.
-            ctx.own_z = saved.take_z() if call.releases_saved else None
-            # Remembered apart, because `own_z` is None again after the first backward, and a second
-            # one must be told why it fails.
-            ctx.has_own_z = ctx.own_z is not None
-            kept, ctx.spec = saved.pack()
-            ctx.save_for_backward(*kept)
+        try:
+            outputs, saved = call.forward(tensors[:num_inputs], save=True)
+            _save(ctx, call, num_inputs, saved)
+        except Exception as error:
+            call.explain(error, "forward")
+            raise
         return outputs
 
     @staticmethod
@@ -40,17 +36,39 @@ class _CallFunction(torch.autograd.Function):
         """
         refuse_second_derivative()
         following = ctx.next_functions  # one per tensor among the arguments
-        of_inputs, of_parameters = ctx.call.backward(
-            gradients,
-            _take_saved(ctx),
-            reaches_parameters=_reaches_any(node for node, _ in following[ctx.num_inputs :]),
-            following=following[0][0],
-        )
+        saved = None
+        try:
+            saved = _take_saved(ctx)
+            of_inputs, of_parameters = ctx.call.backward(
+                gradients,
+                saved,
+                reaches_parameters=_reaches_any(node for node, _ in following[ctx.num_inputs :]),
+                following=following[0][0],
+            )
+        except Exception as error:
+            # A backward that raised before it dropped z, for want of memory, may be repeated.
+            if saved is not None and ctx.has_own_z:
+                ctx.own_z = saved.take_z()
+            ctx.call.explain(error, "backward")
+            raise
         # PyTorch counts all arguments of `forward`: the call and the number of inputs come first,
         # and their "gradients" are the two None below.
         wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
         kept = (g if want else None for g, want in zip(of_inputs, wanted, strict=True))
         return (None, None, *kept, *of_parameters)
+
+
+def _save(ctx: Any, call: DifferentiableCall, num_inputs: int, saved: Saved | None) -> None:
+    ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
+    if saved is None:
+        return
+    # Taken out before `pack`, so that the context holds the only reference to z.
+    ctx.own_z = saved.take_z() if call.releases_saved else None
+    # Remembered apart, because `own_z` is None again after the first backward, and a second one
+    # must be told why it fails.
+    ctx.has_own_z = ctx.own_z is not None
+    kept, ctx.spec = saved.pack()
+    ctx.save_for_backward(*kept)
 
 
 def _take_saved(ctx: Any) -> Saved | None:

@@ -205,6 +205,8 @@ class Bf16Engine(Engine):
             gemms = _gemms_of_operands(x, dz, y1s, sums, settings.activation)
             with plain_ops(), _launch_scope(x):
                 rows = ExpertRows.of(routing)
+                gemms.load_wgrads()
+                sums.adding = True
                 if sums.db1 is not None and sums.db2 is not None:
                     rows.add_columns(dout, sums.db2, weight=routing.row_prob)
                     rows.add_columns(dz, sums.db1, weight=None)
@@ -216,6 +218,7 @@ class Bf16Engine(Engine):
                     pending.dout = pending.y1s = dout = y1s = None
                 with stage("dw1"):
                     gemms.wgrad_up(x, dz, sums.dw1, rows.cu_rows, rows.gather_index)
+                sums.adding = False
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
 

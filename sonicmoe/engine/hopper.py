@@ -132,9 +132,10 @@ class HopperEngine(Engine):
             dout = aligned(dout.to(x.dtype))
             layer = _Layer(x, routing, weights, settings)
             z = layer.restored_z(x, saved)
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
+            # Only now: where `dgated` finds no memory, the backward may be repeated.
             if settings.frees_stagewise:
                 saved.z = None
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
             del z
             dx = tap("dx", layer.dgrad(dz_scratch, x))
             pending = PendingWgrad(settings, routing, x, dout, wgrad_dz, wgrad_y1s)
@@ -276,6 +277,8 @@ class _Layer:
 def _add_both(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
     """Both weight gradients, added to the sums."""
     x, (handle, bytes_of) = pending.x, pending.native
+    memory = scratch(bytes_of.wgrad, device_of(x))
+    sums.adding = True
     passes.wgrad(
         weights=None,
         routing=handle,
@@ -287,8 +290,9 @@ def _add_both(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None
         dw2=sums.dw2,
         dz=pending.dz,
         y1s=pending.y1s,
-        scratch=scratch(bytes_of.wgrad, device_of(x)),
+        scratch=memory,
     )
+    sums.adding = False
 
 
 def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
@@ -297,6 +301,10 @@ def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -
     """
     handle, bytes_of = pending.native
     dout, y1s = pending.dout, pending.y1s
+    # One scratch serves both products. The second must not have to ask for memory when the first
+    # has been added already.
+    memory = scratch(max(bytes_of.dw1, bytes_of.dw2), device_of(dout))
+    sums.adding = True
     pending.dout = pending.y1s = None
     passes.dw2(
         weights=None,
@@ -306,7 +314,7 @@ def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -
         dout=dout,
         dw2=sums.dw2,
         y1s=y1s,
-        scratch=scratch(bytes_of.dw2, device_of(dout)),
+        scratch=memory,
     )
     del dout, y1s
     x = pending.x
@@ -318,5 +326,6 @@ def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -
         x=x,
         dw1=sums.dw1,
         dz=pending.dz,
-        scratch=scratch(bytes_of.dw1, device_of(x)),
+        scratch=memory,
     )
+    sums.adding = False

@@ -100,7 +100,13 @@ class GradientTargets(ABC):
 
     The gradient store makes targets and decides what becomes of them after a backward; an engine
     only adds. `NativeBuffer` is the one kind so far.
+
+    adding: an engine sets this before the first addition of a backward and clears it after the
+        last. It takes all memory and loads all kernels before, so that running out of memory leaves
+        the targets as they were.
     """
+
+    adding: bool = False
 
     @abstractmethod
     def named(self) -> dict[str, Tensor]:
@@ -119,7 +125,7 @@ class GradientTargets(ABC):
         return sum(4 * numel(tensor) for tensor in self.tensors())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NativeBuffer(GradientTargets):
     """Accumulators in the native layout, which every engine can add to.
 
@@ -362,7 +368,11 @@ class Engine(ABC):
 
     @abstractmethod
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Add dw1, dw2 (and bias gradients) to the targets and release `pending`."""
+        """Add dw1, dw2 (and bias gradients) to the targets and release `pending`.
+
+        Where it raises before its first addition, nothing was added. `pending` still holds its
+        operands then, unless stage-wise memory has freed some, and the call may be repeated.
+        """
 
     def backward(
         self,

@@ -166,24 +166,34 @@ class ReferenceEngine(Engine):
             # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
             # are made, so the two never exist together.
             dout_rows = _gather_rows(dout, routing)
+            # Every product is made before the first is added: who runs out of memory in between
+            # must find the sums as they were.
+            products = []
             # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
             # because out = sum p * (y2 + b2).
             if sums.db1 is not None and sums.db2 is not None:
-                _accumulate_bias(sums.db2, dout_rows * routing.row_prob.unsqueeze(-1), routing)
-                _accumulate_bias(sums.db1, dz, routing)
+                weighted = dout_rows * routing.row_prob.unsqueeze(-1)
+                products += [(sums.db2, _sums_of_rows(weighted, routing))]
+                products += [(sums.db1, _sums_of_rows(dz, routing))]
+                del weighted
             # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist
             # after the gather.
             left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
-            _accumulate(
-                sums.dw2, left, _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype), routing
-            )
-            _show_total("dw2", sums.dw2)
-            del dout_rows, left, dout, y1s
+            right = _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype)
+            products += [(sums.dw2, _products(left, right, routing))]
+            del dout_rows, left, right, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
             right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
-            _accumulate(sums.dw1, _wgrad_operand(dz, "wgrad_dz", settings, x.dtype), right, routing)
+            left = _wgrad_operand(dz, "wgrad_dz", settings, x.dtype)
+            products += [(sums.dw1, _products(left, right, routing))]
+            sums.adding = True
+            for accumulator, of_experts in products:
+                for expert, product in of_experts:
+                    accumulator[expert].add_(product)
+            _show_total("dw2", sums.dw2)
             _show_total("dw1", sums.dw1)
+            sums.adding = False
             pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
@@ -339,11 +349,12 @@ def _grouped(
     return result
 
 
-def _accumulate(accumulator: Tensor, left: Tensor, right: Tensor, routing: RoutingMetadata) -> None:
-    """`accumulator[e] += left_e^T right_e` over the expert's true rows."""
-    for expert, first, count, _ in _experts(routing):
-        product = left[first : first + count].transpose(0, 1) @ right[first : first + count]
-        accumulator[expert].add_(product)
+def _products(left: Tensor, right: Tensor, routing: RoutingMetadata) -> list[tuple[int, Tensor]]:
+    """`left_e^T right_e` over the true rows of every expert that has any."""
+    return [
+        (expert, left[first : first + count].transpose(0, 1) @ right[first : first + count])
+        for expert, first, count, _ in _experts(routing)
+    ]
 
 
 def _show_total(name: str, accumulator: Tensor) -> None:
@@ -355,6 +366,9 @@ def _show_total(name: str, accumulator: Tensor) -> None:
         accumulator.copy_(shown)
 
 
-def _accumulate_bias(accumulator: Tensor, rows: Tensor, routing: RoutingMetadata) -> None:
-    for expert, first, count, _ in _experts(routing):
-        accumulator[expert].add_(rows[first : first + count].sum(0))
+def _sums_of_rows(rows: Tensor, routing: RoutingMetadata) -> list[tuple[int, Tensor]]:
+    """Over the true rows of every expert that has any."""
+    return [
+        (expert, rows[first : first + count].sum(0))
+        for expert, first, count, _ in _experts(routing)
+    ]

@@ -9,6 +9,7 @@ import torch
 from ..autograd import refuse_second_derivative
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
+from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
 from ..weights.stacked_cache import read_weights
 from .call import Plan, backward, forward, make_plan
@@ -76,9 +77,13 @@ def expert_mlp(
 
 def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
     experts = int(w1.shape[0])
-    return build_routing(
-        indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate
-    )
+    try:
+        return build_routing(
+            indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate
+        )
+    except Exception as error:
+        raise_with_advice(error, "forward", plan.settings, indices)
+        raise
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -129,7 +134,12 @@ class _ExpertMlp(torch.autograd.Function):
             if reading is None:
                 weights = (w1, w2, b1, b2)
                 engine = plan.choose(saved.x, weights)
-                reading = read_weights(engine, weights, plan.settings, plan.layout, saved.x.dtype)
+                try:
+                    dtype = saved.x.dtype
+                    reading = read_weights(engine, weights, plan.settings, plan.layout, dtype)
+                except Exception as error:
+                    raise_with_advice(error, "backward", plan.settings, dout)
+                    raise
             reading.check_current()
             dx, dprobs, gradients = backward(
                 plan, dout, saved, reading.weights, ctx.dtypes, wgrad=any(weights_wanted)

@@ -18,6 +18,7 @@ from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name
 from ..layouts import WeightLayout
+from ..out_of_memory import raise_with_advice
 from ..routing.metadata import RoutingMetadata
 from ..weights.cache import Reading
 from ..weights.stacked_cache import Weights, read_weights
@@ -103,8 +104,12 @@ def forward(
 ) -> tuple[Tensor, Saved | None, Reading]:
     """`(out [T, H], what backward needs, weights as the engine read them)`."""
     engine = plan.choose(x, weights)
-    reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-    out, saved = engine.forward(x, routing, reading.weights, plan.settings, save=save)
+    try:
+        reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
+        out, saved = engine.forward(x, routing, reading.weights, plan.settings, save=save)
+    except Exception as error:
+        raise_with_advice(error, "forward", plan.settings, x)
+        raise
     return out, saved, reading
 
 
@@ -120,15 +125,19 @@ def backward(
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
     to `dtypes`.
     """
-    # fp32 accumulators of this call alone. Autograd, and not this package, adds gradients of
-    # several calls.
-    sums = _zeros_like_weights(weights, dout) if wgrad else None
     assert saved.x is not None
     engine = plan.choose(saved.x, weights)
-    dx, dprobs = engine.backward(dout, saved, weights, sums)
-    if sums is None:
-        return dx, dprobs, (None,) * len(dtypes)
-    return dx, dprobs, _user_gradients(plan.layout, sums, dtypes)
+    try:
+        # fp32 accumulators of this call alone. Autograd, and not this package, adds gradients of
+        # several calls.
+        sums = _zeros_like_weights(weights, dout) if wgrad else None
+        dx, dprobs = engine.backward(dout, saved, weights, sums)
+        if sums is None:
+            return dx, dprobs, (None,) * len(dtypes)
+        return dx, dprobs, _user_gradients(plan.layout, sums, dtypes)
+    except Exception as error:
+        raise_with_advice(error, "backward", plan.settings, dout)
+        raise
 
 
 def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> NativeBuffer:

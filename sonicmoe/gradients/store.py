@@ -2,8 +2,11 @@
 that hands them to the parameters.
 
     targets ──► engine.backward_dw adds ──► note_backward ──► flush ──► main_grad, .grad or autograd
-                        │ fails
+                        │ fails after its first addition
                         └──► incomplete: flush refuses ──► discard
+
+Running out of memory loses nothing: engines take theirs before the first addition, and a flush that
+ends early leaves every gradient either with its parameter or here.
 """
 
 from __future__ import annotations
@@ -69,18 +72,28 @@ class GradientStore:
         return {} if self._native is None else self._native.named()
 
     def add(self, engine: Engine, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Have the engine add the gradients of one backward, on the current stream."""
+        """Have the engine add the gradients of one backward, on the current stream.
+
+        Where it raises between its additions, the sums stay incomplete, because nobody can take
+        back what was added.
+        """
+        # Two backwards may run on two streams and add into the same accumulators. Each waits, on
+        # the device, for the additions launched before it.
+        self._additions.enter(targets.anchor)
         try:
-            # Two backwards may run on two streams and add into the same accumulators. Each waits,
-            # on the device, for the additions launched before it.
-            self._additions.enter(targets.anchor)
             with plain_ops():
                 engine.backward_dw(pending, targets)
-            self._additions.leave()
         except BaseException:
-            # Out of memory between dw2 and dw1, for one: nobody can take back what was added.
-            self._incomplete = True
+            if targets.adding:
+                self.give_up()
+            targets.adding = False
             raise
+        finally:
+            self._additions.leave()
+
+    def give_up(self) -> None:
+        """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
+        self._incomplete = True
 
     def note_backward(self) -> None:
         """A backward has added its gradients, or has handed them to a queue that will."""
@@ -101,9 +114,14 @@ class GradientStore:
         returned, in `parameters()` order.
 
         Autograd then accumulates it into `.grad`; either way the framework fires each parameter's
-        hooks exactly once.
+        hooks exactly once. Where it raises, nothing was handed over, and what waited is dropped:
+        it was this backward's, which may then be repeated.
         """
-        return self._flush(through_autograd=True)
+        try:
+            return self._flush(through_autograd=True)
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Drop what waits: its gradients are not wanted."""
@@ -144,14 +162,13 @@ class GradientStore:
             # Finding the kernel may compile and raise, so it comes before the first addition.
             launch = destinations.one_launch(parameters, native, through_autograd)
             self._additions.enter(native.dw1)
-            if launch is not None:
-                returned = launch.run(self._parameters.layout, native)
-            else:
-                # Plain operations leave the accumulators as they are; the kernel zeroes them while
-                # it reads.
-                returned = self._add_one_by_one(parameters, native, through_autograd)
-                _zero(native)
-            self._additions.leave()
+            try:
+                if launch is not None:
+                    returned = launch.run(self._parameters.layout, native)
+                else:
+                    returned = self._add_one_by_one(parameters, native, through_autograd)
+            finally:
+                self._additions.leave()
         # Last: after a launch that failed the gradients still wait, and the flush may be repeated.
         self._waiting = 0
         return returned
@@ -175,23 +192,40 @@ class GradientStore:
     ) -> list[Tensor | None]:
         """The flush by plain operations. It serves what one launch cannot: hosts, destinations that
         overlap or are strided, and experts that share a parameter, whose gradients are summed one
-        after the other.
+        after the other. The accumulators are zeroed; the kernel does that while it reads.
         """
-        returned: dict[int, Tensor] = {}
-        for parameter, gradient in self._parameters.user_gradients(native):
+        gradients = self._parameters.user_gradients(native)
+        returned: list[Tensor | None] = [None] * len(parameters)
+        if through_autograd:
+            # A backward that runs out of memory must have handed over nothing, so all memory is
+            # taken before the first addition.
+            made = list(gradients)
+            returned, gradients = _for_autograd(parameters, made), iter(made)
+        for parameter, gradient, accumulator in gradients:
             # `user_gradients` yields fresh tensors, so a `main_grad` that is bound to one shares no
-            # memory with the accumulators that are zeroed next.
-            if not requires_grad(parameter) or add_to_main_grad(parameter, gradient):
-                continue
-            if through_autograd:
-                earlier = returned.get(id(parameter))
-                returned[id(parameter)] = gradient if earlier is None else earlier + gradient
-            else:
+            # memory with the accumulator that is zeroed next.
+            trained = requires_grad(parameter)
+            if trained and not add_to_main_grad(parameter, gradient) and not through_autograd:
                 add_to_grad(parameter, gradient)
-        # A shared parameter is an input of the autograd node once per expert; its sum is returned
-        # at the first place only.
-        ordered = [(parameter, returned.pop(id(parameter), None)) for parameter in parameters]
-        return [None if sum_ is None else sum_.to(p.dtype) for p, sum_ in ordered]
+            # At once: if memory ends at a later parameter, a second flush goes on there and adds
+            # nothing twice.
+            accumulator.zero_()
+        return returned
+
+
+def _for_autograd(
+    parameters: Sequence[Tensor], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
+) -> list[Tensor | None]:
+    """The gradients of the parameters that have no `main_grad`, in their dtype; None for others."""
+    sums: dict[int, Tensor] = {}
+    for parameter, gradient, _ in gradients:
+        if requires_grad(parameter) and not hasattr(parameter, "main_grad"):
+            earlier = sums.get(id(parameter))
+            sums[id(parameter)] = gradient if earlier is None else earlier + gradient
+    # A shared parameter is an input of the autograd node once per expert; its sum is returned at
+    # the first place only.
+    ordered = [(parameter, sums.pop(id(parameter), None)) for parameter in parameters]
+    return [None if sum_ is None else sum_.to(p.dtype) for p, sum_ in ordered]
 
 
 def _zero(targets: GradientTargets) -> None:

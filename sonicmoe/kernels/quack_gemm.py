@@ -325,6 +325,10 @@ class GroupedGemms:
         """dz `[R, N1]`, w1 -> dx_rows `[R, H]`."""
         self._dgrad(dz, w1, dx_rows, None, cu_rows, None, self._clusters["dgrad"])
 
+    def load_wgrads(self) -> None:
+        """Load both kernels of the weight gradients, or raise before either has added anything."""
+        _ = self._wgrad_down, self._wgrad_up
+
     def wgrad_down(self, dout: Any, y1s: Any, dw2: Any, cu_rows: Any, index: Any) -> None:
         """dout `[T, H]`, y1s `[R, I]` -> added to dw2 fp32 `[E, H, I]`."""
         clusters = self._clusters["wgrad_down"]

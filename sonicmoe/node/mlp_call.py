@@ -16,6 +16,7 @@ from ..diagnostics.stages import emit, is_awaited, stage
 from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad, Saved
 from ..enums import FlushMode
 from ..interop import plain_ops, requires_grad
+from ..out_of_memory import raise_with_advice
 from ..routing.build import route
 from ..weights.cache import Reading
 from .layer_state import LayerState
@@ -49,6 +50,10 @@ class MlpCall(DifferentiableCall):
     @property
     def releases_saved(self) -> bool:
         return self.settings.frees_stagewise
+
+    def explain(self, error: Exception, during: str) -> None:
+        """Advice where memory ran out."""
+        raise_with_advice(error, during, self.settings, self.indices)
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine, on `(x, probs)`."""
@@ -127,11 +132,23 @@ class MlpCall(DifferentiableCall):
             # The launch then takes small clusters: while a collective holds some multiprocessors,
             # no CTA with a fixed share of the work waits for them.
             pending.shares_gpu = True
-            queue.submit(pending, partial(self._add_wgrad, pending, targets))
+            queue.submit(pending, partial(self._add_late, pending, targets))
 
     def _add_wgrad(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         with self.config.activate():
             self.state.gradients.add(self.engine, pending, targets)
+
+    def _add_late(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        """`_add_wgrad` after the backward that has made the operands."""
+        try:
+            self._add_wgrad(pending, targets)
+        except Exception as error:
+            # Stage-wise memory may have freed operands already. The backward is over and makes no
+            # others, so the sums can never be complete.
+            if pending.dout is None:
+                self.state.gradients.give_up()
+            raise_with_advice(error, "weight gradients", self.settings)
+            raise
 
     def _described(self) -> ExpertCall:
         native = self.state.parameters.native

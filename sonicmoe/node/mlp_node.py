@@ -22,7 +22,7 @@ from ..diagnostics.call_events import StepDone
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
 from ..engine.capabilities import Workload
-from ..engine.interface import EngineSettings
+from ..engine.interface import Engine, EngineSettings
 from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import ActivationType, EngineName, FlushMode, layer_parameters, member_of
 from ..errors import ConfigError, LayoutError, ShapeError, expect
@@ -36,9 +36,11 @@ from ..interop import (
 )
 from ..jit_warmup import warmup_jit
 from ..layouts import NATIVE
+from ..out_of_memory import raise_with_advice
 from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
+from ..weights.cache import Reading
 from ..weights.parameters import ExpertParameters, FusedParameters, PerExpertParameters
 from .layer_state import LayerState
 from .mlp_call import MlpCall
@@ -227,6 +229,7 @@ class SonicMoEMlpNode:
         Raises:
             DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument,
             what came and what is needed.
+            OutOfMemoryError: nothing has changed; the message says what lowers the need.
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
@@ -246,7 +249,7 @@ class SonicMoEMlpNode:
             # at once the input of autograd, the source of the engine weights and the destination of
             # the gradients.
             parameters = self._state.parameters.parameters()
-            reading = self._state.read_weights(choice.engine, settings, parameters)
+            reading = self._read_weights(choice.engine, settings, parameters)
         call = MlpCall(
             state=self._state,
             config=scope,
@@ -262,7 +265,11 @@ class SonicMoEMlpNode:
         inputs = (x.contiguous(), dispatched_probs)
         if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
             return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]
-        return call.forward(inputs, save=False)[0]
+        try:
+            return call.forward(inputs, save=False)[0]
+        except Exception as error:
+            call.explain(error, "forward")
+            raise
 
     def step(self) -> None:
         """Add the accumulated weight gradients into `main_grad` in place, zero the accumulators,
@@ -275,6 +282,7 @@ class SonicMoEMlpNode:
 
         Raises:
             RuntimeError: a backward failed while it added weight gradients; see `discard_grads`.
+            OutOfMemoryError: nothing is lost; call it again when there is memory.
         """
         self.flush_grads()
         self._state.end_step()
@@ -289,7 +297,11 @@ class SonicMoEMlpNode:
         # over.
         self.finish_wgrad()
         with self._scope(), stage("flush"):
-            self._state.flush()
+            try:
+                self._state.flush()
+            except Exception as error:
+                raise_with_advice(error, "step()", self._current()[1])
+                raise
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
@@ -324,7 +336,7 @@ class SonicMoEMlpNode:
         weight = parameters[0]
         with self._scope():
             choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
-            self._state.read_weights(choice.engine, choice.settings or settings, parameters)
+            self._read_weights(choice.engine, choice.settings or settings, parameters)
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the
@@ -387,6 +399,15 @@ class SonicMoEMlpNode:
             self._chosen = (key, ready_engine(device, config.engine, workload))
             announce(self._chosen[1], device)
         return self._chosen[1]
+
+    def _read_weights(
+        self, engine: Engine, settings: EngineSettings, parameters: list[Tensor]
+    ) -> Reading:
+        try:
+            return self._state.read_weights(engine, settings, parameters)
+        except Exception as error:
+            raise_with_advice(error, "forward", settings)
+            raise
 
     def _check_tokens(self, x: Tensor, indices: Tensor) -> None:
         wanted = (int(indices.shape[0]), self.hidden_size)

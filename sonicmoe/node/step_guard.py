@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda, plain_ops, requires_grad, writes_of
+from ..out_of_memory import is_out_of_memory
 from ..weights.cache import Unannounced
 from ..weights.changes import optimizer_watchers
 
@@ -91,7 +92,7 @@ class StepGuard:
         # Each is a pass over all weights and gradients. Later steps repeat the calls of the first
         # ones, so two steps show a misplaced call.
         self._values = (
-            _values(parameters)
+            _affordable_values(parameters)
             if self._steps < self.STEPS_BY_VALUE and _on_host(parameters)
             else None
         )
@@ -117,8 +118,9 @@ class StepGuard:
         # where these are unchanged, as after a reduction inside a fused buffer.
         reduced, applied = _identities(parameters) != before, False
         if values is not None and not reduced:
+            now = _affordable_values(parameters)
             reduced, applied = (
-                _differ(*pair) for pair in zip(values, _values(parameters), strict=True)
+                _differ(*pair) for pair in zip(values, now or (None, None), strict=True)
             )
         if reduced:
             self._missed("gradients of expert weights were reduced, scaled or replaced")
@@ -182,6 +184,18 @@ def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]
     # Magnitudes, because a plain sum of values of both signs may stay the same by chance.
     trained = [parameter for parameter in parameters if requires_grad(parameter)]
     return _sums([_gradient(parameter) for parameter in trained]), _sums(trained)
+
+
+def _affordable_values(
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """`_values`, or None where there is no memory for them: a warning is worth no failed step."""
+    try:
+        return _values(parameters)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def _sums(tensors: Sequence[Tensor | None]) -> Tensor | None:

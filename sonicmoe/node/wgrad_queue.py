@@ -10,6 +10,10 @@ operation that takes dx, which is normally the combine. On a host nothing runs b
 they wait until a schedule asks for them (`finish`), for example in a pipeline bubble.
 
 They are added in the order of the backwards, so sums have the same bits as without the queue.
+
+A computation that raises has added nothing if memory ran out (`Engine.backward_dw`). Then its task
+goes on waiting, and the next call tries again. Only where the backward of the task itself raises is
+it dropped: that backward will be repeated, or skipped, as a whole.
 """
 
 from __future__ import annotations
@@ -35,14 +39,15 @@ class _Task:
     ready: the event on the caller's stream after which the operands exist; None on a host.
     tensors: everything that `compute` reads or adds to. It must live until the side stream is done,
         also where its owner drops it.
-    versions: on a host, where `compute` runs late, the caller's tensors and their version counters.
+    writes: on a host, where `compute` runs late, the version counters of the caller's tensors.
         Under Paddle a detached tensor counts its own writes only, so these never move.
     """
 
     compute: Callable[[], None]
+    pending: PendingWgrad
     ready: Any
     tensors: list[Tensor]
-    versions: list[tuple[Tensor, int]]
+    writes: list[int]
 
 
 class WgradQueue:
@@ -65,10 +70,7 @@ class WgradQueue:
         if pending.dout is None or not is_cuda(pending.dout):
             # On a host `compute` runs late and reads these two, which the caller owns and may
             # refill. Their version counters, taken now, show that at `finish`.
-            read = [tensor for tensor in (pending.x, pending.dout) if tensor is not None]
-            self._waiting.append(
-                _Task(compute, None, [], [(tensor, writes_of(tensor)) for tensor in read])
-            )
+            self._waiting.append(_Task(compute, pending, None, [], _writes_to(pending)))
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=pending.dout.device)
@@ -77,12 +79,15 @@ class WgradQueue:
         ready = torch.cuda.current_stream().record_event()
         # The accumulators are among the arguments of `compute`. The keys keep each tensor once.
         kept = {id(tensor): tensor for tensor in tensors_in([pending, compute])}
-        self._waiting.append(_Task(compute, ready, list(kept.values()), []))
+        self._waiting.append(_Task(compute, pending, ready, list(kept.values()), []))
 
     def launch_after(self, following: Any) -> None:
         """Launch once autograd has run the node `following`, which takes dx; None: at once."""
-        if following is None or not self._waiting or self._waiting[-1].ready is None:
-            self.launch()
+        if not self._waiting or self._waiting[-1].ready is None:
+            return
+        task = self._waiting[-1]
+        if following is None:
+            self._launch_or_drop(task)
             return
         # The hook removes itself after one use, because the same node runs again where the graph is
         # retained. Its handle exists only after it is registered, hence the list.
@@ -90,14 +95,14 @@ class WgradQueue:
 
         def launch(*_gradients: Any) -> None:
             handles.pop().remove()
-            self.launch()
+            self._launch_or_drop(task)
 
         handles.append(following.register_hook(launch))
 
     def launch(self) -> None:
         """Put every waiting GPU task on the side stream; tasks of a host go on waiting."""
         while self._waiting and self._waiting[0].ready is not None:
-            task = self._waiting.popleft()
+            task = self._waiting[0]
             stream = self._stream
             assert stream is not None
             # A wait on the device. The host goes on at once.
@@ -108,7 +113,7 @@ class WgradQueue:
             with torch.cuda.stream(stream):
                 # `current_stream` is the side stream inside the block, so the engine launches
                 # there.
-                task.compute()
+                self._compute(task)
             self._on_stream = True
 
     def finish(self) -> None:
@@ -117,16 +122,15 @@ class WgradQueue:
         """
         self.launch()
         while self._waiting:
-            task = self._waiting.popleft()
+            task = self._waiting[0]
             # The dx of this backward is right, and its weight gradients would be of other tokens.
-            if any(writes_of(tensor) != writes for tensor, writes in task.versions):
+            if _writes_to(task.pending) != task.writes:
+                self._waiting.popleft()
                 raise RuntimeError(
                     "tokens, or the gradient of the output, were overwritten after backward() and before finish_wgrad() or step(): with "
                     "split_wgrad the weight gradients are computed from them then; their gradients are lost"
                 )
-            # an engine that frees operands one by one must hold the last reference
-            task.versions.clear()
-            task.compute()
+            self._compute(task)
         if self._on_stream and self._stream is not None:
             # After this wait nothing on the caller's stream overtakes the side stream, so tensors
             # that were held for it may go.
@@ -142,6 +146,29 @@ class WgradQueue:
         self._waiting.clear()
         self.finish()
 
+    def _compute(self, task: _Task) -> None:
+        """Run the first task. It goes on waiting where memory was missing and it still has its
+        operands.
+        """
+        repeatable = False
+        try:
+            task.compute()
+        except MemoryError:
+            repeatable = task.pending.dout is not None
+            raise
+        finally:
+            if not repeatable:
+                self._waiting.popleft()
+
+    def _launch_or_drop(self, task: _Task) -> None:
+        """Launch from inside the backward of `task`."""
+        try:
+            self.launch()
+        except BaseException:
+            if task in self._waiting:
+                self._waiting.remove(task)
+            raise
+
     def _keep(self, tensors: list[Tensor], stream: Any) -> None:
         """Keep the tensors' memory from reuse until `stream` has read it. Where the allocator
         cannot do that (Paddle), they are held until `finish`.
@@ -154,6 +181,11 @@ class WgradQueue:
                 tensor.record_stream(stream)
             else:
                 self._held.append(tensor)
+
+
+def _writes_to(pending: PendingWgrad) -> list[int]:
+    """How often the caller's tensors among the operands were written."""
+    return [writes_of(tensor) for tensor in (pending.x, pending.dout) if tensor is not None]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -124,6 +124,9 @@ class QuantizedWeights:
             self._current = False
         if layout != self._layout:
             self._allocate(source, layout)
+        # Not current until every launch below has been accepted: if one fails, the checksums may be
+        # newer than the codes, and the guard alone would never notice.
+        force, self._current = force or not self._current, False
         self._order.enter(source.up[0])
         kernels, stream = _kernels(device_name(source.up[0])), current_stream(source.up[0])
         table, checksums, state, outputs, dtype = self._launch_buffers
@@ -140,7 +143,7 @@ class QuantizedWeights:
             split_half,
             dtype,
             state,
-            force or not self._current,
+            force,
             stream,
         )
         self._order.leave()

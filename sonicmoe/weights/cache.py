@@ -113,10 +113,12 @@ class WeightCache:
         change = Change.YES if previous is None or written or stepped else told
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(source.anchor)
-        self.weights = engine.refresh(source, settings, previous, change)
-        # Recorded after `refresh`, so that a later forward on another stream waits for these
-        # launches.
-        self._streams.leave()
+        try:
+            self.weights = engine.refresh(source, settings, previous, change)
+        finally:
+            # Recorded after `refresh`, so that a later forward on another stream waits for these
+            # launches, also where one of them failed.
+            self._streams.leave()
         # `seen` was taken before `refresh` read the weights. A write in between is therefore found
         # by the next forward, and never lost.
         self._place, self._seen = key, seen

@@ -61,9 +61,9 @@ class ExpertParameters(ABC):
         """
 
     @abstractmethod
-    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
-        """`(parameter, fp32 gradient in the parameter's own layout)` pairs, in the order of
-        `parameters()`; the gradients are fresh tensors.
+    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """`(parameter, its fp32 gradient in its own layout, the part of native it comes from)`, in
+        the order of `parameters()`; the gradients are fresh tensors, made one by one.
         """
 
 
@@ -162,12 +162,14 @@ class PerExpertParameters(ExpertParameters):
         weights, experts = tuple(parameters or self.parameters()), len(self._experts)
         return WeightSource(weights[:experts], weights[experts:], self.layout)
 
-    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
-        """One pair per expert and projection."""
+    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One per expert and projection."""
         for index, expert in enumerate(self._experts):
-            yield expert.up_gate_proj.weight, self.layout.user_w1(native.dw1[index])
+            dw1 = native.dw1[index]
+            yield expert.up_gate_proj.weight, self.layout.user_w1(dw1), dw1
         for index, expert in enumerate(self._experts):
-            yield expert.down_proj.weight, self.layout.user_w2(native.dw2[index])
+            dw2 = native.dw2[index]
+            yield expert.down_proj.weight, self.layout.user_w2(dw2), dw2
 
 
 class FusedParameters(ExpertParameters):
@@ -220,13 +222,14 @@ class FusedParameters(ExpertParameters):
         """Views of each expert's matrices."""
         return WeightSource.stacked(*self._weights, layout=self.layout)
 
-    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor]]:
+    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The two stacked gradients."""
         weight1, weight2 = self._weights
         # The map of the native layout returns its argument, and the accumulators go on.
         dw1, dw2 = native.dw1, native.dw2
-        yield weight1, self.layout.user_w1(dw1) if self.layout.transposed else dw1.clone()
-        yield weight2, self.layout.user_w2(dw2) if self.layout.transposed else dw2.clone()
+        moves = self.layout.transposed
+        yield weight1, self.layout.user_w1(dw1) if moves else dw1.clone(), dw1
+        yield weight2, self.layout.user_w2(dw2) if moves else dw2.clone(), dw2
 
 
 def check_memory(parameters: Sequence[Tensor]) -> None:

@@ -82,6 +82,7 @@ class TestNativeBuffer:
 
         class Failing(ReferenceEngine):
             def backward_dw(self, pending, targets):
+                targets.adding = True
                 targets.dw2.fill_(1.0)
                 raise MemoryError("no room for dw1")
 

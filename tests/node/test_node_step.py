@@ -204,6 +204,7 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split
     def fail(self, pending, accumulators):
         add(self, pending, accumulators)
         accumulators.dw1.zero_()
+        accumulators.adding = True
         raise MemoryError("no room for dw1")
 
     for each in (layer, wanted):

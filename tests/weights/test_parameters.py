@@ -121,7 +121,7 @@ class TestSources:
     def test_user_gradients_have_the_layout_of_their_parameter(self, make):
         source = make(*weight_arrays())
         weights, dw1, dw2 = filled(source)
-        pairs = list(source.user_gradients(NativeBuffer(**weights.held())))
+        pairs = [made[:2] for made in source.user_gradients(NativeBuffer(**weights.held()))]
         assert {id(weight) for weight, _ in pairs} == {id(weight) for weight in source.parameters()}
         by_parameter = {id(weight): gradient for weight, gradient in pairs}
         for weight in source.parameters():
