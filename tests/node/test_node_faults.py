@@ -20,27 +20,28 @@ from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import FP8, FULL, Layer
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import OutOfMemoryError, SonicMoEError
 from sonicmoe.out_of_memory import is_out_of_memory
 
 MEM = SonicMoEConfig(engine="reference", fp8_mode="mem")
 FROM_SCRATCH = SonicMoEConfig(engine="reference", fp8_mode="perf", recompute_z=True)
+PER_EXPERT = "per_expert"
 SAMPLE = 4  # allocations that fail per case; each is a run of its own
 
-# Name: (configuration, stacked parameters, where gradients go, options of the node).
+# Name: (configuration, arrangement of the parameters, where gradients go, options of the node).
 CASES = {
-    "plain": (FULL, False, "bound", {}),
-    "plain, stacked, fresh main_grad": (FULL, True, "fresh", {}),
-    "plain, .grad": (FULL, False, "grad", {}),
-    "fp8": (FP8, False, "bound", {}),
-    "fp8, mem": (MEM, False, "fresh", {}),
-    "fp8, recompute z": (FROM_SCRATCH, True, "bound", {}),
-    "flush in backward": (FULL, False, "bound", {"flush": "backward"}),
-    "flush in backward, fresh main_grad": (FULL, True, "fresh", {"flush": "backward"}),
-    "flush in backward, through autograd": (FULL, False, "grad", {"flush": "backward"}),
-    "split": (FULL, False, "bound", {"split_wgrad": True}),
-    "split, fp8": (FP8, True, "bound", {"split_wgrad": True}),
+    "plain": (FULL, PER_EXPERT, "bound", {}),
+    "plain, stacked, fresh main_grad": (FULL, "fused", "fresh", {}),
+    "plain, native layout": (FULL, "native", "bound", {}),
+    "plain, .grad": (FULL, PER_EXPERT, "grad", {}),
+    "fp8": (FP8, PER_EXPERT, "bound", {}),
+    "fp8, mem": (MEM, PER_EXPERT, "fresh", {}),
+    "fp8, recompute z": (FROM_SCRATCH, "fused", "bound", {}),
+    "flush in backward": (FULL, PER_EXPERT, "bound", {"flush": "backward"}),
+    "flush in backward, fresh main_grad": (FULL, "fused", "fresh", {"flush": "backward"}),
+    "flush in backward, through autograd": (FULL, PER_EXPERT, "grad", {"flush": "backward"}),
+    "split": (FULL, PER_EXPERT, "bound", {"split_wgrad": True}),
+    "split, fp8": (FP8, "fused", "bound", {"split_wgrad": True}),
 }
 
 
@@ -58,22 +59,11 @@ class Run:
     """
 
     def __init__(self, case, allocations, repeat_backward=False):
-        config, fused, self.gradient, options = CASES[case]
+        config, arrangement, self.gradient, options = CASES[case]
         self.batches, self.allocations = batches(), allocations
         self.repeat_backward = repeat_backward
-        self.layer = Layer(self.batches[0], fused=fused, config=config)
-        if options:
-            self.layer.node = self.node_with(config, fused, options)
+        self.layer = Layer(self.batches[0], arrangement=arrangement, config=config, **options)
         self.results, self.errors = [], []
-
-    def node_with(self, config, fused, options):
-        layer, p = self.layer, self.batches[0]
-        if fused:
-            return SonicMoEMlpNode.from_fused(
-                *layer.weights, p.activation, config=config, **options
-            )
-        sizes = p.num_experts, p.x.shape[1], p.intermediate
-        return SonicMoEMlpNode(layer.experts, *sizes, p.activation, config=config, **options)
 
     def run(self):
         for micro_batches in (self.batches, self.batches[:1]):
