@@ -78,11 +78,15 @@ FRAMEWORK: str = "paddle" if _is_paddle() else "torch"
 IS_PADDLE: bool = FRAMEWORK == "paddle"
 
 
+# What stands for a tensor while Paddle traces a static graph.
+_STATIC_VALUES = ("Value", "Variable")
+
+
 def require_framework_tensor(value: Any, argument: str) -> None:
     """Raise unless `value` is a tensor of the framework this package was imported under.
 
     Raises:
-        FrameworkError: the tensor belongs to the other framework.
+        FrameworkError: the tensor belongs to the other framework, or to a static graph.
         TypeError: it is no tensor at all.
     """
     if isinstance(value, torch.Tensor):
@@ -91,6 +95,11 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     if module.startswith("paddle") and not IS_PADDLE:
         raise FrameworkError(
             f"{argument} is a paddle tensor but sonicmoe was imported with PyTorch: {HOW_TO_ENABLE}"
+        )
+    if module.startswith("paddle") and type(value).__name__ in _STATIC_VALUES:
+        raise FrameworkError(
+            f"{argument} is a value of a static graph, and this call runs in dynamic graphs alone: "
+            "leave it out of what paddle.jit.to_static traces"
         )
     if module.startswith("torch") and IS_PADDLE:
         raise FrameworkError(

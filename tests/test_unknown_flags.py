@@ -8,6 +8,8 @@ from pathlib import Path
 import preloaded
 import pytest
 
+from sonicmoe.config import FLAGS_BY_ENV, unknown_flags
+
 ROOT = Path(__file__).resolve().parents[1]
 MISSPELT = {"SONIC_MOE_FP8_MOD": "perf"}
 LINE = "unknown environment variable SONIC_MOE_FP8_MOD is ignored; did you mean SONIC_MOE_FP8_MODE?"
@@ -44,6 +46,44 @@ def errors_of(program: str, **environ: str) -> str:
 @pytest.mark.parametrize("face", FACES)
 def test_every_face_reports_it_once(face: str) -> None:
     assert errors_of(FACES[face], **MISSPELT).count(LINE) == 1
+
+
+def near_misses(name: str) -> set[str]:
+    """A letter missing, doubled or exchanged with the next one, in upper and lower case."""
+    missing = {name[:at] + name[at + 1 :] for at in range(len(name))}
+    doubled = {name[:at] + name[at] + name[at:] for at in range(len(name))}
+    exchanged = {
+        name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in range(len(name) - 1)
+    }
+    typed = missing | doubled | exchanged | {name, name.title()}
+    return (typed | {one.lower() for one in typed}) - set(FLAGS_BY_ENV)
+
+
+def test_every_near_miss_of_every_flag_names_that_flag() -> None:
+    for name in FLAGS_BY_ENV:
+        for typed in near_misses(name):
+            assert unknown_flags({typed: "1"}) == {typed: name}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("sonic_moe_fp8_mode", "SONIC_MOE_FP8_MODE"),
+        ("SONICMOE_FP8", "SONIC_MOE_FP8_MODE"),
+        ("sonicmoe_cache", "SONIC_MOE_CACHE_DIR"),
+        ("SonicMoe_Engine", "SONIC_MOE_ENGINE"),
+        ("USE_QUACK_GEM", "USE_QUACK_GEMM"),
+        ("use_quack_gemm", "USE_QUACK_GEMM"),
+        ("SONIC_MOE_NOTHING_LIKE_IT_AT_ALL", None),
+    ],
+)
+def test_what_people_typed_is_reported(typed: str, meant: str | None) -> None:
+    assert unknown_flags({typed: "1"}) == {typed: meant}
+
+
+@pytest.mark.parametrize("name", ["MOE_LAYERS", "QUACK", "GEMM_TUNING", "SUPERSONIC", "SONIC_PI"])
+def test_names_of_other_programs_are_left_alone(name: str) -> None:
+    assert unknown_flags({name: "1"}) == {}
 
 
 def test_a_prefix_without_its_underscore_is_reported() -> None:

@@ -364,3 +364,15 @@ def test_tokens_that_were_freed_before_backward_are_named(node, batch, free):
     getattr(pending.x, free)()
     with pytest.raises(Exception, match="x was freed between this node's forward and its backward"):
         pending.backward()
+
+
+def test_a_node_in_a_static_graph_is_refused(node, batch):
+    """`to_static` passes a value of its graph, of which Paddle's internals would complain."""
+
+    def forward(x, indices, probs):
+        return node(x, None, indices, probs)
+
+    traced = paddle.jit.to_static(forward, full_graph=True)
+    # Paddle raises the error again with the traced lines above it, in the same class.
+    with pytest.raises(FrameworkError, match=r"x is a value of a static graph, .*to_static"):
+        traced(tensor(batch.x), tensor(batch.indices), tensor(batch.probs))
