@@ -46,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="compile every variant of the BF16 GEMMs, not only a covering set",
     )
     parser.addoption(
+        "--attacks",
+        type=int,
+        default=200,
+        help="cases of every kind of attack on files and commands; a thorough run takes 20000",
+    )
+    parser.addoption(
         "--other-products",
         action="store_true",
         help="tests marked trained compute matrix products as another processor would",

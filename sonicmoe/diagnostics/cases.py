@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
 from ..errors import ShapeError, SonicMoEError, expect
+from ..host_memory import require_memory
+from ..npz import NpzError, read_npz, require_numbers
 from .step_dump import Array, StepDump, StepSettings
 
 DATA_KINDS: dict[str, str] = {
@@ -25,6 +26,7 @@ DATA_KINDS: dict[str, str] = {
 }
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0
+_FP64 = 8  # the bytes of a number while a case is generated
 
 
 class CaseError(SonicMoEError, ValueError):
@@ -37,6 +39,7 @@ class Sizes:
 
     Raises:
         ShapeError: a size is below 1, or a token would need more experts than there are.
+        ConfigError: this machine has not the memory for them.
     """
 
     tokens: int = 2048
@@ -55,6 +58,9 @@ class Sizes:
             ShapeError,
             f"topk is {self.topk}; needed: at most the number of experts, {self.experts}",
         )
+        rows = self.tokens * (2 * self.hidden + self.experts + self.topk)
+        weights = 3 * self.experts * self.intermediate * self.hidden
+        require_memory(_FP64 * (rows + weights), "a case of these sizes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +84,11 @@ class Case:
 
     def __post_init__(self) -> None:
         """Check shapes, then round to bf16."""
-        expect(self.w2.ndim == 3, ShapeError, f"w2 has shape {self.w2.shape}; needed: [E, H, I]")
+        expect(
+            self.w2.ndim == 3 and self.w2.size > 0 and self.x.size > 0,
+            ShapeError,
+            f"w2 has shape {self.w2.shape} and x {self.x.shape}; needed: [E, H, I] and [T, H]",
+        )
         (tokens, topk), (experts, hidden, width) = (
             np.shape(np.atleast_2d(self.indices)),
             self.w2.shape,
@@ -177,19 +187,14 @@ def load_case(path: str | Path) -> Case:
         CaseError: the file is missing, no .npz, or lacks an array; the message names it.
         ShapeError: the arrays do not belong together.
     """
+    names = [field.name for field in fields(Case)]
     try:
-        with np.load(path) as archive:
-            return Case(
-                **{
-                    field.name: archive[field.name]
-                    for field in fields(Case)
-                    if field.name != "name"
-                },
-                name=str(archive["name"]),
-            )
-    except KeyError as error:
-        raise CaseError(f"{path} is no captured call: {error.args[0]}") from None
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        if isinstance(error, SonicMoEError):
-            raise
+        arrays = read_npz(Path(path), lambda _: names)
+        name = str(arrays.pop("name"))
+        require_numbers(arrays, integers=("indices",))
+        return Case(name=name, **arrays)
+    except ShapeError as error:
+        raise ShapeError(f"{path}: {error}") from None
+    # A text where numbers belong, or integers that are too large.
+    except (NpzError, ValueError, TypeError, OverflowError) as error:
         raise CaseError(f"cannot read captured tensors from {path}: {error}") from None

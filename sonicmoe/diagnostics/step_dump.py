@@ -10,13 +10,13 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from ..config import FLAGS, ResolvedConfig, spelling
 from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
+from ..npz import NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
 
 Array = np.ndarray
@@ -131,7 +131,11 @@ class StepDump:
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
-        expect(self.w2.ndim == 3, ShapeError, f"w2 has shape {self.w2.shape}; needed: [E, H, I]")
+        expect(
+            self.w2.ndim == 3 and self.w2.size > 0,
+            ShapeError,
+            f"w2 has shape {self.w2.shape}; needed: [E, H, I]",
+        )
         expect(
             self.indices.ndim == 2,
             ShapeError,
@@ -193,19 +197,19 @@ def load_dump(path: str | Path) -> StepDump:
         ShapeError: the arrays do not belong together.
     """
     try:
-        # Pickled objects are refused by default, so a file from elsewhere runs no code.
-        with np.load(path) as archive:
-            settings = (
-                StepSettings.of(**json.loads(str(archive["settings"])))
-                if "settings" in archive
-                else StepSettings()
-            )
-            arrays = {name: archive[name] for name in ARRAYS}
-            dout = archive.get("dout", None)
-            return StepDump(str(archive["name"]), settings, **arrays, dout=dout)
+        found = read_npz(Path(path))
+        arrays = {name: found[name] for name in ARRAYS}
+        if "dout" in found:
+            arrays["dout"] = found["dout"]
+        require_numbers(arrays, integers=("indices",))
+        settings = StepSettings()
+        if "settings" in found:
+            settings = StepSettings.of(**json.loads(str(found["settings"])))
+        return StepDump(str(found["name"]), settings, **arrays)
     except KeyError as error:
-        raise DumpError(f"{path} is no dump of a step: {error.args[0]}") from None
-    except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
-        if isinstance(error, SonicMoEError):
-            raise
+        raise DumpError(f"{path} is no dump of a step: it has no {error.args[0]!r}") from None
+    except (ShapeError, DumpError) as error:
+        raise type(error)(f"{path}: {error}") from None
+    # Settings that are no JSON, or of other types than theirs.
+    except (NpzError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DumpError(f"cannot read a step from {path}: {error}") from None

@@ -410,5 +410,5 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
 
 def test_an_archive_without_the_arrays_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros((2, 2)))
-    with pytest.raises(CaseError, match="is no captured call: indices"):
+    with pytest.raises(CaseError, match="has no array 'name'"):
         load_case(tmp_path / "other.npz")

@@ -1,0 +1,141 @@
+"""Reads `.npz` files that somebody else may have written or damaged: plain arrays, or one error.
+
+A file from elsewhere must not run code, exhaust the memory, block, or end the program with an
+error of the zip format's making. Numpy only; no framework.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from .errors import SonicMoEError, expect
+from .host_memory import host_memory
+
+SUFFIX = ".npy"
+_CHUNK = 1 << 20
+_HEADER_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+class NpzError(SonicMoEError, ValueError):
+    """A file is missing, or holds something else than named arrays; the text says which."""
+
+
+def read_npz(
+    path: Path, wanted: Callable[[Iterable[str]], Iterable[str]] = lambda names: names
+) -> dict[str, np.ndarray]:
+    """The arrays of a file by name.
+
+    Args:
+        path: a regular file, or a link to one.
+        wanted: from the names that the file has to those that are read; the others cost nothing.
+
+    Raises:
+        NpzError: the file cannot be read, or is damaged, or holds objects that would be unpickled.
+    """
+    try:
+        with _open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            members = _members(archive)
+            return {name: _read_array(archive, members[name]) for name in wanted(members)}
+    except NpzError:
+        raise
+    except OSError as error:
+        raise NpzError(error.strerror or str(error)) from None
+    except KeyError as error:
+        raise NpzError(f"it has no array {error.args[0]!r}") from None
+    # Every kind of damage ends in another exception somewhere inside zipfile, zlib, struct, ast or
+    # numpy: thousands of damaged files met a dozen kinds, and other versions raise others. None of
+    # them is an error of the program, as the file is all that was looked at.
+    except Exception as error:
+        raise NpzError(f"{type(error).__name__}: {error}") from None
+
+
+def require_numbers(arrays: dict[str, np.ndarray], integers: Iterable[str] = ()) -> None:
+    """Check that arrays hold real numbers, and those named in `integers` whole ones.
+
+    Raises:
+        NpzError: naming the array and its dtype.
+    """
+    for name, array in arrays.items():
+        whole = name in integers
+        wanted = "integers" if whole else "numbers"
+        expect(
+            array.dtype.kind in ("iu" if whole else "iuf"),
+            NpzError,
+            f"{name} has dtype {array.dtype}; needed: {wanted}",
+        )
+
+
+def _open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file. A FIFO would block until somebody writes to it, and a device never
+    ends.
+    """
+    expect("\0" not in str(path), NpzError, "its name has a NUL byte")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # Asked of what was opened, which nobody can exchange any more.
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        expect(regular, NpzError, "it is no regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Members by the name of their array."""
+    members = {}
+    for info in archive.infolist():
+        name = info.filename.removesuffix(SUFFIX)
+        expect(
+            info.filename.endswith(SUFFIX) and name not in members,
+            NpzError,
+            f"its member {info.filename!r} is no array, or there twice",
+        )
+        members[name] = info
+    return members
+
+
+def _read_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    """One array, whose header must agree with the size of its member."""
+    with archive.open(info) as member:
+        shape, fortran_order, dtype = _read_header(member)
+        expect(not dtype.hasobject, NpzError, f"{info.filename!r} holds Python objects")
+        # numpy allocates what the header says before it reads: a damaged shape may ask for more
+        # memory than there is.
+        size = math.prod(shape) * dtype.itemsize
+        there = info.file_size - member.tell()
+        expect(
+            size == there,
+            NpzError,
+            f"{info.filename!r} has {there} bytes of data, and its header says {size}",
+        )
+        # A compressed member of a few bytes may announce, and deliver, any size.
+        expect(size <= host_memory(), NpzError, f"{info.filename!r} is larger than the memory")
+        data = np.empty(size, dtype=np.uint8)
+        filled = 0
+        while filled < size and (chunk := member.read(min(_CHUNK, size - filled))):
+            data[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+            filled += len(chunk)
+    expect(filled == size, NpzError, f"{info.filename!r} ends after {filled} bytes")
+    order: Literal["F", "C"] = "F" if fortran_order else "C"
+    return data.view(dtype).reshape(shape, order=order)
+
+
+def _read_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
+    version = np.lib.format.read_magic(member)
+    expect(version in _HEADER_READERS, NpzError, f"it has arrays of format {version}")
+    shape, fortran_order, dtype = _HEADER_READERS[version](member)
+    whole = all(isinstance(side, int) and side >= 0 for side in shape)
+    expect(whole, NpzError, f"it has an array of shape {shape}")
+    return shape, fortran_order, dtype

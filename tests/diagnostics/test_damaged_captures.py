@@ -1,0 +1,70 @@
+"""Files for `numerics --captured` and `bisect` that a disk or a stranger has changed: read, or
+refused in one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from damage import variants
+
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case
+from sonicmoe.diagnostics.step_dump import load_dump, save_dump
+from sonicmoe.errors import SonicMoEError
+
+CASE = make_case("gaussian", Sizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [(save_case, load_case), (lambda path, case: save_dump(path, case.step("iso128")), load_dump)],
+    ids=["captured call", "dumped step"],
+)
+def test_a_damaged_file_is_read_or_refused(
+    tmp_path: Path, request: pytest.FixtureRequest, save: Callable, load: Callable
+) -> None:
+    path, count = tmp_path / "case.npz", request.config.getoption("--attacks")
+    save(path, CASE)
+    refused = 0
+    for number, (kind, content) in enumerate(variants(path.read_bytes(), 3, count)):
+        path.write_bytes(content)
+        try:
+            load(path)
+        except SonicMoEError as error:
+            refused += 1
+            assert str(path) in str(error), f"{kind}, case {number}"
+        except Exception as error:
+            pytest.fail(f"{kind}, case {number}: {type(error).__name__}: {error}")
+    assert refused > count / 2
+
+
+@pytest.mark.parametrize("command", [["numerics", "--captured"], ["bisect"]])
+@pytest.mark.parametrize("kind", ["objects", "bomb", "text", "directory", "fifo", "device", "NUL"])
+def test_a_foreign_file_is_one_line(tmp_path: Path, command: list[str], kind: str) -> None:
+    path = tmp_path / "file.npz"
+    if kind == "objects":
+        np.savez(path, name=np.array("a"), x=np.array([object()]), allow_pickle=True)
+    elif kind == "bomb":  # a header that asks for more memory than any machine has
+        with path.open("wb") as file:
+            np.savez(file, name=np.array("a"), **{
+                name: np.zeros(1) for name in ("x", "probs", "w1", "w2", "dout", "indices")
+            })  # fmt: skip
+        small, huge = b"(1,), }" + b" " * 11, b"(999999999999,), }"
+        assert small in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(small, huge))
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    target = {"device": "/dev/zero", "NUL": "a\0b"}.get(kind, str(path))
+    result = CliRunner().invoke(main, [*command, target])
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
