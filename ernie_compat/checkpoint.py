@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.npz import NpzError, read_npz
 
 FORMAT = 1
 HEADER = "header"
@@ -41,7 +42,7 @@ def save_checkpoint(
     named: dict[str, Any] = {HEADER: np.frombuffer(encoded, dtype=np.uint8), **arrays}
     # Written beside `path`, on the same file system, because only there a rename is atomic. The
     # file is flushed first: a rename may reach the disk before the data it names.
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -55,6 +56,12 @@ def save_checkpoint(
         if isinstance(error, OSError):
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
         raise
+
+
+def partial_of(path: Path) -> Path:
+    """The name under which this process writes a file before it publishes it as `path`."""
+    # Of this process alone: two that write to one name would publish a mixture.
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -78,10 +85,10 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def require_matching_arrays(
     arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check names and shapes of saved arrays against those of the model.
+    """Check names, shapes and dtypes of saved arrays against those of the model.
 
     Raises:
-        CheckpointError: naming the first array that is missing, unknown or of another shape.
+        CheckpointError: naming the first array that is missing, unknown, or of another shape or dtype.
     """
     for name, shape in wanted.items():
         expect(
@@ -95,6 +102,12 @@ def require_matching_arrays(
             CheckpointError,
             f"checkpoint array {name!r} has shape {found}; the model needs {tuple(shape)}",
         )
+        dtype = arrays[name].dtype
+        expect(
+            dtype == np.float32,
+            CheckpointError,
+            f"checkpoint array {name!r} has dtype {dtype}; the model needs float32",
+        )
     unknown = next((name for name in arrays if name not in wanted), None)
     expect(
         unknown is None, CheckpointError, f"checkpoint array {unknown!r} has no place in the model"
@@ -102,18 +115,15 @@ def require_matching_arrays(
 
 
 def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    expect(path.is_file(), CheckpointError, f"no checkpoint at {path}")
+    # Asked first, because "there is no checkpoint yet" and "it is damaged" call for other remedies.
+    expect(os.path.lexists(path), CheckpointError, f"no checkpoint at {path}")
     try:
-        # Pickles run code when they are read, and a checkpoint may come from somebody else.
-        with np.load(path, allow_pickle=False) as archive:
-            # np.load reads members on demand: the header costs one small read, however large the
-            # weights are.
-            header = json.loads(archive[HEADER].tobytes())
-            names = [] if header_only else [name for name in archive.files if name != HEADER]
-            arrays = {name: archive[name] for name in names}
-    # Each way of damaging a file (cut, overwritten, another format) ends in another of these.
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {error}") from None
+        arrays = read_npz(path, lambda names: [HEADER] if header_only else names)
+        header = json.loads(arrays.pop(HEADER).tobytes())
+    # JSON that is nested a thousand levels deep overflows the parser's stack.
+    except (NpzError, KeyError, ValueError, RecursionError) as error:
+        reason = f"no {HEADER}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {reason}") from None
     found = header.get("format") if isinstance(header, dict) else None
     expect(
         found == FORMAT,

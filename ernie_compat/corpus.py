@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,13 +36,14 @@ class Corpus:
     """Bytes of all files, split into a training part and a held-out tail.
 
     train, held_out: uint8 `[N]`. `sha256` names the text, so that a resumed run can tell whether it
-    changed.
+    changed. `paths`: where it came from, absolute; none: the interpreter's standard library.
     """
 
     train: np.ndarray
     held_out: np.ndarray
     num_files: int
     sha256: str = field(repr=False)
+    paths: tuple[str, ...] = ()
 
     def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
         """Training tokens of `step`: int64 `[batch_size, seq_len + 1]`; columns `[:-1]` are inputs,
@@ -81,7 +84,7 @@ def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BY
     """
     source = [Path(path) for path in paths]
     for path in source:
-        expect(path.exists(), CorpusError, f"no such file or directory: {path}")
+        _require_text(path)
     files = _files_below(source) if source else standard_library_files()
     pieces, num_files = _read(files, max_bytes)
     where = ", ".join(str(path) for path in source) or "the interpreter's standard library"
@@ -89,7 +92,10 @@ def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BY
     # The last piece is a separator behind which no file follows.
     data = np.concatenate(pieces)[:-1]
     split = int(len(data) * (1 - HELD_OUT_SHARE))
-    return Corpus(data[:split], data[split:], num_files, hashlib.sha256(data.tobytes()).hexdigest())
+    sha256 = hashlib.sha256(data.tobytes()).hexdigest()
+    # Absolute, because a resumed run may start in another directory.
+    places = tuple(os.path.abspath(path) for path in source)
+    return Corpus(data[:split], data[split:], num_files, sha256, places)
 
 
 def standard_library_files() -> Iterator[Path]:
@@ -104,6 +110,21 @@ def standard_library_files() -> Iterator[Path]:
             yield path
 
 
+def _require_text(path: Path) -> None:
+    """Refuse what is neither a file nor a directory: a FIFO blocks, and a device never ends."""
+    try:
+        kind = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorpusError(f"no such file or directory: {path}") from None
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+    expect(
+        stat.S_ISREG(kind) or stat.S_ISDIR(kind),
+        CorpusError,
+        f"{path} is neither a file nor a directory",
+    )
+
+
 def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
@@ -113,7 +134,11 @@ def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    for path in sorted(root.iterdir()):
+    try:
+        entries = sorted(root.iterdir())
+    except OSError as error:
+        raise CorpusError(f"cannot read {root}: {error.strerror}") from None
+    for path in entries:
         if path.name.startswith(".") or path.name in SKIPPED_DIRECTORIES:
             continue
         # A link to a directory may point back above the root; files are followed, directories are

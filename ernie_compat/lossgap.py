@@ -20,12 +20,13 @@ import numpy as np
 from sonicmoe.errors import SonicMoEError, expect
 from sonicmoe.plotting import new_figure, save_figure
 
-from .checkpoint import read_header
 from .metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
+from .model_config import RunConfig
+from .run_directory import SUMMARY_NAME
+from .saved_run import SavedRun
 from .trainer import CHECKPOINT_NAME, METRICS_NAME
 
 Array = np.ndarray
-SUMMARY_NAME = "summary.json"
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the
 # normal one is 2 % off at most.
@@ -111,7 +112,7 @@ def read_run(directory: Path) -> GapRun:
         LossGapError,
         f"{directory} holds no finished run: {SUMMARY_NAME} is missing",
     )
-    summary = json.loads(summary_path.read_text())
+    summary = _read_summary(summary_path)
     records = read_metrics(directory / METRICS_NAME)
     pairs = [
         (record.loss, record.full_precision_loss)
@@ -124,15 +125,21 @@ def read_run(directory: Path) -> GapRun:
         f"{directory} was trained without --compare: there is nothing to measure a gap from",
     )
     losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
-    config = read_header(directory / CHECKPOINT_NAME).get("config", {})
+    config = SavedRun.read(directory / CHECKPOINT_NAME).config
+    # Where a loss is infinite or zero, every figure below would be too.
+    sound = all(0 < value < math.inf for value in (*losses, *references))
+    expect(sound, LossGapError, f"{directory} has a loss that is not a positive number")
     # Smoothed before the division: a ratio of single steps is mostly noise.
     curve = smoothed(losses) / smoothed(references) - 1
     tail = max(1, round(len(curve) * GAP_TAIL))
-    held_out, reference = summary.get("held_out_loss"), summary.get("held_out_loss_full_precision")
+    held_out, reference = (
+        _figure(summary, name, summary_path)
+        for name in ("held_out_loss", "held_out_loss_full_precision")
+    )
     return GapRun(
         directory=directory,
         kind=_kind(summary, config),
-        seed=int(config.get("train", {}).get("seed", 0)),
+        seed=config.train.seed,
         steps=len(pairs),
         gap=loss_gap(losses, references),
         signed_gap=float(np.mean(curve[-tail:])),
@@ -141,21 +148,37 @@ def read_run(directory: Path) -> GapRun:
     )
 
 
-def _kind(summary: dict[str, Any], config: dict[str, Any]) -> str:
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        expect(path.is_file(), LossGapError, f"{path} is no regular file")
+        summary = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, LossGapError):
+            raise
+        raise LossGapError(f"cannot read {path}: {error}") from None
+    expect(isinstance(summary, dict), LossGapError, f"{path} is no summary of a run")
+    return summary  # type: ignore[no-any-return]
+
+
+def _figure(summary: dict[str, Any], name: str, path: Path) -> float | None:
+    value = summary.get(name)
+    number = isinstance(value, float | int) and math.isfinite(value)
+    expect(value is None or number, LossGapError, f"{path} has {name} {value!r}; needed: a number")
+    return value
+
+
+def _kind(summary: dict[str, Any], config: RunConfig) -> str:
     """The settings that runs must share to be averaged, as one line."""
-    model = config.get("model", {})
-    sizes = ", ".join(
-        f"{letter}={model[name]}"
-        for letter, name in (
-            ("H", "hidden_size"),
-            ("I", "intermediate_size"),
-            ("E", "num_experts"),
-            ("K", "topk"),
-            ("L", "num_layers"),
-        )
-        if name in model
+    model = config.model
+    sizes = (
+        f"H={model.hidden_size}, I={model.intermediate_size}, E={model.num_experts}, "
+        f"K={model.topk}, L={model.num_layers}"
     )
-    return f"{summary['precision']} on {summary['framework']}, engine {summary['engine']}, {summary['steps']} steps, {sizes}"
+    told = {name: summary.get(name) for name in ("precision", "framework", "engine", "steps")}
+    return (
+        f"{told['precision']} on {told['framework']}, engine {told['engine']}, "
+        f"{told['steps']} steps, {sizes}"
+    )
 
 
 def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sonicmoe.errors import SonicMoEError
+from sonicmoe.errors import SonicMoEError, expect
 
+from .checkpoint import partial_of
 from .model_config import SMOOTHING_WINDOW
 
 GAP_TAIL = 0.25
@@ -60,10 +61,22 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Inverse of `json.dumps(asdict(record))`."""
+        """Inverse of `json.dumps(asdict(record))`.
+
+        Raises:
+            ValueError, KeyError, TypeError, RecursionError: the line is no record.
+        """
         values: dict[str, Any] = json.loads(line)
-        values["expert_load"] = tuple(tuple(row) for row in values["expert_load"])
-        return cls(**values)
+        rows = values.pop("expert_load")
+        # `float` refuses what is no number, and a missing or unknown name is a TypeError below.
+        load = tuple(tuple(float(share) for share in row) for row in rows)
+        step = int(values.pop("step"))
+        # Only figures of the twin, which have a default, may be missing or null.
+        figures = {
+            name: None if value is None and hasattr(cls, name) else float(value)
+            for name, value in values.items()
+        }
+        return cls(step=step, expert_load=load, **figures)  # type: ignore[arg-type]
 
 
 class MetricsFile:
@@ -78,7 +91,7 @@ class MetricsFile:
         """
         # Written anew and renamed, because a resumed run repeats the steps behind its checkpoint
         # and the old lines of these steps must go.
-        temporary = path.with_name(f".{path.name}.partial")
+        temporary = partial_of(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text("".join(_line(record) for record in records))
@@ -86,11 +99,20 @@ class MetricsFile:
             self._file = path.open("a")
         except OSError as error:
             raise MetricsError(f"cannot write {path}: {error.strerror}") from None
+        self._path = path
 
     def append(self, record: StepRecord) -> None:
-        self._file.write(_line(record))
-        # Flushed so that a reader of the file, and a killed run, have every step so far.
-        self._file.flush()
+        """Add one line.
+
+        Raises:
+            MetricsError: the disk is full, or the file system has gone.
+        """
+        try:
+            self._file.write(_line(record))
+            # Flushed so that a reader of the file, and a killed run, have every step so far.
+            self._file.flush()
+        except OSError as error:
+            raise MetricsError(f"cannot write {self._path}: {error.strerror}") from None
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -112,14 +134,27 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
     Raises:
         MetricsError: another line is not a record.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    lines = path.read_text().splitlines()
+    expect(path.is_file(), MetricsError, f"{path} is no regular file")
+    try:
+        # A damaged byte spoils its line alone.
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise MetricsError(f"cannot read {path}: {error.strerror}") from None
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(StepRecord.from_json(line))
-        except (ValueError, KeyError, TypeError) as error:
+        # OverflowError: an infinite step.
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             if number == len(lines):  # a kill may cut the last line, and only that one
                 break
             raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None

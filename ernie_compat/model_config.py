@@ -18,6 +18,8 @@ FRAMEWORKS = ("paddle", "torch")
 PRECISIONS = ("fp8", "bf16", "fp32")
 BASELINES = ("bf16", "fp32")
 SMOOTHING_WINDOW = 25
+MOST = 2**63 - 1
+MOST_LR = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class ModelConfig:
             ConfigError,
             f"dense_layers {self.dense_layers} leaves no MoE layer among num_layers {self.num_layers}",
         )
-        for name in ("aux_loss_coef", "z_loss_coef"):
+        for name in ("aux_loss_coef", "z_loss_coef", "norm_eps"):
             _require_finite(self, name, at_least=0.0)
+        _require_finite(self, "rope_theta", at_least=1.0)
 
     @property
     def head_dim(self) -> int:
@@ -122,8 +125,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse values no run can have."""
-        for name in ("steps", "batch_size", "micro_batches"):
+        for name in ("batch_size", "micro_batches"):
             _require_positive(self, name)
+        _require_counter(self, "steps", at_least=1)
+        for name in ("seed", "checkpoint_every", "eval_batches"):
+            _require_counter(self, name, at_least=0)
         expect(
             self.batch_size % self.micro_batches == 0,
             ConfigError,
@@ -136,12 +142,17 @@ class TrainConfig:
                 ConfigError,
                 f"{name} is {getattr(self, name)}; needed: above 0",
             )
-        for name in ("seed", "checkpoint_every", "eval_batches"):
-            expect(
-                getattr(self, name) >= 0,
-                ConfigError,
-                f"{name} is {getattr(self, name)}; needed: at least 0",
-            )
+        for name in ("weight_decay", "adam_eps", "beta1", "beta2", "warmup_ratio", "min_lr_ratio"):
+            _require_finite(self, name, at_least=0.0)
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            expect(value < 1, ConfigError, f"{name} is {value}; needed: below 1")
+        # AdamW moves a weight by about the learning rate in every step, and weights are below 1.
+        expect(
+            self.lr <= MOST_LR,
+            ConfigError,
+            f"lr is {self.lr}; needed: at most {MOST_LR}, and 1e-4 to 1e-2 is usual",
+        )
 
     @property
     def warmup_steps(self) -> int:
@@ -234,21 +245,32 @@ class RunConfig:
         """
         try:
             rest = {name: value for name, value in data.items() if name not in ("model", "train")}
-            return cls(
-                model=ModelConfig(**data["model"]), train=TrainConfig(**data["train"]), **rest
-            )
-        except (KeyError, TypeError) as error:
+            model, train = ModelConfig(**data["model"]), TrainConfig(**data["train"])
+            config = cls(model=model, train=train, **rest)
+        # A field that is compared before its type is known raises TypeError or AttributeError.
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"run configuration is not readable: {error}") from None
+        for part in (config.model, config.train, config):
+            _require_types(part)
+        return config
 
 
 def _require_positive(config: Any, name: str) -> None:
     value = getattr(config, name)
-    # True is an int to Python.
-    integral = isinstance(value, int) and not isinstance(value, bool)
     expect(
-        integral and value > 0,
+        _is_integer(value) and value > 0,
         ConfigError,
         f"{name} is {value!r}; needed: an integer of at least 1",
+    )
+
+
+def _require_counter(config: Any, name: str, at_least: int) -> None:
+    """An integer that arithmetic in 64 bits and in floating point can hold."""
+    value = getattr(config, name)
+    expect(
+        _is_integer(value) and at_least <= value <= MOST,
+        ConfigError,
+        f"{name} is {value!r}; needed: an integer of at least {at_least}, and at most 2^63 - 1",
     )
 
 
@@ -259,3 +281,29 @@ def _require_finite(config: Any, name: str, at_least: float) -> None:
         ConfigError,
         f"{name} is {value!r}; needed: a finite number >= {at_least}",
     )
+
+
+def _is_integer(value: Any) -> bool:
+    # True is an int to Python.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_types(config: Any) -> None:
+    """Every plain field has the type of its default: a file may hold anything."""
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        expect(
+            _has_type_of(value, one.default),
+            ConfigError,
+            f"{one.name} is {value!r}; needed: a value like {one.default!r}",
+        )
+
+
+def _has_type_of(value: Any, default: Any) -> bool:
+    if default is dataclasses.MISSING:  # a nested configuration, which has been checked
+        return True
+    if default is None:
+        return value is None or isinstance(value, str)
+    if isinstance(default, float):
+        return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= MOST
+    return type(value) is type(default)

@@ -19,14 +19,14 @@ PLAIN_LINES = 20
 
 
 class InterruptGuard:
-    """Turns the first SIGINT or SIGTERM into a polite request; a second SIGINT raises
-    KeyboardInterrupt. A context manager.
+    """Turns the first SIGINT, SIGTERM or SIGHUP (a lost terminal) into a polite request; a second
+    SIGINT raises KeyboardInterrupt. A context manager.
 
     Attributes:
         received: the signal's number, 0 until one came.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, console: Console) -> None:
         """`console` gets the one line that announces the stop."""
@@ -39,7 +39,13 @@ class InterruptGuard:
         return self.received != 0
 
     def __enter__(self) -> InterruptGuard:
-        self._previous = {name: signal.signal(name, self._handle) for name in self.SIGNALS}
+        # `nohup` ignores SIGHUP for its command, so that a run outlives its terminal. It stays so.
+        taken = [
+            name
+            for name in self.SIGNALS
+            if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN
+        ]
+        self._previous = {name: signal.signal(name, self._handle) for name in taken}
         return self
 
     def __exit__(

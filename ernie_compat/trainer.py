@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +18,10 @@ import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
 
-from .checkpoint import CheckpointError, load_checkpoint, read_header, save_checkpoint
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .corpus import Corpus
 from .learner import Learner, make_learner
+from .memory import require_room
 from .metrics import (
     MetricsFile,
     StepRecord,
@@ -32,6 +33,7 @@ from .metrics import (
 )
 from .model_config import SMOOTHING_WINDOW, RunConfig
 from .parallel import Parallel, SingleProcess
+from .saved_run import SavedRun
 
 CHECKPOINT_NAME = "checkpoint.npz"
 METRICS_NAME = "metrics.jsonl"
@@ -77,6 +79,7 @@ class Trainer:
         corpus.require_length(config.model.seq_len)
         parallel = parallel or SingleProcess()
         config.require_world(parallel.layout.world_size)
+        require_room(config, parallel.layout.world_size)
         config, learners = _make_learners(config, parallel)
         return cls(config, corpus, directory, learners, parallel)
 
@@ -97,11 +100,11 @@ class Trainer:
         path = directory / CHECKPOINT_NAME
         # The header alone is read first, so that a run that cannot be resumed is refused before a
         # model is built.
-        saved = read_header(path)
+        saved = SavedRun.read(path)
         require_resumable(saved, config)
         # A resumed run keeps the twin that it had. Without this, another machine could choose
         # another baseline in the middle of the curve.
-        config = replace(config, against=config.against or saved["config"].get("against"))
+        config = replace(config, against=config.against or saved.config.against)
         # `start` loads initial weights, which the checkpoint then overwrites whole.
         trainer = cls.start(config, corpus, directory, parallel)
         header, arrays = load_checkpoint(path)
@@ -114,7 +117,7 @@ class Trainer:
                     if key.startswith(prefix)
                 }
             )
-        trainer.step = int(header["step"])
+        trainer.step = SavedRun.from_header(path, header).step
         # The metrics may be ahead of the checkpoint, because they are written after every step.
         # Those later steps are done again, so their records are left out.
         trainer.records = read_metrics(directory / METRICS_NAME, up_to_step=trainer.step)
@@ -176,12 +179,8 @@ class Trainer:
         }
         if not self.writes:
             return
-        header = {
-            "step": self.step,
-            "text_sha256": self.corpus.sha256,
-            "config": self.config.to_json(),
-        }
-        save_checkpoint(self.directory / CHECKPOINT_NAME, header, arrays)
+        saved = SavedRun(self.step, self.config, self.corpus.sha256, self.corpus.paths)
+        save_checkpoint(self.directory / CHECKPOINT_NAME, saved.to_header(), arrays)
 
     def evaluate(self) -> dict[str, float]:
         """Mean held-out loss by learner; empty when `eval_batches` is 0."""
@@ -274,30 +273,29 @@ def baseline_for(engine: str) -> str:
     return "bf16" if engine == "hopper" else "fp32"
 
 
-def require_resumable(header: Mapping[str, Any], config: RunConfig) -> None:
+def require_resumable(saved: SavedRun, config: RunConfig) -> None:
     """Check that a checkpoint's run can be continued as `config`.
 
     Only the schedule (steps, learning rate, ...) may differ. Raises:
         CheckpointError: naming the first setting that differs, its saved and its requested value.
     """
-    saved, wanted = header.get("config", {}), config.to_json()
+    had, wanted = saved.config.to_json(), config.to_json()
     # Moments and names of parameters belong to one framework; a change of precision would be
     # another experiment under the same curve.
     for name in ("framework", "precision", "compare"):
-        _require_equal(name, saved.get(name), wanted[name])
+        _require_equal(name, had[name], wanted[name])
     # A baseline that was not asked for is taken from the checkpoint and has nothing to contradict.
     if config.compare and config.against is not None:
-        _require_equal("against", saved.get("against"), config.against)
+        _require_equal("against", had["against"], config.against)
     for name, value in wanted["model"].items():
-        _require_equal(name, saved.get("model", {}).get(name), value)
+        _require_equal(name, had["model"][name], value)
     # These decide which tokens a step sees and in which order gradients add up.
     for name in ("seed", "batch_size", "micro_batches"):
-        _require_equal(name, saved.get("train", {}).get(name), wanted["train"][name])
-    done, steps = int(header["step"]), config.train.steps
+        _require_equal(name, had["train"][name], wanted["train"][name])
     expect(
-        done <= steps,
+        saved.step <= config.train.steps,
         CheckpointError,
-        f"the checkpoint is at step {done}, past the {steps} steps asked for",
+        f"the checkpoint is at step {saved.step}, past the {config.train.steps} steps asked for",
     )
 
 

@@ -11,30 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
 from ..errors import ConfigError, expect
+from ..host_memory import require_memory
 from .numerics import load_framework, print_table
+from .refusals import Location, OneLineCommand
+from .screen import progress_console
 
 if TYPE_CHECKING:
     from ..bench.figures import Result
 
 SIZE_FIELDS = {"H": "hidden", "I": "intermediate", "E": "experts", "K": "topk"}
 ROUNDS = {"cuda": 20, "cpu": 3}
+MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
+_BF16 = 2  # bytes
 
 
 def _size(letter: str, text: str) -> Any:
-    return click.option(f"--{letter}", letter.lower(), type=click.IntRange(1), help=text)
+    return click.option(f"--{letter}", letter.lower(), type=click.IntRange(1, MOST), help=text)
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), metavar="NAME",
               help="A named shape (--list); may be repeated.  [default: reference on a GPU, small without one]")  # fmt: skip
 @click.option(
     "--T",
     "tokens",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST),
     multiple=True,
     help="Tokens; may be repeated, for a curve.",
 )
@@ -67,14 +71,14 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--nvtx", is_flag=True, help="Also open an NVTX range per stage, for Nsight.")
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Location(file_okay=False),
     metavar="DIR",
     help="Draw pictures to DIR.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 @click.option("--list", "list_only", is_flag=True, help="List the named shapes, measure nothing.")
-@click.option("--sweep", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+@click.option("--sweep", type=Location(dir_okay=False), metavar="FILE",
               help="Measure E x (H, I) x T*K into FILE (JSON lines), continuing what is there; then fit.")  # fmt: skip
 @click.option(
     "--budget",
@@ -82,7 +86,7 @@ def _size(letter: str, text: str) -> Any:
     metavar="SECONDS",
     help="Stop the sweep after SECONDS, to be continued.",
 )
-@click.option("--fit", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
+@click.option("--fit", type=Location(dir_okay=False, exists=True), metavar="FILE",
               help="Fit the cost model to a sweep; measures nothing, needs no GPU.")  # fmt: skip
 def bench(
     names: tuple[str, ...],
@@ -170,13 +174,20 @@ def chosen_shapes(
             Shape(**{**vars(default), **given, "tokens": count})
             for count in tokens or (default.tokens,)
         ]
-    return shapes or [default]
+    shapes = shapes or [default]
+    if device == "cpu":
+        for shape in shapes:
+            # Tokens in and out, and the weights, which every engine holds at least once.
+            numbers = 2 * shape.tokens * shape.hidden
+            numbers += 3 * shape.experts * shape.intermediate * shape.hidden
+            require_memory(_BF16 * numbers, f"the shape {shape}")
+    return shapes
 
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
     """A line on stderr that names the running measurement, where there is a terminal."""
-    with Console(stderr=True).status("starting") as line:
+    with progress_console().status("starting") as line:
         yield line.update
 
 

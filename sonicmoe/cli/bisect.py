@@ -12,12 +12,13 @@ import click
 from ..diagnostics.step_dump import load_dump
 from ..enums import EngineName
 from .numerics import load_framework, print_table
+from .refusals import Location, OneLineCommand
 
 ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
 
 
-@click.command()
-@click.argument("dump", type=click.Path(path_type=Path))
+@click.command(cls=OneLineCommand)
+@click.argument("dump", type=Location())
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),

@@ -15,9 +15,11 @@ from rich.table import Table
 from ..diagnostics.doctor import examine
 from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
 from ..diagnostics.doctor_report import CacheState, Report, Severity
+from .refusals import OneLineCommand
+from .screen import progress_console
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.option(
     "--framework", type=click.Choice(["auto", "torch", "paddle"]), default="auto", show_default=True,
     help="auto: Paddle where its GPU build is installed, else PyTorch, else Paddle.",
@@ -39,7 +41,7 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
     that compiles them stand in place of the self-test.
     """
     # Progress is for somebody who waits. It stays off stdout, which holds the report alone.
-    says = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    says = progress_console(markup=False, highlight=False, emoji=False)
     report = examine(
         framework,
         self_test=self_test,

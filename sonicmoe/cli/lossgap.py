@@ -13,22 +13,23 @@ import click
 from rich.table import Table
 
 from .numerics import print_table
+from .refusals import Location, OneLineCommand
 
 if TYPE_CHECKING:
     from ernie_compat.lossgap import GapRun, GapSummary, Interval
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.argument(
     "directories",
     nargs=-1,
     required=True,
     metavar="DIR...",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Location(file_okay=False),
 )
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=Location(dir_okay=False),
     metavar="FILE",
     help="Draw the gaps over the steps.",
 )

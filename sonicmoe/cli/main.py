@@ -5,13 +5,12 @@ framework.
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import click
 
 from .. import __version__
 from ..config import environment
-from ..errors import SonicMoEError
+from .refusals import OneLineGroup
 
 # One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same
 # name.
@@ -26,16 +25,8 @@ COMMANDS: dict[str, str] = {
 }
 
 
-class Refusal(click.ClickException):
-    """Bad input, said in one line."""
-
-    exit_code = 2
-
-
-class LazyGroup(click.Group):
-    """A group whose subcommands are imported on first use, and whose refusals are one line with
-    exit code 2.
-    """
+class LazyGroup(OneLineGroup):
+    """A group whose subcommands are imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of `COMMANDS`."""
@@ -69,15 +60,6 @@ class LazyGroup(click.Group):
         """List the subcommands from `COMMANDS`, importing none."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; an error this package raises on purpose becomes one line and exit
-        code 2.
-        """
-        try:
-            return super().invoke(ctx)
-        except SonicMoEError as error:
-            raise Refusal(str(error)) from error
 
 
 @click.group(cls=LazyGroup)

@@ -28,6 +28,8 @@ from ..diagnostics.cases import DATA_KINDS, Case, Sizes, load_case, make_case
 from ..diagnostics.golden_stages import TENSORS
 from ..enums import ZCode
 from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
+from .refusals import Location, OneLineCommand
+from .screen import progress_console
 
 if TYPE_CHECKING:
     from ..diagnostics.numerics import Octaves, Result, Score
@@ -63,7 +65,7 @@ def _size(name: str, default: int) -> Any:
     return click.option(name, type=click.IntRange(1), default=default, show_default=True)
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @_several("--recipe", NAMES, "Block shapes of the operands")
 @_several("--scales", [scale.value for scale in ScaleFormat], "Scale format")
 @_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
@@ -73,13 +75,13 @@ def _size(name: str, default: int) -> Any:
 @click.option(
     "--captured",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=Location(),
     metavar="FILE",
     help="Inputs of a real call (.npz); may be repeated.",
 )
 @click.option("--capture-from-training", "capture_steps", type=click.IntRange(1), metavar="STEPS",
               help="First train a small decoder for STEPS steps; its last step's calls join the data.")  # fmt: skip
-@click.option("--capture-dir", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/captured"), show_default=True,
+@click.option("--capture-dir", type=Location(file_okay=False), default=Path("runs/captured"), show_default=True,
               help="Where --capture-from-training leaves its .npz files.")  # fmt: skip
 @_size("--tokens", DEFAULT_SIZES.tokens)
 @_size("--hidden", DEFAULT_SIZES.hidden)
@@ -219,7 +221,7 @@ def progress_bar() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=progress_console(), transient=True) as bar:
         yield bar
 
 

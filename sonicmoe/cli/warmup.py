@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,28 @@ from ..architectures import DEFAULT_ARCH
 from ..config import current_config
 from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
-from ..errors import SonicMoEError
 from ..jit.cache import CompileCache, default_cache
 from ..jit.cpus import usable_cpus
 from ..jit.parallel import BUILT, CACHED, FAILED, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import WarmUpReport, check, warm_up
+from .refusals import Location, OneLineCommand
+
+# Sizes are 32-bit numbers in the kernels.
+MOST = 2**31 - 1
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.option(
-    "--E", "experts", type=click.IntRange(1), required=True, help="Local experts of a rank."
+    "--E", "experts", type=click.IntRange(1, MOST), required=True, help="Local experts of a rank."
 )
-@click.option("--H", "hidden", type=click.IntRange(1), required=True, help="Hidden size.")
+@click.option("--H", "hidden", type=click.IntRange(1, MOST), required=True, help="Hidden size.")
 @click.option(
-    "--I", "intermediate", type=click.IntRange(1), required=True, help="Expert intermediate size."
+    "--I",
+    "intermediate",
+    type=click.IntRange(1, MOST),
+    required=True,
+    help="Expert intermediate size.",
 )
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
@@ -58,7 +64,7 @@ from ..jit.warmup import WarmUpReport, check, warm_up
 )
 @click.option(
     "--cache-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Location(file_okay=False),
     help="Default: SONIC_MOE_CACHE_DIR.",
 )
 @click.option(
@@ -163,16 +169,5 @@ def show(report: WarmUpReport, console: Console) -> None:
     console.print(summary, soft_wrap=True)
 
 
-def run() -> None:
-    """`python -m sonicmoe.cli.warmup`: as under the command group, a refusal is one line and exit
-    code 2.
-    """
-    try:
-        warmup()
-    except SonicMoEError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    run()
+    warmup(prog_name="python -m sonicmoe.cli.warmup")

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import sonicmoe
 from sonicmoe.cli import main as main_module
 from sonicmoe.cli.main import COMMANDS, main
+from sonicmoe.cli.screen import SteadyStream
 from sonicmoe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,3 +98,42 @@ def test_the_doctor_reports_a_flag_that_is_not_understood(
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1 and "SONIC_MOE_ENGINE='hoper' is not understood" in result.output
     assert "self-test" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["numerics", "--list"],
+        ["bench", "--list"],
+        ["doctor", "--json"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written_is_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sonicmoe.diagnostics.doctor.load_framework", lambda *_: False)
+    full = Path("/dev/full").open("w")  # noqa: SIM115  closing it would fail
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 1
+    line = "Error: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_stream_that_cannot_be_written_never_raises(tmp_path: Path) -> None:
+    closed = (tmp_path / "closed").open("w")
+    closed.close()
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  closing it would fail
+    for stream in (full, closed):
+        steady = SteadyStream(stream)
+        for _ in range(3):
+            assert steady.write("a line\n") == 7
+            steady.flush()
+    monitor = (tmp_path / "open").open("w")
+    assert SteadyStream(monitor).fileno() == monitor.fileno()
+    assert not SteadyStream(monitor).isatty()

@@ -93,15 +93,20 @@ def test_unknown_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         read_header(path)
 
 
+def zeros(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"b": np.zeros(2)}, "no array 'a'"),
+        (zeros(b=(2,)), "no array 'a'"),
         (
-            {"a": np.zeros((3, 2)), "b": np.zeros(2)},
+            zeros(a=(3, 2), b=(2,)),
             r"'a' has shape \(3, 2\); the model needs \(2, 3\)",
         ),
-        ({"a": np.zeros((2, 3)), "b": np.zeros(2), "c": np.zeros(1)}, "'c' has no place"),
+        ({**zeros(a=(2, 3)), "b": np.zeros(2)}, "'b' has dtype float64; the model needs float32"),
+        (zeros(a=(2, 3), b=(2,), c=(1,)), "'c' has no place"),
     ],
 )
 def test_mismatching_arrays_are_named(arrays: dict[str, np.ndarray], message: str) -> None:

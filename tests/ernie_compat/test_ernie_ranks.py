@@ -230,6 +230,7 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
         and "2 ranks (2 expert-parallel x 1 data-parallel)" in result.stderr
     )
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".png") == [
+        ".lock",
         CHECKPOINT_NAME,
         "metrics.jsonl",
         "summary.json",

@@ -17,6 +17,7 @@ from small_run import ROOT, SIZE_OPTIONS, environment, run_train
 
 from ernie_compat.checkpoint import load_checkpoint, read_header, save_checkpoint
 from ernie_compat.metrics import read_metrics
+from ernie_compat.saved_run import SavedRun
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
@@ -142,6 +143,11 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
         (["--out", "{file}"], "cannot be a directory"),
         (["--against", "fp8"], "'fp8' is not one of"),
         (["--against", "bf16", "--no-compare"], "--against with --no-compare"),
+        (["--lr", "1e30"], "lr is 1e+30; needed: at most 1.0"),
+        (["--steps", "9" * 30], "steps is 9"),
+        (["--out", ""], "'' is empty; needed: a path"),
+        (["--data", ""], "'' is empty; needed: a path"),
+        (["--data", "/dev/zero"], "'/dev/zero' is neither a file nor a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -221,15 +227,48 @@ def test_vocabulary_mismatch_on_resume_is_one_line(text: Path, tmp_path: Path) -
         assert "Traceback" not in result.stderr
 
 
-def test_starting_anew_keeps_the_earlier_checkpoint_aside(text: Path, tmp_path: Path) -> None:
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name[0] != "."}
+
+
+def test_a_run_is_replaced_only_when_asked_to(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]
+    arguments = ["--data", str(text), "--out", str(out), *SIZE_OPTIONS]
+    assert run_command_in_process([*arguments, "--steps", "2"]).exit_code == 0
+    before = files_of(out)
+    for _ in range(2):
+        refused = run_command_in_process([*arguments, "--steps", "1"])
+        assert refused.exit_code == 2
+        (line,) = refused.stderr.splitlines()
+        assert "holds a run at step 2 of 2" in line and "--overwrite replaces it" in line
+    assert files_of(out) == before
+    both = run_command_in_process(["--resume", "--overwrite", "--out", str(out)])
+    assert both.exit_code == 2 and files_of(out) == before
+    assert run_command_in_process([*arguments, "--steps", "1", "--overwrite"]).exit_code == 0
+    assert read_header(out / "checkpoint.npz")["step"] == 1
+    assert len(read_metrics(out / "metrics.jsonl")) == 1
+
+
+def test_an_engine_that_is_refused_costs_no_run(text: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(text), "--steps", "1", "--out", str(tmp_path / "run"), *SIZE_OPTIONS]
     assert run_command_in_process(arguments).exit_code == 0
-    before = (out / "checkpoint.npz").read_bytes()
-    second = run_command_in_process([*arguments, "--seed", "1"])
-    assert second.exit_code == 0 and "checkpoint.old.npz" in second.stderr
-    assert (out / "checkpoint.old.npz").read_bytes() == before
-    assert (out / "checkpoint.npz").read_bytes() != before
+    before = files_of(tmp_path / "run")
+    refused = run_command_in_process([*arguments, "--overwrite", "--engine", "hopper"])
+    assert refused.exit_code == 2 and files_of(tmp_path / "run") == before
+
+
+def test_the_default_directory_is_always_a_new_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ernie_compat.run_directory.time.strftime", lambda *_: "train-now")
+    for _ in range(2):
+        arguments = ["--data", str(text), "--steps", "1", "--json", *SIZE_OPTIONS]
+        assert run_command_in_process(arguments).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "train-now",
+        "train-now-2",
+    ]
 
 
 def test_fp8_of_the_environment_does_not_reach_the_twin(
@@ -261,18 +300,33 @@ def test_importing_the_command_imports_no_framework() -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_other_text_on_resume_is_said(text: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_finds_its_text_by_itself(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
-    assert (
-        run_command_in_process(
-            ["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]
-        ).exit_code
-        == 0
-    )
-    result = run_command_in_process(
-        ["--resume", "--out", str(out), "--data", str(text / "a.txt"), "--steps", "2"]
-    )
-    assert result.exit_code == 0 and "the text differs" in result.stderr
+    monkeypatch.chdir(text.parent)
+    arguments = ["--data", text.name, "--steps", "1", "--out", str(out), *SIZE_OPTIONS]
+    assert run_command_in_process(arguments).exit_code == 0
+    monkeypatch.chdir("/")
+    own = run_command_in_process(["--resume", "--out", str(out), "--steps", "2"])
+    assert own.exit_code == 0 and "2 files" in own.stderr and "differs" not in own.stderr
+    assert SavedRun.read(out / "checkpoint.npz").data == (str(text),)
+
+    another = ["--resume", "--out", str(out), "--data", str(text / "a.txt"), "--steps", "3"]
+    said = run_command_in_process(another)
+    assert said.exit_code == 0 and "the text differs" in said.stderr
+    (text / "a.txt").write_text("changed " * 200)
+    changed = run_command_in_process(["--resume", "--out", str(out), "--steps", "4"])
+    (text / "a.txt").unlink()
+    gone = run_command_in_process(["--resume", "--out", str(out), "--steps", "4"])
+    for result, words in (
+        (changed, f"the text in {text / 'a.txt'} is not the one"),
+        (gone, f"the text of the checkpoint is gone: no such file or directory: {text / 'a.txt'}"),
+    ):
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert words in line and line.endswith("to continue on another text, give --data")
+    assert SavedRun.read(out / "checkpoint.npz").step == 3
 
 
 def test_against_implies_compare_and_the_summary_names_what_ran(text: Path, tmp_path: Path) -> None:

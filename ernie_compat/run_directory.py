@@ -1,0 +1,178 @@
+"""The directory of a run: one process writes it at a time, and nothing in it is lost by accident."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from sonicmoe.errors import ConfigError, SonicMoEError, expect
+
+from .metrics import read_metrics
+from .saved_run import SavedRun
+from .trainer import CHECKPOINT_NAME, METRICS_NAME
+
+logger = logging.getLogger("sonicmoe")
+
+DEFAULT_PARENT = Path("runs")
+SUMMARY_NAME = "summary.json"
+LOCK_NAME, HOLDER_NAME = ".lock", ".lock.json"
+# Everything that a run leaves, and so everything that --overwrite removes.
+RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png", "expert_load.png")
+# filelock can fall back to a file that exists, which survives SIGKILL and blocks for ever.
+_NATIVE_ONLY: dict[str, Any] = (
+    {"fallback_to_soft": False}
+    if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
+    else {}
+)
+
+
+def make_new(parent: Path = DEFAULT_PARENT) -> Path:
+    """Make a directory that did not exist, named by the time.
+
+    Raises:
+        ConfigError: none can be made there.
+    """
+    stem = time.strftime("train-%Y%m%d-%H%M%S")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            # Two runs may start in one second. `mkdir` gives the name to one of them.
+            directory = parent / (stem if number == 1 else f"{stem}-{number}")
+            with suppress(FileExistsError):
+                directory.mkdir()
+                return directory
+            number += 1
+    except OSError as error:
+        raise ConfigError(
+            f"no directory for the results can be made in {parent}: {error.strerror}; give --out DIR"
+        ) from None
+
+
+def make(directory: Path) -> None:
+    """Make the directory that was asked for, where it does not exist.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {directory} cannot be a directory: {error.strerror}") from None
+    expect(os.access(directory, os.W_OK), ConfigError, f"--out {directory} is not writable")
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Hold the directory: no other `sonicmoe train` writes into it meanwhile. The operating system
+    ends the claim of a process that dies.
+
+    Raises:
+        ConfigError: another process holds it; names that process.
+    """
+    lock: Any = FileLock(str(directory / LOCK_NAME), timeout=0, **_NATIVE_ONLY)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"--out {directory} is in use by {_holder(directory)}; wait for its end, or give another --out"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        # A file system without locks, which must not keep anybody from training.
+        logger.warning("%s cannot be locked (%s): start one run in it at a time", directory, error)
+        lock = None
+    try:
+        if lock is not None:
+            _leave_note(directory)
+        _sweep(directory)
+        yield
+    finally:
+        if lock is not None:
+            with suppress(OSError):
+                (directory / HOLDER_NAME).unlink()
+            lock.release()
+
+
+def found_run(directory: Path) -> str | None:
+    """What a run left in the directory, in words; None where there is none."""
+    checkpoint, metrics = directory / CHECKPOINT_NAME, directory / METRICS_NAME
+    if os.path.lexists(checkpoint):
+        try:
+            saved = SavedRun.read(checkpoint)
+        except SonicMoEError:
+            return f"a {CHECKPOINT_NAME} that cannot be read"
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
+        return f"a run at step {saved.step} of {saved.config.train.steps}, written {written}"
+    if os.path.lexists(metrics):
+        try:
+            steps = len(read_metrics(metrics))
+        except SonicMoEError:
+            return f"a {METRICS_NAME} that cannot be read"
+        return f"the metrics of {steps} steps without a checkpoint" if steps else None
+    return None
+
+
+def require_free(directory: Path) -> None:
+    """Refuse to start anew where a run would be lost.
+
+    Raises:
+        ConfigError: saying what is there, and what continues, replaces or keeps it.
+    """
+    found = found_run(directory)
+    expect(
+        found is None,
+        ConfigError,
+        f"--out {directory} holds {found}; --resume continues it, --overwrite replaces it, "
+        "another --out keeps it",
+    )
+
+
+def clear(directory: Path) -> None:
+    """Remove a run's files, and nothing else.
+
+    Raises:
+        ConfigError: one cannot be removed.
+    """
+    try:
+        for name in RUN_FILES:
+            (directory / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--overwrite cannot remove {error.filename}: {error.strerror}") from None
+
+
+def _leave_note(directory: Path) -> None:
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    # Only a message reads the note, so a disk that is full keeps nobody from training.
+    with suppress(OSError):
+        (directory / HOLDER_NAME).write_text(json.dumps(holder))
+
+
+def _holder(directory: Path) -> str:
+    try:
+        note = json.loads((directory / HOLDER_NAME).read_text())
+        return f"process {int(note['pid'])} on {note['host']} since {note['since']}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process"
+
+
+def _sweep(directory: Path) -> None:
+    """Remove files that killed processes did not finish; nobody writes them while this one holds
+    the directory.
+    """
+    for partial in directory.glob(".*.partial"):
+        with suppress(OSError):
+            partial.unlink()

@@ -1,0 +1,133 @@
+"""What `sonicmoe train` says about a run at its beginning and at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ernie_compat.model_config import SMOOTHING_WINDOW
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ernie_compat.parallel import Parallel
+    from ernie_compat.trainer import Trainer
+
+
+def announce(trainer: Trainer, resume: bool, console: Console) -> None:
+    """Print what runs, on which text, and where the results go."""
+    from ernie_compat.saved_run import SavedRun
+    from ernie_compat.trainer import CHECKPOINT_NAME, MAIN
+
+    config, corpus, learner = trainer.config, trainer.corpus, trainer.learners[MAIN]
+    model = config.model
+    console.print(
+        f"{config.framework} on {learner.device}, experts in {config.precision} on engine {learner.engine}"
+        f"{_baseline(trainer)}{_ranks(trainer.parallel)}: {learner.num_parameters / 1e6:.2f} M parameters, "
+        f"{model.num_layers} layers ({len(model.moe_layers)} MoE), {model.num_experts} experts, top-{model.topk}\n"
+        f"text: {corpus.num_files} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:.1f} MB; results in {trainer.directory}",
+        soft_wrap=True,
+    )
+    if resume:
+        console.print(f"resuming after step {trainer.step}", soft_wrap=True)
+        if SavedRun.read(trainer.directory / CHECKPOINT_NAME).text_sha256 != corpus.sha256:
+            console.print(
+                "warning: the text differs from the checkpoint's; without --data the run continues on its own",
+                soft_wrap=True,
+            )
+
+
+def _baseline(trainer: Trainer) -> str:
+    from ernie_compat.trainer import FULL_PRECISION
+
+    twin = trainer.learners.get(FULL_PRECISION)
+    return (
+        "" if twin is None else f", compared with {trainer.config.against} on engine {twin.engine}"
+    )
+
+
+def _ranks(parallel: Parallel) -> str:
+    layout = parallel.layout
+    if layout.world_size == 1:
+        return ""
+    return f", {layout.world_size} ranks ({layout.ep_size} expert-parallel x {layout.world_size // layout.ep_size} data-parallel)"
+
+
+def draw(trainer: Trainer, console: Console) -> dict[str, str]:
+    """Draw both plots and return their paths by name; without matplotlib say so and return none."""
+    from ernie_compat.plots import plot_expert_load, plot_loss
+
+    from ..plotting import PlotsUnavailableError
+
+    if not trainer.records:
+        return {}
+    paths = {name: trainer.directory / f"{name}.png" for name in ("loss", "expert_load")}
+    try:
+        label = f"{trainer.config.precision} ({trainer.config.framework})"
+        plot_loss(trainer.records, paths["loss"], label, trainer.config.against or "full precision")
+        plot_expert_load(trainer.records, paths["expert_load"])
+    except PlotsUnavailableError as error:
+        console.print(str(error), soft_wrap=True)
+        return {}
+    return {name: str(path) for name, path in paths.items()}
+
+
+def report(
+    trainer: Trainer, summary: dict[str, Any], plots: Mapping[str, str], as_json: bool
+) -> None:
+    """Write `summary.json`, and print the summary to stdout."""
+    from ernie_compat.checkpoint import partial_of
+    from ernie_compat.run_directory import SUMMARY_NAME
+    from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
+
+    files = {
+        "metrics": str(trainer.directory / METRICS_NAME),
+        "checkpoint": str(trainer.directory / CHECKPOINT_NAME),
+    }
+    summary |= {"plots": dict(plots), **files}
+    path = trainer.directory / SUMMARY_NAME
+    partial = partial_of(path)
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(partial, path)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+        return
+    click.echo(
+        "\n".join(
+            f"{label:<24}{value}" for label, value in _summary_lines(summary) if value is not None
+        )
+    )
+
+
+def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    def figure(name: str, form: str, suffix: str = "") -> str | None:
+        return None if summary[name] is None else format(summary[name], form) + suffix
+
+    def beside(name: str, form: str) -> str:
+        reference = figure(f"{name}_full_precision", form)
+        return f"  (full precision {reference})" if reference else ""
+
+    gap = None if summary["loss_gap"] is None else f"{100 * summary['loss_gap']:.3f} %"
+    twin = summary["engine_full_precision"]
+    baseline = f"  (full precision: {summary['against']} on {twin})" if twin else ""
+    return [
+        ("engine", f"{summary['precision']} on {summary['engine_used']}{baseline}"),
+        ("steps", str(summary["steps"])),
+        ("loss at start", figure("loss_start", ".4f")),
+        (
+            "loss at end",
+            figure("loss_end", ".4f", f"  (mean of the last {SMOOTHING_WINDOW} steps)"),
+        ),
+        ("held-out loss", figure("held_out_loss", ".4f", beside("held_out_loss", ".4f"))),
+        ("gap to full precision", gap and f"{gap}  (smoothed loss, last quarter of the steps)"),
+        ("seconds per step", figure("seconds_per_step", ".4f", beside("seconds_per_step", ".4f"))),
+        ("tokens/s", figure("tokens_per_s", ",.0f")),
+        ("busiest expert", figure("load_imbalance", ".2f", " x the mean load")),
+        *((f"plot: {name}", path) for name, path in summary["plots"].items()),
+        ("metrics", summary["metrics"]),
+        ("checkpoint", summary["checkpoint"]),
+    ]

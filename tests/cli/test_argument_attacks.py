@@ -1,0 +1,210 @@
+"""Every command with seeded nonsense for its own parameters: one line or a result, in bounded time,
+and nothing written outside the directories that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from sonicmoe.cli.main import COMMANDS, main
+from sonicmoe.diagnostics.doctor_report import Report
+from sonicmoe.errors import ConfigError
+
+TEXTS = (
+    "", " ", "-1", "0", "1", "2", "3", "8", "64", "1.5", "nan", "-inf", "inf", "1e400", "1e30", "9" * 20, "9" * 400,
+    "9" * 5000, "-" + "9" * 400, "0x10", "\0", "a\0b", "\ud800", "\udcff", "a\nb", "é", "\x1b[2J", "-", "--", "=",
+    "x" * 5000, "%s%n", "{}", "[bold]", "bf16", "fp8", "torch", "None", "true",
+)  # fmt: skip
+PLACES = (
+    "/dev/full",
+    "/dev/null",
+    "/dev/zero",
+    "/",
+    ".",
+    "..",
+    "/proc/self/mem",
+    "~",
+    "/proc/1/fd",
+)
+OWN_PLACES = (
+    "directory",
+    "empty",
+    "fifo",
+    "link",
+    "loop",
+    "missing/deep/name",
+    "locked",
+    "n" * 300,
+)
+EXIT_CODES = {0, 1, 2}
+SECONDS_PER_CASE = 30
+
+
+class Reached(ConfigError):
+    """The command has taken its arguments and would begin to work."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with something of every kind in it."""
+    work = tmp_path / "work"  # so that ".." is a directory of the test too
+    for path in (work, work / "directory", work / "locked", tmp_path / "cache", tmp_path / "local"):
+        path.mkdir()
+    for name in ("empty", "directory/a.txt"):
+        (work / name).touch()
+    os.mkfifo(work / "fifo")
+    (work / "link").symlink_to("directory")
+    (work / "loop").symlink_to("loop")
+    (work / "locked").chmod(0o500)
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    return tmp_path
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands end where their work would begin."""
+
+    def reached(*_: Any, **__: Any) -> Any:
+        raise Reached("it would begin to work here")
+
+    import sonicmoe.bench.runner
+    import sonicmoe.bench.sweep
+    import sonicmoe.cli.capture
+    import sonicmoe.cli.warmup  # noqa: F401  or a patch would not find it
+    from ernie_compat.trainer import Trainer
+
+    monkeypatch.setattr(Trainer, "start", reached)
+    monkeypatch.setattr(Trainer, "resume", reached)
+    for name in (
+        "sonicmoe.cli.numerics.measure", "sonicmoe.cli.capture.capture_from_training", "sonicmoe.bench.runner.measure",
+        "sonicmoe.bench.sweep.sweep", "sonicmoe.cli.warmup.warm_up",
+    ):  # fmt: skip
+        monkeypatch.setattr(name, reached)
+    # The engines are examined by other tests.
+    monkeypatch.setattr("sonicmoe.diagnostics.doctor.load_framework", lambda *_: False)
+    assert Report().healthy
+
+
+_ALLOWED: list[Path] = []
+_WRITTEN_ELSEWHERE: list[str] = []
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: collects every path outside `_ALLOWED` that is opened for writing, made,
+    renamed or removed.
+    """
+    if not _ALLOWED or event not in {"open", "os.mkdir", "os.rename", "os.remove", "os.truncate"}:
+        return
+    path, writes = arguments[0], event != "open" or bool(arguments[2] & _WRITES)
+    if not writes or isinstance(path, int) or path is None:
+        return
+    where = Path(os.path.abspath(os.fsdecode(path)))
+    if not any(where.is_relative_to(allowed) for allowed in _ALLOWED):
+        _WRITTEN_ELSEWHERE.append(f"{event} {str(where)[:200]!r}")
+
+
+@contextmanager
+def watched(*allowed: Path) -> Iterator[None]:
+    """Fail where something is written outside these directories."""
+    _WRITTEN_ELSEWHERE.clear()
+    _ALLOWED[:] = allowed
+    try:
+        yield
+    finally:
+        _ALLOWED.clear()
+    assert _WRITTEN_ELSEWHERE == []
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def bounded(seconds: int, what: str) -> Iterator[None]:
+    """Fail where it takes longer; a test that hangs would hide which case it was."""
+
+    def ring(*_: object) -> None:
+        pytest.fail(f"longer than {seconds} s: {what}")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attack(command: click.Command, rng: random.Random) -> list[str]:
+    """A few of the command's own parameters with values of any kind."""
+    arguments: list[str] = []
+    parameters = [one for one in command.params if one.name not in ("help", "list_only")]
+    required = [one for one in parameters if one.required and rng.random() < 0.9]
+    for parameter in [*required, *rng.sample(parameters, rng.randint(1, min(4, len(parameters))))]:
+        if isinstance(parameter, click.Option):
+            arguments.append(rng.choice(parameter.opts + parameter.secondary_opts))
+            if parameter.is_flag:
+                continue
+        arguments.append(value_for(parameter, rng))
+    if rng.random() < 0.05:
+        arguments.append(rng.choice(("--no-such-option", "stray", "--", "-")))
+    return arguments
+
+
+def value_for(parameter: click.Parameter, rng: random.Random) -> str:
+    """Often something that its type takes, so that the attack gets past the first check."""
+    if isinstance(parameter.type, click.Choice) and rng.random() < 0.6:
+        return str(rng.choice(list(parameter.type.choices)))
+    if isinstance(parameter.type, click.Path) and rng.random() < 0.7:
+        return rng.choice(PLACES + 3 * OWN_PLACES)
+    return rng.choice(TEXTS)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_any_argument_gives_a_result_or_one_line(
+    name: str, place: Path, request: pytest.FixtureRequest
+) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    rng = random.Random(name)
+    for _ in range(request.config.getoption("--attacks") // 4):
+        arguments = attack(command, rng)
+        shown = " ".join(map(repr, arguments))[:300]
+        with watched(place, Path("/dev/null")), bounded(SECONDS_PER_CASE, shown):
+            result = CliRunner().invoke(main, [name, *arguments])
+        error = result.exception
+        assert error is None or isinstance(error, SystemExit), (shown, repr(error))
+        assert result.exit_code in EXIT_CODES, shown
+        if result.exit_code == 2:
+            # A progress bar leaves an empty line where there is no terminal.
+            lines = [line for line in result.stderr.splitlines() if line.strip()]
+            assert len(lines) == 1, (shown, result.stderr)
+        assert "Traceback" not in result.output, shown
+
+
+@pytest.mark.parametrize("arguments", [
+    ["doctor", "--no-such-option"], ["doctor", "--framework", "jax"], ["warmup"], ["warmup", "--E", "none"], ["bench", "--T"],
+    ["bisect"], ["lossgap"], ["lossgap", ""], ["numerics", "--json", "--markdown"], ["numerics", "--captured", ""],
+    ["numerics", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
+    ["--no-such-option"],
+])  # fmt: skip
+def test_an_error_of_usage_is_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ") and result.stdout == ""

@@ -1,0 +1,122 @@
+"""Training that is killed, that loses its terminal, that cannot say anything, or that meets another
+run in its directory.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from kills import Victim
+from small_run import SIZE_OPTIONS, run_program
+
+from ernie_compat.progress import InterruptGuard
+from ernie_compat.run_directory import claimed
+from ernie_compat.saved_run import SavedRun
+from sonicmoe.cli.screen import progress_console
+
+
+def test_kills_at_random_moments_leave_a_run_that_continues(tmp_path: Path) -> None:
+    victim, rng = Victim(tmp_path), random.Random(7)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        kill = victim.kill(number, rng)
+        if kill.status > 0:  # it was training, so it ended with a checkpoint of its last step
+            assert kill.status == 128 + number and kill.after > kill.before
+    # `Victim` has checked checkpoint and metrics after every kill.
+    last = victim.saved_step
+    process = victim.start(steps=last + 1)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert victim.saved_step == last + 1
+
+
+def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    victim = Victim(tmp_path, steps=3)
+    victim.out.mkdir()
+    with claimed(victim.out):
+        second = victim.start()
+        out, said = second.communicate(timeout=120)
+    (line,) = said.splitlines()
+    assert second.returncode == 2 and out == ""
+    assert f"--out {victim.out} is in use by process " in line
+    assert not victim.checkpoint.exists()
+
+
+# A terminal of its own, closed after three steps; prints the exit code of the training.
+LOST_TERMINAL = """
+import json, os, pty, select, sys, time
+from pathlib import Path
+options = sys.argv[1:]
+child, terminal = pty.fork()
+if child == 0:
+    from sonicmoe.cli.main import main
+    main(["train", *options])
+metrics = Path(options[options.index("--out") + 1], "metrics.jsonl")
+while not (metrics.exists() and metrics.read_text().count("\\n") >= 3):
+    if select.select([terminal], [], [], 0.01)[0]:
+        os.read(terminal, 65536)
+os.close(terminal)
+print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
+
+
+def test_a_lost_terminal_saves_like_a_polite_kill(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = [
+        "--framework",
+        "torch",
+        "--precision",
+        "bf16",
+        "--data",
+        str(text),
+        "--steps",
+        "100000",
+    ]
+    code = run_program(LOST_TERMINAL, *options, *SIZE_OPTIONS, "--out", str(out), framework="torch")
+    assert code == 128 + signal.SIGHUP
+    assert SavedRun.read(out / "checkpoint.npz").step >= 3
+
+
+FULL_STDERR = """
+import os, sys
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+from sonicmoe.cli.main import main
+try:
+    main(["train", *sys.argv[1:]])
+except SystemExit as end:
+    print(end.code)
+"""
+
+
+def test_progress_that_cannot_be_shown_costs_no_step(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text), "--steps", "2"]
+    code = run_program(FULL_STDERR, *options, *SIZE_OPTIONS, "--out", str(out), framework="torch")
+    assert code == 0 and SavedRun.read(out / "checkpoint.npz").step == 2
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with InterruptGuard(progress_console()) as guard:
+            signal.raise_signal(signal.SIGHUP)
+            assert not guard.requested()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", InterruptGuard.SIGNALS)
+def test_each_signal_asks_for_a_checkpoint(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with InterruptGuard(progress_console()) as guard:
+        signal.raise_signal(number)
+        assert guard.requested() and guard.received == number
+    assert signal.getsignal(number) == before
+    assert "stopping after this step" in capsys.readouterr().err
