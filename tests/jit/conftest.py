@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,15 @@ def mounts() -> tuple[str, ...]:
     if not allowed:
         pytest.skip(f"{NOT_RUN}no permission to mount; the same faults are injected in other tests")
     return WITH_MOUNTS
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of flushes would take minutes on a disk."""
+    place = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=place if os.access(place, os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import itertools
 import os
 import random
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +107,6 @@ SCENES = [
     ShareScene("share", publish_here),
     UnloadableScene("unloadable", publish, healthy=True),
 ]
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory where there is one: thousands of flushes would take minutes on a disk."""
-    place = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=place if os.access(place, os.W_OK) else None))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Cases:

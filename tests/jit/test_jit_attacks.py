@@ -1,0 +1,237 @@
+"""Swaps at every moment, kills at every moment, and mutated manifests. All seeded."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import SystemCalls
+from forks import needs_root, start
+from processes import Field
+from racer import FakeCompiler, load, make_key
+
+from sonicmoe.errors import SonicMoEError
+from sonicmoe.jit import Artefact, CompileCache
+
+SEED = 20261122
+STRANGER = 54321
+SWAPS, KILLS, MUTATIONS = 40, 24, 300
+KEY = make_key()
+
+
+def cache_of(field: Field) -> CompileCache:
+    return CompileCache(
+        field.root, field.local, lock_timeout_s=2, visibility_timeout_s=0.01, host="here"
+    )
+
+
+class SwappingCalls(SystemCalls):
+    """Runs `swap` right before the k-th system call instead of letting it fail."""
+
+    def __init__(self, swaps_before: int, swap: Callable[[], None]) -> None:
+        super().__init__()
+        self.swaps_before, self.swap = swaps_before, swap
+
+    def pass_or_fail(self, name: str) -> None:
+        if self.suspended:
+            return
+        if len(self.names) == self.swaps_before:
+            with self.elsewhere():
+                self.swap()
+        self.names.append(name)
+
+
+class Planted:
+    """A node's directory `local` in a directory where everybody makes names: first the victim's,
+    and after the swap the attacker's, whose kernels are valid and evil.
+    """
+
+    def __init__(self, folder: Path, sticky: bool, first: str) -> None:
+        self.field = Field(folder)
+        self.link = folder / "open" / "local"
+        self.field.local = self.link
+        self.link.parent.mkdir()
+        self.link.parent.chmod(0o1777 if sticky else 0o777)
+        self.sticky, self.ran = sticky, list[bytes]()
+        (folder / "innocent" / "rebuilt-here").mkdir(mode=0o700, parents=True)
+        for root in (folder / "evil", folder / "evil" / "rebuilt-here"):
+            root.mkdir(mode=0o700)
+            CompileCache(root, folder / "unused").build(KEY, self._evil)
+        CompileCache(self.field.root, folder / "unused").build(
+            KEY, FakeCompiler(KEY, self.field.log)
+        )
+        if first != "nothing":
+            self.lead_to(first)
+
+    def lead_to(self, name: str) -> None:
+        partial = self.link.with_name("partial")
+        partial.symlink_to(self.field.folder / name)
+        if self.sticky:
+            os.chown(partial, STRANGER, STRANGER, follow_symlinks=False)
+        if self.link.is_symlink() or not self.link.exists():
+            partial.rename(self.link)
+        else:  # the victim's own directory, which a stranger cannot replace under a sticky bit
+            partial.unlink()
+
+    def load(self, calls: SystemCalls) -> None:
+        """Use the cache as a victim on whose host the shared kernel does not load."""
+        with calls.counted():
+            try:
+                cache_of(self.field).get(KEY, FakeCompiler(KEY, self.field.log), self._loader)
+            except SonicMoEError as error:
+                assert str(self.link) in str(error) or "does not load" in str(error)
+
+    def _loader(self, artefact: Artefact) -> int:
+        if artefact.path.is_relative_to(self.field.root):
+            raise OSError("does not load here")
+        self.ran.append(artefact.file("kernel.so").read_bytes())
+        return 0
+
+    @staticmethod
+    def _evil(folder: Path) -> None:
+        (folder / "kernel.so").write_bytes(b"evil")
+
+
+@pytest.mark.parametrize("first", ["innocent", "nothing"])
+@pytest.mark.parametrize("sticky", [False, pytest.param(True, marks=needs_root)])
+def test_directory_swapped_at_any_moment(memory: Path, sticky: bool, first: str) -> None:
+    """An attacker who is always fast enough: the swap comes before the k-th system call."""
+    chosen = random.Random(SEED)
+    counting = SystemCalls()
+    (memory / "count").mkdir()
+    Planted(memory / "count", sticky, first).load(counting)
+    moments = range(len(counting.names))
+    for number in sorted(chosen.sample(moments, min(SWAPS, len(moments)))):
+        folder = memory / f"swap-{number}"
+        folder.mkdir()
+        planted = Planted(folder, sticky, first)
+        planted.load(SwappingCalls(number, lambda planted=planted: planted.lead_to("evil")))
+        assert planted.ran.count(b"evil") == 0, f"the attacker's code ran: swap {number}"
+        shutil.rmtree(folder)
+
+
+class KillingCalls(SystemCalls):
+    """Ends this process before the k-th system call."""
+
+    def __init__(self, kills_before: int) -> None:
+        super().__init__()
+        self.kills_before = kills_before
+
+    def pass_or_fail(self, name: str) -> None:
+        super().pass_or_fail(name)
+        if not self.suspended and len(self.names) > self.kills_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_three(field: Field, calls: SystemCalls) -> None:
+    """A build, a repair of a damaged artefact, and a copy into the cache directory."""
+    keys = [make_key(size) for size in (1, 2, 3)]
+    with calls.counted():
+        for key in keys[:2]:
+            compiler = FakeCompiler(key, field.log)
+            cache_of(field).build(
+                key, lambda folder, compiler=compiler: aside(calls, compiler, folder)
+            )
+        assert cache_of(field).share(keys[2]) is not None
+
+
+def aside(calls: SystemCalls, compiler: FakeCompiler, folder: Path) -> None:
+    with calls.elsewhere():
+        compiler(folder)
+
+
+def prepare_three(field: Field) -> None:
+    damaged, local = make_key(2), make_key(3)
+    path = cache_of(field).build(damaged, FakeCompiler(damaged, field.log)).path
+    os.truncate(path / "kernel.so", 1)
+    CompileCache(field.local, field.root).build(local, FakeCompiler(local, field.log))
+
+
+def test_kills_at_any_moment(memory: Path) -> None:
+    """After each kill: what is visible is intact, no lock is left, and the next process gets all."""
+    field, counting = Field(memory), SystemCalls()
+    prepare_three(field)
+    build_three(field, counting)
+    chosen = random.Random(SEED)
+    for number in chosen.sample(range(len(counting.names)), KILLS):
+        folder = memory / f"kill-{number}"
+        folder.mkdir()
+        field = Field(folder)
+        prepare_three(field)
+        child = start(lambda field=field, number=number: build_three(field, KillingCalls(number)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        cache = cache_of(field)
+        for size in (1, 2, 3):
+            found = cache.try_load(make_key(size))
+            assert found is None or load(found) == 4096, f"kill {number}"
+        for size in (1, 2, 3):
+            key = make_key(size)
+            artefact = cache.share(key) or cache.build(key, FakeCompiler(key, field.log))
+            assert load(artefact) == 4096 and artefact.path.is_relative_to(field.root)
+        assert not list((field.root / "staging").iterdir()), f"kill {number}"
+        shutil.rmtree(folder)
+
+
+def mutated(text: str, chosen: random.Random) -> bytes:
+    """A manifest with one to three mutations: of its bytes, or of its values."""
+    content = bytearray(text.encode())
+    if chosen.random() < 0.5:
+        return json.dumps(mutated_value(json.loads(text), chosen)).encode()
+    for _ in range(chosen.randint(1, 3)):
+        start_, length = chosen.randrange(len(content)), chosen.randint(1, 40)
+        match chosen.randrange(4):
+            case 0:
+                content[start_] ^= 1 << chosen.randrange(8)
+            case 1:
+                del content[start_ : start_ + length]
+            case 2:
+                content[start_:start_] = content[: length * chosen.choice((1, 50))]
+            case 3:
+                content[start_ : start_ + length] = chosen.randbytes(length)
+    return bytes(content) or b" "
+
+
+ODD_VALUES: list[Any] = [
+    None, True, 0, -1, 4096, 2**70, 1.5, "", "x", "a\0b", "../..", "\ud800", [], {}, [[[]]], {"size": 4096},
+]  # fmt: skip
+
+
+def mutated_value(value: Any, chosen: random.Random) -> Any:
+    """The value with one place replaced, removed or renamed."""
+    if isinstance(value, dict) and value and chosen.random() < 0.85:
+        name = chosen.choice(sorted(value))
+        match chosen.randrange(6):
+            case 0:
+                return {found: item for found, item in value.items() if found != name}
+            case 1:
+                renamed = str(chosen.choice(ODD_VALUES))
+                return {renamed if found == name else found: item for found, item in value.items()}
+            case _:
+                return {**value, name: mutated_value(value[name], chosen)}
+    return chosen.choice(ODD_VALUES)
+
+
+def test_mutated_manifests(memory: Path) -> None:
+    """Each is a miss or the right kernel, and is repaired by the next build."""
+    field, chosen = Field(memory), random.Random(SEED)
+    cache = cache_of(field)
+    path = cache.build(KEY, FakeCompiler(KEY, field.log)).path / "manifest.json"
+    misses = 0
+    for number in range(MUTATIONS):
+        content = mutated(path.read_text(), chosen)
+        path.write_bytes(content)
+        found = cache.try_load(KEY)
+        misses += found is None
+        assert found is None or load(found) == 4096, f"mutation {number}: {content!r}"
+        repaired = cache.build(KEY, FakeCompiler(KEY, field.log))
+        assert repaired.path == path.parent and load(repaired) == 4096, f"mutation {number}"
+    assert misses > MUTATIONS // 2
+    assert len(list((field.root / "quarantine").iterdir())) == 3
+    assert field.builds() == {1: 1 + misses}
