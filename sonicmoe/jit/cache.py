@@ -31,7 +31,7 @@ from .files import DamagedFileError, StoreFiles
 from .guard import check_compile_allowed
 from .key import CompileKey
 from .manifest import Artefact
-from .place import Trust, shared_trust
+from .place import Place, Trust, shared_trust
 from .store import ArtefactStore, Builder, StoreProblemError
 
 logger = logging.getLogger("sonicmoe")
@@ -56,9 +56,13 @@ class CompileCache:
         files: StoreFiles | None = None,
         host: str = "",
         trusted: bool = False,
+        quiet: bool = False,
     ) -> None:
-        """A cache; creates no directory yet. Arguments as for `ArtefactStore`; `trusted`: use
-        `root` whoever can write there.
+        """A cache; creates no directory yet. Arguments as for `ArtefactStore`.
+
+        Args:
+            trusted: use `root` whoever can write there.
+            quiet: leave it to another process to explain why `root` cannot be used.
         """
         host = host or socket.gethostname()
 
@@ -74,7 +78,7 @@ class CompileCache:
 
         self.root, self.local_root = Path(root), Path(local_root)
         self.lock_timeout_s = lock_timeout_s
-        self.trusted = trusted
+        self.trusted, self._quiet = trusted, quiet
         # The operator chose the shared directory, so its owner and group may be others. The local
         # one usually lies in a temporary directory where every user may write, and belongs to this
         # user alone.
@@ -86,6 +90,11 @@ class CompileCache:
         self._loaded: dict[tuple[Any, ...], Any] = {}
         self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
         self._mutex = threading.Lock()
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        """The cache directory and the node's own, with the rules for who may write there."""
+        return self._shared.place, self._local.place
 
     def try_load(self, key: CompileKey) -> Artefact | None:
         """The verified artefact of `key`, or None. Takes no lock, writes nothing, never raises."""
@@ -137,6 +146,15 @@ class CompileCache:
             self._explain(problem)
             shared_problem = problem
         return self._build_local(key, builder, shared_problem)
+
+    def ask(self) -> None:
+        """Explain now, and once, if the cache directory cannot take artefacts. For a process whose
+        workers compile: each of them would meet the same problem.
+        """
+        try:
+            self._shared.ask()
+        except StoreProblemError as problem:
+            self._explain(problem)
 
     def get(self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]) -> Loaded:
         """`load(artefact)`, remembered for the life of this process; builds the artefact if there
@@ -239,6 +257,8 @@ class CompileCache:
             ) from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
+        if self._quiet:
+            return
         # Without the key: a read-only directory is one problem, however many kernels miss it.
         _say_once(
             f"compile cache {problem}; what cannot be read or stored there goes to {self.local_root} "

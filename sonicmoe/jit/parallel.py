@@ -97,6 +97,8 @@ class ParallelBuild:
 
     def run(self) -> None:
         """Build, until every job has an outcome."""
+        if self._pending:
+            self._cache.ask()
         try:
             self._run()
         except BaseException:  # Ctrl-C: the program ends now and not after the longest compile

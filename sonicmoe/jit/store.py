@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +23,9 @@ from .errors import CompileError
 from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
 from .key import CompileKey
 from .lock import FAILED, PUBLISHED, KeyLock
-from .manifest import MANIFEST, Artefact, describe, verify
-from .place import Place, Trust, UntrustedPlaceError
+from .manifest import MANIFEST, Artefact, describe
+from .place import Place, Trust
+from .reader import ArtefactReader
 from .sweep import sweep_abandoned
 
 logger = logging.getLogger("sonicmoe")
@@ -39,12 +38,6 @@ _KEPT_IN_QUARANTINE = 3
 # the server had carried out before (ENOENT, ESTALE).
 # Such an error is no verdict. `Claim.publish` looks for the artefact before it believes the error.
 _RACE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE}
-_FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
-# Answers of a network file system or a busy machine that the next moment may change.
-_MAY_PASS = {
-    errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
-}  # fmt: skip
-_PAUSES_S = (0.01, 0.05)  # between the attempts of one look
 
 
 # `CompileCache` has to tell two kinds of failure apart. A compiler that refuses the source refuses
@@ -61,29 +54,12 @@ class StoreProblemError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """The outcome of a lock-free look at the store: an artefact, or why there is none.
-
-    Attributes:
-        damaged: one was read and found damaged, so it has to go before another can be published.
-        unreadable: the directory could not be read, or is refused. It may hold an intact artefact,
-            so nothing there is touched.
-    """
-
-    artefact: Artefact | None
-    reason: str
-    damaged: bool = False
-    unreadable: bool = False
-
-
-class ArtefactStore:
+class ArtefactStore(ArtefactReader):
     """Publishes complete directories by one rename and reads them back verified.
 
-    Readers take no lock. They see either nothing or a complete artefact, because a builder fills a
-    private directory below `staging/` and one rename gives it its final name. The lock of a key
-    only saves work: without it several processes would compile the same kernel, and the first
-    rename would win.
+    A builder fills a private directory below `staging/`, and one rename gives it its final name. The
+    lock of a key only saves work: without it several processes would compile the same kernel, and
+    the first rename would win.
     """
 
     def __init__(
@@ -107,33 +83,9 @@ class ArtefactStore:
             host: this host's name; for fault injection.
             trust: who may be able to write there; nothing is read or written otherwise.
         """
-        self.root, self.place = root, Place.of(root, trust)
-        self.files = files or StoreFiles()
-        self._lock_timeout_s, self._visibility_timeout_s = lock_timeout_s, visibility_timeout_s
-        self._host = host or socket.gethostname()
+        super().__init__(root, trust, files or StoreFiles(), visibility_timeout_s)
+        self._lock_timeout_s, self._host = lock_timeout_s, host or socket.gethostname()
         self._swept = False
-
-    def place_of(self, key: CompileKey) -> Place:
-        """Where the artefact of a key lies once published."""
-        return self.place / "artefacts" / key.kernel / key.digest
-
-    def lookup(self, key: CompileKey) -> Lookup:
-        """Look without a lock and without writing. Never raises."""
-        for pause in (*_PAUSES_S, None):
-            try:
-                return self._lookup(key)
-            except UntrustedPlaceError as error:
-                return Lookup(None, describe_problem(error), unreadable=True)
-            except OSError as error:
-                if pause is None or error.errno not in _MAY_PASS:
-                    text = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
-                    return Lookup(None, f"{self.root} cannot be read: {text}", unreadable=True)
-                time.sleep(pause)
-            # A null byte in the configured path raises ValueError, and no list of types would be
-            # complete.
-            except Exception as error:  # whatever is wrong with a cache, it is a miss
-                return Lookup(None, f"{self.root} cannot be read: {error}", unreadable=True)
-        raise AssertionError("the last attempt returns")
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The published artefact of `key`, built by `builder(private directory)` if there is none.
@@ -150,6 +102,17 @@ class ArtefactStore:
             started = time.monotonic()
             builder(claim.staging)
             return claim.publish(time.monotonic() - started)
+
+    def ask(self) -> None:
+        """Find out whether the directory takes artefacts.
+
+        Raises:
+            StoreProblemError: it does not.
+        """
+        with self._as_store_problem():
+            staging = self.place / "staging"
+            self.files.make_dir(staging)
+            self.files.probe(staging)
 
     @contextmanager
     def claim(self, key: CompileKey) -> Iterator[Claim]:
@@ -182,41 +145,6 @@ class ArtefactStore:
         """The lock of a key."""
         return KeyLock(self.place / "locks", key, self._lock_timeout_s, self.files, self._host)
 
-    def await_visible(self, key: CompileKey) -> Lookup:
-        """Look again until the artefact is visible, at most `visibility_timeout_s` seconds."""
-        # Nothing reports when another host's rename becomes visible here, so this polls. The delay
-        # doubles, because most artefacts appear at once and the others after seconds of client
-        # cache.
-        deadline, delay = time.monotonic() + self._visibility_timeout_s, _FIRST_RECHECK_S
-        while True:
-            found = self.lookup(key)
-            # A damaged artefact ends the wait as well: it is visible, and waiting does not repair
-            # it.
-            if found.artefact is not None or found.damaged or time.monotonic() >= deadline:
-                return found
-            time.sleep(delay)
-            delay = min(2 * delay, _LONGEST_RECHECK_S)
-
-    def copy(self, artefact: Artefact, folder: Path) -> None:
-        """Copy the files of an artefact of this store, as a builder of another.
-
-        Raises:
-            DamagedFileError: a file is not what the manifest says.
-            OSError: a file cannot be read or written.
-        """
-        source = self.place_of(artefact.key)
-        # The manifest itself is not listed and not copied, because the publication writes one for
-        # the new directory.
-        for name, facts in artefact.manifest["files"].items():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with self.files.reading(source, name) as handle, open(target, "xb") as copy:
-                shutil.copyfileobj(handle, copy)
-            # The new manifest will describe the copy, so a copy that differs must not get that far.
-            with open(target, "rb") as copy:
-                if hashlib.file_digest(copy, "sha256").hexdigest() != facts["sha256"]:
-                    raise DamagedFileError(f"{name!r} changed while it was copied")
-
     def quarantine(self, key: CompileKey, reason: str) -> None:
         """Move a damaged artefact out of the way; call with the key's lock held.
 
@@ -234,30 +162,6 @@ class ArtefactStore:
         kept = [entry for entry in self.files.names(folder) if entry.startswith(name)]
         if len(kept) > _KEPT_IN_QUARANTINE:
             self.files.remove_tree(target)
-
-    def _lookup(self, key: CompileKey) -> Lookup:
-        folder = self.place / "artefacts" / key.kernel
-        names = self.files.names(folder)
-        # A machine without the compiler cannot name a toolchain, and takes an artefact of any.
-        if key.toolchain is None:
-            # `names` is sorted, so this order is fixed: hosts that see the same directory try the
-            # same artefacts in the same order.
-            candidates = [name for name in reversed(names) if name.startswith(f"{key.family}-")]
-        else:
-            candidates = [name for name in names if name == key.digest]
-        reason, unread = f"no artefact in {folder}", None
-        for name in candidates:
-            # A lookup without a toolchain may find several artefacts. A damaged or unreadable one
-            # does not hide an intact one behind it.
-            try:
-                return Lookup(verify(key, folder / name, self.files), "")
-            except DamagedFileError as damage:
-                reason = f"the artefact {folder / name} is damaged: {damage}"
-            except OSError as error:
-                unread = error
-        if unread is not None:
-            raise unread
-        return Lookup(None, reason, damaged=bool(candidates))
 
     def _open_claim(self, key: CompileKey, lock: KeyLock) -> Claim:
         """With the lock just acquired: look again, clean up, and make a private directory.

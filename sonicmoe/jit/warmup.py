@@ -6,12 +6,14 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from .cache import CompileCache
+from .files import StoreFiles
 from .key import package_versions
 from .manifest import utc_now
 from .parallel import (
@@ -24,9 +26,11 @@ from .parallel import (
     ParallelBuild,
     Progress,
 )
+from .place import Place, Trust
 from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan
 from .slots import AUTO, HostSlots
 
+_WARMED = "warmed"  # the directory of records
 SELECTED = "selected kernels"  # the precision of jobs that a caller picked
 _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton")
 
@@ -146,12 +150,13 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     """Every readable warm-up record of a cache directory: model, precision, versions, kernels,
     time.
     """
-    records = []
-    for path in sorted((root / "warmed").glob("*.json")):
-        try:
-            records.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
+    records: list[dict[str, Any]] = []
+    # A record is shown and never run, so it does not matter who wrote it.
+    files, folder = StoreFiles(), Place.of(root, Trust.ANYBODY) / _WARMED
+    with suppress(OSError, ValueError):
+        names = [name for name in files.names(folder) if name.endswith(".json")]
+        found = (files.read_json(folder / name) for name in names)
+        records.extend(record for record in found if isinstance(record, dict))
     return records
 
 
@@ -174,7 +179,7 @@ def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> 
 
 
 def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:
-    return root / "warmed" / f"{spec.digest(precision)}.json"
+    return root / _WARMED / f"{spec.digest(precision)}.json"
 
 
 def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
@@ -189,15 +194,16 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
         "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
         "at": utc_now(),
     }
-    for root in (cache.root, cache.local_root):
-        path = _record_path(root, report.spec, report.precision)
+    files, name = StoreFiles(), _record_path(Path(), report.spec, report.precision).name
+    for place in cache.places:
+        folder = place / _WARMED
+        # Named by process: two warm-ups of one model may end at the same time.
+        partial = folder / f"{name}.{os.getpid()}.partial"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Named by process: two warm-ups of one model may end at the same time.
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            os.replace(partial, path)
-            return path
+            files.make_dir(folder)
+            files.write_text(partial, json.dumps(content, indent=1))
+            files.publish(partial, folder / name)
+            return (folder / name).path
         except OSError:
             continue
     return None

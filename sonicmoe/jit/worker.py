@@ -151,6 +151,7 @@ def _answer(settings: CacheSettings, job: Any) -> float | str:
                 settings.local_root,
                 lock_timeout_s=settings.lock_timeout_s,
                 trusted=settings.trusted,
+                quiet=True,  # the parent has asked, and explained what it found
             )
         )
     except Exception as error:

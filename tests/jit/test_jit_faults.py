@@ -21,7 +21,7 @@ from racer import FakeCompiler, load, make_key
 
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit import Artefact, CompileCache
-from sonicmoe.jit import store as store_module
+from sonicmoe.jit import reader as reader_module
 
 TRANSIENT = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
 LASTING = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOSPC, errno.EROFS)
@@ -159,7 +159,7 @@ def verdict(scene: Scene, field: Field, calls: SystemCalls) -> str:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(reader_module, "_PAUSES_S", (0.0, 0.0))
 
 
 def number_of_calls(scene: Scene, cases: Cases) -> list[str]:
@@ -170,7 +170,7 @@ def number_of_calls(scene: Scene, cases: Cases) -> list[str]:
     return calls.names
 
 
-@pytest.mark.parametrize("share", [0.06, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.04, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_one_failing_call(scene: Scene, share: float, memory: Path) -> None:
     """Calls of the scene, each with one of the errors: some of them in the gate, else all."""

@@ -152,3 +152,14 @@ def test_an_interrupt_ends_the_workers(
         running.run()
     field.until(lambda: HostSlots(field.local, 1).take() is not None)
     assert cache.try_load(make_key(1)) is None
+
+
+def test_unusable_cache_is_explained_once_for_all_workers(field: Field) -> None:
+    """And every kernel is compiled once, for the directory that takes it."""
+    field.root.write_text("not a directory")
+    field.folder.joinpath("go").touch()
+    rank = start(field, 0, seconds=0.0)
+    out, err = rank.communicate(timeout=TIMEOUT_S)
+    assert set(json.loads(out).values()) == {"built"}, err
+    assert err.count(f"compile cache {field.root}: a part of the path is a file") == 1, err
+    assert set(field.builds().values()) == {1}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import json
 import os
 import stat
@@ -315,17 +317,21 @@ def test_file_that_cannot_be_read_is_not_thrown_away(
     number: int, name: str, times: int,
 ) -> None:  # fmt: skip
     CompileCache(field.root, field.local).build(key, compiler(key))
-    real, left = os.open, [times]
+    left = [times]
 
-    def failing(path: Any, *args: Any, **options: Any) -> int:
-        if os.path.basename(path) == name and left[0]:
-            left[0] -= 1
-            raise OSError(number, os.strerror(number))
-        return real(path, *args, **options)
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).endswith(name) and left[0]:
+                left[0] -= 1
+                raise OSError(number, os.strerror(number))
+            return real(path, *args, **options)
+
+        return opened
 
     artefact = None
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", failing)
+        for module in (os, io, builtins):
+            patch.setattr(module, "open", failing(module.open))
         try:
             busy = CompileCache(field.root, field.local, visibility_timeout_s=0.1)
             artefact = busy.build(key, compiler(key))

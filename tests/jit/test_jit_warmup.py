@@ -189,6 +189,31 @@ def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: F
     assert find_record(ModelSpec(16, 3072, 1536), cache, SELECTED) is None
 
 
+def test_records_that_are_none_are_left_out(cache: CompileCache, field: Field) -> None:
+    """A FIFO would hang the reader, and a deep nesting end it; a link is not followed."""
+    assert warm_up(SPEC, cache, compile_jobs=[FakeJob(1, field.log)], jobs=1).record is not None
+    (good,) = read_records(cache.root)
+    warmed = cache.root / "warmed"
+    os.mkfifo(warmed / "a.json")
+    (warmed / "b.json").write_text("[" * 100_000)
+    (warmed / "c.json").write_text("[]")
+    (field.folder / "elsewhere.json").write_text("{}")
+    (warmed / "d.json").symlink_to(field.folder / "elsewhere.json")
+    assert read_records(cache.root) == [good]
+
+
+def test_record_writes_through_no_link(cache: CompileCache, field: Field) -> None:
+    victim = field.folder / "victim"
+    victim.write_text("precious")
+    record = warm_up(SPEC, cache, compile_jobs=[FakeJob(1, field.log)], jobs=1).record
+    assert record is not None
+    record.unlink()
+    for name in (record.name, f"{record.name}.{os.getpid()}.partial"):
+        record.with_name(name).symlink_to(victim)
+    again = warm_up(SPEC, cache, compile_jobs=[FakeJob(1, field.log)], jobs=1).record
+    assert again == record and not record.is_symlink() and victim.read_text() == "precious"
+
+
 def test_a_second_precision_has_a_record_of_its_own(cache: CompileCache, field: Field) -> None:
     for size, precision in enumerate(["fp8", "bf16"], start=1):
         warm_up(SPEC, cache, compile_jobs=WarmUpPlan((FakeJob(size, field.log),), precision))
