@@ -14,7 +14,8 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -315,7 +316,8 @@ def switch_to(name: str) -> None:
         ImportError: the framework cannot be imported.
     """
     if name == "paddle" and "sonicmoe.interop" not in sys.modules:
-        paddle = importlib.import_module("paddle")
+        with _hidden("torch"):
+            paddle = importlib.import_module("paddle")
         if not hasattr(paddle, "enable_compat"):
             raise FrameworkError(
                 f"paddle {paddle.__version__} has no torch proxy; sonicmoe needs paddle >= 3.3.0"
@@ -328,3 +330,18 @@ def switch_to(name: str) -> None:
         raise FrameworkError(
             f"sonicmoe already runs on {loaded} in this process; examine {name} in a process of its own"
         )
+
+
+@contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Have imports fail as if a module were not installed, unless it is loaded already."""
+    # tvm_ffi, which Paddle imports, imports PyTorch where it finds it. No check of Paddle needs
+    # that, and it would take half of the doctor's time.
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.pop(name, None)

@@ -15,11 +15,11 @@ import torch
 
 from ..config import ResolvedConfig
 from ..engine.capabilities import RECORDS, Workload
+from ..engine.cold_start import run_jobs
 from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import ENGINES, EngineChoice, choose_engine, unavailable
 from ..enums import ActivationType, EngineName
 from ..jit.plan import CompileJob
-from ..kernels import EVERY_RUN
 from ..routing.backends import arch_of
 from ..routing.build import build_routing
 from .golden_stages import golden_tensors
@@ -94,8 +94,7 @@ def kernels_of(config: ResolvedConfig, precision: str, device: str) -> tuple[Com
     # A precision that falls back to another engine runs with that engine's settings.
     settings = choice.settings or _settings(config, precision)
     record = RECORDS[EngineName(choice.engine.name)]
-    every_run = (source(arch) for source in EVERY_RUN)
-    return (*record.jobs(Workload(settings, H, I), arch), *every_run)
+    return run_jobs(record, Workload(settings, H, I), arch)
 
 
 def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:

@@ -43,6 +43,7 @@ class Victim:
 
     def __init__(self, directory: Path, framework: str = "torch", steps: int = 100_000) -> None:
         """`steps` is the length of the run; a short one may end before it is killed."""
+        directory.mkdir(parents=True, exist_ok=True)
         self.out, self.text = directory / "run", write_text(directory / "text")
         self._framework, self._steps = framework, steps
 
@@ -103,16 +104,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--framework", default="torch")
     given = parser.parse_args()
-    given.directory.mkdir(parents=True, exist_ok=True)
-    victim, rng = Victim(given.directory, given.framework), random.Random(given.seed)
+    # The learning rate depends on the length of the run, so both are planned equally long.
+    steps = 20 * given.kills
+    victim = Victim(given.directory, given.framework, steps)
+    rng = random.Random(given.seed)
     for number in range(given.kills):
         kill = victim.kill(SIGNALS[number % len(SIGNALS)], rng)
         print(f"{kill.number.name}: status {kill.status}, step {kill.before} -> {kill.after}")
-    steps = victim.saved_step + 2
-    process = victim.start(steps)
+    process = victim.start()
     _, said = process.communicate(timeout=MOST_S)
-    whole = Victim(given.directory / "whole", given.framework)
-    uninterrupted = whole.start(steps)
+    whole = Victim(given.directory / "whole", given.framework, steps)
+    uninterrupted = whole.start()
     uninterrupted.communicate(timeout=MOST_S)
     assert (process.returncode, uninterrupted.returncode) == (0, 0), said
     ends = [load_checkpoint(one.checkpoint)[1] for one in (victim, whole)]
