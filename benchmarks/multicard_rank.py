@@ -5,6 +5,7 @@ torchrun's variables set.
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import os
 import sys
@@ -204,7 +205,7 @@ def train(steps: int, parallel: Parallel, report: Report) -> None:
             if name == "ranks":
                 after = weights_of(trainer.learners[MAIN])
                 unmoved = sum(bool(np.array_equal(before[key], after[key])) for key in after)
-                differing = count_differing(after)
+                differing = count_differing(after, parallel.device)
     report.training(losses, unmoved, differing)
 
 
@@ -213,12 +214,16 @@ def weights_of(learner: Learner) -> dict[str, np.ndarray]:
     return {name: p.detach().cpu().numpy().copy() for name, p in learner.parameters.items()}  # type: ignore[attr-defined]
 
 
-def count_differing(weights: dict[str, np.ndarray]) -> int:
+def count_differing(weights: dict[str, np.ndarray], device: Any) -> int:
     """Replicated parameters whose bits are not the same on all ranks; a collective."""
-    mine = {name: array.tobytes() for name, array in weights.items() if not is_expert(name)}
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, mine)
-    return sum(any(each[name] != mine[name] for each in everybodys) for name in mine)
+    replicated = sorted(name for name in weights if not is_expert(name))
+    digests = [hashlib.sha256(weights[name].tobytes()).digest() for name in replicated]
+    # Digests in one tensor: object collectives unpickle bytes that another rank sent.
+    mine = torch.tensor(list(b"".join(digests)), dtype=torch.uint8, device=device)
+    everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, mine)
+    differing = torch.stack(everybodys).ne(mine).any(0).reshape(len(replicated), -1).any(1)
+    return int(differing.sum())
 
 
 def end_with_the_launcher() -> None:

@@ -64,6 +64,14 @@ _ACTIVATION_CLASSES = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
+# A model may hold the function itself instead of a module (LFM2-MoE). Compared by identity: a
+# function of the same name, or one with other arguments bound, may compute something else.
+_ACTIVATION_FUNCTIONS = (
+    (nn.functional.silu, "silu"),
+    (nn.functional.gelu, "gelu"),
+    (nn.functional.relu, "relu"),
+    (torch.relu, "relu"),
+)
 
 
 def register() -> None:
@@ -167,7 +175,8 @@ def _activation_problem(experts: nn.Module, standard_gate: Any) -> str:
     """Why `_activation` is None."""
     if not _own_gate(experts, standard_gate):
         known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
-        return f"the activation {type(getattr(experts, 'act_fn', None)).__name__}; needed: one of {sorted(known)}"
+        found = _described(getattr(experts, "act_fn", None))
+        return f"the activation {found}; needed: one of {sorted(known)}"
     if not _has_oai_gate(type(experts), _is_split_half(experts)):
         return "a gate of its own (_apply_gate); the engine computes act(gate) * up, and GPT-OSS's"
     found = ", ".join(f"{name} {value}" for name, value in _other_constants(experts).items())
@@ -306,10 +315,22 @@ def _weight_names(experts: nn.Module) -> tuple[str, ...]:
 
 def _activation_name(act: Any) -> str:
     """The activation's name in the tables above, or "" for one that is in none of them."""
-    tanh = getattr(act, "approximate", "none") != "none"
+    for function, name in _ACTIVATION_FUNCTIONS:
+        if act is function:
+            return name
     # `approximate` is an attribute of torch.nn.GELU; other activations have none and count as
     # exact.
+    tanh = getattr(act, "approximate", "none") != "none"
     return "" if tanh else _ACTIVATION_CLASSES.get(type(act).__name__, "")
+
+
+def _described(act: Any) -> str:
+    """The class of an activation, or the function that it is."""
+    if isinstance(act, nn.Module) or act is None:
+        return type(act).__name__
+    name = getattr(act, "__qualname__", None)
+    # Functions that are not written in Python may have no module.
+    return ".".join(filter(None, (act.__module__, name))) if name else repr(act)
 
 
 def _is_experts(module: nn.Module) -> bool:

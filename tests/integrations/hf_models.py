@@ -8,6 +8,7 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     GptOssConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
@@ -38,6 +39,13 @@ def _ernie(layers: int) -> Ernie4_5_MoeConfig:
     )  # fmt: skip
 
 
+def _lfm2(layers: int) -> Lfm2MoeConfig:
+    return Lfm2MoeConfig(
+        **COMMON, num_hidden_layers=layers + 1, num_dense_layers=1, moe_intermediate_size=40, num_experts=EXPERTS,
+        layer_types=["full_attention", "conv", "full_attention"][: layers + 1], rope_parameters=PLAIN_ROPE,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "qwen3-moe": lambda layers: Qwen3MoeConfig(
         **COMMON,
@@ -52,6 +60,7 @@ FAMILIES = {
     "olmoe": lambda layers: OlmoeConfig(**COMMON, num_hidden_layers=layers, num_experts=EXPERTS),
     "deepseek-v3": _deepseek,
     "ernie-4.5-moe": _ernie,
+    "lfm2-moe": _lfm2,
     "gpt-oss": lambda layers: GptOssConfig(
         **COMMON,
         num_hidden_layers=layers,

@@ -4,7 +4,9 @@ sentinels, DTensors, refusals.
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -307,6 +309,9 @@ def test_fp8_weights_are_made_once_per_change(compiled, made):
 REFUSED = {
     "norm behind every expert": (lambda: with_norm(make()), "normalises the output of every expert"),
     "tanh GELU": (lambda: make("gelu_new"), "activation NewGELUActivation; needed"),
+    "a function": (lambda: with_function(torch.tanh), "activation .*tanh; needed"),
+    "a function with the tanh approximation": (lambda: with_function(tanh_gelu), "activation .*tanh_gelu; needed"),
+    "arguments bound to a function": (lambda: with_function(partial(tanh_gelu)), "activation functools.partial"),
     "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation; needed"),
     "8-bit weights": (lambda: with_weight(make(), "down_proj", torch.zeros(E, H, I).to(torch.float8_e4m3fn)), "down_proj in"),
     "GPT-OSS's gate with another alpha": (lambda: make_gpt_oss(gate_in_halves, True, alpha=1.5), "alpha 1.5 in GPT-OSS's gate; needed"),
@@ -317,6 +322,16 @@ REFUSED = {
     "a gate that reads its module": (lambda: make_gpt_oss(gate_that_reads_more), "a gate of its own"),
     "no weight": (lambda: with_weight(make(), "gate_up_proj", None), "no weight gate_up_proj"),
 }  # fmt: skip
+
+
+def tanh_gelu(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def with_function(function):
+    experts = make()
+    experts.act_fn = function
+    return experts
 
 
 def with_norm(experts):
@@ -334,12 +349,26 @@ def with_weight(experts, name, weight):
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_name_the_class_and_the_reason(case):
     experts, reason = REFUSED[case][0](), REFUSED[case][1]
-    assert "Experts" in unsupported_reason(experts) and reason in unsupported_reason(experts)
+    assert re.search(f"Experts .*{reason}", unsupported_reason(experts))
     with pytest.raises(LayoutError, match=f"Experts .*{reason}"):
         check_model(experts)
     experts.config._experts_implementation = "sonicmoe"
     with pytest.raises(LayoutError, match=f"cannot run this model: Experts .*{reason}"):
         experts(*batch()[:3])
+
+
+FUNCTIONS = torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu, torch.relu
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_functions_in_place_of_modules_are_accepted(function):
+    """As LFM2-MoE has one."""
+    experts = with_function(function)
+    check_model(experts)
+    x, ids, weights, _ = batch()
+    wanted = experts(x, ids, weights)
+    experts.config._experts_implementation = "sonicmoe"
+    torch.testing.assert_close(experts(x, ids, weights), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_registering_without_transformers_says_what_is_needed(monkeypatch):
