@@ -330,6 +330,7 @@ def tanh_gelu(x):
 
 def with_function(function):
     experts = make()
+    del experts.act_fn  # a module, which no function can replace
     experts.act_fn = function
     return experts
 
