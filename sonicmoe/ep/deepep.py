@@ -29,6 +29,9 @@ CLASSES = {LEGACY: "Buffer", ELASTIC: "ElasticBuffer"}
 METHODS = {LEGACY: ("get_dispatch_layout", "dispatch", "combine"), ELASTIC: ("dispatch", "combine")}
 # DeepEP moves a row as whole 16-byte words, so H must be a multiple of 8 bf16 values.
 ROW_BYTES = 16
+# Ranks of one NVLink domain. Above it DeepEP sends over RDMA, by NVSHMEM, without which it may have
+# been built.
+NVLINK_RANKS = 8
 
 
 class DeepEPLibrary(NamedTuple):
@@ -73,6 +76,32 @@ def find_library() -> tuple[DeepEPLibrary | None, str]:
             return DeepEPLibrary(module, kinds), ""
         reasons.append(f"{name} has neither {' nor '.join(CLASSES.values())}")
     return None, "; ".join(reasons)
+
+
+def legacy_problem(module: Any, world_size: int) -> str:
+    """Why `module.Buffer` cannot serve a group of that size; "" where it can.
+
+    Asks for the sizes of its buffers, which every build knows that can make them. Allocates
+    nothing, and has the same answer on every rank of a run, because all of them have one build.
+    """
+    try:
+        _buffer_sizes(module.Buffer, ROW_BYTES, world_size)
+    # A build without NVSHMEM raises RuntimeError; numbers of ranks without a configuration fail an
+    # assertion.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"Buffer cannot serve {world_size} ranks: {lines[0]}"
+    return ""
+
+
+def _buffer_sizes(buffer: Any, row_bytes: int, world: int) -> tuple[int, int]:
+    """Bytes of the NVLink and of the RDMA buffer."""
+    # One buffer serves both directions, so each hint is taken for the larger need.
+    configs = [buffer.get_dispatch_config(world), buffer.get_combine_config(world)]
+    nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, world) for config in configs)
+    if world <= NVLINK_RANKS:
+        return nvlink, 0
+    return nvlink, max(config.get_rdma_buffer_size_hint(row_bytes, world) for config in configs)
 
 
 class _DeepEPTransport(Transport):
@@ -183,13 +212,9 @@ class LegacyTransport(_DeepEPTransport):
         return combined, combined_weights
 
     def _make_buffer(self, hidden: int, topk: int) -> Any:
-        buffer, world = self._module.Buffer, self.world_size
-        # One buffer serves both directions, so each hint is taken for the larger need. `2 * hidden`
-        # is the size of a bf16 row in bytes.
-        configs = [buffer.get_dispatch_config(world), buffer.get_combine_config(world)]
-        nvlink = max(config.get_nvl_buffer_size_hint(2 * hidden, world) for config in configs)
-        rdma = max(config.get_rdma_buffer_size_hint(2 * hidden, world) for config in configs)
-        return buffer(self._group, nvlink, rdma)
+        # `2 * hidden` is the size of a bf16 row in bytes.
+        sizes = _buffer_sizes(self._module.Buffer, 2 * hidden, self.world_size)
+        return self._module.Buffer(self._group, *sizes)
 
 
 class ElasticTransport(_DeepEPTransport):

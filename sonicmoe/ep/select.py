@@ -16,6 +16,7 @@ from .deepep import (
     LegacyTransport,
     find_library,
     group_shape,
+    legacy_problem,
 )
 from .dispatcher import Dispatcher, TransportDispatcher
 from .fleet import FleetDispatcher, find_fleet
@@ -62,11 +63,16 @@ def make_dispatcher(
         )
         return LocalDispatcher(num_experts)
     expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
+    level = logging.INFO
     if kind == "auto":
         dispatcher, why = _auto(num_experts, group, max_tokens)
+        # A library that is installed and cannot be used is news to whoever installed it.
+        if "cannot serve" in why:
+            level = logging.WARNING
     else:
         dispatcher, why = _named(kind, num_experts, group, max_tokens), "as asked for"
-    logger.info(
+    logger.log(
+        level,
         "expert parallelism over %s: %d experts, %d here (%s)",
         dispatcher.name,
         num_experts,
@@ -95,13 +101,11 @@ def _auto(num_experts: int, group: Any, max_tokens: int) -> tuple[Dispatcher, st
     library, no_library = find_library()
     if library is None:
         return _collective(num_experts, group), f"{no_fleet}no DeepEP: {no_library}"
-    # An ElasticBuffer is sized once for the fullest rank. That number cannot be guessed here: a
-    # guess below it would fail in the middle of a run.
-    if library.kinds[0] != LEGACY and max_tokens <= 0:
-        return _collective(num_experts, group), f"{no_fleet}DeepEP's ElasticBuffer needs max_tokens"
-    return TransportDispatcher(
-        _deepep(library, num_experts, group, max_tokens)
-    ), f"{no_fleet}DeepEP is installed"
+    kind, problems = _usable_buffer(library, group, max_tokens)
+    if kind is None:
+        return _collective(num_experts, group), f"{no_fleet}DeepEP's {problems}"
+    why = f"{no_fleet}DeepEP is installed" + (f"; its {problems}" if problems else "")
+    return TransportDispatcher(_deepep(kind, library, num_experts, group, max_tokens)), why
 
 
 def _collective(num_experts: int, group: Any) -> Dispatcher:
@@ -118,11 +122,37 @@ def _named(kind: str, num_experts: int, group: Any, max_tokens: int) -> Dispatch
         library, why = find_library()
         if library is None:
             raise EngineUnavailableError(f"DeepEP is not available: {why}")
-        return TransportDispatcher(_deepep(library, num_experts, group, max_tokens))
+        buffer, problems = _usable_buffer(library, group, max_tokens)
+        # An ElasticBuffer without a size has a message of its own.
+        if buffer is None and library.kinds != (ELASTIC,):
+            raise EngineUnavailableError(f"DeepEP cannot be used: its {problems}")
+        return TransportDispatcher(
+            _deepep(buffer or ELASTIC, library, num_experts, group, max_tokens)
+        )
     return _collective(num_experts, group)
 
 
-def _deepep(library: DeepEPLibrary, num_experts: int, group: Any, max_tokens: int) -> Transport:
-    if library.kinds[0] == ELASTIC:
+def _usable_buffer(library: DeepEPLibrary, group: Any, max_tokens: int) -> tuple[str | None, str]:
+    """The first of the library's buffers that can serve the group, None if there is none; and why
+    those before it cannot.
+    """
+    problems = []
+    for kind in library.kinds:
+        if kind == LEGACY:
+            problem = legacy_problem(library.module, group_shape(group)[0])
+        else:
+            # An ElasticBuffer is sized once for the fullest rank. That number cannot be guessed
+            # here: a guess below it would fail in the middle of a run.
+            problem = "" if max_tokens > 0 else "ElasticBuffer needs max_tokens"
+        if not problem:
+            return kind, "; ".join(problems)
+        problems.append(problem)
+    return None, "; ".join(problems)
+
+
+def _deepep(
+    kind: str, library: DeepEPLibrary, num_experts: int, group: Any, max_tokens: int
+) -> Transport:
+    if kind == ELASTIC:
         return ElasticTransport(num_experts, group, library.module, max_tokens=max_tokens)
     return LegacyTransport(num_experts, group, library.module)

@@ -5,6 +5,7 @@ what is refused.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -352,6 +353,78 @@ def test_the_library_is_found_by_what_it_offers(monkeypatch):
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         make_dispatcher(8, Group(), kind="deepep")
     assert buffer_kinds(SimpleNamespace(Buffer=object)) == ()
+
+
+def without_nvshmem(*kinds):
+    """The emulated library as a build without NVSHMEM offers it."""
+    import emulated_deepep as emulated
+
+    class Config(emulated.Config):
+        def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
+            raise RuntimeError(
+                "Failed: Assertion error buffer.cu:1 'NVSHMEM is disable during compilation'\nat"
+            )
+
+    class Buffer(emulated.Buffer):
+        def __init__(self, group, *sizes):
+            self.sizes = sizes
+
+        get_dispatch_config = get_combine_config = staticmethod(lambda num_ranks: Config())
+
+    module = SimpleNamespace(Buffer=Buffer, ElasticBuffer=emulated.ElasticBuffer)
+    return select.DeepEPLibrary(module, kinds or ("legacy", "elastic"))
+
+
+def gpu_world(monkeypatch, library):
+    monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
+    monkeypatch.setattr(select, "find_library", lambda: (library, ""))
+    monkeypatch.setattr(
+        select, "_collective", lambda num_experts, group: SimpleNamespace(name="NCCL", num_local_experts=1)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("kind", ["auto", "deepep"])
+def test_one_nvlink_domain_needs_no_nvshmem(monkeypatch, ranks, kind):
+    gpu_world(monkeypatch, without_nvshmem())
+    transport = make_dispatcher(16, Group(ranks), kind=kind).transport
+    assert isinstance(transport, LegacyTransport)
+    assert transport._sized_buffer(256).sizes == (512 * ranks, 0)
+
+
+NO_NVSHMEM = "Buffer cannot serve 16 ranks: Failed: .*NVSHMEM is disable during compilation"
+
+
+def test_beyond_it_the_next_transport_is_taken_and_the_reason_said(monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        gpu_world(monkeypatch, without_nvshmem())
+        elastic = make_dispatcher(16, Group(16), max_tokens=64)
+        assert isinstance(elastic.transport, ElasticTransport)
+        assert make_dispatcher(16, Group(16)).name == "NCCL"
+        gpu_world(monkeypatch, without_nvshmem("legacy"))
+        assert make_dispatcher(16, Group(16), max_tokens=64).name == "NCCL"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and all(re.search(NO_NVSHMEM, line) for line in said), said
+    assert "ElasticBuffer needs max_tokens" in said[1]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}, "a fallback is said"
+
+
+def test_beyond_it_deepep_by_name_is_refused_with_the_reason(monkeypatch):
+    gpu_world(monkeypatch, without_nvshmem())
+    with pytest.raises(EngineUnavailableError, match=f"DeepEP cannot be used: its {NO_NVSHMEM}"):
+        make_dispatcher(16, Group(16), kind="deepep")
+
+
+def test_a_number_of_ranks_that_deepep_has_no_configuration_for(monkeypatch):
+    def unsupported(num_ranks):
+        raise AssertionError(f"Unsupported number of EP ranks: {num_ranks}")
+
+    library = without_nvshmem("legacy")
+    library.module.Buffer.get_dispatch_config = staticmethod(unsupported)
+    gpu_world(monkeypatch, library)
+    assert make_dispatcher(15, Group(3)).name == "NCCL"
+    with pytest.raises(EngineUnavailableError, match="3 ranks: Unsupported number of EP ranks: 3"):
+        make_dispatcher(15, Group(3), kind="deepep")
 
 
 @pytest.mark.parametrize("frozen", ["x", "weights", "both"])
