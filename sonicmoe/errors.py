@@ -43,6 +43,10 @@ class OutOfMemoryError(SonicMoEError, MemoryError):
     """
 
 
+class RankLostError(SonicMoEError, RuntimeError):
+    """A collective failed because another rank of the group has died or does not answer."""
+
+
 class EngineUnavailableError(SonicMoEError, RuntimeError):
     """The requested engine cannot run here; the message says why and what can."""
 

@@ -14,6 +14,7 @@ from ..errors import ShapeError, expect
 from ..interop import grad_enabled, plain_ops, require_framework_tensor, requires_grad
 from ..routing.ids import in_one_spelling
 from .interface import Dispatched, Transport, check_dispatch, zero_where_not_here
+from .lost_ranks import raise_lost_rank
 
 Tensor = torch.Tensor
 
@@ -83,6 +84,10 @@ class Route:
         # nothing.
         return combined, zero_where_not_here(dweights, self.topk_idx, transport.num_experts)
 
+    def explain(self, error: Exception, doing: str) -> None:
+        """Name the operation that lost a rank."""
+        _explain(self.transport, error, doing)
+
     def combine(self, out: Tensor) -> Tensor:
         return self.transport.combine(out.contiguous(), self.handle)[0]
 
@@ -109,6 +114,9 @@ class DispatchCall(DifferentiableCall):
     def __init__(self, transport: Transport, topk_idx: Tensor) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
         self.transport, self.topk_idx = transport, topk_idx
+
+    def explain(self, error: Exception, during: str) -> None:
+        _explain(self.transport, error, "dispatch" if during == "forward" else "combine of dx")
 
     def forward(
         self, inputs: tuple[Tensor, ...], *, save: bool = False
@@ -141,6 +149,9 @@ class CombineCall(DifferentiableCall):
 
     def __init__(self, route: Route) -> None:
         self.route = route
+
+    def explain(self, error: Exception, during: str) -> None:
+        self.route.explain(error, "combine" if during == "forward" else "dispatch of dout")
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool = False) -> tuple[Tensor, None]:
         """`[R, H]` -> `[T, H]`."""
@@ -175,7 +186,11 @@ class TransportDispatcher(Dispatcher):
         if grad_enabled() and (requires_grad(x) or requires_grad(topk_weights)):
             recv_x, probs = autograd.apply(call, (x, topk_weights))
         else:
-            (recv_x, probs), _ = call.forward((x, topk_weights))
+            try:
+                (recv_x, probs), _ = call.forward((x, topk_weights))
+            except Exception as error:
+                call.explain(error, "forward")
+                raise
         route = call.route
         return Dispatched(recv_x, call.tokens_per_expert, route.indices, probs, route)
 
@@ -190,4 +205,12 @@ class TransportDispatcher(Dispatcher):
         if grad_enabled() and requires_grad(out):
             return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
         with plain_ops():
-            return handle.combine(out.detach())
+            try:
+                return handle.combine(out.detach())
+            except Exception as error:
+                handle.explain(error, "combine")
+                raise
+
+
+def _explain(transport: Transport, error: Exception, doing: str) -> None:
+    raise_lost_rank(error, doing, transport.name, transport.rank, transport.world_size)

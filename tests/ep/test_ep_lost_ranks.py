@@ -1,0 +1,61 @@
+"""A rank is killed inside dispatch, inside combine, and inside their backwards: every other rank ends
+soon, with one sentence.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from worlds import TESTS, finish, paddle_variables, start_world
+
+from sonicmoe.ep.lost_ranks import is_lost_rank, raise_lost_rank
+from sonicmoe.errors import RankLostError, ShapeError
+
+# Exchange of a layer's step at which the last rank dies: the operation that the others are in.
+PLACES = {2: "dispatch", 3: "combine", 4: "dispatch of dout", 5: "combine of dx"}
+WORLDS = [pytest.param("torch", 4, fatal) for fatal in PLACES]
+WORLDS += [pytest.param("paddle", 2, fatal, marks=pytest.mark.paddle) for fatal in (2, 5)]
+BOUND_S = 60  # of a loaded machine; a connection that closes shows at once
+
+
+@pytest.mark.parametrize("framework,world,fatal", WORLDS)
+def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path):
+    launch = paddle_variables(world) if framework == "paddle" else [{}] * world
+    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
+    worker = TESTS / "ep" / "lost_rank_worker.py"
+    started = time.monotonic()
+    processes = start_world(
+        lambda rank: [worker, world, rank, tmp_path, fatal], variables, framework
+    )
+    *survivors, victim = finish(processes, BOUND_S)
+    assert time.monotonic() - started < BOUND_S
+    assert victim[0] == -9
+    for rank, (code, _, said) in enumerate(survivors):
+        assert code not in (0, -9), f"rank {rank} had to be stopped:\n{said[-3000:]}"
+        (line,) = {line for line in said.splitlines() if "lost another rank" in line}
+        assert f"rank {rank} of {world} lost another rank in the {PLACES[fatal]} over " in line
+        assert "start all ranks again from the last checkpoint" in line
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1",
+        "Timed out waiting 1800000ms for recv operation to complete",
+        "NCCL error: remote process exited or there was a network error",
+        "DeepEP error: CPU recv timeout",
+    ],
+)
+def test_the_librarys_words_are_kept(said):
+    with pytest.raises(
+        RankLostError, match="rank 1 of 4 lost another rank in the combine"
+    ) as caught:
+        raise_lost_rank(RuntimeError(f"a stack\n{said}\nmore"), "combine", "gloo", 1, 4)
+    assert said in str(caught.value) and isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_other_errors_stay_what_they_are():
+    for error in (ValueError("timeout"), RuntimeError("CUDA error"), ShapeError("gloo")):
+        assert not is_lost_rank(error)
+        raise_lost_rank(error, "combine", "gloo", 0, 2)
