@@ -136,7 +136,7 @@ def _usable_buffer(library: DeepEPLibrary, group: Any, max_tokens: int) -> tuple
     """The first of the library's buffers that can serve the group, None if there is none; and why
     those before it cannot.
     """
-    problems = []
+    problems: list[str] = []
     for kind in library.kinds:
         if kind == LEGACY:
             problem = legacy_problem(library.module, group_shape(group)[0])
