@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -203,19 +204,18 @@ class StoreFiles:
         """Raise the OSError that a compile into `folder` would meet, if any."""
         with folder.opened() as descriptor:
             room = os.statvfs(descriptor)
-            if room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:
+            # Some network file systems do not count and report no blocks at all.
+            if room.f_blocks and room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # A quota does not show in the free space. The size is larger than a block and a typical
             # inline file, so a full file system cannot hide in metadata, and the flush forces
             # delayed allocation to happen now.
-            name = f".probe-{os.getpid()}"
-            try:
-                with os.fdopen(_open_for_writing(descriptor, name), "wb") as handle:
-                    handle.write(b"\0" * _PROBE_BYTES)
-                    handle.flush()
-                    os.fsync(handle.fileno())
-            finally:
-                _unlink_if_there(descriptor, name)
+            name = f".probe-{secrets.token_hex(8)}"
+            with os.fdopen(_open_for_writing(descriptor, name), "wb") as handle:
+                os.unlink(name, dir_fd=descriptor)  # first, so that a kill leaves nothing behind
+                handle.write(b"\0" * _PROBE_BYTES)
+                handle.flush()
+                os.fsync(handle.fileno())
 
 
 def parse_json(text: str) -> Any:
@@ -285,10 +285,9 @@ def _open_for_writing(folder: int, name: str) -> int:
     except OSError as error:
         if error.errno not in {errno.ELOOP, errno.ENXIO, errno.EACCES}:
             raise
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
     else:
         os.close(descriptor)
+    with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     descriptor = os.open(name, _WRITE | os.O_EXCL, mode, dir_fd=folder)
     if not _is_ours(descriptor, mode):
@@ -310,13 +309,6 @@ def _is_ours(descriptor: int, mode: int) -> bool:
         os.close(descriptor)
         raise
     return True
-
-
-def _unlink_if_there(folder: int, name: str) -> None:
-    try:
-        os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        return
 
 
 def _sync_dir(descriptor: int) -> None:

@@ -332,9 +332,16 @@ def inherited_mode(parent: os.stat_result, mask: int) -> int:
 
 
 def set_mode(descriptor: int, mode: int) -> None:
-    """Give an open file or directory of this user a mode, if it has another one."""
-    if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
+    """Give an open file or directory of this user a mode, if it has another one and the file system
+    has modes to give. Where it has none, what everybody can write is refused when it is read.
+    """
+    if stat.S_IMODE(os.fstat(descriptor).st_mode) == mode:
+        return
+    try:
         os.fchmod(descriptor, mode)
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}:
+            raise
 
 
 @functools.cache

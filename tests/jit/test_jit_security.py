@@ -18,7 +18,7 @@ from processes import Field
 from racer import FakeCompiler, load, make_key
 
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
-from sonicmoe.jit.errors import CacheUnwritableError
+from sonicmoe.jit.errors import CacheUnwritableError, CompileError
 
 Compilers = Callable[..., FakeCompiler]
 OPEN_TO_OTHERS = [0o775, 0o757, 0o777, 0o1777]
@@ -27,10 +27,19 @@ OPEN_TO_OTHERS = [0o775, 0o757, 0o777, 0o1777]
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """The result of `work`, which must not hang."""
     results: list[Any] = []
-    worker = threading.Thread(target=lambda: results.append(work()), daemon=True)
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+
+    worker = threading.Thread(target=run, daemon=True)
     worker.start()
     worker.join(seconds)
     assert results, "it hangs"
+    if isinstance(results[0], Exception):
+        raise results[0]
     return results[0]
 
 
@@ -157,6 +166,59 @@ def test_umask_decides_of_a_new_cache_and_opens_it_to_nobody_else(
     assert stat.S_IMODE(field.root.stat().st_mode) == 0o775 & ~umask
     assert stat.S_IMODE(artefact.path.stat().st_mode) == 0o775 & ~umask
     assert stat.S_IMODE(artefact.file("kernel.so").stat().st_mode) == 0o664 & ~umask
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_file_system_without_modes_and_without_counts(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field,
+    monkeypatch: pytest.MonkeyPatch, number: int,
+) -> None:  # fmt: skip
+    """As some network file systems are: modes cannot be set, and no free space is reported."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    field.root.mkdir()
+    field.root.chmod(0o2770)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096) + (0,) * 8))
+    assert cache.build(key, compiler(key)).path.is_relative_to(field.root)
+
+
+@pytest.mark.parametrize("free", [0, 1, (8 << 20) // 4096 - 1])
+def test_full_disk_costs_no_compile_and_one_line(
+    cache: CompileCache, compiler: Compilers, field: Field, monkeypatch: pytest.MonkeyPatch,
+    caplog: Any, free: int,
+) -> None:  # fmt: skip
+    real = os.statvfs
+
+    def few(folder: int) -> os.statvfs_result:
+        inside = os.readlink(f"/proc/self/fd/{folder}").startswith(str(field.root))
+        counts = (4096, 4096, 10**6, free, free, 0, 0, 0, 0, 255)
+        return os.statvfs_result(counts) if inside else real(folder)
+
+    monkeypatch.setattr(os, "statvfs", few)
+    for size in range(1, 6):
+        key = make_key(size)
+        assert cache.build(key, compiler(key)).path.is_relative_to(field.local)
+    assert field.builds() == dict.fromkeys(range(1, 6), 1)
+    assert caplog.text.count("the file system is full (ENOSPC)") == 1
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_build_that_leaves_other_things_than_files_fails(
+    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, kind: str
+) -> None:
+    def build(folder: Path) -> None:
+        compiler(key)(folder)
+        if kind == "link":
+            (folder / "other").symlink_to("kernel.so")
+        else:
+            os.mkfifo(folder / "other")
+
+    with pytest.raises(CompileError, match=r"fake\[H=1.*is not a regular file"):
+        within(10, lambda: [cache.build(key, build)])
+    assert cache.try_load(key) is None and list((field.root / "staging").iterdir()) == []
 
 
 # Links
