@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import SystemCalls
 from processes import Field
 from racer import FakeCompiler, load, make_key
+from system_calls import SystemCalls
 
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit import Artefact, CompileCache
