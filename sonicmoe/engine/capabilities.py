@@ -110,8 +110,9 @@ def _with_kernels_of(engine: EngineName) -> tuple[ActivationType, ...]:
 
 
 def _hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
-    """Its own kernels serve every model; unquantised weight gradients run on the BF16 GEMMs."""
-    jobs: list[CompileJob] = [*engine_sources(arch)]
+    """Its own kernels serve every model of an activation; unquantised weight gradients run on the BF16 GEMMs."""
+    settings = EngineSettings() if workload is None else workload.settings
+    jobs: list[CompileJob] = [*engine_sources(arch, settings.activation)]
     if workload is not None and not workload.settings.fp8_wgrad:
         jobs += [expert_rows_source(arch), *wgrad_kernels(_mlp_shape(workload, arch))]
     return tuple(jobs)

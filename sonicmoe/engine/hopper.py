@@ -155,7 +155,7 @@ class HopperEngine(Engine):
             Bf16Engine().backward_dw(pending, sums)
             return
         with plain_ops():
-            passes = passes_on(device_name(pending.x))
+            passes = passes_on(device_name(pending.x), settings.activation)
             add = _add_one_by_one if settings.frees_stagewise else _add_both
             add(passes, pending, sums)
         pending.x = pending.dout = pending.dz = pending.y1s = None
@@ -183,7 +183,7 @@ class _Layer:
         self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
     ) -> None:
         self._device, self._stream = device_of(x), current_stream(x)
-        self._passes = passes_on(device_name(x))
+        self._passes = passes_on(device_name(x), settings.activation)
         self._prepared = prepared = prepared_handle(self._passes, weights)
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self._routing, self._weights, self._settings = routing, weights, settings

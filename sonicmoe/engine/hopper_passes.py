@@ -25,7 +25,7 @@ from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
 from ..kernels.host import passes_source
-from ..kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
+from ..kernels.sm90 import gemm_sources
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import RECIPES, BlockShape
 from ..routing.backends import arch_of
@@ -184,15 +184,18 @@ def _check_numbers(built: Mapping[Any, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def passes_on(device: str) -> Passes:
+def passes_on(device: str, activation: ActivationType) -> Passes:
     """The compiled passes over the compiled kernels of a device; errors as `CudaSource.load`."""
     arch = arch_of(device)
     sources = (
-        routing_metadata_source, aggregate_source, quantize_source, wgrad_operands_source,
-        fp8_grouped_gemm_source, fp8_dgated_source, fp8_wgrad_source,
-    )  # fmt: skip
+        routing_metadata_source(arch),
+        aggregate_source(arch),
+        quantize_source(arch),
+        wgrad_operands_source(arch),
+        *gemm_sources(arch, activation),
+    )
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
-        source(arch).load() for source in sources
+        source.load() for source in sources
     )
     kernels = {
         "quantize_rows": quantize.quantize_rows,

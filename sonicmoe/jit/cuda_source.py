@@ -18,9 +18,10 @@ from .errors import CompileError
 from .key import CompileKey, host_abi, package_versions, source_fingerprint
 from .manifest import Artefact
 from .store import SCRATCH
-from .toolchain import find_toolkit
+from .toolchain import CudaToolkit, find_toolkit
 
 BUILD_LOG = "build.log"
+_FIRST_THAT_SPLITS, _SPLIT_THREADS = (12, 3), 4
 _BUILD_SCRIPT = Path(__file__).with_name("tvm_ffi_build.py")
 
 
@@ -38,6 +39,8 @@ class CudaSource:
             token count.
         flags: further nvcc flags; `-O2` (host), `-lineinfo` and the resource report are always on.
         include_dirs: searched for quoted headers.
+        split: several threads of nvcc share the kernels of a file. Only for sources whose machine
+            code is the same either way; not part of the key.
         effort_s: CPU time of the compile, roughly; decides the order in which many are compiled.
     """
 
@@ -47,6 +50,7 @@ class CudaSource:
     defines: tuple[tuple[str, int | str], ...] = ()
     flags: tuple[str, ...] = ()
     include_dirs: tuple[Path, ...] = field(default=())
+    split: bool = field(default=False, compare=False)
     effort_s: float = field(default=10.0, compare=False)
 
     @classmethod
@@ -113,22 +117,24 @@ class CudaSource:
             raise CompileError(f"{self.name}: no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda")
         scratch = folder / SCRATCH
         scratch.mkdir()
-        request = self._request(scratch, toolkit.home)
+        request = self._request(scratch, toolkit)
         log = run_build_script(self.name, _BUILD_SCRIPT, request, self._environment(toolkit.home))
         shutil.copyfile(scratch / f"{self.name}.so", folder / f"{self.name}.so")
         (folder / BUILD_LOG).write_text(log, encoding="utf-8")
 
-    def _request(self, scratch: Path, cuda_home: Path) -> dict[str, Any]:
+    def _request(self, scratch: Path, toolkit: CudaToolkit) -> dict[str, Any]:
+        splits = self.split and toolkit.release >= _FIRST_THAT_SPLITS
+        split = [f"--split-compile={_SPLIT_THREADS}"] if splits else []
         defines = [f"-D{name}={value}" for name, value in self.defines]
         return {
             "name": self.name,
             "cuda_files": [str(file.resolve()) for file in self.files],
             # `-lineinfo` lets profilers name source lines. `-Xptxas -v` writes the resource report
             # from which the kernel gate learns of spills.
-            "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *defines, *self.flags],
+            "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *split, *defines, *self.flags],
             # The toolkit's own runtime is the last resort: a framework has usually loaded one of
             # that name already.
-            "extra_ldflags": [f"-Wl,-rpath,{cuda_home / 'lib64'}"],
+            "extra_ldflags": [f"-Wl,-rpath,{toolkit.home / 'lib64'}"],
             "extra_include_paths": [str(path) for path in self.include_dirs],
             "build_directory": str(scratch),
         }

@@ -21,6 +21,11 @@ class CudaToolkit:
     nvcc: Path
     version: str
 
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers, to compare."""
+        return tuple(int(part) for part in self.version.split("."))
+
 
 def find_toolkit() -> CudaToolkit | None:
     """The toolkit of CUDA_HOME, else of CUDA_PATH, else of the `nvcc` on PATH, else in the

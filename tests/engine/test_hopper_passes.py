@@ -80,7 +80,7 @@ def host_passes(native, monkeypatch):
     passes = hopper_passes.Passes(native, NAMES, KERNELS)
     columns = int(native.numbers()["dprob_columns"])
     monkeypatch.setattr(host_kernels, "DPROB_COLUMNS", columns)
-    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
     empty = interop.empty
 
     def poisoned(*args):
@@ -347,7 +347,7 @@ def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
 
     for module in (hopper, hopper_passes, quant_format):
         monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
-    passes = hopper.passes_on("cpu")
+    passes = hopper.passes_on("cpu", ActivationType.SWIGLU)
     for name in ("forward", "dgated", "dgrad", "wgrad"):
         monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
     _, saved = OURS.forward(case.x, case.routing, weights, FP8)
@@ -373,7 +373,7 @@ class TestLifetimes:
             return KERNELS[kernel](*arguments)
 
         passes = hopper_passes.Passes(native, NAMES, KERNELS | {kernel: spy})
-        monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+        monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
         return seen
 
     @pytest.mark.parametrize("frees", [True, False])
@@ -434,7 +434,7 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
     with listening(listener), pytest.raises(NonFiniteError, match=r"^the listener.s own$"):
         case.run(OURS, FP8)
     passes = hopper_passes.Passes(native, NAMES, KERNELS | {"grouped_gemm": refuse})
-    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
     with pytest.raises(ValueError, match="not this one"):
         case.run(OURS, FP8)
 
@@ -444,7 +444,7 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
     real = getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)
     passes = hopper_passes.Passes(native, NAMES, KERNELS | {kernel: real})
-    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     with pytest.raises(Exception, match="must be on a CUDA device"):
         Case().run(OURS, settings)

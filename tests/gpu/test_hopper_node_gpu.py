@@ -30,6 +30,7 @@ from sonicmoe import MoE, SonicMoEConfig
 from sonicmoe.engine import select
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
+from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
 from sonicmoe.gradients import destinations
@@ -447,5 +448,7 @@ def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
     results = whole_step(*layer(), make_batch())
     assert all(bool(torch.isfinite(tensor).all()) for tensor in results)
     assert (
-        set(engine_sources("sm_90a")) <= set(loaded) <= set(plan(ModelSpec(E, H, I), FP8.resolve()))
+        set(engine_sources("sm_90a", ActivationType.SWIGLU))
+        <= set(loaded)
+        <= set(plan(ModelSpec(E, H, I), FP8.resolve()))
     )

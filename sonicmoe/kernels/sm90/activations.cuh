@@ -9,6 +9,8 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
 
+#include <string_view>
+
 #include "ptx.cuh"
 
 // X(name of the ActivationType, struct with the formula of the gate)
@@ -78,30 +80,49 @@ struct Relu {
 
 namespace sonicmoe {
 
-// The names of the table, in its order.
+// Whether this module is compiled for an activation of the table: a model needs one, and compiling
+// all of them takes twice as long. Without ACTIVATION a module has the whole table.
+constexpr bool is_compiled([[maybe_unused]] std::string_view name) {
+#ifdef ACTIVATION
+#define SONICMOE_TEXT(name) #name
+#define SONICMOE_VALUE(name) SONICMOE_TEXT(name)
+  return name == SONICMOE_VALUE(ACTIVATION);
+#undef SONICMOE_VALUE
+#undef SONICMOE_TEXT
+#else
+  return true;
+#endif
+}
+
+// The names that are compiled, in the order of the table.
 inline tvm::ffi::Array<tvm::ffi::String> activation_names() {
-#define SONICMOE_NAME(name, Gate) tvm::ffi::String(#name),
-  return {SONICMOE_GATED_ACTIVATIONS(SONICMOE_NAME)};
+  tvm::ffi::Array<tvm::ffi::String> names;
+#define SONICMOE_NAME(name, Gate) \
+  if (is_compiled(#name)) names.push_back(tvm::ffi::String(#name));
+  SONICMOE_GATED_ACTIVATIONS(SONICMOE_NAME)
 #undef SONICMOE_NAME
+  return names;
 }
 
 inline void check_activation(int64_t number) {
-#define SONICMOE_COUNT(name, Gate) +1
-#define SONICMOE_LIST(name, Gate) " " #name
+#define SONICMOE_COUNT(name, Gate) +is_compiled(#name)
+#define SONICMOE_LIST(name, Gate) << (is_compiled(#name) ? " " #name : "")
   constexpr int64_t kCount = 0 SONICMOE_GATED_ACTIVATIONS(SONICMOE_COUNT);
   TVM_FFI_ICHECK(number >= 0 && number < kCount)
-      << "activation is " << number << "; needed: a place in the list"
-      << SONICMOE_GATED_ACTIVATIONS(SONICMOE_LIST);
+      << "activation is " << number
+      << "; needed: a place in the list" SONICMOE_GATED_ACTIVATIONS(SONICMOE_LIST);
 #undef SONICMOE_LIST
 #undef SONICMOE_COUNT
 }
 
-// Calls `launch` with an object of the struct at this place of the table.
+// Calls `launch` with an object of the struct at this place of `activation_names()`. What is not
+// compiled is discarded here, before any kernel of it is instantiated.
 template <class Launch>
 void with_activation(int64_t number, Launch launch) {
   int64_t place = 0;
 #define SONICMOE_LAUNCH(name, Gate) \
-  if (number == place++) return launch(sm90::Gate{});
+  if constexpr (is_compiled(#name)) \
+    if (number == place++) return launch(sm90::Gate{});
   SONICMOE_GATED_ACTIVATIONS(SONICMOE_LAUNCH)
 #undef SONICMOE_LAUNCH
 }
