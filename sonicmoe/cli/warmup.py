@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,7 +20,10 @@ from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
 from ..jit.cache import CompileCache, default_cache
 from ..jit.cpus import usable_cpus
-from ..jit.parallel import BUILT, CACHED, FAILED, KernelOutcome
+from ..jit.errors import PackError
+from ..jit.manifest import Artefact
+from ..jit.pack import matching, read_pack, refusal, unpack, write_pack
+from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .refusals import Location, OneLineCommand
@@ -28,17 +33,9 @@ MOST = 2**31 - 1
 
 
 @click.command(cls=OneLineCommand)
-@click.option(
-    "--E", "experts", type=click.IntRange(1, MOST), required=True, help="Local experts of a rank."
-)
-@click.option("--H", "hidden", type=click.IntRange(1, MOST), required=True, help="Hidden size.")
-@click.option(
-    "--I",
-    "intermediate",
-    type=click.IntRange(1, MOST),
-    required=True,
-    help="Expert intermediate size.",
-)
+@click.option("--E", "experts", type=click.IntRange(1, MOST), help="Local experts of a rank.")
+@click.option("--H", "hidden", type=click.IntRange(1, MOST), help="Hidden size.")
+@click.option("--I", "intermediate", type=click.IntRange(1, MOST), help="Expert intermediate size.")
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
     help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is left out, with the reason.",
@@ -73,13 +70,22 @@ MOST = 2**31 - 1
     is_flag=True,
     help="Compile nothing; exit code 1 if anything is missing.",
 )
+@click.option(
+    "--pack", "pack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Then write the kernels into FILE, to ship to a cluster or into an image. Without --E, --H and --I: "
+    "compile nothing, pack every kernel of the cache that fits the installed versions.",
+)  # fmt: skip
+@click.option(
+    "--unpack", "unpack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Compile nothing: put the kernels of FILE into the cache, every byte checked. Needs no other option.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
 def warmup(
     ctx: click.Context,
-    experts: int,
-    hidden: int,
-    intermediate: int,
+    experts: int | None,
+    hidden: int | None,
+    intermediate: int | None,
     precision: str,
     dtype: str,
     activation: str,
@@ -87,6 +93,8 @@ def warmup(
     jobs: int | None,
     cache_dir: Path | None,
     check_only: bool,
+    pack_file: Path | None,
+    unpack_file: Path | None,
     as_json: bool,
 ) -> None:
     """Compile every kernel that training this expert MLP needs, whatever SONIC_MOE_FP8_MODE it runs
@@ -94,11 +102,23 @@ def warmup(
 
     Exit code 1 when one failed or is missing.
     """
-    spec = ModelSpec(experts, hidden, intermediate, dtype, activation, arch)
     settings = current_config()
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     # With --json, stdout holds the object alone.
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
+    sizes = {"--E": experts, "--H": hidden, "--I": intermediate}
+    if unpack_file is not None:
+        _refuse_beside(ctx, "unpack_file", ("arch", "cache_dir", "as_json"))
+        asked = ctx.get_parameter_source("arch") is ParameterSource.COMMANDLINE
+        ctx.exit(_unpack(unpack_file, cache, arch if asked else None, console, as_json))
+    if pack_file is not None and not any(sizes.values()):
+        _refuse_beside(ctx, "pack_file", ("cache_dir",))
+        _pack(pack_file, matching(cache.held()), console)
+        ctx.exit(0)
+    for name, size in sizes.items():
+        if size is None:
+            raise click.UsageError(f"Missing option '{name}'.")
+    spec = ModelSpec(experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch)
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
@@ -109,7 +129,72 @@ def warmup(
         click.echo(json.dumps(to_json(report), indent=2))
     else:
         show(report, console)
+    if pack_file is not None and report.complete:
+        found = [cache.try_load(job.key()) for job in planned.jobs]
+        held = [artefact for artefact in found if artefact is not None]
+        _pack(pack_file, held, console, spec, planned.precision)
     ctx.exit(0 if report.complete else 1)
+
+
+def _refuse_beside(ctx: click.Context, option: str, allowed: tuple[str, ...]) -> None:
+    """Refuse options that would have no effect beside `option`."""
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and name not in (option, *allowed):
+            beside = "--unpack" if option == "unpack_file" else "--pack without --E, --H and --I"
+            raise click.UsageError(f"{parameter.opts[0]} has no effect beside {beside}.")
+
+
+def _unpack(
+    path: Path, cache: CompileCache, arch: str | None, console: Console, as_json: bool
+) -> int:
+    """Install a pack; returns the exit code."""
+    pack = _told(path, lambda: read_pack(path))
+    reason = refusal(pack, arch)
+    if reason is not None:
+        raise PackError(f"{path} is not for this installation: {reason}")
+    _told(path, lambda: unpack(path, cache))
+    count, archs = len(pack.artefacts), ", ".join(pack.architectures)
+    console.print(f"{count} kernels for {archs} from {path} in {cache.root}", soft_wrap=True)
+    if pack.model is None:
+        return 0
+    precision = pack.precision if pack.precision in PRECISIONS else BOTH
+    planned = warm_up_plan(pack.model, precision)
+    report = check(pack.model, cache, planned)
+    if report.complete:  # nothing is left to compile, so this writes the record
+        report = warm_up(pack.model, cache, compile_jobs=planned)
+    if as_json:
+        click.echo(json.dumps(to_json(report), indent=2))
+    elif not report.complete:
+        lacking = sum(outcome.state == MISSING for outcome in report.kernels)
+        console.print(
+            f"{lacking} kernels of that model are missing: they were packed by another copy of sonicmoe",
+            soft_wrap=True,
+        )
+    return 0 if report.complete else 1
+
+
+def _pack(
+    path: Path,
+    artefacts: Iterable[Artefact],
+    console: Console,
+    spec: ModelSpec | None = None,
+    precision: str = "",
+) -> None:
+    pack = _told(path, lambda: write_pack(path, artefacts, spec, precision))
+    size = path.stat().st_size / (1 << 20)
+    console.print(
+        f"{len(pack.artefacts)} kernels packed into {path}, {size:.1f} MiB", soft_wrap=True
+    )
+
+
+def _told(path: Path, act: Callable[[], Any]) -> Any:
+    """Errors of the file in one line."""
+    try:
+        return act()
+    except OSError as error:
+        raise PackError(f"{path}: {error.strerror or error}") from error
 
 
 def _compile(

@@ -34,6 +34,7 @@ from ..config import (
 from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
 from ..install import install_hint
+from ..jit.pack import unpacked_lines
 from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
@@ -172,7 +173,7 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
         return CacheState(role, str(path), path.exists(), False, 0, 0)
     state = CacheState(
         role, str(path), path.exists(), is_writable(existing), tree_size(path), shutil.disk_usage(existing).free,
-        warmed_models(path),
+        warmed_models(path) + tuple(f"unpacked: {line}" for line in unpacked_lines(path)),
     )  # fmt: skip
     if not state.writable:
         report.warning(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,12 +140,20 @@ class CompileCache:
         # Asked before any lock is taken, so that a process that may not compile never waits for one
         # that does.
         self.require_compiler(key, shared.reason)
-        try:
-            return self._shared.build(key, builder)
-        except StoreProblemError as problem:
-            self._explain(problem)
-            shared_problem = problem
-        return self._build_local(key, builder, shared_problem)
+        return self._publish(key, builder)
+
+    def install(self, key: CompileKey, builder: Builder) -> Artefact:
+        """`build` with a builder that compiles nothing: it brings files that were compiled on
+        another machine, so neither a compiler nor a permission to compile is needed.
+
+        Raises:
+            CompileLockTimeout, CacheUnwritableError, Exception: as `build`.
+        """
+        return self.try_load(key) or self._publish(key, builder)
+
+    def held(self) -> Iterator[Artefact]:
+        """Every intact artefact of the cache directory that has a readable key."""
+        return self._shared.held()
 
     def ask(self) -> None:
         """Explain now, and once, if the cache directory cannot take artefacts. For a process whose
@@ -236,6 +244,15 @@ class CompileCache:
             raise ArtefactLoadError(
                 f"{key}: the cached artefact does not load here ({first}), nor does one built on this host ({error})"
             ) from error
+
+    def _publish(self, key: CompileKey, builder: Builder) -> Artefact:
+        """Build in the cache directory, or in that of this node."""
+        try:
+            return self._shared.build(key, builder)
+        except StoreProblemError as problem:
+            self._explain(problem)
+            shared_problem = problem
+        return self._build_local(key, builder, shared_problem)
 
     def _build_local(
         self, key: CompileKey, builder: Builder, shared_problem: StoreProblemError

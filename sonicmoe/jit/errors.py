@@ -31,6 +31,10 @@ class KeyFieldError(SonicMoEError, ValueError):
     """A compile key was given a bad name, or a value without a stable spelling."""
 
 
+class PackError(SonicMoEError, ValueError):
+    """A pack of kernels cannot be made, is damaged, or is not for this installation."""
+
+
 class CacheUnwritableError(SonicMoEError, RuntimeError):
     """Neither the cache directory nor its node-local fallback can take an artefact."""
 

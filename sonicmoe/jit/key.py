@@ -92,6 +92,22 @@ class CompileKey:
             None if toolchain is None else _pairs(toolchain),
         )
 
+    @classmethod
+    def from_record(cls, record: Any) -> CompileKey:
+        """The key that a manifest stores: the inverse of `record`, for one with a toolchain.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is not such a record.
+        """
+        names = ("statics", "fingerprint", "toolchain")
+        key = cls.make(
+            record["kernel"], arch=record["arch"], **{name: record[name] for name in names}
+        )
+        texts = [*record["fingerprint"].values(), *record["toolchain"].values()]
+        if not all(isinstance(text, str) for text in texts) or not key.accepts(record):
+            raise ValueError("a record of another form")  # for example of another layout
+        return key
+
     # One build asks for the hash many times (lookup, lock, messages), so it is kept.
     # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass allows.
     @functools.cached_property

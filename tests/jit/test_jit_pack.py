@@ -1,0 +1,385 @@
+"""Packs: a round trip, and everything that is not exactly a pack of this installation."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fake_jobs import FakeJob
+from processes import Field
+from racer import FakeCompiler, load, make_key
+
+from sonicmoe.cli.main import main
+from sonicmoe.engine import compile_plan
+from sonicmoe.jit import CompileCache, CompileKey, no_compile
+from sonicmoe.jit import pack as pack_module
+from sonicmoe.jit.errors import PackError
+from sonicmoe.jit.pack import (
+    CHECKSUM,
+    LIST,
+    Pack,
+    matching,
+    read_pack,
+    refusal,
+    unpack,
+    unpacked_lines,
+    write_pack,
+)
+from sonicmoe.jit.plan import ModelSpec
+
+SPEC = ModelSpec(8, 3072, 1536)
+MUTATIONS = 120
+
+
+@pytest.fixture
+def packed(field: Field, cache: CompileCache) -> Path:
+    """A pack of three artefacts."""
+    path = field.folder / "kernels.pack"
+    made = [FakeJob(size, field.log).compile(cache) for size in (1, 2, 3)]
+    write_pack(path, made, SPEC, "fp8")
+    return path
+
+
+@pytest.fixture
+def elsewhere(field: Field) -> CompileCache:
+    """The empty cache of another machine."""
+    return CompileCache(field.folder / "elsewhere", field.folder / "elsewhere-local")
+
+
+def is_empty(cache: CompileCache) -> bool:
+    return not (cache.root / "artefacts").exists() and not cache.local_root.exists()
+
+
+def test_round_trip(packed: Path, elsewhere: CompileCache, field: Field) -> None:
+    with no_compile():
+        pack = unpack(packed, elsewhere)
+    assert pack.model == SPEC and pack.precision == "fp8" and pack.architectures == ("sm_90a",)
+    for size in (1, 2, 3):
+        artefact = elsewhere.try_load(make_key(size))
+        assert artefact is not None and load(artefact) == 4096
+    assert sum(field.builds().values()) == 3, "nothing was compiled for it"
+    assert unpack(packed, elsewhere) == pack, "again, into a cache that has everything"
+    (line,) = unpacked_lines(elsewhere.root)
+    assert line.startswith("3 kernels for sm_90a from 'kernels.pack', 2")
+
+
+def test_a_pack_is_an_ordinary_tar_file(packed: Path) -> None:
+    with tarfile.open(packed) as archive:
+        members = archive.getmembers()
+        names = [member.name for member in members]
+    assert all(member.isreg() for member in members)
+    assert names[0] == LIST and names[-1] == CHECKSUM
+    assert names[1] == f"artefacts/fake/{make_key(1).digest}/kernel.so"
+
+
+def test_a_machine_without_the_compiler_packs_and_unpacks(
+    packed: Path, elsewhere: CompileCache, tmp_path: Path
+) -> None:
+    unpack(packed, elsewhere)
+    found = elsewhere.try_load(make_key(1, compiler=None))
+    assert found is not None
+    again = write_pack(tmp_path / "again.pack", [found])
+    assert again.artefacts[0].key == make_key(1)
+
+
+def test_a_full_cache_directory_falls_back_to_the_node(
+    packed: Path, field: Field, mounts: object
+) -> None:
+    del mounts  # root writes anywhere, so only a file in the place of the directory stops it
+    (field.folder / "file").write_text("")
+    cache = CompileCache(field.folder / "file" / "cache", field.folder / "node")
+    unpack(packed, cache)
+    assert cache.try_load(make_key(2)) is not None
+
+
+def test_what_cannot_be_written_leaves_nothing(
+    cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artefact = FakeJob(1, field.log).compile(cache)
+    (artefact.path / "kernel.so").write_bytes(b"changed")
+    path = field.folder / "kernels.pack"
+    path.write_text("an older pack")
+    with pytest.raises(PackError, match="changed while it was packed"):
+        write_pack(path, [artefact])
+    assert path.read_text() == "an older pack"
+    assert not list(field.folder.glob(".kernels*"))
+    with pytest.raises(PackError, match="nothing to pack"):
+        write_pack(path, [])
+
+
+def test_every_byte_counts(packed: Path, elsewhere: CompileCache) -> None:
+    """Seeded mutations: bytes changed, removed, added, blocks exchanged, ends cut off."""
+    chance, whole = random.Random(20261122), packed.read_bytes()
+    for number in range(MUTATIONS):
+        packed.write_bytes(mutated(whole, chance, number))
+        with pytest.raises(PackError) as caught:
+            unpack(packed, elsewhere)
+        assert str(caught.value).startswith(f"{packed}: ") and "\n" not in str(caught.value)
+        assert is_empty(elsewhere), number
+    packed.write_bytes(whole)
+    unpack(packed, elsewhere)
+
+
+def mutated(whole: bytes, chance: random.Random, number: int) -> bytes:
+    at = chance.randrange(len(whole))
+    kind = number % 6
+    if kind == 0:
+        return whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
+    if kind == 1:
+        return whole[:at]
+    if kind == 2:
+        return whole[:at] + chance.randbytes(1 + chance.randrange(600)) + whole[at:]
+    if kind == 3:
+        return whole[:at] + whole[at + 1 + chance.randrange(600) :]
+    if kind == 4:
+        return whole + chance.randbytes(1 + chance.randrange(600))
+    blocks = [whole[start : start + 512] for start in range(0, len(whole), 512)]
+    while blocks[at // 512] == blocks[(other := chance.randrange(len(blocks)))]:
+        at = chance.randrange(len(whole))
+    blocks[at // 512], blocks[other] = blocks[other], blocks[at // 512]
+    return b"".join(blocks)
+
+
+def rebuilt(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+    """Write a pack again with another list, its checksum made right: what an attacker would do."""
+    with tarfile.open(path) as archive:
+        contents = {m.name: archive.extractfile(m).read() for m in archive.getmembers()}  # type: ignore[union-attr]
+    listed = json.loads(contents[LIST])
+    change(listed)
+    text = json.dumps(listed, indent=1).encode()
+    contents[LIST] = text
+    contents[CHECKSUM] = pack_module.hashlib.sha256(text).hexdigest().encode()
+    with open(path, "wb") as out:
+        for name, content in contents.items():
+            pack_module._write_member(out, name, content)
+        out.write(bytes(1024))
+
+
+def renamed(to: str) -> Callable[[dict], None]:  # type: ignore[type-arg]
+    def change(listed: dict) -> None:  # type: ignore[type-arg]
+        files = listed["artefacts"][0]["files"]
+        files[to] = files.pop("kernel.so")
+
+    return change
+
+
+@pytest.mark.parametrize("name", [
+    "../kernel.so", "/etc/passwd", "a/../../kernel.so", "..", ".", "", "a//b", "a\\..\\b", "a\0b",
+    "manifest.json", ".scratch/x", "-" * 200,
+])  # fmt: skip
+def test_a_path_that_leads_elsewhere(packed: Path, elsewhere: CompileCache, name: str) -> None:
+    rebuilt(packed, renamed(name))
+    with pytest.raises(PackError, match="is damaged"):
+        unpack(packed, elsewhere)
+    assert is_empty(elsewhere)
+
+
+def set_in(*path: str | int, value: object) -> Callable[[dict], None]:  # type: ignore[type-arg]
+    def change(listed: dict) -> None:  # type: ignore[type-arg]
+        for name in path[:-1]:
+            listed = listed[name]  # type: ignore[index]
+        listed[path[-1]] = value  # type: ignore[index]
+
+    return change
+
+
+FILE = ("artefacts", 0, "files", "kernel.so")
+
+
+@pytest.mark.parametrize("change", [
+    set_in("artefacts", 0, "key", "kernel", value="../../fake"),
+    set_in("artefacts", 0, "key", "arch", value="sm_90a/.."),
+    set_in("artefacts", 0, "key", "layout", value=99),
+    set_in("artefacts", 0, "key", "toolchain", value=None),
+    set_in("artefacts", 0, "key", "toolchain", value={"cc": [1]}),
+    set_in("artefacts", 0, "key", value="fake"),
+    set_in(*FILE, "size", value=-1),
+    set_in(*FILE, "size", value=1 << 60),
+    set_in(*FILE, "size", value=True),
+    set_in(*FILE, "sha256", value="0" * 63),
+    set_in("artefacts", value=[]),
+    set_in("artefacts", value={}),
+    set_in("model", "H", value=-3),
+    set_in("model", value={"__class__": "os"}),
+    set_in("precision", value="fp4"),
+    set_in("versions", value=None),
+])  # fmt: skip
+def test_a_list_that_says_something_else(
+    packed: Path,
+    elsewhere: CompileCache,
+    change: Callable[[dict], None],  # type: ignore[type-arg]
+) -> None:
+    rebuilt(packed, change)
+    with pytest.raises(PackError, match=f"its {LIST} is damaged"):
+        unpack(packed, elsewhere)
+    assert is_empty(elsewhere)
+
+
+def test_another_format_and_another_kernel_under_a_name(
+    packed: Path, elsewhere: CompileCache
+) -> None:
+    whole = packed.read_bytes()
+    rebuilt(packed, set_in("format", value=2))
+    with pytest.raises(PackError, match="it has format 2; this version reads 1"):
+        read_pack(packed)
+    packed.write_bytes(whole)
+    rebuilt(packed, set_in("artefacts", 0, "key", "statics", value={"H": 7}))
+    with pytest.raises(PackError, match="is not where it should be"):
+        unpack(packed, elsewhere)
+
+
+def foreign(kind: bytes, name: str, link: str = "") -> bytes:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as out:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, link
+        out.addfile(member)
+    return archive.getvalue()
+
+
+@pytest.mark.parametrize("content", [
+    foreign(tarfile.SYMTYPE, LIST, "/etc/passwd"), foreign(tarfile.LNKTYPE, LIST, "x"),
+    foreign(tarfile.CHRTYPE, LIST), foreign(tarfile.FIFOTYPE, LIST), foreign(tarfile.DIRTYPE, LIST),
+    foreign(tarfile.REGTYPE, "../../evil"), foreign(tarfile.REGTYPE, LIST), b"", b"\0" * 4096,
+    b"PK\x03\x04" * 300,
+], ids=["link", "hard link", "device", "fifo", "directory", "path", "no list", "empty", "zeros", "zip"])  # fmt: skip
+def test_an_archive_that_is_no_pack(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.tar"
+    path.write_bytes(content)
+    with pytest.raises(PackError):
+        read_pack(path)
+
+
+def test_a_link_beside_the_files_is_another_header(packed: Path, elsewhere: CompileCache) -> None:
+    whole = bytearray(packed.read_bytes())
+    at = whole.index(b"artefacts/fake/", 1024 + whole.index(b'"artefacts"'))
+    at -= at % 512
+    whole[at + 156 : at + 157] = tarfile.SYMTYPE
+    checksum = tarfile.calc_chksums(bytes(whole[at : at + 512]))[0]
+    whole[at + 148 : at + 156] = b"%06o\0 " % checksum
+    packed.write_bytes(whole)
+    with pytest.raises(PackError, match=r"kernel\.so is not where it should be"):
+        unpack(packed, elsewhere)
+    assert is_empty(elsewhere)
+
+
+def test_a_pack_that_changes_while_it_is_unpacked(
+    packed: Path, elsewhere: CompileCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, install = packed.read_bytes(), CompileCache.install
+
+    def overwrite(cache: CompileCache, key: CompileKey, builder: Callable[[Path], None]) -> object:
+        packed.write_bytes(whole[:-3000] + b"0123456789" + whole[-2990:])
+        return install(cache, key, builder)
+
+    monkeypatch.setattr(CompileCache, "install", overwrite)
+    with pytest.raises(PackError, match="does not match its checksum"):
+        unpack(packed, elsewhere)
+    assert elsewhere.try_load(make_key(3)) is None
+
+
+@pytest.fixture
+def pack(packed: Path) -> Pack:
+    return read_pack(packed)
+
+
+@pytest.mark.parametrize(("name", "version", "words"), [
+    ("sonicmoe", "0.0.1", "it was packed with sonicmoe 0.0.1, and here it is "),
+    ("apache-tvm-ffi", "0.0.9", "it was packed with apache-tvm-ffi 0.0.9, and here it is "),
+    ("abi", "aarch64-glibc", "it was packed with abi aarch64-glibc, and here it is "),
+    ("nvcc", "11.0.0", "it was packed with nvcc 11.0.0, and here it is 13"),
+    ("nvcc", "absent", None),
+    ("triton", "absent", None),
+])  # fmt: skip
+def test_versions_that_differ(
+    pack: Pack, name: str, version: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = pack.versions | {"nvcc": "13.0.88"}
+    monkeypatch.setattr(pack_module, "versions_here", lambda: here)
+    reason = refusal(replace(pack, versions=here | {name: version}))
+    assert reason is None if words is None else str(reason).startswith(words)
+
+
+def test_a_machine_without_compilers_takes_any(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = pack.versions | dict.fromkeys(("nvcc", "triton", "quack-kernels"), "absent")
+    monkeypatch.setattr(pack_module, "versions_here", lambda: here)
+    assert refusal(pack) is None
+
+
+def test_another_architecture(pack: Pack) -> None:
+    assert refusal(pack, "sm_90a") is None
+    assert refusal(pack, "sm_100a") == "its kernels are for sm_90a, and sm_100a is needed"
+
+
+def test_the_whole_cache_without_what_other_versions_left(
+    cache: CompileCache, field: Field
+) -> None:
+    FakeJob(1, field.log).compile(cache)
+    old = make_key(2)
+    old = CompileKey.make(
+        "fake", arch="sm_90a", statics={"H": 2}, fingerprint={"abi": "old"}, toolchain={}
+    )
+    cache.build(old, FakeCompiler(old, field.log))
+    damaged = FakeJob(3, field.log).compile(cache)
+    (damaged.path / "kernel.so").write_bytes(b"")
+    (field.root / "artefacts" / "fake" / "rubbish").mkdir()
+    assert [artefact.key for artefact in matching(cache.held())] == [make_key(1)]
+
+
+class TestCommand:
+    @pytest.fixture
+    def environment(self, field: Field, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
+        """A model whose kernels are fake jobs."""
+        jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
+        sources = tuple(lambda arch, job=job: job for job in jobs)
+        monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
+        monkeypatch.setattr(compile_plan, "RECORDS", {})
+        monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(field.local))
+        yield field
+
+    def run(self, *arguments: object) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["warmup", *map(str, arguments)])
+        return result.exit_code, result.output
+
+    def test_from_one_cache_to_another(self, environment: Field) -> None:
+        path, target = environment.folder / "model.pack", environment.folder / "target"
+        sizes = ("--E", 8, "--H", 64, "--I", 64)
+        code, said = self.run(*sizes, "--cache-dir", environment.root, "--pack", path)
+        assert code == 0 and f"2 kernels packed into {path}" in said.replace("\n", " ")
+        code, said = self.run("--unpack", path, "--cache-dir", target)
+        assert code == 0 and f"2 kernels for sm_90a from {path} in {target}" in said
+        code, _ = self.run(*sizes, "--cache-dir", target, "--check")
+        assert code == 0 and list((target / "warmed").glob("*.json"))
+        code, said = self.run("--pack", path, "--cache-dir", target)
+        assert code == 0 and "2 kernels packed" in said
+
+    def test_errors_are_one_line(self, environment: Field, tmp_path: Path) -> None:
+        absent = tmp_path / "absent.pack"
+        for arguments, words in (
+            (("--unpack", absent), f"{absent}: No such file or directory"),
+            (("--unpack", absent, "--E", 8), "--E has no effect beside --unpack"),
+            (("--pack", absent, "--check"), "--check has no effect beside --pack without"),
+            (("--pack", tmp_path / "no" / "x"), "there is nothing to pack"),
+        ):
+            code, said = self.run(*arguments, "--cache-dir", environment.root)
+            assert code == 2 and words in said, said
+        write_pack(
+            absent,
+            [
+                FakeJob(1, environment.log).compile(
+                    CompileCache(environment.root, environment.local)
+                )
+            ],
+        )
+        code, said = self.run(
+            "--unpack", absent, "--arch", "sm_100a", "--cache-dir", tmp_path / "c"
+        )
+        assert code == 2 and said.startswith("Error: ") and said.count("\n") == 1
+        assert "its kernels are for sm_90a, and sm_100a is needed" in said
