@@ -28,6 +28,8 @@ def main(request_path: str) -> int:
     os.environ["QUACK_ARCH"] = request["arch"].removeprefix("sm_").rstrip("af")
     os.environ["CUTE_DSL_KEEP"] = "ptx"
     os.environ["CUTE_DSL_DUMP_DIR"] = str(folder)
+    if "quack-kernels" in request["packages"]:
+        leave_out_graph_compilers()
     module, _, function = request["entry"].partition(":")
     compiled = getattr(importlib.import_module(module), function)(**request["statics"])
     # The object holds the cubin and a launcher under the given function name; `link` turns it into
@@ -36,6 +38,20 @@ def main(request_path: str) -> int:
     compiled.export_to_c(object_file_path=str(exported), function_name=request["name"])
     report_resources(compiled, folder, request)
     return link(exported, folder, request)
+
+
+def leave_out_graph_compilers() -> None:
+    """Make the decorators of `torch.compile` do nothing in this process.
+
+    quack decorates PyTorch functions of its own when it is imported. PyTorch would import Inductor
+    for that, which takes a sixth of a build, and a build calls none of these functions.
+    """
+    torch: Any = importlib.import_module("torch")  # quack imports it anyway
+
+    def undecorated(function: Any = None, *_: Any, **__: Any) -> Any:
+        return function if callable(function) else lambda decorated: decorated
+
+    torch.compile = torch.compiler.disable = undecorated
 
 
 def report_resources(compiled: Any, folder: Path, request: dict[str, Any]) -> None:

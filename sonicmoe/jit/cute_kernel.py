@@ -49,7 +49,7 @@ class CuteKernel:
     sources: tuple[Path, ...]
     arch: str
     packages: tuple[str, ...] = ("nvidia-cutlass-dsl", "quack-kernels")
-    effort_s: float = field(default=14.0, compare=False)
+    effort_s: float = field(default=12.0, compare=False)
 
     @classmethod
     def make(
@@ -127,7 +127,7 @@ class CuteKernel:
         scratch.mkdir()
         request = {
             "name": self.name, "entry": self.entry, "statics": dict(self.statics), "arch": self.arch,
-            "build_directory": str(scratch), "error_reporters": str(_ERROR_REPORTERS),
+            "packages": self.packages, "build_directory": str(scratch), "error_reporters": str(_ERROR_REPORTERS),
             # The build process gets both paths from here, because it must not search for a toolkit
             # on its own and find another one than the key names.
             "ptxas": str(toolkit.home / "bin" / "ptxas"), "cuda_lib": str(toolkit.home / "lib64"),
