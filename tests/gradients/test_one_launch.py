@@ -14,6 +14,7 @@ from weights.weight_sources import (
     SWIGLU,
     expert_modules,
     filled,
+    native_source,
     per_expert_source,
     weight_arrays,
 )
@@ -166,7 +167,8 @@ def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
 def test_sources_are_the_parameters_memory(make, activation):
     source = make(*weight_arrays(activation=activation), activation)
     weights = source.source()
-    assert weights.layout == WeightLayout(True, activation is SWIGLU)
+    in_place = make is native_source
+    assert weights.layout == WeightLayout(not in_place, activation is SWIGLU and not in_place)
     assert (weights.hidden_size, weights.n1, weights.intermediate_size) == (
         16,
         24 if activation is SWIGLU else 12,

@@ -14,7 +14,6 @@ from weights.weight_sources import (
     SWIGLU,
     expert_modules,
     filled,
-    fused_source,
     per_expert_source,
     weight_arrays,
 )
@@ -283,7 +282,7 @@ class TestFlush:
         first.main_grad = tensor(np.zeros(tuple(first.shape)), torch.float32)
         store, dw1, dw2 = filled(source)
         returned = store.flush_through_autograd()
-        expected = [dw1, dw2] if make is fused_source else [*dw1, *dw2]
+        expected = [*dw1, *dw2] if make is per_expert_source else [dw1, dw2]
         assert returned[0] is None
         np.testing.assert_array_equal(numpy(first.main_grad), expected[0])
         for got, want in zip(returned[1:], expected[1:], strict=True):

@@ -16,8 +16,6 @@ from weights.weight_sources import (
     expert_modules,
     filled,
     fused_source,
-    native_arrays,
-    native_source,
     per_expert_source,
     weight_arrays,
 )
@@ -127,8 +125,7 @@ class TestSources:
         for weight in source.parameters():
             assert tuple(by_parameter[id(weight)].shape) == tuple(weight.shape)
         ordered = [numpy(by_parameter[id(weight)]) for weight in source.parameters()]
-        expected = {fused_source: [dw1, dw2], native_source: native_arrays(dw1, dw2)}.get(make)
-        expected = [*dw1, *dw2] if expected is None else expected
+        expected = [*dw1, *dw2] if make is per_expert_source else [dw1, dw2]
         for got, want in zip(ordered, expected, strict=True):
             np.testing.assert_array_equal(got, want)
 

@@ -85,8 +85,8 @@ SOURCES = {"per_expert": per_expert_source, "fused": fused_source, "native": nat
 
 
 def filled(source, seed=7):
-    """A `GradientStore` in which distinct gradients wait, and those as user-layout arrays `(dw1,
-    dw2)`.
+    """A `GradientStore` in which distinct gradients wait, and those as arrays `(dw1, dw2)` in the
+    layout of the parameters.
     """
     store = GradientStore(source)
     targets = store.targets(ReferenceEngine(), "cpu")
@@ -95,6 +95,8 @@ def filled(source, seed=7):
     for target, values in zip(targets.tensors(), native, strict=True):
         target.add_(tensor(values))
     store.note_backward()
+    if source.layout == NATIVE:
+        return store, *(values.astype(np.float64) for values in native)
     order = native_order(native[0].shape[1], is_glu(source.activation))
     dw1 = np.zeros(native[0].transpose(0, 2, 1).shape)
     dw1[:, :, order] = native[0].transpose(0, 2, 1)
