@@ -141,6 +141,7 @@ REFERENCE = EngineRecord(
     intermediate_multiple=1,
     biases=True,
     sets_parameters=True,
+    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
 )
 BF16 = EngineRecord(
     EngineName.BF16,
@@ -170,6 +171,7 @@ HOPPER = EngineRecord(
     intermediate_multiple=64,
     biases=False,
     sets_parameters=False,
+    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     loads_with="apache-tvm-ffi",
     jobs=_hopper_jobs,
 )

@@ -47,13 +47,12 @@ from .interface import (
     EngineSettings,
     EngineWeights,
     GradientTargets,
-    NativeBuffer,
+    ParameterTargets,
     PendingWgrad,
     Saved,
     check_dout,
     check_forward,
     check_weights,
-    native_buffer,
 )
 
 Tensor = torch.Tensor
@@ -145,20 +144,28 @@ class HopperEngine(Engine):
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Two GEMMs that add into the accumulators, in FP8, or in BF16 with `fp8_wgrad` off."""
-        sums, settings = native_buffer(targets), pending.settings
+        """Two GEMMs that add into the accumulators or the parameters' own memory, in FP8, or into
+        the accumulators in BF16 with `fp8_wgrad` off.
+        """
+        settings = pending.settings
         if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
             raise RuntimeError(
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if not settings.fp8_wgrad:
-            Bf16Engine().backward_dw(pending, sums)
+            Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
             passes = passes_on(device_name(pending.x), settings.activation)
             add = _add_one_by_one if settings.frees_stagewise else _add_both
-            add(passes, pending, sums)
+            add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
+
+    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+        """As the seam says; the copy engine must be able to add there."""
+        if not settings.fp8_wgrad:
+            return "fp8_wgrad is off, and weight gradients that are not FP8 are added to accumulators only"
+        return targets.copy_engine_problem()
 
 
 def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
@@ -274,45 +281,51 @@ class _Layer:
         return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})
 
 
-def _add_both(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
-    """Both weight gradients, added to the sums."""
-    x, (handle, bytes_of) = pending.x, pending.native
+def _add_both(
+    passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
+) -> None:
+    """Both weight gradients."""
+    x, (handle, bytes_of, inner) = pending.x, pending.native
     memory = scratch(bytes_of.wgrad, device_of(x))
-    sums.adding = True
+    targets.adding = True
     passes.wgrad(
         weights=None,
         routing=handle,
         stream=current_stream(x),
         shares_gpu=pending.shares_gpu,
+        inner=inner,
         x=x,
         dout=pending.dout,
-        dw1=sums.dw1,
-        dw2=sums.dw2,
+        **gradients,
         dz=pending.dz,
         y1s=pending.y1s,
         scratch=memory,
     )
-    sums.adding = False
+    targets.adding = False
 
 
-def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -> None:
+def _add_one_by_one(
+    passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
+) -> None:
     """The same, one product after the other: each frees its operands before the next begins, so
     that the other's need not lie beside its own.
     """
-    handle, bytes_of = pending.native
+    handle, bytes_of, inner = pending.native
     dout, y1s = pending.dout, pending.y1s
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
     memory = scratch(max(bytes_of.dw1, bytes_of.dw2), device_of(dout))
-    sums.adding = True
+    targets.adding = True
     pending.dout = pending.y1s = None
     passes.dw2(
         weights=None,
         routing=handle,
         stream=current_stream(dout),
         shares_gpu=pending.shares_gpu,
+        inner=inner,
         dout=dout,
-        dw2=sums.dw2,
+        dw2=gradients["dw2"],
+        into_dw2=gradients["into_dw2"],
         y1s=y1s,
         scratch=memory,
     )
@@ -323,9 +336,11 @@ def _add_one_by_one(passes: Passes, pending: PendingWgrad, sums: NativeBuffer) -
         routing=handle,
         stream=current_stream(x),
         shares_gpu=pending.shares_gpu,
+        inner=inner,
         x=x,
-        dw1=sums.dw1,
+        dw1=gradients["dw1"],
+        into_dw1=gradients["into_dw1"],
         dz=pending.dz,
         scratch=memory,
     )
-    sums.adding = False
+    targets.adding = False

@@ -31,10 +31,12 @@ from ..quant.recipes import RECIPES, BlockShape
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .interface import EngineWeights
+from .targets import GradientTargets, ParameterTargets, WeightTarget, native_buffer
 
 Tensor = torch.Tensor
 SCALE_BLOCK = RECIPES["iso128"].w1.rows  # `Passes` refuses kernels that were built for another
 Z_BLOCK = RECIPES["iso128"].z
+MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
 
@@ -48,10 +50,11 @@ class PreparedHandle:
 
 
 class Routed(NamedTuple):
-    """The handle of a routing, and the bytes of each scratch of a layer, by name."""
+    """The handle of a routing, the bytes of each scratch of a layer, by name, and I."""
 
     handle: Any
     bytes_of: Any
+    inner: int
 
 
 class Passes:
@@ -71,7 +74,8 @@ class Passes:
             native: the loaded module.
             activations: names that the modules of the up projection and of dgated export, each in
                 the order of its numbers.
-            kernels: functions by the names their modules export.
+            kernels: functions by the names their modules export, and `wgrad_destination`, which
+                makes what `grouped_wgrad_into` adds to.
 
         Raises:
             ConfigError: the module was built with other numbers than this package computes with.
@@ -90,6 +94,8 @@ class Passes:
             by_keyword(make_pass(name, *functions), names(name))
             for name in ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
         )
+        self._make_destination = kernels.get("wgrad_destination")
+        self._destinations: dict[tuple[Any, ...], Any] = {}
         self._sizes = native.scratch_sizes
         sizes: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._named_sizes = sizes._make
@@ -105,7 +111,34 @@ class Passes:
             slot_row=routing.slot_row,
             row_prob=routing.row_prob,
         )
-        return Routed(handle, self._named_sizes(self._sizes(handle, hidden, inner)))
+        sizes = self._named_sizes(self._sizes(handle, hidden, inner))
+        return Routed(handle, sizes, inner)
+
+    def gradients(self, targets: GradientTargets) -> dict[str, Any]:
+        """The arguments of `wgrad` that say where gradients are added, for each an accumulator or a
+        destination.
+
+        A destination is addresses, shapes and strides in the form of the copy engine, and holds no
+        memory. So equal ones are made once, and anew only where one of these numbers changed.
+        """
+        if isinstance(targets, ParameterTargets):
+            into_dw1 = self._destination(targets.up, targets.up.layout.split_half)
+            into_dw2 = self._destination(targets.down, False)
+            return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
+        sums = native_buffer(targets)
+        return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
+
+    def _destination(self, weight: WeightTarget, split: bool) -> Any:
+        key = (weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
+        made = self._destinations.get(key)
+        if made is None:
+            places = [number for place in weight.places(split) for number in place]
+            assert self._make_destination is not None
+            made = self._make_destination(*weight.native_size, split, places)
+            if len(self._destinations) >= MAX_DESTINATIONS:
+                self._destinations.clear()
+            self._destinations[key] = made
+        return made
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
         """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None.
@@ -207,6 +240,8 @@ def passes_on(device: str, activation: ActivationType) -> Passes:
         "gather_transpose_quantize": operands.gather_transpose_quantize,
         "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
         "grouped_wgrad": wgrad.grouped_wgrad,
+        "grouped_wgrad_into": wgrad.grouped_wgrad_into,
+        "wgrad_destination": wgrad.wgrad_destination,
     }
     activations = (gemms.activation_names(), dgated.activation_names())
     return Passes(passes_source(arch).load(), activations, kernels)

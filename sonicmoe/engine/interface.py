@@ -23,11 +23,10 @@ from typing import Any
 import torch
 
 from ..enums import ActivationType, EngineName
-from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
+from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import (
     dtype_name,
     is_cuda,
-    numel,
     plain_ops,
     require_framework_tensor,
     require_same_device,
@@ -37,8 +36,36 @@ from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
-from .capabilities import RECORDS, EngineRecord
+from .capabilities import RECORDS, EngineRecord, GradientTarget
 from .settings import EngineSettings
+from .targets import (
+    GradientTargets,
+    NativeBuffer,
+    ParameterTargets,
+    WeightTarget,
+    native_buffer,
+)
+
+__all__ = [
+    "TOKEN_DTYPES",
+    "Change",
+    "Engine",
+    "EngineSettings",
+    "EngineWeights",
+    "GradientTargets",
+    "NativeBuffer",
+    "ParameterTargets",
+    "PendingWgrad",
+    "Saved",
+    "SavedSpec",
+    "WeightTarget",
+    "ZSpec",
+    "check_dout",
+    "check_forward",
+    "check_weights",
+    "native_buffer",
+    "routing_checksum",
+]
 
 Tensor = torch.Tensor
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -92,73 +119,6 @@ class Change(Enum):
     NO = "no"  # nobody wrote them, as far as the host can see
     MAYBE = "maybe"  # the host cannot see writes: Paddle on a GPU, and replays of a CUDA graph
     YES = "yes"  # somebody wrote them, or announced that he would
-
-
-class GradientTargets(ABC):
-    """Memory that `Engine.backward_dw` adds fp32 weight gradients to. An expert without tokens is
-    left untouched.
-
-    The gradient store makes targets and decides what becomes of them after a backward; an engine
-    only adds. `NativeBuffer` is the one kind so far.
-
-    adding: an engine sets this before the first addition of a backward and clears it after the
-        last. It takes all memory and loads all kernels before, so that running out of memory leaves
-        the targets as they were.
-    """
-
-    adding: bool = False
-
-    @abstractmethod
-    def named(self) -> dict[str, Tensor]:
-        """The tensors that are added to, by the name of the gradient."""
-
-    @property
-    @abstractmethod
-    def anchor(self) -> Tensor:
-        """One of them, for questions about device and stream."""
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(self.named().values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(4 * numel(tensor) for tensor in self.tensors())
-
-
-@dataclass(eq=False)
-class NativeBuffer(GradientTargets):
-    """Accumulators in the native layout, which every engine can add to.
-
-    dw1 `[E, N1, H]`, dw2 `[E, H, I]`, db1 `[E, N1]`, db2 `[E, H]` (the biases' are None when the
-    weights have none).
-    """
-
-    dw1: Tensor
-    dw2: Tensor
-    db1: Tensor | None = None
-    db2: Tensor | None = None
-
-    @classmethod
-    def zeros(
-        cls, num_experts: int, n1: int, hidden: int, intermediate: int, bias: bool, device: Any
-    ) -> NativeBuffer:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        return cls(
-            dw1=zeros(num_experts, n1, hidden),
-            dw2=zeros(num_experts, hidden, intermediate),
-            db1=zeros(num_experts, n1) if bias else None,
-            db2=zeros(num_experts, hidden) if bias else None,
-        )
-
-    @property
-    def anchor(self) -> Tensor:
-        return self.dw1
-
-    def named(self) -> dict[str, Tensor]:
-        every = {"dw1": self.dw1, "dw2": self.dw2, "db1": self.db1, "db2": self.db2}
-        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
 
 @dataclass(eq=False)
@@ -374,6 +334,14 @@ class Engine(ABC):
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
 
+    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+        """Why this engine cannot add to these parameters' own memory in any way, in one sentence, or
+        None; what no engine could add to is `ParameterTargets.problem`.
+        """
+        if GradientTarget.MAIN_GRAD in self.record.gradients:
+            return None
+        return f"the {self.name} engine adds to accumulators in the native layout only"
+
     def backward(
         self,
         dout: Tensor,
@@ -386,19 +354,6 @@ class Engine(ABC):
         if targets is not None:
             self.backward_dw(pending, targets)
         return dx, dprobs
-
-
-def native_buffer(targets: GradientTargets) -> NativeBuffer:
-    """The targets of an engine that adds to no other kind.
-
-    Raises:
-        ConfigError: they are of another kind.
-    """
-    if not isinstance(targets, NativeBuffer):
-        raise ConfigError(
-            f"gradient targets are {type(targets).__name__}; this engine adds to a NativeBuffer"
-        )
-    return targets
 
 
 def check_weights(

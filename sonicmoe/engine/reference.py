@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ..diagnostics.stages import tap
+from ..diagnostics.stages import is_heard, tap
 from ..enums import ZCode
 from ..interop import ieee_matmul, plain_ops
 from ..quant.format import BlockScaledTensor, Code
@@ -35,7 +35,6 @@ from .interface import (
     check_dout,
     check_forward,
     check_weights,
-    native_buffer,
 )
 
 Tensor = torch.Tensor
@@ -156,7 +155,7 @@ class ReferenceEngine(Engine):
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """dw2 += dout^T y1s, then dw1 += dz^T x, per expert, fp32."""
-        sums, settings, routing = native_buffer(targets), pending.settings, pending.routing
+        settings, routing = pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError(
@@ -171,29 +170,29 @@ class ReferenceEngine(Engine):
             products = []
             # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
             # because out = sum p * (y2 + b2).
-            if sums.db1 is not None and sums.db2 is not None:
+            if "db1" in targets.named():
                 weighted = dout_rows * routing.row_prob.unsqueeze(-1)
-                products += [(sums.db2, _sums_of_rows(weighted, routing))]
-                products += [(sums.db1, _sums_of_rows(dz, routing))]
+                products += [("db2", _sums_of_rows(weighted, routing))]
+                products += [("db1", _sums_of_rows(dz, routing))]
                 del weighted
             # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist
             # after the gather.
             left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
             right = _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype)
-            products += [(sums.dw2, _products(left, right, routing))]
+            products += [("dw2", _products(left, right, routing, targets, "dw2"))]
             del dout_rows, left, right, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
             right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
             left = _wgrad_operand(dz, "wgrad_dz", settings, x.dtype)
-            products += [(sums.dw1, _products(left, right, routing))]
-            sums.adding = True
-            for accumulator, of_experts in products:
+            products += [("dw1", _products(left, right, routing, targets, "dw1"))]
+            targets.adding = True
+            for name, of_experts in products:
                 for expert, product in of_experts:
-                    accumulator[expert].add_(product)
-            _show_total("dw2", sums.dw2)
-            _show_total("dw1", sums.dw1)
-            sums.adding = False
+                    targets.add(name, expert, product)
+            _show_total("dw2", targets)
+            _show_total("dw1", targets)
+            targets.adding = False
             pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
@@ -349,26 +348,29 @@ def _grouped(
     return result
 
 
-def _products(left: Tensor, right: Tensor, routing: RoutingMetadata) -> list[tuple[int, Tensor]]:
-    """`left_e^T right_e` over the true rows of every expert that has any."""
+def _products(
+    left: Tensor, right: Tensor, routing: RoutingMetadata, targets: GradientTargets, name: str
+) -> list[tuple[int, Tensor]]:
+    """`left_e^T right_e` over the true rows of every expert that has any, as the targets take them."""
     return [
-        (expert, left[first : first + count].transpose(0, 1) @ right[first : first + count])
-        for expert, first, count, _ in _experts(routing)
+        (expert, targets.arranged(name, left[rows].transpose(0, 1) @ right[rows]))
+        for expert, rows in _true_rows(routing)
     ]
 
 
-def _show_total(name: str, accumulator: Tensor) -> None:
-    """`tap` of a tensor that is added to in place: the tensor that a listener returns is copied
-    back into it.
-    """
-    shown = tap(name, accumulator)
-    if shown is not accumulator:
-        accumulator.copy_(shown)
+def _show_total(name: str, targets: GradientTargets) -> None:
+    """`tap` of sums that are added to in place: the tensor that a listener returns replaces them."""
+    sums = targets.sums(name) if is_heard() else None
+    if sums is not None:
+        shown = tap(name, sums)
+        if shown is not sums:
+            targets.replace(name, shown)
 
 
 def _sums_of_rows(rows: Tensor, routing: RoutingMetadata) -> list[tuple[int, Tensor]]:
     """Over the true rows of every expert that has any."""
-    return [
-        (expert, rows[first : first + count].sum(0))
-        for expert, first, count, _ in _experts(routing)
-    ]
+    return [(expert, rows[true].sum(0)) for expert, true in _true_rows(routing)]
+
+
+def _true_rows(routing: RoutingMetadata) -> list[tuple[int, slice]]:
+    return [(expert, slice(first, first + count)) for expert, first, count, _ in _experts(routing)]

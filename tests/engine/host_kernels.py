@@ -189,25 +189,60 @@ def gather_transpose_quantize_pair(
     gather_transpose_quantize(y, row_token, padded_offsets, y_codes, y_scale, stream)
 
 
-def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, stream):
+def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
+    """`(expert, gradient [M, N])` of the experts that have rows; `size`: E, M, N."""
     left, right = (
         values(*pair, BY_BLOCKS, orientation=Orientation.COLUMNS)
         for pair in ((a, a_scale), (b, b_scale))
     )
-    total = at(accumulator, "float32")
-    assert (
-        tuple(total.shape[1:]) == (left.shape[1], right.shape[1])
-        and left.shape[0] == right.shape[0]
-    )
-    offsets = offsets_of(padded_offsets, total)
+    experts, *matrix = size
+    assert matrix == [left.shape[1], right.shape[1]] and left.shape[0] == right.shape[0]
+    offsets = at(padded_offsets, "int64", [experts + 1]).tolist()
     for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
-        total[expert] += left[first:last].T @ right[first:last]
+        assert first % 128 == last % 128 == 0
+        if last > first:
+            yield expert, left[first:last].T @ right[first:last]
+
+
+def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, stream):
+    total = at(accumulator, "float32")
+    operands = a, a_scale, b, b_scale, padded_offsets
+    for expert, gradient in wgrad_products(*operands, total.shape):
+        total[expert] += gradient
+
+
+class Destination:
+    """What `wgrad_destination` is told."""
+
+    def __init__(self, m, n, split, places):
+        self.size, self.split, numbers = (m, n), split, list(places)
+        self.places = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+
+    def add(self, expert, gradient):
+        """Where somebody wants it; rows of a gradient are gate and up in turns."""
+        address, stride_m, stride_part, stride_n = self.places[expert]
+        if address == 0:
+            return
+        (m, n), parts = self.size, 2 if self.split else 1
+        sizes, strides = (m // parts, parts, n), (stride_m, stride_part, stride_n)
+        count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        memory = (ctypes.c_float * count).from_address(address)
+        held = torch.frombuffer(memory, dtype=torch.float32).as_strided(sizes, strides)
+        held += gradient.reshape(sizes)
+
+
+def grouped_wgrad_into(a, a_scale, b, b_scale, padded_offsets, destination, shares_gpu, stream):
+    operands = a, a_scale, b, b_scale, padded_offsets
+    size = len(destination.places), *destination.size
+    if any(destination.size):
+        for expert, gradient in wgrad_products(*operands, size):
+            destination.add(expert, gradient)
 
 
 KERNELS = {
     function.__name__: function
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
-        gather_transpose_quantize, gather_transpose_quantize_pair, grouped_wgrad,
+        gather_transpose_quantize, gather_transpose_quantize_pair, grouped_wgrad, grouped_wgrad_into,
     )
-}  # fmt: skip
+} | {"wgrad_destination": Destination}  # fmt: skip

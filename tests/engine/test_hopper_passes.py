@@ -27,6 +27,7 @@ from sonicmoe.engine import hopper, hopper_passes
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.targets import ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
@@ -34,6 +35,7 @@ from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
 from sonicmoe.kernels.host import passes_source
 from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES
@@ -66,6 +68,7 @@ REAL = {
     "gather_transpose_quantize": wgrad_operands_source,
     "gather_transpose_quantize_pair": wgrad_operands_source,
     "grouped_wgrad": fp8_wgrad_source,
+    "grouped_wgrad_into": fp8_wgrad_source,
 }
 
 
@@ -116,12 +119,29 @@ class Case:
 
     def run(self, engine, settings, **options):
         weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
-        sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
+        sums = options.get("targets") or NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
         out, saved = engine.forward(self.x, self.routing, weights, settings)
         dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
         pending.shares_gpu = options.get("shares_gpu", False)
         engine.backward_dw(pending, sums)
-        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
+        dw1, dw2 = sums.sums("dw1"), sums.sums("dw2")
+        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": dw1, "dw2": dw2}
+
+
+PER_EXPERT = WeightLayout(transposed=True, split_half=True)
+
+
+def parameter_targets(layout, *, stacked=False, frozen=()):
+    """fp32 memory of every expert in that layout; not of those of `frozen`."""
+    shapes = (2 * I, H), (H, I)
+    if layout.transposed:
+        shapes = tuple(shape[::-1] for shape in shapes)
+    if stacked:
+        return ParameterTargets(
+            *(WeightTarget.stacked(torch.zeros((E, *shape)), E, layout) for shape in shapes)
+        )
+    made = [[None if e in frozen else torch.zeros(s) for e in range(E)] for s in shapes]
+    return ParameterTargets(*(WeightTarget.per_expert(tensors, layout) for tensors in made))
 
 
 def with_spare_rows(routing, count):
@@ -177,6 +197,83 @@ def test_few_or_no_rows(tokens, invalid, mode):
         replace(FP8, **MODES[mode]),
     )
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("split_half", [False, True])
+def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, stacked, mode):
+    """The same numbers as in accumulators, in every layout; a second backward adds as many."""
+    case, settings = Case(seed=9), replace(FP8, **MODES[mode])
+    targets = parameter_targets(WeightLayout(transposed, split_half), stacked=stacked)
+    shape = (E, H, 2 * I) if transposed else (E, 2 * I, H)
+    assert OURS.problem_of(targets, settings) is None
+    assert targets.problem(2 * I, H, I, "cpu") is None
+    wanted = case.run(OURS, settings)
+    for times in (1, 2):
+        got = case.run(OURS, settings, targets=targets)
+        for name, tensor in wanted.items():
+            scale = times if name in ("dw1", "dw2") else 1
+            assert torch.equal(got[name], scale * tensor), name
+    if stacked:
+        assert tuple(targets.up.tensors[0].shape) == shape
+
+
+def test_frozen_experts_have_no_memory():
+    case, targets = Case(seed=10), parameter_targets(PER_EXPERT, frozen=(0, 2))
+    got, wanted = case.run(OURS, FP8, targets=targets), case.run(OURS, FP8)
+    for name in ("dw1", "dw2"):
+        assert torch.equal(got[name][[1, 3]], wanted[name][[1, 3]])
+        assert not got[name][[0, 2]].any() and wanted[name][0].any()
+    half_frozen = ParameterTargets(
+        WeightTarget.per_expert([None] * E, PER_EXPERT), parameter_targets(PER_EXPERT).down
+    )
+    assert torch.equal(case.run(OURS, FP8, targets=half_frozen)["dw2"], wanted["dw2"])
+
+
+def test_destinations_are_made_once_and_anew_where_memory_moved(native, monkeypatch):
+    made = []
+
+    def spy(*arguments):
+        made.append(arguments)
+        return KERNELS["wgrad_destination"](*arguments)
+
+    passes = hopper_passes.Passes(native, NAMES, KERNELS | {"wgrad_destination": spy})
+    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    case, targets = Case(seed=11), parameter_targets(PER_EXPERT)
+    first = case.run(OURS, FP8, targets=targets)
+    again = ParameterTargets(targets.up, targets.down)  # as the next backward finds the same memory
+    case.run(OURS, FP8, targets=again)
+    assert len(made) == 2
+    moved = [tensor.clone() for tensor in targets.up.tensors]
+    before = [tensor.clone() for tensor in targets.up.tensors]
+    elsewhere = ParameterTargets(WeightTarget.per_expert(moved, PER_EXPERT), targets.down)
+    case.run(OURS, FP8, targets=elsewhere)
+    assert len(made) == 3
+    assert all(map(torch.equal, targets.up.tensors, before)), "the old memory was written"
+    assert torch.equal(elsewhere.sums("dw1"), 3 * first["dw1"])
+    # The same address in other strides is another destination.
+    square = [torch.zeros(4, 4).T, torch.zeros(4, 4)]
+    square[1] = square[0].T
+    prints = {WeightTarget.per_expert([t], PER_EXPERT).fingerprint for t in square}
+    assert len(prints) == 2
+
+
+def test_an_accumulator_and_a_destination_exclude_each_other(native):
+    case, launched = Case(), []
+    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
+    handle, bytes_of, _ = passes.routed(case.routing, H, I)
+    sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
+    arguments = {
+        "weights": None, "routing": handle, "stream": 0, "shares_gpu": 0, "inner": I, "x": case.x, "dout": case.dout,
+        "dz": torch.empty(bytes_of.dz, dtype=torch.uint8), "y1s": torch.empty(bytes_of.y1s, dtype=torch.uint8),
+        "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw2": sums.dw2, "into_dw2": None,
+    }  # fmt: skip
+    for dw1, into in ((None, None), (sums.dw1, "somewhere")):
+        with pytest.raises(ValueError, match="wgrad: needed: either dw1 or into_dw1"):
+            passes.wgrad(**arguments, dw1=dw1, into_dw1=into)
+    assert not launched
 
 
 def test_inference_keeps_nothing():
@@ -443,11 +540,16 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
 def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts, monkeypatch):
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
     real = getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)
-    passes = hopper_passes.Passes(native, NAMES, KERNELS | {kernel: real})
+    kernels = KERNELS | {kernel: real}
+    into = kernel == "grouped_wgrad_into"
+    if into:
+        module = fp8_wgrad_source("sm_90a").load(artefacts)
+        kernels["wgrad_destination"] = module.wgrad_destination
+    passes = hopper_passes.Passes(native, NAMES, kernels)
     monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     with pytest.raises(Exception, match="must be on a CUDA device"):
-        Case().run(OURS, settings)
+        Case().run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
 
 
 def test_a_scratch_that_is_too_small_is_refused(native):
@@ -456,7 +558,7 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
     prepared = hopper_passes.prepared_handle(passes, weights)
-    handle, bytes_of = passes.routed(case.routing, H, I)
+    handle, bytes_of, _ = passes.routed(case.routing, H, I)
     arguments = {
         "weights": prepared.handle, "routing": handle, "stream": 0, "activation": 0, "x": case.x,
         "z": None, "z_scale": None, "out": None,

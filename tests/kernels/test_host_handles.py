@@ -93,7 +93,7 @@ def head(passes):
     """Handles and whatever else a pass takes besides tensors."""
     return {
         "weights": passes.weights(**tensors(WEIGHTS)), "routing": passes.routing(**tensors(ROUTING)),
-        "stream": 0, "activation": 0, "shares_gpu": 0,
+        "stream": 0, "activation": 0, "shares_gpu": 0, "inner": I,
     }  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def fields_of(passes, head, name):
         "z": codes(R, 2 * I), "z_scale": scales(R, blocks(2 * I)), "dprobs": scales(T, K),
         "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
         "dw1": scales(E, 2 * I, H), "dw2": scales(E, H, I),
+        "into_dw1": None, "into_dw2": None,
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
     }  # fmt: skip

@@ -6,8 +6,12 @@
 //
 // This file holds no kernel and no architecture: the kernels are functions of other modules, which
 // check what they need themselves. A pass takes the handles of `handles.hpp`, an observer, the
-// stream, at most one setting, and then its own tensors in the order of its table. Python learns
-// all those names from `argument_names` and passes everything by keyword.
+// stream, at most one setting, its destinations, and then its own tensors in the order of its
+// table. Python learns all those names from `argument_names` and passes everything by keyword.
+//
+// Weight gradients are added to an accumulator, dw1, or to a destination, into_dw1, which is an
+// object of the module whose kernel adds to it; nothing in here looks into it. One of the two is
+// given. Such a pass is told I by a number, `inner`, because a destination does not say it.
 //
 // An observer is called with
 //   "begin" | "end", stage                             around the launches of a stage
@@ -78,8 +82,8 @@ constexpr FieldTable kWgradTable{"wgrad",
                                  {{
                                      {"x", Element::kTokens, {T, H}},
                                      {"dout", Element::kTokens, {T, H}},
-                                     {"dw1", Element::kFloat, {E, TwoI, H}},
-                                     {"dw2", Element::kFloat, {E, H, I}},
+                                     {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
+                                     {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                      scratch_field<WgradDz>("dz"),
                                      scratch_field<WgradY1s>("y1s"),
                                      scratch_field<TokenPairScratch>("scratch"),
@@ -88,7 +92,7 @@ constexpr FieldTable kWgradTable{"wgrad",
 constexpr FieldTable kDw1Table{"dw1",
                                {{
                                    {"x", Element::kTokens, {T, H}},
-                                   {"dw1", Element::kFloat, {E, TwoI, H}},
+                                   {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                    scratch_field<WgradDz>("dz"),
                                    scratch_field<TokensScratch>("scratch"),
                                }}};
@@ -96,7 +100,7 @@ constexpr FieldTable kDw1Table{"dw1",
 constexpr FieldTable kDw2Table{"dw2",
                                {{
                                    {"dout", Element::kTokens, {T, H}},
-                                   {"dw2", Element::kFloat, {E, H, I}},
+                                   {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                    scratch_field<WgradY1s>("y1s"),
                                    scratch_field<TokensScratch>("scratch"),
                                }}};
@@ -112,6 +116,18 @@ constexpr std::array kKernelNames = {
     "gather_transpose_quantize",
     "gather_transpose_quantize_pair",
     "grouped_wgrad",
+    "grouped_wgrad_into",
+};
+
+// A pass: its arguments, and the function that launches its kernels.
+class Run;
+struct Pass {
+  const char* setting;                   // name of the number that it takes, or null
+  std::array<const char*, 2> gradients;  // that have a destination, then nulls
+  const FieldTable* table;
+  void (*run)(const Run&);
+
+  int num_gradients() const { return (gradients[0] != nullptr) + (gradients[1] != nullptr); }
 };
 
 class Kernels {
@@ -139,19 +155,30 @@ class Run {
   const Weights weights_;
   const Routing routing_;
   const Optional<Function> observer_;
+  const Pass& pass_;
+  std::array<Any, 2> destinations_;
 
  public:
   static constexpr int kHead = 4;  // arguments before the setting: see `argument_names`
 
-  Run(const FieldTable& table, bool has_setting, const Kernels& kernels, const PackedArgs& all)
+  Run(const Pass& pass, const Kernels& kernels, const PackedArgs& all)
       : weights_(all[0].cast<Weights>()),
         routing_(all[1].cast<Routing>()),
         observer_(all[2].cast<Optional<Function>>()),
+        pass_(pass),
         kernel(kernels),
         stream(all[3].cast<int64_t>()),
-        setting(has_setting ? all[kHead].cast<int64_t>() : 0),
-        sizes(joined(weights_, routing_)),
-        call(table, all, kHead + has_setting, sizes) {}
+        setting(pass.setting != nullptr ? all[kHead].cast<int64_t>() : 0),
+        sizes(joined(weights_, routing_, inner(all))),
+        call(*pass.table, all, first_destination() + pass.num_gradients(), sizes) {
+    for (int i = 0; i < pass.num_gradients(); ++i) {
+      const char* gradient = pass.gradients[i];
+      destinations_[i] = all[first_destination() + i];
+      if (call.has(gradient) == (destinations_[i] != nullptr))
+        TVM_FFI_THROW(ValueError) << pass.table->handle << ": needed: either " << gradient
+                                  << " or into_" << gradient;
+    }
+  }
   Run(const Run&) = delete;
 
   const Kernels& kernel;
@@ -165,6 +192,10 @@ class Run {
   }
   TensorView route(const char* name) const { return (*routing_.get())[name]; }
   Matrix given(const char* name) const { return {call[name], name, 0}; }
+  // None where the accumulator of the gradient is given.
+  const Any& into(std::string_view gradient) const {
+    return destinations_[gradient == pass_.gradients[0] ? 0 : 1];
+  }
 
   template <class Launches>
   void stage(const char* name, Launches launches) const {
@@ -188,9 +219,16 @@ class Run {
   }
 
  private:
-  static Sizes joined(const Weights& weights, const Routing& routing) {
+  int first_destination() const {
+    return kHead + (pass_.setting != nullptr) + (pass_.num_gradients() > 0);
+  }
+  int64_t inner(const PackedArgs& all) const {
+    return pass_.num_gradients() > 0 ? all[first_destination() - 1].cast<int64_t>() : -1;
+  }
+  static Sizes joined(const Weights& weights, const Routing& routing, int64_t inner) {
     if (!routing.defined()) TVM_FFI_THROW(ValueError) << "routing is None; needed: its handle";
     Sizes sizes = routing->sizes();
+    if (inner >= 0) sizes.learn('I', inner, "inner");
     if (weights.defined()) join(sizes, weights->sizes(), "weights");
     return sizes;
   }
@@ -288,24 +326,28 @@ void dgrad(const Run& run) {
   });
 }
 
+// left^T right, added to the accumulator of that name, or to the destination in its place.
+void add_product(const Run& run, const char* gradient, const Quantized& left,
+                 const Quantized& right) {
+  const auto launch = [&](const char* kernel, const auto& to) {
+    run.kernel[kernel](left.codes.view, left.scale.view, right.codes.view, right.scale.view,
+                       run.route("padded_offsets"), to, run.setting != 0, run.stream);
+  };
+  run.stage(gradient, [&] {
+    const Any& destination = run.into(gradient);
+    destination == nullptr ? launch("grouped_wgrad", run.call[gradient])
+                           : launch("grouped_wgrad_into", destination);
+  });
+}
+
 void add_dw1(const Run& run, const Quantized& x) {
   Arena arena("dz", run.call["dz"]);
-  const Quantized dz = WgradDz(arena, run.sizes).dz;
-  run.stage("dw1", [&] {
-    run.kernel["grouped_wgrad"](dz.codes.view, dz.scale.view, x.codes.view, x.scale.view,
-                                run.route("padded_offsets"), run.call["dw1"], run.setting != 0,
-                                run.stream);
-  });
+  add_product(run, "dw1", WgradDz(arena, run.sizes).dz, x);
 }
 
 void add_dw2(const Run& run, const Quantized& dout) {
   Arena arena("y1s", run.call["y1s"]);
-  const Quantized y1s = WgradY1s(arena, run.sizes).y1s;
-  run.stage("dw2", [&] {
-    run.kernel["grouped_wgrad"](dout.codes.view, dout.scale.view, y1s.codes.view, y1s.scale.view,
-                                run.route("padded_offsets"), run.call["dw2"], run.setting != 0,
-                                run.stream);
-  });
+  add_product(run, "dw2", dout, WgradY1s(arena, run.sizes).y1s);
 }
 
 // Both weight gradients; one launch reads the routing once for both operands.
@@ -365,16 +407,13 @@ constexpr std::array kScratches = {
     Scratch{"dw2", bytes_of<TokensScratch>},
 };
 
-struct Pass {
-  const char* setting;  // name of the number that it takes, or null
-  const FieldTable* table;
-  void (*run)(const Run&);
-};
-
 constexpr std::array kPasses = {
-    Pass{"activation", &kForwardTable, forward}, Pass{"activation", &kDgatedTable, dgated},
-    Pass{nullptr, &kDgradTable, dgrad},          Pass{"shares_gpu", &kWgradTable, wgrad},
-    Pass{"shares_gpu", &kDw1Table, dw1},         Pass{"shares_gpu", &kDw2Table, dw2},
+    Pass{"activation", {}, &kForwardTable, forward},
+    Pass{"activation", {}, &kDgatedTable, dgated},
+    Pass{nullptr, {}, &kDgradTable, dgrad},
+    Pass{"shares_gpu", {"dw1", "dw2"}, &kWgradTable, wgrad},
+    Pass{"shares_gpu", {"dw1"}, &kDw1Table, dw1},
+    Pass{"shares_gpu", {"dw2"}, &kDw2Table, dw2},
 };
 
 const Pass& pass_named(const std::string& name) {
@@ -402,6 +441,9 @@ Array<String> argument_names(const String& what) {
     const Pass& pass = pass_named(what);
     names = {"weights", "routing", "observer", "stream"};
     if (pass.setting != nullptr) names.push_back(pass.setting);
+    if (pass.num_gradients() > 0) names.push_back("inner");
+    for (int i = 0; i < pass.num_gradients(); ++i)
+      names.push_back(std::string("into_") + pass.gradients[i]);
     append(names, *pass.table);
   }
   return names;
@@ -415,7 +457,7 @@ Function make_pass() {
     *result = Function::FromPacked([&pass, kernels](PackedArgs of_call, Any*) {
       if (of_call.size() <= Run::kHead)
         TVM_FFI_THROW(TypeError) << pass.table->handle << " got " << of_call.size() << " arguments";
-      pass.run(Run(*pass.table, pass.setting != nullptr, *kernels, of_call));
+      pass.run(Run(pass, *kernels, of_call));
     });
   });
 }

@@ -1,10 +1,12 @@
 // Tensor maps for the copy engine (TMA) of Hopper and later GPUs, encoded by the driver.
 //
-// A map is a kernel parameter. It names a matrix by address, so it is made at every launch: the
-// frameworks' allocators hand out other addresses in every step.
+// A map is a kernel parameter. It names a tensor by address. Maps of operands are made at every
+// launch, because the frameworks' allocators hand out other addresses in every step.
 #pragma once
 
 #include <cuda.h>
+
+#include <array>
 
 #include "border.hpp"
 
@@ -28,44 +30,44 @@ inline EncodeTiled encode_tiled() {
   return function;
 }
 
-// A row-major [rows, cols] matrix of `bytes`-wide elements in boxes of `box_rows` x 128 bytes,
-// 128-byte swizzle.
-inline CUtensorMap matrix_map(const void* base, int64_t rows, int64_t cols, int box_rows,
-                              int bytes = 1) {
+// A tensor and the boxes of it that are copied. The first axis is contiguous; strides are those of
+// the others, in bytes.
+template <size_t kRank>
+struct Boxes {
+  std::array<cuuint64_t, kRank> sizes;
+  std::array<cuuint64_t, kRank - 1> strides;
+  std::array<cuuint32_t, kRank> box;
+};
+
+// The map of these boxes, 128-byte swizzle. A box never reaches beyond an axis: what lies there
+// reads as zero and is not written.
+template <size_t kRank>
+CUtensorMap tensor_map(const void* base, CUtensorMapDataType type, const Boxes<kRank>& boxes,
+                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)},
-                   strides[1] = {static_cast<cuuint64_t>(cols) * bytes};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / bytes),
-                             static_cast<cuuint32_t>(box_rows)},
-                   steps[2] = {1, 1};
-  const CUtensorMapDataType type =
-      bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const CUresult result =
-      encode_tiled()(&map, type, 2, const_cast<void*>(base), sizes, strides, box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for a " << rows << " x " << cols
-                                         << " matrix (driver error " << result << ")";
+  std::array<cuuint32_t, kRank> steps;
+  steps.fill(1);
+  const CUresult result = encode_tiled()(
+      &map, type, kRank, const_cast<void*>(base), boxes.sizes.data(), boxes.strides.data(),
+      boxes.box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    std::ostringstream sizes;
+    for (const cuuint64_t size : boxes.sizes) sizes << " " << size;
+    TVM_FFI_THROW(RuntimeError) << "no tensor map for a tensor of sizes" << sizes.str()
+                                << ", innermost first (driver error " << result << ")";
+  }
   return map;
 }
 
-// A row-major fp32 [batch, rows, cols] tensor in boxes of 16 rows x 32 columns; a box never reaches
-// into the next matrix.
-inline CUtensorMap batch_map_f32(void* base, int64_t batch, int64_t rows, int64_t cols) {
-  CUtensorMap map;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(cols) * 4,
-                                 static_cast<cuuint64_t>(rows * cols) * 4};
-  const cuuint32_t box[3] = {32, 16, 1}, steps[3] = {1, 1, 1};
-  const CUresult result =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, base, sizes, strides, box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS)
-      << "no tensor map for a " << batch << " x " << rows << " x " << cols
-      << " tensor (driver error " << result << ")";
-  return map;
+// A row-major [rows, cols] matrix of `bytes`-wide elements in boxes of `box_rows` x 128 bytes.
+inline CUtensorMap matrix_map(const void* base, int64_t rows, int64_t cols, int box_rows,
+                              int bytes = 1) {
+  const Boxes<2> boxes{{static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)},
+                       {static_cast<cuuint64_t>(cols) * bytes},
+                       {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_rows)}};
+  return tensor_map(
+      base, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, boxes);
 }
 
 }  // namespace sonicmoe

@@ -228,12 +228,12 @@ struct WarpStore {
     }
     ++turn;
   }
-  __device__ __forceinline__ void publish_add(const CUtensorMap* map, int x, int y, int z,
+  __device__ __forceinline__ void publish_add(const CUtensorMap* map, int x, int y, int z, int w,
                                               int lane) {
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      tma_reduce_add_3d(map, patch[turn & 1], x, y, z);
+      tma_reduce_add_4d(map, patch[turn & 1], x, y, z, w);
       bulk_commit();
     }
     ++turn;

@@ -1,9 +1,99 @@
-// Entry point of the weight-gradient GEMM.
+// Entry points of the weight-gradient GEMM: into fp32 accumulators in the native layout, or into
+// matrices in the layouts of the user's parameters.
 #include "fp8_wgrad.cuh"
 #include "launch.hpp"
+#include "wgrad_destination.hpp"
 
 namespace sonicmoe {
 namespace {
+
+// One operand, e4m3 [size, R], token-major with one scale per 128x128 block.
+struct WgradOperand {
+  const uint8_t* codes;
+  const float* scale;  // [ceil(size / 128), R / 128]
+  int64_t size;
+};
+
+// What all launches of a product share.
+struct Product {
+  WgradOperand a, b;
+  int64_t rows, experts;  // R, E
+  const int64_t* padded_offsets;
+  bool shares_gpu;
+  DLDevice device;
+  int64_t stream;
+};
+
+WgradOperand checked_operand(const TensorView& codes, const TensorView& scale, const char* name,
+                             DLDevice device) {
+  const int64_t size = codes.size(0), rows = codes.size(1);
+  TVM_FFI_ICHECK(size > 0 && size % 4 == 0 && size < (int64_t(1) << 31))
+      << name << " has " << size << " rows; needed: a multiple of 4";
+  return {aligned_16(checked_bytes(codes, name, device, size * rows), name),
+          checked_f32(scale, name, device, ceil_div(size, 128) * (rows / 128)), size};
+}
+
+Product checked_product(const TensorView& a, const TensorView& a_scale, const TensorView& b,
+                        const TensorView& b_scale, const TensorView& padded_offsets, int64_t m,
+                        int64_t n, int64_t experts, bool shares_gpu, int64_t stream) {
+  TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 2) << "a must be [M, R] and b [N, R]";
+  const int64_t rows = a.size(1);
+  TVM_FFI_ICHECK(a.size(0) == m && b.size(0) == n && b.size(1) == rows)
+      << "a is [" << a.size(0) << ", " << rows << "], b [" << b.size(0) << ", " << b.size(1)
+      << "], and gradients are [" << m << ", " << n << "]";
+  TVM_FFI_ICHECK(rows % 128 == 0 && rows < (int64_t(1) << 31))
+      << "R is " << rows << "; needed: a multiple of 128 below 2^31";
+  const DLDevice device = a.device();
+  return {checked_operand(a, a_scale, "a", device),
+          checked_operand(b, b_scale, "b", device),
+          rows,
+          experts,
+          checked_i64(padded_offsets, "padded_offsets", device, experts + 1),
+          shares_gpu,
+          device,
+          stream};
+}
+
+CUtensorMap operand_map(const WgradOperand& operand, int64_t rows, bool split) {
+  const sm90::OperandShape shape(operand.size, rows, split);
+  Boxes<3> boxes;
+  std::copy_n(shape.sizes, 3, boxes.sizes.begin());
+  std::copy_n(shape.strides, 2, boxes.strides.begin());
+  std::copy_n(shape.box, 3, boxes.box.begin());
+  return tensor_map(operand.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, boxes);
+}
+
+// Experts [first, last) of a product; maps: of C, one for all experts of the layer, or from
+// `maps[first]` on one for each.
+template <int kMaps>
+void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first, int64_t last,
+                  const CUtensorMap* maps_of_c, const WgradDestinationObj* destination) {
+  const WgradOperand &a = product.a, &b = product.b;
+  sm90::WgradMaps<kMaps> maps;
+  maps.a = operand_map(a, product.rows, split.a);
+  maps.b = operand_map(b, product.rows, split.b);
+  sm90::WgradParams p{a.scale, b.scale, product.padded_offsets, product.rows};
+  p.first_expert = static_cast<int>(first);
+  p.last_expert = static_cast<int>(last);
+  p.m = static_cast<int>(a.size);
+  p.n = static_cast<int>(b.size);
+  p.split = split;
+  if constexpr (kMaps > 1) {
+    std::copy(maps_of_c + first, maps_of_c + last, maps.c);
+    for (int64_t e = first; e < last; ++e)
+      p.skipped[(e - first) / 32] |= uint32_t(!destination->is_wanted(e)) << (e - first) % 32;
+  } else {
+    maps.c[0] = *maps_of_c;
+  }
+  const auto kernel = sm90::fp8_wgrad<kMaps>;
+  if (!product.shares_gpu) {
+    launch_persistent(kernel, product.device, product.stream, maps, p);
+    return;
+  }
+  const int64_t row_groups = ceil_div(ceil_div(a.size, sm90::kTileM), sm90::kCluster),
+                tiles = (last - first) * row_groups * ceil_div(b.size, sm90::kTileN);
+  launch_sharing(kernel, tiles, product.device, product.stream, maps, p);
+}
 
 // accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R],
 // both token-major with one scale per 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale
@@ -13,43 +103,56 @@ namespace {
 void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                    TensorView padded_offsets, TensorView accumulator, bool shares_gpu,
                    int64_t stream) {
-  TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 2 && accumulator.ndim() == 3)
-      << "a must be [M, R], b [N, R] and accumulator [E, M, N]";
-  const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2),
-                rows = a.size(1);
-  TVM_FFI_ICHECK(a.size(0) == m && b.size(0) == n && b.size(1) == rows)
-      << "a is [" << a.size(0) << ", " << rows << "], b [" << b.size(0) << ", " << b.size(1)
-      << "], accumulator [E, " << m << ", " << n << "]";
-  TVM_FFI_ICHECK(rows % 128 == 0 && rows < (int64_t(1) << 31))
-      << "R is " << rows << "; needed: a multiple of 128 below 2^31";
-  TVM_FFI_ICHECK(n % 4 == 0 && n > 0 && m > 0) << "N is " << n << "; needed: a multiple of 4";
-  const DLDevice device = a.device();
-  sm90::WgradParams p{};
-  p.a_scale = checked_f32(a_scale, "a_scale", device, ceil_div(m, 128) * (rows / 128));
-  p.b_scale = checked_f32(b_scale, "b_scale", device, ceil_div(n, 128) * (rows / 128));
-  p.padded_offsets = checked_i64(padded_offsets, "padded_offsets", device, experts + 1);
-  p.rows = rows;
-  p.experts = static_cast<int>(experts);
-  p.m = static_cast<int>(m);
-  p.n = static_cast<int>(n);
-  const uint8_t *a_data = checked_bytes(a, "a", device, m * rows),
-                *b_data = checked_bytes(b, "b", device, n * rows);
-  float* c_data = checked_f32(accumulator, "accumulator", device, experts * m * n);
-  if (rows == 0 || experts == 0) return;
-  TensorMaps maps{};
-  maps.a = matrix_map(a_data, m, rows, sm90::kTileM);
-  maps.b = matrix_map(b_data, n, rows, sm90::kTileN / sm90::kCluster);
-  maps.c = batch_map_f32(c_data, experts, m, n);
-  if (shares_gpu) {
-    const int64_t row_groups = ceil_div(ceil_div(m, sm90::kTileM), sm90::kCluster);
-    launch_sharing(sm90::fp8_wgrad, experts * row_groups * ceil_div(n, sm90::kTileN), device,
-                   stream, maps, p);
+  TVM_FFI_ICHECK(accumulator.ndim() == 3) << "accumulator must be [E, M, N]";
+  const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2);
+  const Product product =
+      checked_product(a, a_scale, b, b_scale, padded_offsets, m, n, experts, shares_gpu, stream);
+  float* data = checked_f32(accumulator, "accumulator", product.device, experts * m * n);
+  if (product.rows == 0 || experts == 0) return;
+  const sm90::OutputShape shape({reinterpret_cast<uint64_t>(data), n, 0, 1}, m, n, false, experts,
+                                4 * m * n);
+  const CUtensorMap map = output_map(data, shape);
+  launch_wgrad<1>(product, {0, 0}, 0, experts, &map, nullptr);
+}
+
+// The same, added to matrices of their own; `destination`: of `wgrad_destination`, for matrices
+// [M, N]. An expert whose gradient nobody wants is not computed.
+void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
+                        TensorView padded_offsets, WgradDestination destination, bool shares_gpu,
+                        int64_t stream) {
+  if (!destination->is_wanted()) return;
+  const int64_t experts = destination->experts();
+  Product product = checked_product(a, a_scale, b, b_scale, padded_offsets, destination->m,
+                                    destination->n, experts, shares_gpu, stream);
+  TVM_FFI_ICHECK(padded_offsets.numel() == experts + 1)
+      << "padded_offsets is of " << padded_offsets.numel() - 1 << " experts, the destination of "
+      << experts;
+  if (product.rows == 0) return;
+  const bool swapped = destination->swapped();
+  if (swapped) std::swap(product.a, product.b);
+  const sm90::WgradSplit split{destination->split && !swapped, destination->split && swapped};
+  const CUtensorMap* maps = destination->maps().data();
+  if (destination->has_one_map()) {
+    launch_wgrad<1>(product, split, 0, experts, maps, destination.get());
+  } else if (experts <= sm90::kFewMaps) {
+    launch_wgrad<sm90::kFewMaps>(product, split, 0, experts, maps, destination.get());
   } else {
-    launch_persistent(sm90::fp8_wgrad, device, stream, maps, p);
+    for (int64_t first = 0; first < experts; first += sm90::kManyMaps)
+      launch_wgrad<sm90::kManyMaps>(product, split, first,
+                                    std::min<int64_t>(first + sm90::kManyMaps, experts), maps,
+                                    destination.get());
   }
+}
+
+// See `WgradDestinationObj`.
+WgradDestination wgrad_destination(int64_t m, int64_t n, bool split,
+                                   tvm::ffi::Array<int64_t> places) {
+  return WgradDestination(tvm::ffi::make_object<WgradDestinationObj>(m, n, split, places));
 }
 
 }  // namespace
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_wgrad, sonicmoe::grouped_wgrad);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_wgrad_into, sonicmoe::grouped_wgrad_into);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(wgrad_destination, sonicmoe::wgrad_destination);

@@ -6,35 +6,56 @@
 // half of the columns rescales a whole warpgroup. A tile belongs to one CTA and is added to C by
 // the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is
 // not touched.
+// Layouts of C: wgrad_places.cuh.
 #pragma once
 
 #include "fp8_grouped_gemm.cuh"
+#include "wgrad_places.cuh"
 
 namespace sonicmoe::sm90 {
+
+// Experts of one launch. Kernel parameters hold 4 KB, and from CUDA 12.1 on 32764 bytes: their maps
+// fit without a copy to the device, without a fence for it, and stay in a captured graph.
+constexpr int kFewMaps = 28, kManyMaps = 248;
 
 struct WgradParams {
   const float* a_scale;           // [ceil(M / 128), R / 128]
   const float* b_scale;           // [ceil(N / 128), R / 128]
   const int64_t* padded_offsets;  // [E + 1], multiples of 128
   int64_t rows;                   // R: offsets beyond it are not followed
-  int experts, m, n;
+  int first_expert, last_expert;  // the launch's are [first_expert, last_expert)
+  int m, n;
+  WgradSplit split;
+  uint32_t skipped[(kManyMaps + 31) / 32];  // a bit for each expert whose gradient nobody wants;
+                                            // not read where one map serves all
 };
+
+// The operands' maps and C's: one for all experts, or one for each of the launch.
+template <int kMaps>
+struct WgradMaps {
+  static constexpr bool kOwnMap = kMaps > 1;
+  CUtensorMap a, b, c[kMaps];
+};
+static_assert(sizeof(WgradMaps<kFewMaps>) + sizeof(WgradParams) <= 4096);
+static_assert(sizeof(WgradMaps<kManyMaps>) + sizeof(WgradParams) <= 32764);
 
 struct WgradTile {
   int expert, row, col, first_block, k_blocks;
   bool active;
 };
 
-// Tiles of experts that have rows: expert by expert, columns fastest, two row tiles (a cluster) at
-// a time.
+// Tiles of experts that have rows and a destination: expert by expert, columns fastest, two row
+// tiles (a cluster) at a time.
+template <bool kMaySkip>
 class WgradScheduler {
  public:
   __device__ __forceinline__ explicit WgradScheduler(const WgradParams& p)
-      : p_(p), index_(blockIdx.x / kCluster) {}
+      : p_(p), index_(blockIdx.x / kCluster), expert_(p.first_expert) {}
   __device__ __forceinline__ bool next(WgradTile& tile) {
     const int n_tiles = (p_.n + kTileN - 1) / kTileN,
               tiles = ((p_.m + kTileM - 1) / kTileM + kCluster - 1) / kCluster * n_tiles;
-    for (; expert_ < p_.experts; ++expert_) {
+    for (; expert_ < p_.last_expert; ++expert_) {
+      if (kMaySkip && is_skipped()) continue;
       const int64_t first = clamped(p_.padded_offsets[expert_]),
                     last = clamped(p_.padded_offsets[expert_ + 1]);
       if (last - first < kTileK) continue;
@@ -57,25 +78,32 @@ class WgradScheduler {
   __device__ __forceinline__ int64_t clamped(int64_t offset) const {
     return offset < p_.rows ? offset : p_.rows;
   }
+  __device__ __forceinline__ bool is_skipped() const {
+    const int bit = expert_ - p_.first_expert;
+    return p_.skipped[bit / 32] >> bit % 32 & 1;
+  }
   const WgradParams& p_;
-  int index_, expert_ = 0;
+  int index_, expert_;
 };
 
-__device__ __forceinline__ void produce_wgrad(const WgradParams& p, const TensorMaps& maps,
+template <int kMaps>
+__device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
                                               SharedStorage& s) {
   if (threadIdx.x != 0) return;
   Ring ring;
   WgradTile tile;
-  for (WgradScheduler scheduler(p); scheduler.next(tile);) {
+  for (WgradScheduler<WgradMaps<kMaps>::kOwnMap> scheduler(p); scheduler.next(tile);) {
     const int half = Scheduler::rank();
+    const int a_row = WgradSplit::first_row(tile.row, p.split.a);
+    const int b_row = WgradSplit::first_row(tile.col + half * (kTileN / kCluster), p.split.b);
     for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
       const int k = (tile.first_block + kb) * kTileK;
       barrier_arrive_expect(full, tile.active ? kBytesA + kBytesB : kBytesB);
-      tma_load_2d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k,
-                            tile.col + half * (kTileN / kCluster), (1 << kCluster) - 1);
-      if (tile.active) tma_load_2d(&maps.a, full, s.a[ring.stage], k, tile.row);
+      tma_load_3d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k, b_row,
+                            0, (1 << kCluster) - 1);
+      if (tile.active) tma_load_3d(&maps.a, full, s.a[ring.stage], k, a_row, 0);
     }
   }
 }
@@ -130,8 +158,9 @@ struct BlockScales {
 // fp32 rows of 32 columns at a time through a patch; the copy engine adds them to C and drops what
 // lies outside.
 __device__ __forceinline__ void add_to_output(const Accumulators& acc, const float (&unit)[2],
-                                              const CUtensorMap* map, const WgradTile& tile,
-                                              int row0, int lane, WarpStore& way_out) {
+                                              const CUtensorMap* map, int expert_of_map,
+                                              WgradSplit split, const WgradTile& tile, int slab,
+                                              int lane, WarpStore& way_out) {
   const int q = lane % 4;
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
@@ -144,18 +173,21 @@ __device__ __forceinline__ void add_to_output(const Accumulators& acc, const flo
         store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8,
                        v[0] * unit[c / 4], v[1] * unit[c / 4]);
       }
-    way_out.publish_add(map, tile.col + 32 * c, row0, tile.expert, lane);
+    const PatchPlace to(split, tile.row, tile.col, slab, c);
+    way_out.publish_add(map, to.x, to.y, to.part, expert_of_map, lane);
   }
 }
 
-__device__ __forceinline__ void consume_wgrad(const WgradParams& p, const TensorMaps& maps,
+template <int kMaps>
+__device__ __forceinline__ void consume_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
                                               SharedStorage& s) {
+  constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Ring ring;
   WgradTile tile;
   WarpStore way_out(s.patch[group * 4 + warp]);
   if (group == 1) named_barrier_arrive(1, 256);
-  for (WgradScheduler scheduler(p); scheduler.next(tile);) {
+  for (WgradScheduler<kOwnMap> scheduler(p); scheduler.next(tile);) {
     if (!tile.active) {
       for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
         barrier_wait(&s.full[ring.stage], ring.phase);
@@ -209,13 +241,16 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const Tensor
         if (!last) rescale(acc[1], step[1], step[1]);
       }
     }
-    add_to_output(acc, unit, &maps.c, tile, tile.row + group * 64 + warp * 16, lane, way_out);
+    add_to_output(acc, unit, &maps.c[kOwnMap ? tile.expert - p.first_expert : 0],
+                  kOwnMap ? 0 : tile.expert, p.split, tile, group * 4 + warp, lane, way_out);
   }
   way_out.finish(lane);
 }
 
+template <int kMaps>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
-    fp8_wgrad(const __grid_constant__ TensorMaps maps, const __grid_constant__ WgradParams p) {
+    fp8_wgrad(const __grid_constant__ WgradMaps<kMaps> maps,
+              const __grid_constant__ WgradParams p) {
   extern __shared__ uint8_t raw[];
   SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
                                                        ~uintptr_t(1023));

@@ -14,22 +14,13 @@ using sm90::TensorMaps;
 // `kColumnGroup`: of each `group` rows 0, 1, group / 4, group / 4 + 1, group / 2, ... first. `rows`
 // must be a multiple of the group.
 inline CUtensorMap grouped_rows_map(const void* base, int64_t rows, int64_t cols, int group) {
-  CUtensorMap map;
   const cuuint64_t pitch = static_cast<cuuint64_t>(cols),
                    rows_of_thread = static_cast<cuuint64_t>(group) / 4;
-  const cuuint64_t sizes[5] = {pitch, 2, 4, rows_of_thread / 2,
-                               static_cast<cuuint64_t>(rows / group)};
-  const cuuint64_t strides[4] = {pitch, rows_of_thread * pitch, 2 * pitch, group * pitch};
-  const cuuint32_t box[5] = {128, 2, 4, static_cast<cuuint32_t>(group / 8),
-                             static_cast<cuuint32_t>(128 / group)},
-                   steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(base), sizes,
-                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "no tensor map for groups of " << group << " of "
-                                         << rows << " rows (driver error " << result << ")";
-  return map;
+  const Boxes<5> boxes{
+      {pitch, 2, 4, rows_of_thread / 2, static_cast<cuuint64_t>(rows / group)},
+      {pitch, rows_of_thread * pitch, 2 * pitch, group * pitch},
+      {128, 2, 4, static_cast<cuuint32_t>(group / 8), static_cast<cuuint32_t>(128 / group)}};
+  return tensor_map(base, CU_TENSOR_MAP_DATA_TYPE_UINT8, boxes);
 }
 
 struct Operands {

@@ -52,6 +52,23 @@ __device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, ui
       "l"(map), "r"(smem_address(bar)), "h"(mask), "r"(x), "r"(y)
       : "memory");
 }
+__device__ __forceinline__ void tma_load_3d(const CUtensorMap* map, uint64_t* bar,
+                                            void* destination, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4, %5}], [%2];" ::"r"(smem_address(destination)),
+      "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load_3d_multicast(const CUtensorMap* map, uint64_t* bar,
+                                                      void* destination, int x, int y, int z,
+                                                      uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(smem_address(destination)),
+      "l"(map), "r"(smem_address(bar)), "h"(mask), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
 // the same through a five-dimensional map whose dimensions 1 to 3 are taken whole
 __device__ __forceinline__ void tma_load_5d_multicast(const CUtensorMap* map, uint64_t* bar,
                                                       void* destination, int x, int group,
@@ -70,12 +87,12 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void*
       : "memory");
 }
 // adds the box to global memory, element by element
-__device__ __forceinline__ void tma_reduce_add_3d(const CUtensorMap* map, const void* source, int x,
-                                                  int y, int z) {
+__device__ __forceinline__ void tma_reduce_add_4d(const CUtensorMap* map, const void* source, int x,
+                                                  int y, int z, int w) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], "
-      "[%1];" ::"l"(map),
-      "r"(smem_address(source)), "r"(x), "r"(y), "r"(z)
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, "
+      "%5}], [%1];" ::"l"(map),
+      "r"(smem_address(source)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 // read-only data, at this point of the program: the compiler would put the load off until its value

@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Time both weight-gradient GEMMs with their sums in the native accumulators, with the flush behind them,
+and with their sums added straight into every parameter's own `main_grad`.
+
+    python benchmarks/wgrad_bench.py [--baseline FOLDER] [--json FILE]
+
+The variants of one shape are captured in CUDA graphs and replayed in turns, so that all see the
+same clocks. `--baseline` adds the kernel of another tree, whose `sonicmoe/kernels` lies in FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from gpu_timing import host_us, interleaved_us
+
+from sonicmoe.engine.hopper_passes import Passes, passes_on
+from sonicmoe.engine.targets import NativeBuffer, ParameterTargets, WeightTarget
+from sonicmoe.gradients import destinations as gradients
+from sonicmoe.interop import current_stream
+from sonicmoe.jit.cuda_source import CudaSource
+from sonicmoe.kernels.cuda_wgrad import flush_source
+from sonicmoe.kernels.sm90 import fp8_wgrad_source
+from sonicmoe.layouts import WeightLayout
+
+Tensor = torch.Tensor
+# (T, H, I, E, K)
+SHAPES = (
+    (8192, 3072, 1536, 8, 8),
+    (8192, 3072, 1536, 32, 8),
+    (8192, 3072, 1536, 128, 8),
+    (16384, 2048, 768, 128, 8),
+)
+CALLS = 2  # in one graph
+ERNIE = WeightLayout(transposed=True, split_half=True)
+Call = Callable[[int], object]
+
+
+class Layer:
+    """Operands of both products as random codes, balanced over the experts."""
+
+    def __init__(self, tokens: int, hidden: int, inner: int, experts: int, topk: int) -> None:
+        each = -(-tokens * topk // experts // 128) * 128
+        rows = each * experts
+        self.experts, self.hidden, self.inner = experts, hidden, inner
+        self.offsets = torch.arange(experts + 1, device="cuda") * each
+        self.dz, self.x = self._operand(2 * inner, rows), self._operand(hidden, rows)
+        self.dout, self.y1s = self._operand(hidden, rows), self._operand(inner, rows)
+
+    @staticmethod
+    def _operand(size: int, rows: int) -> tuple[Tensor, Tensor]:
+        # Random bits draw the power of a training step, which constant ones do not.
+        codes = torch.randint(0, 256, (size, rows), dtype=torch.uint8, device="cuda")
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+        return codes, torch.rand((-(-size // 128), rows // 128), device="cuda") + 0.5
+
+    def into(self, kernel: Any, dw1: Any, dw2: Any) -> Call:
+        """Both products by that kernel."""
+
+        def call(_: int) -> None:
+            stream = current_stream(self.offsets)
+            kernel(*self.dout, *self.y1s, self.offsets, dw2, False, stream)
+            kernel(*self.dz, *self.x, self.offsets, dw1, False, stream)
+
+        return call
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of one expert's parameters."""
+        return (self.hidden, 2 * self.inner), (self.inner, self.hidden)
+
+    def own(self) -> ParameterTargets:
+        """A tensor for every parameter."""
+        made = ([torch.zeros(s, device="cuda") for _ in range(self.experts)] for s in self.shapes)
+        return ParameterTargets(*(WeightTarget.per_expert(tensors, ERNIE) for tensors in made))
+
+    def stacked(self) -> ParameterTargets:
+        """One tensor of all experts for each projection."""
+        made = (torch.zeros((self.experts, *shape), device="cuda") for shape in self.shapes)
+        return ParameterTargets(
+            *(WeightTarget.stacked(tensor, self.experts, ERNIE) for tensor in made)
+        )
+
+
+def variants(
+    layer: Layer, passes: Passes, baseline: Path | None
+) -> tuple[dict[str, Call], list[Any]]:
+    """`name -> call`, and what must stay alive: launches know addresses only."""
+    module = fp8_wgrad_source("sm_90a").load()
+    sums = NativeBuffer.zeros(
+        layer.experts, 2 * layer.inner, layer.hidden, layer.inner, False, "cuda"
+    )
+    native, held = layer.into(module.grouped_wgrad, sums.dw1, sums.dw2), [sums]
+    calls: dict[str, Call] = {}
+    if baseline is not None:
+        folder = baseline / "sonicmoe" / "kernels" / "sm90" / "fp8_wgrad.cu"
+        other = CudaSource.make("fp8_wgrad", folder, arch="sm_90a").load()
+        calls["accumulators, baseline"] = layer.into(other.grouped_wgrad, sums.dw1, sums.dw2)
+    calls["accumulators"] = native
+    arrangements = {"own": layer.own(), "stacked": layer.stacked()}
+    for name, targets in arrangements.items():
+        made = passes.gradients(targets)
+        direct = layer.into(module.grouped_wgrad_into, made["into_dw1"], made["into_dw2"])
+        calls[f"direct, {name}"] = direct
+        held.append(targets)
+    flush = flush_of(layer, sums, arrangements["own"])
+
+    def flushed(number: int) -> None:
+        native(number)
+        flush()
+
+    calls["accumulators and flush"] = flushed
+    return calls, held
+
+
+def flush_of(layer: Layer, sums: NativeBuffer, targets: ParameterTargets) -> Callable[[], None]:
+    """Into the parameters' fp32 memory."""
+    kernel = flush_source("sm_90a").load()
+    tensors = targets.tensors()
+    places = [gradients.Destination(tensor, tensor, False) for tensor in tensors]
+    table = gradients.destination_table(places, layer.experts, kernel)
+
+    def flush() -> None:
+        stream = current_stream(sums.dw1)
+        kernel.flush_gradients(sums.dw1, sums.dw2, table, True, True, stream)
+
+    return flush
+
+
+def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
+    """Microseconds of host time to learn where a backward's gradients go, and with both launches."""
+    targets, kernel = layer.own(), fp8_wgrad_source("sm_90a").load().grouped_wgrad_into
+    up, down = targets.up, targets.down
+
+    def found(_: int) -> object:
+        return passes.gradients(ParameterTargets(up, down))
+
+    def moved(_: int) -> object:
+        passes._destinations.clear()
+        return passes.gradients(targets)
+
+    def launched(_: int) -> object:
+        made = passes.gradients(targets)
+        return layer.into(kernel, made["into_dw1"], made["into_dw2"])(0)
+
+    def moved_and_launched(_: int) -> object:
+        passes._destinations.clear()
+        return launched(0)
+
+    def checked(_: int) -> object:
+        return targets.copy_engine_problem()
+
+    times = {
+        "same memory": found, "memory moved": moved, "checks of moved memory": checked,
+        "same memory, launches": launched, "memory moved, launches": moved_and_launched,
+    }  # fmt: skip
+    return {name: host_us(call, 50) for name, call in times.items()}
+
+
+@click.command()
+@click.option(
+    "--baseline", type=click.Path(path_type=Path, exists=True), help="Folder of another tree."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
+)
+@click.option("--rounds", default=20, show_default=True, help="Timed replays of each variant.")
+def main(baseline: Path | None, json_path: Path | None, rounds: int) -> None:
+    """Print microseconds of every variant at every shape."""
+    report, passes = [], passes_on("cuda:0")
+    for shape in SHAPES:
+        layer = Layer(*shape)
+        calls, held = variants(layer, passes, baseline)
+        times = interleaved_us(calls, CALLS, rounds)
+        for name, (median, smallest) in times.items():
+            report.append({"shape": shape, "name": name, "us": median, "smallest": smallest})
+            ratio = median / times["accumulators"][0]
+            click.echo(
+                f"{shape!s:30} {name:26} {median:8.1f} us (min {smallest:8.1f}) {ratio:6.3f}"
+            )
+        for name, us in host_times(layer, passes).items():
+            report.append({"shape": shape, "name": f"host, {name}", "us": us})
+            click.echo(f"{shape!s:30} host: {name:24} {us:8.1f} us")
+        del layer, calls, held
+        torch.cuda.empty_cache()
+    if json_path:
+        json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Weight gradients added straight into the parameters' own memory, on the GPU: the bits of accumulating
+and flushing, in every layout and arrangement, and not a byte beside the destinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu.hopper_cases import FP8, OURS, fill_free_memory, make_case, raw
+
+from sonicmoe.engine.hopper_passes import passes_on
+from sonicmoe.engine.interface import NativeBuffer
+from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.sm90 import fp8_wgrad_source
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.quant.recipes import iso
+from sonicmoe.quant.reference import quantize, transpose_storage
+from sonicmoe.routing.build import build_routing
+
+pytestmark = pytest.mark.gpu
+
+# (T, H, I, E, K): I an odd number of 64s, H no multiple of 128, one token, experts without tokens,
+# more experts than one launch has maps for
+SHAPES = [
+    (300, 512, 256, 4, 2),
+    (700, 272, 320, 6, 3),
+    (130, 2880, 192, 3, 1),
+    (1, 144, 64, 5, 1),
+    (1000, 400, 64, 40, 3),
+    (1500, 272, 64, 260, 2),
+]
+LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda v: f"{'HN' if v.transposed else 'NH'}-{'halves' if v.split_half else 'turns'}"
+)  # fmt: skip
+
+
+class Memory:
+    """Gradient memory of one layer within larger allocations of known bytes, and what they must hold
+    after additions.
+    """
+
+    def __init__(self, shape, layout, arrangement):
+        _, hidden, inner, experts, _ = shape
+        self.layout, self.allocations = layout, []
+        sizes = ((2 * inner, hidden), (hidden, inner))
+        sizes = [size[::-1] if layout.transposed else size for size in sizes]
+        self.targets = ParameterTargets(*getattr(self, arrangement)(sizes, experts))
+        self.wanted = [memory.clone() for memory in self.allocations]
+
+    def allocate(self, *shape):
+        generator = torch.Generator("cuda").manual_seed(len(self.allocations))
+        self.allocations.append(torch.randn(shape, generator=generator, device="cuda"))
+        return self.allocations[-1]
+
+    def own(self, sizes, experts):
+        """A tensor for every parameter, strangers before and behind it."""
+        return [
+            WeightTarget.per_expert(
+                [self.allocate(m * n + 64)[36:-28].view(m, n) for _ in range(experts)], self.layout
+            )
+            for m, n in sizes
+        ]
+
+    def slices(self, sizes, experts):
+        """Equally far apart in one communication buffer, up and down of an expert side by side."""
+        width = sum(m * n + 4 for m, n in sizes)
+        buffer, targets, start = self.allocate(experts, width), [], 0
+        for m, n in sizes:
+            parts = [row[start : start + m * n].view(m, n) for row in buffer]
+            targets.append(WeightTarget.per_expert(parts, self.layout))
+            start += m * n + 4
+        return targets
+
+    def permuted(self, sizes, experts):
+        """Memory of every parameter in the other order of axes, rows padded."""
+        return [
+            WeightTarget.per_expert(
+                [self.allocate(n + 1, m + 8)[:n, 4:-4].t() for _ in range(experts)], self.layout
+            )
+            for m, n in sizes
+        ]
+
+    def stacked(self, sizes, experts):
+        """One tensor of all experts."""
+        return [
+            WeightTarget.stacked(self.allocate(experts + 1, m, n)[:-1], experts, self.layout)
+            for m, n in sizes
+        ]
+
+    def stacked_permuted(self, sizes, experts):
+        """One tensor of all experts, axes in another order of memory, rows and matrices padded."""
+        return [
+            WeightTarget.stacked(
+                self.allocate(n, experts, m + 4)[:, :, :-4].permute(1, 2, 0), experts, self.layout
+            )
+            for m, n in sizes
+        ]
+
+    def some_frozen(self, sizes, experts):
+        """As `own`, but for parameters of every third expert."""
+        up, down = self.own(sizes, experts)
+        kept = [[t if e % 3 else None for e, t in enumerate(w.tensors)] for w in (up, down)]
+        return [WeightTarget.per_expert(tensors, self.layout) for tensors in kept]
+
+    def expect(self, dw1, dw2):
+        """Add native gradients where they belong, as a flush does."""
+        held = [memory.clone() for memory in self.allocations]
+        for memory, wanted in zip(self.allocations, self.wanted, strict=True):
+            memory.copy_(wanted)
+        for name, gradient in (("dw1", dw1), ("dw2", dw2)):
+            for expert, matrix in enumerate(gradient):
+                self.targets.add(name, expert, matrix)
+        self.wanted = [memory.clone() for memory in self.allocations]
+        for memory, now in zip(self.allocations, held, strict=True):
+            memory.copy_(now)
+
+    def check(self):
+        """Every byte of every allocation."""
+        for index, (memory, wanted) in enumerate(zip(self.allocations, self.wanted, strict=True)):
+            differ = int((raw(memory) != raw(wanted)).sum())
+            assert differ == 0, f"allocation {index} {tuple(memory.shape)}: {differ} bytes differ"
+
+
+ARRANGEMENTS = ("own", "slices", "permuted", "stacked", "stacked_permuted", "some_frozen")
+
+
+@pytest.fixture(scope="module")
+def module():
+    return fp8_wgrad_source("sm_90a").load()
+
+
+class Operands:
+    """Token-major codes and scales of dz, x, dout and y1s, and the native gradients from them."""
+
+    def __init__(self, module, shape, seed=0):
+        tokens, hidden, inner, experts, topk = shape
+        generator = torch.Generator("cuda").manual_seed(seed)
+        scores = torch.rand((tokens, experts), generator=generator, device="cuda")
+        scores[:, experts // 2] = -1.0
+        probs = torch.rand((tokens, topk), generator=generator, device="cuda")
+        self.routing = build_routing(scores.topk(topk, 1).indices, probs, experts)
+        real = (self.routing.row_token >= 0).unsqueeze(1)
+
+        def made(width):
+            values = torch.randn(real.shape[0], width, generator=generator, device="cuda")
+            stored = transpose_storage(quantize(torch.where(real, values, 0.0), iso(128)))
+            return stored.codes, stored.scale_inv
+
+        self.module = module
+        self.left, self.right = (made(2 * inner), made(hidden)), (made(hidden), made(inner))
+        self.sizes = ((2 * inner, hidden), (hidden, inner))
+        self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in self.sizes]
+        for left, right, sums in zip(self.left, self.right, self.native, strict=True):
+            self.launch(module.grouped_wgrad, left, right, sums)
+
+    def launch(self, kernel, left, right, to, shares_gpu=False):
+        stream = current_stream(left[0])
+        kernel(*left, *right, self.routing.padded_offsets, to, shares_gpu, stream)
+
+    def add(self, targets, shares_gpu=False):
+        """As the passes do."""
+        for weight, split, left, right in (
+            (targets.up, targets.up.layout.split_half, self.left[0], self.right[0]),
+            (targets.down, False, self.left[1], self.right[1]),
+        ):
+            places = [number for place in weight.places(split) for number in place]
+            to = self.module.wgrad_destination(*weight.native_size, split, places)
+            self.launch(self.module.grouped_wgrad_into, left, right, to, shares_gpu)
+
+
+@pytest.fixture(scope="module")
+def operands(module):
+    """By shape, made once."""
+    made = {}
+
+    def of(shape):
+        if shape not in made:
+            made[shape] = Operands(module, shape)
+        return made[shape]
+
+    return of
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@EVERY_LAYOUT
+def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape):
+    """Twice, the second time beside other kernels' share of the GPU; all bytes around are as before."""
+    given = operands(shape)
+    dw1, dw2 = given.native
+    memory = Memory(shape, layout, arrangement)
+    assert memory.targets.problem(2 * shape[2], shape[1], shape[2], "cuda:0") is None
+    assert memory.targets.copy_engine_problem() is None
+    for shares_gpu in (False, True):
+        given.add(memory.targets, shares_gpu)
+        memory.expect(dw1, dw2)
+        memory.check()
+    empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
+    assert empty and not any(dw1[e].any() or dw2[e].any() for e in empty)
+    assert dw1.any() and dw2.any()
+
+
+def test_repeats_bit_for_bit(operands):
+    given = operands((4096, 1024, 448, 8, 4))
+    results = []
+    for _ in range(5):
+        memory = Memory((4096, 1024, 448, 8, 4), LAYOUTS[3], "own")
+        given.add(memory.targets)
+        results.append([raw(allocation).clone() for allocation in memory.allocations])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_nobody_wants_any(operands, module):
+    """Frozen all: nothing is launched, and sizes are not needed."""
+    given = operands(SHAPES[0])
+    to = module.wgrad_destination(0, 0, False, [0] * 16)
+    given.launch(module.grouped_wgrad_into, given.left[0], given.right[0], to)
+
+
+def test_wrong_destinations_are_named(operands, module):
+    given = operands(SHAPES[0])
+    buffer = torch.zeros(4 * 1024 * 512, device="cuda")
+    address = buffer.data_ptr()
+
+    def places(*strides, start=address):
+        return [n for e in range(4) for n in (start + e * 2**20, *strides)]
+
+    for size, split, numbers, words in (
+        ((512, 512), False, places(512, 0, 2), "one of the first and the last is 1"),
+        ((512, 512), False, places(514, 0, 1), "multiples of 16 bytes"),
+        ((512, 512), False, places(512, 0, 1, start=address + 4), "expert 0 lies at"),
+        ((512, 512), True, places(512, 0, 1), "expert 0 lies at"),
+        ((512, 512), False, [*places(512, 0, 1)[:12], *places(1, 0, 512)[12:]], "different axes"),
+        ((512, 512), False, [address, 512, 0], "4 for each expert"),
+    ):
+        with pytest.raises(Exception, match=words):
+            module.wgrad_destination(*size, split, numbers)
+    other = module.wgrad_destination(512, 256, False, places(512, 0, 1))
+    with pytest.raises(Exception, match="gradients are \\[512, 256\\]"):
+        given.launch(module.grouped_wgrad_into, given.left[0], given.right[0], other)
+    torch.cuda.synchronize()
+    assert not buffer.any()
+
+
+MODES = {
+    "default": {},
+    "stagewise": {"frees_stagewise": True},
+    "recompute_z": {"recompute_z": True, "iso_weight": True},
+}
+LAYER = (700, 272, 320, 6, 3)
+
+
+def layer_case(seed=0):
+    tokens, hidden, inner, experts, topk = LAYER
+    return make_case(
+        tokens, hidden=hidden, intermediate=inner, experts=experts, topk=topk, seed=seed
+    )
+
+
+def pending_of(case, settings):
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+    _, saved = OURS.forward(case.x, case.routing(), weights, settings)
+    return OURS.backward_dx(case.dout, saved, weights)[2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arrangement", ["own", "slices", "stacked", "permuted"])
+def test_a_backward_of_the_engine(arrangement, mode):
+    """Through the passes, in memory that held NaNs: as accumulate and flush."""
+    settings, memory = replace(FP8, **MODES[mode]), Memory(LAYER, LAYOUTS[3], arrangement)
+    fill_free_memory(0xFF)
+    for seed in (0, 1):
+        sums = NativeBuffer.zeros(LAYER[3], 2 * LAYER[2], LAYER[1], LAYER[2], False, "cuda")
+        OURS.backward_dw(pending_of(layer_case(seed), settings), sums)
+        assert OURS.problem_of(memory.targets, settings) is None
+        OURS.backward_dw(pending_of(layer_case(seed), settings), memory.targets)
+        memory.expect(sums.dw1, sums.dw2)
+        memory.check()
+
+
+@pytest.mark.parametrize("arrangement", ["own", "slices"])
+def test_replays_of_a_graph_add_each_time(arrangement):
+    """Also after the maps of other memory were made."""
+    case, memory = layer_case(3), Memory(LAYER, LAYOUTS[3], arrangement)
+    pending = pending_of(case, FP8)
+    sums = NativeBuffer.zeros(LAYER[3], 2 * LAYER[2], LAYER[1], LAYER[2], False, "cuda")
+    OURS.backward_dw(replace(pending), sums)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        OURS.backward_dw(replace(pending), memory.targets)
+    memory.check()  # a capture adds nothing
+    OURS.backward_dw(replace(pending), Memory(LAYER, LAYOUTS[3], arrangement).targets)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        memory.expect(sums.dw1, sums.dw2)
+        memory.check()
+
+
+def test_maps_are_made_anew_only_where_memory_moved():
+    passes, memory = passes_on("cuda:0"), Memory(LAYER, LAYOUTS[3], "own")
+    first = passes.gradients(memory.targets)
+    again = passes.gradients(ParameterTargets(memory.targets.up, memory.targets.down))
+    assert all(first[name] is again[name] for name in ("into_dw1", "into_dw2"))
+    moved = passes.gradients(Memory(LAYER, LAYOUTS[3], "own").targets)
+    assert moved["into_dw1"] is not first["into_dw1"]

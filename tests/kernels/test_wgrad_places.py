@@ -1,0 +1,92 @@
+"""The index arithmetic of wgrad's tiles, walked on the host: every element of a destination is added
+to once, by the product it stands for, and nothing beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from sonicmoe.engine.targets import WeightTarget
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.layouts import WeightLayout
+
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+SOURCE = Path(__file__).with_name("wgrad_walk.cpp")
+EXPERTS = 3
+# (H, I): whole tiles, an odd number of 64s, H no multiple of 128, one box of each
+SIZES = [(256, 128), (272, 320), (144, 64), (16, 192)]
+
+
+@pytest.fixture(scope="module")
+def walk(session_folder):
+    library = session_folder / "wgrad_walk.so"
+    with FileLock(f"{library}.lock"):
+        if not library.exists():
+            include = f"-I{find_toolkit().home / 'include'}"
+            command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", include]
+            subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
+    function = ctypes.CDLL(str(library)).walk
+    number, array = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [number, number, ctypes.c_bool, *[number] * 5, *[array] * 3]
+    return function
+
+
+def walked(walk, target, split, experts):
+    """`(count, left row, right row)` of every element of the destination's memory; its first element
+    is the memory's.
+    """
+    m, n = target.native_size
+    places, size = target.places(split), target.tensors[0].untyped_storage().nbytes() // 4
+    touched = [torch.full((size,), start, dtype=torch.int32) for start in (0, -2, -2)]
+    step = (places[-1].address - places[0].address) // 4 // max(len(places) - 1, 1)
+    for expert in experts:
+        _, *strides = places[expert]
+        walk(m, n, split, *strides, step, expert, *(array.data_ptr() for array in touched))
+    return touched
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("split_half", [False, True])
+def test_every_element_once(walk, split_half, transposed, permuted, size):
+    """For both gradients; expert 1 gets none."""
+    hidden, inner = size
+    layout = WeightLayout(transposed, split_half)
+    ids = torch.arange(2 * inner * hidden, dtype=torch.int32)
+    for (m, n), split, to_user in (
+        ((2 * inner, hidden), split_half, layout.user_w1),
+        ((hidden, inner), False, layout.user_w2),
+    ):
+        # Row and column of each native element, as the user's layout has them.
+        row, column = (
+            to_user(part.reshape(m, n)) for part in (ids[: m * n] // n, ids[: m * n] % n)
+        )
+        # Columns and experts behind the matrices' own are somebody else's.
+        shape = (EXPERTS, *row.shape)
+        lead, rows, columns = shape[0] + 1, *(shape[2:0:-1] if permuted else shape[1:])
+        memory = torch.zeros(lead, rows + 2, columns + 4)
+        stacked = memory[:EXPERTS, :rows, :columns]
+        stacked = stacked.transpose(1, 2) if permuted else stacked
+        target = WeightTarget.stacked(stacked, EXPERTS, layout)
+        count, left, right = walked(walk, target, split, (0, 2))
+
+        def as_destination(flat, like=stacked):
+            return flat.as_strided(like.shape, like.stride())
+
+        wanted = torch.zeros(memory.numel(), dtype=torch.int32)
+        as_destination(wanted)[[0, 2]] = 1
+        assert torch.equal(count, wanted)
+        for expert in (0, 2):
+            assert torch.equal(as_destination(left)[expert], row)
+            assert torch.equal(as_destination(right)[expert], column)
