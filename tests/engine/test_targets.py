@@ -1,0 +1,263 @@
+"""Gradients added to the parameters' own memory: why some memory does not serve, in one sentence each,
+and what the reference engine adds, in every layout and arrangement.
+"""
+
+from __future__ import annotations
+
+import pytest
+from engine.moe_golden import make_problem, set_up
+from framework import numpy, torch
+
+from sonicmoe.diagnostics.stages import listening
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.targets import ParameterTargets, WeightTarget, native_buffer
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.errors import ConfigError
+from sonicmoe.interop import data_ptr
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.quant.recipes import RECIPES
+
+ERNIE = WeightLayout(transposed=True, split_half=True)
+LAYOUTS = [ERNIE, WeightLayout(True, False), WeightLayout(False, True), WeightLayout()]
+E, H, I = 3, 32, 64
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def per_expert(ups, downs):
+    return ParameterTargets(
+        WeightTarget.per_expert(ups, ERNIE), WeightTarget.per_expert(downs, ERNIE)
+    )
+
+
+def fitting():
+    return [zeros(H, 2 * I) for _ in range(E)], [zeros(I, H) for _ in range(E)]
+
+
+def problem(targets):
+    return targets.problem(2 * I, H, I, "cpu")
+
+
+class TestProblem:
+    def test_none(self):
+        targets = per_expert(*fitting())
+        assert problem(targets) is None and targets.copy_engine_problem() is None
+        stacked = ParameterTargets(
+            WeightTarget.stacked(zeros(E, H, 2 * I), E, ERNIE),
+            WeightTarget.stacked(zeros(E, I, H), E, ERNIE),
+        )
+        assert problem(stacked) is None and stacked.copy_engine_problem() is None
+
+    def test_one_kind_of_layout_for_each_projection(self):
+        """PaddleFleet converts main_grad of weight1 and leaves that of weight2."""
+        native = WeightLayout()
+        mixed = ParameterTargets(
+            WeightTarget.stacked(zeros(E, 2 * I, H), E, native),
+            WeightTarget.stacked(zeros(E, I, H).transpose(1, 2), E, native),
+        )
+        assert problem(mixed) is None and mixed.copy_engine_problem() is None
+
+    @pytest.mark.parametrize(("tensor", "words"), [
+        (lambda: zeros(H, 2 * I, dtype=torch.bfloat16), "is bfloat16; needed: float32"),
+        (lambda: zeros(2 * I, H), "has shape (128, 32); needed: (32, 128)"),
+        (lambda: zeros(2 * I).as_strided([H, 2 * I], [0, 1]), "under which its elements overlap"),
+    ], ids=("dtype", "shape", "expanded"))  # fmt: skip
+    def test_for_every_engine(self, tensor, words):
+        ups, downs = fitting()
+        ups[1] = tensor()
+        found = problem(per_expert(ups, downs))
+        assert found.startswith("the gradient memory of expert 1's up-projection ")
+        assert words in found and "\n" not in found
+
+    def test_another_device(self):
+        found = per_expert(*fitting()).problem(2 * I, H, I, "cuda:0")
+        words = "expert 0's up-projection is on cpu, and gradients are computed on cuda:0"
+        assert found == f"the gradient memory of {words}"
+
+    @pytest.mark.parametrize(("tensor", "words"), [
+        (lambda: zeros(I, 2 * H)[:, ::2], "needed: 1 in one axis of its matrices"),
+        (lambda: zeros(I, H + 2)[:, :H], "needed: multiples of 16 bytes in all axes but"),
+        (lambda: zeros(I * H + 1)[1:].reshape([I, H]), "needed: a multiple of 16 bytes"),
+    ], ids=("no axis", "stride", "address"))  # fmt: skip
+    def test_for_the_copy_engine(self, tensor, words):
+        ups, downs = fitting()
+        downs[2] = tensor()
+        targets = per_expert(ups, downs)
+        assert problem(targets) is None, "the reference engine adds there"
+        found = targets.copy_engine_problem()
+        assert found.startswith("the gradient memory of expert 2's down-projection ")
+        assert words in found and "\n" not in found
+
+    def test_a_stacked_tensor_is_named_as_one(self):
+        wrong = WeightTarget.stacked(zeros(E, H, 2 * I, dtype=torch.float16), E, ERNIE)
+        down = WeightTarget.stacked(zeros(E, I, H), E, ERNIE)
+        words = "the gradient memory of the up-projections is float16"
+        assert problem(ParameterTargets(wrong, down)).startswith(words)
+
+    def test_overlap(self):
+        buffer = zeros(2 * H * 2 * I)
+        ups, downs = fitting()
+        ups[0] = buffer[: H * 2 * I].reshape([H, 2 * I])
+        ups[2] = buffer[H * 2 * I - 4 : 2 * H * 2 * I - 4].reshape([H, 2 * I])
+        found = per_expert(ups, downs).copy_engine_problem()
+        assert "expert 0's up-projection overlaps" in found and "expert 2's up" in found
+        ups[2] = buffer[H * 2 * I :].reshape([H, 2 * I])
+        assert per_expert(ups, downs).copy_engine_problem() is None
+
+    def test_one_memory_for_two_experts(self):
+        ups, downs = fitting()
+        downs[1] = downs[0]
+        assert "overlaps" in per_expert(ups, downs).copy_engine_problem()
+
+    def test_different_axes(self):
+        ups, downs = fitting()
+        ups[1] = zeros(2 * I, H).transpose(0, 1)
+        words = "the experts' up-projection gradients are contiguous along different axes"
+        assert per_expert(ups, downs).copy_engine_problem() == words
+
+    def test_of_engines(self):
+        """The seam: which engine adds there at all."""
+        targets, fp8 = per_expert(*fitting()), EngineSettings(recipe=RECIPES["iso128"])
+        plain = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False)
+        assert ReferenceEngine().problem_of(targets, fp8) is None
+        assert HopperEngine().problem_of(targets, fp8) is None
+        assert HopperEngine().problem_of(targets, plain).startswith("fp8_wgrad is off")
+        words = "the bf16 engine adds to accumulators in the native layout only"
+        assert Bf16Engine().problem_of(targets, EngineSettings()) == words
+
+
+class TestFingerprint:
+    def test_equal_for_the_same_memory_only(self):
+        ups, _ = fitting()
+        of = lambda tensors: WeightTarget.per_expert(tensors, ERNIE).fingerprint  # noqa: E731
+        assert of(ups) == of([tensor.reshape([H, 2 * I]) for tensor in ups])
+        assert of(ups) != of([ups[0], ups[2], ups[1]])
+        assert of(ups) != of([ups[0], ups[1], None])
+        assert of(ups) != of([zeros(H, 2 * I), *ups[1:]])
+
+    def test_strides_and_shape_count(self):
+        square = zeros(8, 8)
+        of = lambda tensor: WeightTarget.per_expert([tensor], ERNIE).fingerprint  # noqa: E731
+        assert data_ptr(square) == data_ptr(square.transpose(0, 1))
+        assert len({of(square), of(square.transpose(0, 1)), of(square.reshape([4, 16]))}) == 3
+
+
+def arranged(kind, shape, experts):
+    """`experts` matrices in larger memory, that memory, and whether they are one tensor."""
+    rows, columns = shape
+    if kind == "own":
+        memory = [zeros(rows * columns + 8) for _ in range(experts)]
+        return [m[4:-4].reshape(list(shape)) for m in memory], memory, False
+    if kind == "slices":
+        memory = zeros(experts, rows * columns + 4)
+        return [memory[e][:-4].reshape(list(shape)) for e in range(experts)], [memory], False
+    if kind == "permuted":
+        memory = [zeros(columns, rows + 4) for _ in range(experts)]
+        return [m[:, :rows].transpose(0, 1) for m in memory], memory, False
+    memory = zeros(experts + 1, rows, columns)
+    return [memory[:experts]], [memory], True
+
+
+class TestReference:
+    """Against accumulators that are added to the same memory afterwards."""
+
+    @pytest.mark.parametrize("kind", ["own", "slices", "permuted", "stacked"])
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SILU])
+    def test_bits_of_accumulating_and_flushing(self, activation, layout, kind):
+        setup = set_up(make_problem(activation=activation))
+        layout = WeightLayout(layout.transposed, layout.split_half and is_glu(activation))
+        sums = setup.accumulators()
+        shapes = [tuple(int(n) for n in held.shape[1:]) for held in (sums.dw1, sums.dw2)]
+        experts = int(sums.dw1.shape[0])
+        weights, memories = [], []
+        for native in shapes:
+            shape = native[::-1] if layout.transposed else native
+            tensors, memory, stacked = arranged(kind, shape, experts)
+            memories += memory
+            made = (
+                WeightTarget.stacked(tensors[0], experts, layout)
+                if stacked
+                else WeightTarget.per_expert(tensors, layout)
+            )
+            weights.append(made)
+        targets = ParameterTargets(*weights)
+        (n1, hidden), (_, inner) = shapes
+        assert targets.problem(n1, hidden, inner, "cpu") is None
+        for memory in memories:
+            memory.add_(torch.full_like(memory, 0.25))
+        before = [memory.clone() for memory in memories]
+        for times in (1, 2):
+            for held in (sums, targets):
+                _, saved = setup.forward()
+                setup.engine.backward(setup.dout, saved, setup.weights, held)
+            if times == 1:
+                got = [memory.clone() for memory in memories]
+                for memory, value in zip(memories, before, strict=True):
+                    memory.copy_(value)
+                for name, total in (("dw1", sums.dw1), ("dw2", sums.dw2)):
+                    for expert in range(experts):
+                        targets.add(name, expert, total[expert])
+                for memory, value in zip(memories, got, strict=True):
+                    assert (numpy(memory) == numpy(value)).all(), "other bits, or a stranger's"
+        first = numpy(targets.sums("dw1"))
+        assert abs(first - 0.25 - numpy(sums.dw1)).max() < 1e-5 * abs(first).max()
+
+    def test_frozen_parameters(self):
+        setup = set_up(make_problem())
+        sums = setup.accumulators()
+        experts, n1, hidden = (int(n) for n in sums.dw1.shape)
+        inner = int(sums.dw2.shape[2])
+        ups = [zeros(hidden, n1) if e else None for e in range(experts)]
+        targets = per_expert(ups, [None] * experts)
+        for held in (sums, targets):
+            _, saved = setup.forward()
+            setup.engine.backward(setup.dout, saved, setup.weights, held)
+        assert targets.sums("dw2") is None and next(iter(targets.named())) == "dw1[1]"
+        assert targets.problem(n1, hidden, inner, "cpu") is None
+        found = numpy(targets.sums("dw1"))
+        assert (found[1:] == numpy(sums.dw1)[1:]).all() and not found[0].any()
+
+    def test_a_listener_sees_the_sums_and_may_replace_them(self):
+        setup = set_up(make_problem())
+        sums = setup.accumulators()
+        experts, n1, hidden = (int(n) for n in sums.dw1.shape)
+        inner = int(sums.dw2.shape[2])
+        targets = ParameterTargets(
+            WeightTarget.stacked(zeros(experts, hidden, n1), experts, ERNIE),
+            WeightTarget.per_expert([zeros(inner, hidden) for _ in range(experts)], ERNIE),
+        )
+        seen = {"native": {}, "parameters": {}}
+
+        def run(held, where):
+            def listener(name, value):
+                if name in ("dw1", "dw2"):
+                    seen[where][name] = numpy(value)
+                    return value * 2
+                return value
+
+            _, saved = setup.forward()
+            with listening(listener):
+                setup.engine.backward(setup.dout, saved, setup.weights, held)
+
+        run(sums, "native")
+        run(targets, "parameters")
+        for name in ("dw1", "dw2"):
+            assert (seen["native"][name] == seen["parameters"][name]).all()
+            assert (numpy(targets.sums(name)) == 2 * seen["native"][name]).all()
+
+    def test_bytes_and_anchor(self):
+        targets = per_expert([None, *fitting()[0][1:]], fitting()[1])
+        assert targets.nbytes == 4 * (2 * H * 2 * I + 3 * I * H)
+        assert data_ptr(targets.anchor) == data_ptr(targets.up.tensors[1])
+
+
+def test_an_engine_of_accumulators_refuses_parameters():
+    words = "gradient targets are ParameterTargets; this engine adds to a NativeBuffer"
+    with pytest.raises(ConfigError, match=words):
+        native_buffer(per_expert(*fitting()))
