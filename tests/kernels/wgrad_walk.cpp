@@ -1,5 +1,5 @@
-// The tiles of one expert's product as the kernel of fp8_wgrad.cuh walks them, on the host: what the
-// copy engine would fetch and add to, by the shapes of its maps.
+// The tiles of one expert's product as the kernel of fp8_wgrad.cuh walks them, on the host: what
+// the copy engine would fetch and add to, by the shapes of its maps.
 #include "../../sonicmoe/kernels/sm90/wgrad_places.cuh"
 
 namespace {
