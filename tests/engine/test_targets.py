@@ -202,7 +202,7 @@ class TestReference:
                     memory.copy_(value)
                 for name, total in (("dw1", sums.dw1), ("dw2", sums.dw2)):
                     for expert in range(experts):
-                        targets.add(name, expert, total[expert])
+                        targets.add(name, expert, targets.arranged(name, total[expert]))
                 for memory, value in zip(memories, got, strict=True):
                     assert (numpy(memory) == numpy(value)).all(), "other bits, or a stranger's"
         first = numpy(targets.sums("dw1"))
