@@ -26,6 +26,7 @@ from gpu_timing import host_us, interleaved_us
 
 from sonicmoe.engine.hopper_passes import Passes, passes_on
 from sonicmoe.engine.targets import NativeBuffer, ParameterTargets, WeightTarget
+from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import destinations as gradients
 from sonicmoe.interop import current_stream
 from sonicmoe.jit.cuda_source import CudaSource
@@ -177,7 +178,7 @@ def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
 @click.option("--rounds", default=20, show_default=True, help="Timed replays of each variant.")
 def main(baseline: Path | None, json_path: Path | None, rounds: int) -> None:
     """Print microseconds of every variant at every shape."""
-    report, passes = [], passes_on("cuda:0")
+    report, passes = [], passes_on("cuda:0", ActivationType.SWIGLU)
     for shape in SHAPES:
         layer = Layer(*shape)
         calls, held = variants(layer, passes, baseline)

@@ -240,7 +240,7 @@ def test_destinations_are_made_once_and_anew_where_memory_moved(native, monkeypa
         return KERNELS["wgrad_destination"](*arguments)
 
     passes = hopper_passes.Passes(native, NAMES, KERNELS | {"wgrad_destination": spy})
-    monkeypatch.setattr(hopper, "passes_on", lambda device: passes)
+    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
     case, targets = Case(seed=11), parameter_targets(PER_EXPERT)
     first = case.run(OURS, FP8, targets=targets)
     again = ParameterTargets(targets.up, targets.down)  # as the next backward finds the same memory

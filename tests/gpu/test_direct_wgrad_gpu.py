@@ -14,6 +14,7 @@ from gpu.hopper_cases import FP8, OURS, fill_free_memory, make_case, raw
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_wgrad_source
 from sonicmoe.layouts import WeightLayout
@@ -306,7 +307,7 @@ def test_replays_of_a_graph_add_each_time(arrangement):
 
 
 def test_maps_are_made_anew_only_where_memory_moved():
-    passes, memory = passes_on("cuda:0"), Memory(LAYER, LAYOUTS[3], "own")
+    passes, memory = passes_on("cuda:0", ActivationType.SWIGLU), Memory(LAYER, LAYOUTS[3], "own")
     first = passes.gradients(memory.targets)
     again = passes.gradients(ParameterTargets(memory.targets.up, memory.targets.down))
     assert all(first[name] is again[name] for name in ("into_dw1", "into_dw2"))

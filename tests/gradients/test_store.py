@@ -62,7 +62,7 @@ class TestNativeBuffer:
     def test_an_engine_that_takes_no_native_buffer_is_refused(self):
         class Elsewhere(GradientTargets):
             anchor = None
-            add = sums = replace = None
+            add = arranged = sums = replace = None
 
             def named(self):
                 return {}
