@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import CompileError
 
-_TIMEOUT_S = 1800
+BUILD_TIMEOUT_S = 1800
 _LOG_TAIL = 6000
 
 
@@ -27,31 +27,48 @@ def run_build_script(
         CompileError: it failed or took longer than half an hour; ends with the last lines it
             printed.
     """
-    # The request goes through a file, because command lines have a limit and show up in `ps`.
-    path = Path(request["build_directory"]) / "request.json"
-    path.write_text(json.dumps(request), encoding="utf-8")
-    # "" in sys.path is the current directory of this process. `-P` keeps the script's own directory
-    # out of the child's path, where `key.py` or `lock.py` could hide modules of the same names.
-    search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    path = write_request(request)
     try:
         # Standard error goes into the same pipe, so the log keeps the order in which compiler and
         # linker wrote. stdin is closed, because a tool that asks a question would wait for ever.
         done = subprocess.run(
-            [sys.executable, "-P", str(script), str(path)], env={**os.environ, "PYTHONPATH": search, **environment},
+            [sys.executable, "-P", str(script), str(path)], env={**os.environ, "PYTHONPATH": search_path(), **environment},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            timeout=_TIMEOUT_S, check=False, umask=_share(path.parent),
+            timeout=BUILD_TIMEOUT_S, check=False, umask=share(path.parent),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         # `subprocess.run` has killed the child by now. Its output is lost, so the message has none.
-        raise CompileError(f"{name}: the build did not end within {_TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        raise CompileError(
-            f"{name} did not compile (exit status {done.returncode}):\n{done.stdout[-_LOG_TAIL:]}"
-        )
-    return done.stdout
+        raise CompileError(f"{name}: the build did not end within {BUILD_TIMEOUT_S} s") from None
+    return checked(name, done.returncode, done.stdout)
 
 
-def _share(folder: Path) -> int:
+def checked(name: str, status: int, output: str) -> str:
+    """The output of a build.
+
+    Raises:
+        CompileError: the build failed; ends with the last lines it printed.
+    """
+    if status != 0:
+        raise CompileError(f"{name} did not compile (exit status {status}):\n{output[-_LOG_TAIL:]}")
+    return output
+
+
+def write_request(request: dict[str, Any]) -> Path:
+    """The request as a file in its "build_directory"."""
+    # A file, because command lines have a limit and show up in `ps`.
+    path = Path(request["build_directory"]) / "request.json"
+    path.write_text(json.dumps(request), encoding="utf-8")
+    return path
+
+
+def search_path() -> str:
+    """This process's module search path, for the environment of a child."""
+    # "" in sys.path is the current directory of this process. `-P` keeps the script's own directory
+    # out of the child's path, where `key.py` or `lock.py` could hide modules of the same names.
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+
+
+def share(folder: Path) -> int:
     """The umask of a build in `folder`; -1 keeps that of this process.
 
     In a cache that a group shares, another member has to be able to remove what a killed build

@@ -21,13 +21,8 @@ def main(request_path: str) -> int:
     """Build the kernel that the request file describes; returns the exit status."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     folder = Path(request["build_directory"])
-    # Set before the import below, because CuTe DSL takes the architecture when it is imported.
-    # quack would otherwise ask a GPU, which need not be here. CUTE_DSL_KEEP makes the compiler keep
-    # the PTX that `report_resources` assembles.
-    os.environ["CUTE_DSL_ARCH"] = request["arch"]
-    os.environ["QUACK_ARCH"] = request["arch"].removeprefix("sm_").rstrip("af")
-    os.environ["CUTE_DSL_KEEP"] = "ptx"
-    os.environ["CUTE_DSL_DUMP_DIR"] = str(folder)
+    # Set before the import below, because CuTe DSL reads it when it is imported.
+    set_environment(request["arch"], folder)
     if "quack-kernels" in request["packages"]:
         leave_out_graph_compilers()
     module, _, function = request["entry"].partition(":")
@@ -38,6 +33,16 @@ def main(request_path: str) -> int:
     compiled.export_to_c(object_file_path=str(exported), function_name=request["name"])
     report_resources(compiled, folder, request)
     return link(exported, folder, request)
+
+
+def set_environment(arch: str, folder: Path) -> None:
+    """For CuTe DSL and quack, which read it when they are imported."""
+    os.environ["CUTE_DSL_ARCH"] = arch
+    # quack would otherwise ask a GPU, which need not be here.
+    os.environ["QUACK_ARCH"] = arch.removeprefix("sm_").rstrip("af")
+    # The compiler keeps the PTX that `report_resources` assembles.
+    os.environ["CUTE_DSL_KEEP"] = "ptx"
+    os.environ["CUTE_DSL_DUMP_DIR"] = str(folder)
 
 
 def leave_out_graph_compilers() -> None:

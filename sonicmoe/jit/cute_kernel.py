@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import cute_server
 from .cache import CompileCache, default_cache
-from .child import run_build_script
+from .child import checked, run_build_script, share, write_request
 from .cuda_source import BUILD_LOG
 from .errors import CompileError
 from .key import CompileKey, host_abi, package_versions, source_fingerprint
@@ -25,6 +26,8 @@ _BUILD_SCRIPT = Path(__file__).with_name("cute_build.py")
 # Exported kernels call two functions of the CuTe DSL library when a launch fails. This file
 # replaces both, so the library itself need not be loaded.
 _ERROR_REPORTERS = Path(__file__).with_name("cute_runtime_errors.c")
+# Of the server of the rank whose worker this process is; None in all others.
+server_descriptor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,26 @@ class CuteKernel:
             # on its own and find another one than the key names.
             "ptxas": str(toolkit.home / "bin" / "ptxas"), "cuda_lib": str(toolkit.home / "lib64"),
         }  # fmt: skip
-        log = run_build_script(self.name, _BUILD_SCRIPT, request, {})
+        log = self._build(request)
         shutil.copyfile(scratch / f"{self.name}.so", folder / f"{self.name}.so")
         (folder / BUILD_LOG).write_text(log, encoding="utf-8")
+
+    def _build(self, request: dict[str, Any]) -> str:
+        """What the build printed: in a fork of the server where this process was given one, else
+        in a process of its own.
+        """
+        if server_descriptor is not None and self.can_be_forked:
+            done = cute_server.build(
+                server_descriptor, write_request(request), share(Path(request["build_directory"]))
+            )
+            if done is not None:
+                return checked(self.name, *done)
+        return run_build_script(self.name, _BUILD_SCRIPT, request, {})
+
+    @property
+    def can_be_forked(self) -> bool:
+        """Whether a `CuteServer` of the same architecture has imported what this kernel needs."""
+        return "quack-kernels" in self.packages
 
     def _toolchain(self) -> dict[str, str] | None:
         versions, toolkit = dict(package_versions(*self.packages)), find_toolkit()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import unknown_flags
+from . import cute_kernel
 from .cache import CompileCache
 from .errors import CompileError
 from .plan import CompileJob
@@ -26,12 +27,15 @@ from .plan import CompileJob
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The arguments with which a worker opens the same cache."""
+    """The arguments with which a worker opens the same cache, and the descriptor of the server that
+    forks for CuTe kernels, if there is one.
+    """
 
     root: Path
     local_root: Path
     lock_timeout_s: float
     trusted: bool = False
+    cute_server: int | None = None
 
 
 class Worker:
@@ -144,6 +148,7 @@ def serve() -> None:
 
 def _answer(settings: CacheSettings, job: Any) -> float | str:
     started = time.monotonic()
+    cute_kernel.server_descriptor = settings.cute_server
     try:
         job.compile(
             CompileCache(
