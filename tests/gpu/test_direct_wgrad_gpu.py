@@ -115,7 +115,7 @@ class Memory:
             memory.copy_(wanted)
         for name, gradient in (("dw1", dw1), ("dw2", dw2)):
             for expert, matrix in enumerate(gradient):
-                self.targets.add(name, expert, matrix)
+                self.targets.add(name, expert, self.targets.arranged(name, matrix))
         self.wanted = [memory.clone() for memory in self.allocations]
         for memory, now in zip(self.allocations, held, strict=True):
             memory.copy_(now)

@@ -33,7 +33,7 @@ from gpu.hopper_cases import (
 from public_models import EXPERT_SIZES
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.engine.capabilities import Workload
+from sonicmoe.engine.capabilities import HOPPER, Workload
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.select import unavailable
 from sonicmoe.enums import ActivationType, EngineName
@@ -47,6 +47,7 @@ from sonicmoe.kernels.quack_gemm import (
     wgrad_down_kernel,
     wgrad_up_kernel,
 )
+from sonicmoe.kernels.sm90 import engine_sources
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +62,9 @@ def compiled():
     spec, shape = ModelSpec(E, H, I), MlpShape(H, I, ActivationType.SWIGLU, arch="sm_90a")
     plain = (expert_rows_source("sm_90a"), wgrad_down_kernel(shape), wgrad_up_kernel(shape))
     jobs = (*plan(spec, SonicMoEConfig(fp8_mode="perf").resolve()), *plain)
+    # The fused GEMMs are compiled for one activation.
+    for activation in HOPPER.activations:
+        jobs += tuple(engine_sources("sm_90a", activation))
     report = warm_up(
         spec, default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs))
     )

@@ -4,6 +4,7 @@ bounded time and says why, over NCCL and over DeepEP.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -43,7 +44,8 @@ def test_the_other_rank_ends_and_says_why(kind, place, tmp_path):
     processes = [
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(tmp_path), kind, place],
-            env=environment(TORCH_NCCL_DUMP_ON_TIMEOUT="0"),
+            # Packages may come from a path that only this process's `sys.path` knows.
+            env=environment(PYTHONPATH=os.pathsep.join(sys.path), TORCH_NCCL_DUMP_ON_TIMEOUT="0"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

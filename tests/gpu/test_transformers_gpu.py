@@ -79,9 +79,10 @@ def test_gpt_oss_runs_in_bf16(implementation: str, monkeypatch, caplog) -> None:
         found
     )  # a z that bf16 rounds across a bound turns its gradient on or off
     assert found["logits"] <= BF16 and set(names) == {"bf16"}
-    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warned) == (implementation == "sonicmoe_fp8") and all(
-        "not hopper: " in message for message in warned
+    # With a cold cache there are lines on compiling, too.
+    warned = [record for record in caplog.records if "not hopper: " in record.message]
+    assert [record.levelname for record in warned] == ["WARNING"] * (
+        implementation == "sonicmoe_fp8"
     )
 
 
