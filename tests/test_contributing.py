@@ -76,9 +76,8 @@ def test_a_new_kernel(tmp_path):
         carry_out(step, tree)
     planned = python(tree, "-c", PLANNED)
     assert planned.stdout == "fp8 True\nbf16 False\n", planned.stderr
-    passes(tree, "tests/test_import_hygiene.py", "-k", "layer or upward")
-    passes(tree, "tests/kernels/test_row_maxima_on_host.py")
-    passes(tree, GATE, "-k", "row_maxima")
+    pages = ("tests/test_import_hygiene.py", "tests/kernels/test_row_maxima_on_host.py", GATE)
+    passes(tree, *pages, "-k", "layer or upward or row_maxima")
 
     # The gate sees what it is there for: a kernel whose values do not fit into its registers.
     source = tree / "sonicmoe/kernels/cuda/row_maxima.cu"
@@ -209,9 +208,10 @@ def test_a_new_activation(tmp_path):
     computed = python(tree, "-c", ACTIVATION)
     wanted = "hopper None\nbf16 None\nreference None\nTrue True True\nTrue\n"
     assert computed.stdout == wanted, computed.stderr
-    passes(tree, "tests/engine/test_engine_activations.py", "-k", "qgeglu")
-    passes(tree, "tests/engine/test_capabilities.py", "-k", "ActivationsOfRecords")
-    passes(tree, "tests/engine/test_engine_select.py", "-k", "never_picks")
+    pages = (
+        f"tests/engine/test_{n}.py" for n in ("engine_activations", "capabilities", "engine_select")
+    )
+    passes(tree, *pages, "-k", "qgeglu or ActivationsOfRecords or never_picks")
 
     # The page with the table of the engines is asked to follow.
     result = python(tree, "-m", "pytest", "-q", "tests/engine/test_capabilities.py", "-k", "table")

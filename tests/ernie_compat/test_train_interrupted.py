@@ -47,8 +47,9 @@ def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path
 
 # A terminal of its own, closed after three steps; prints the exit code of the training.
 LOST_TERMINAL = """
-import json, os, pty, select, sys, time
+import json, os, pty, select, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 options = sys.argv[1:]
 child, terminal = pty.fork()
 if child == 0:
@@ -114,9 +115,14 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
 def test_each_signal_asks_for_a_checkpoint(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(number)
-    with InterruptGuard(progress_console()) as guard:
-        signal.raise_signal(number)
-        assert guard.requested() and guard.received == number
-    assert signal.getsignal(number) == before
+    # The tests may run under nohup, which has the signal of a lost terminal ignored.
+    handler = signal.default_int_handler
+    before = signal.signal(number, handler)
+    try:
+        with InterruptGuard(progress_console()) as guard:
+            signal.raise_signal(number)
+            assert guard.requested() and guard.received == number
+        assert signal.getsignal(number) == handler
+    finally:
+        signal.signal(number, before)
     assert "stopping after this step" in capsys.readouterr().err

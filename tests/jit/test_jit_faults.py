@@ -170,10 +170,12 @@ def number_of_calls(scene: Scene, cases: Cases) -> list[str]:
     return calls.names
 
 
-@pytest.mark.parametrize("share", [0.04, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_one_failing_call(scene: Scene, share: float, memory: Path) -> None:
-    """Calls of the scene, each with one of the errors: some of them in the gate, else all."""
+def test_one_failing_call(scene: Scene, memory: Path, pytestconfig: pytest.Config) -> None:
+    """Calls of the scene, each with one of the errors: a sample in the gate, all of them with
+    `pytest --attacks 5000`.
+    """
+    share = min(1.0, pytestconfig.getoption("--attacks") / 5000)
     cases = Cases(memory, scene)
     names = number_of_calls(scene, cases)
     chosen = random.Random(SEED)
