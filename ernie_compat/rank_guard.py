@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from sonicmoe.errors import SonicMoEError
+from sonicmoe.errors import RankLostError, SonicMoEError
 
 from .liveness import SILENCE_S, RankWatch
 from .parallel import Parallel
@@ -60,15 +60,16 @@ class RankGuard:
         """Say goodbye, or report this rank's failure.
 
         When another rank dies, its end may arrive here as a broken collective. Reporting that as a
-        failure of this rank would hide the cause, so an error that is not one of this package first
-        waits for the news.
+        failure of this rank would hide the cause, so a lost rank and an error that is not one of
+        this package first wait for the news.
         """
         if self._watch is None:
             return
         if error is None:
             self._watch.close()
             return
-        if isinstance(error, Exception) and not isinstance(error, SonicMoEError):
+        own = isinstance(error, SonicMoEError) and not isinstance(error, RankLostError)
+        if isinstance(error, Exception) and not own:
             self._watch.wait_for_news(NEWS_S)  # `_stop` ends the process
         self._watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 

@@ -26,7 +26,7 @@ from ernie_compat.model_config import (
 )
 
 from ..enums import EngineName
-from ..errors import ConfigError, SonicMoEError, expect
+from ..errors import ConfigError, RankLostError, SonicMoEError, expect
 from .refusals import Location, OneLineCommand, drop_unwritable
 from .screen import progress_console
 from .train_report import announce, draw, report
@@ -180,7 +180,7 @@ def train(
         said_by_rank_0 = isinstance(error, ConfigError | CheckpointError)
         _fail(
             str(error),
-            EXIT_FAILED if isinstance(error, ArithmeticError) else EXIT_BAD_INPUT,
+            EXIT_FAILED if isinstance(error, ArithmeticError | RankLostError) else EXIT_BAD_INPUT,
             said_by_rank_0,
         )
     except OSError as error:
