@@ -21,6 +21,7 @@ from typing import Any
 from ..config import unknown_flags
 from . import cute_kernel
 from .cache import CompileCache
+from .child import search_path
 from .errors import CompileError
 from .plan import CompileJob
 
@@ -110,12 +111,11 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The worker must import the same package as this process, which may come from a path that
-        # only `sys.path` knows. `-P` keeps the current directory out unless it is in that path.
-        search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        # only `sys.path` knows.
         command = [sys.executable, "-P", "-m", __name__]
         told = unknown_flags()  # this process has warned of them; its workers need not repeat it
         environment = {name: value for name, value in os.environ.items() if name not in told} | {
-            "PYTHONPATH": search
+            "PYTHONPATH": search_path()
         }
         return subprocess.Popen(
             command,
