@@ -43,6 +43,8 @@ from ..layouts import WeightSource
 from ..routing.backends import arch_of
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
+from . import bf16_gradients
+from .bf16_gradients import Destinations
 from .capabilities import BF16, Workload, require
 from .interface import (
     Change,
@@ -50,13 +52,12 @@ from .interface import (
     EngineSettings,
     EngineWeights,
     GradientTargets,
-    NativeBuffer,
+    ParameterTargets,
     PendingWgrad,
     Saved,
     check_dout,
     check_forward,
     check_weights,
-    native_buffer,
 )
 
 Tensor = torch.Tensor
@@ -194,32 +195,47 @@ class Bf16Engine(Engine):
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Two GEMMs that add into the accumulators, and the bias sums."""
-        sums, settings, routing = native_buffer(targets), pending.settings, pending.routing
+        """A GEMM for each projection that anybody wants the gradient of, and the bias sums.
+
+        Raises:
+            ConfigError: it cannot add to these targets, for the reason that `problem_of` gives.
+        """
+        places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
         if x is None or dout is None or dz is None or y1s is None:
             raise RuntimeError(
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
-        if routing.num_rows > 0:
-            gemms = _gemms_of_operands(x, dz, y1s, sums, settings.activation)
+        if routing.num_rows > 0 and places.are_wanted:
+            gemms = _gemms_of_operands(x, dz, y1s, places, settings.activation)
             with plain_ops(), _launch_scope(x):
                 rows = ExpertRows.of(routing)
-                gemms.load_wgrads()
-                sums.adding = True
-                if sums.db1 is not None and sums.db2 is not None:
-                    rows.add_columns(dout, sums.db2, weight=routing.row_prob)
-                    rows.add_columns(dz, sums.db1, weight=None)
-                with stage("dw2"):
-                    gemms.wgrad_down(dout, y1s, sums.dw2, rows.cu_rows, rows.gather_index)
+                if places.dw2 is not None:
+                    gemms.load_wgrad("wgrad_down", places.dw2.stored)
+                if places.dw1 is not None:
+                    gemms.load_wgrad("wgrad_up", places.dw1.stored)
+                targets.adding = True
+                if places.db1 is not None and places.db2 is not None:
+                    rows.add_columns(dout, places.db2, weight=routing.row_prob)
+                    rows.add_columns(dz, places.db1, weight=None)
+                if places.dw2 is not None:
+                    with stage("dw2"):
+                        tensor, stored = places.dw2
+                        gemms.wgrad_down(dout, y1s, tensor, rows.cu_rows, rows.gather_index, stored)
                 if settings.frees_stagewise:
                     # The local names count too: the memory is free for dw1 only when all references
                     # are gone.
                     pending.dout = pending.y1s = dout = y1s = None
-                with stage("dw1"):
-                    gemms.wgrad_up(x, dz, sums.dw1, rows.cu_rows, rows.gather_index)
-                sums.adding = False
+                if places.dw1 is not None:
+                    with stage("dw1"):
+                        tensor, stored = places.dw1
+                        gemms.wgrad_up(x, dz, tensor, rows.cu_rows, rows.gather_index, stored)
+                targets.adding = False
         pending.x = pending.dout = pending.dz = pending.y1s = None
+
+    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+        """As the seam says; its GEMMs must be able to add there."""
+        return bf16_gradients.problem_of(targets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,10 +360,10 @@ def _launch_scope(tensor: Tensor) -> Iterator[None]:
 
 
 def _gemms_of_operands(
-    x: Tensor, dz: Tensor, y1s: Tensor, accumulators: NativeBuffer, activation: ActivationType
+    x: Tensor, dz: Tensor, y1s: Tensor, places: Destinations, activation: ActivationType
 ) -> GroupedGemms:
     hidden, intermediate = int(x.shape[1]), int(y1s.shape[1])
-    bias = accumulators.db1 is not None
+    bias = places.db1 is not None
     gpu = _gpu(device_name(x))
     shape = MlpShape(hidden, intermediate, activation, dtype_name(dz.dtype), bias, arch=gpu.arch)
     return grouped_gemms(shape, gpu.multiprocessors)

@@ -155,6 +155,7 @@ BF16 = EngineRecord(
     intermediate_multiple=8,
     biases=True,
     sets_parameters=False,
+    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
     jobs=_bf16_jobs,

@@ -144,8 +144,8 @@ class HopperEngine(Engine):
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Two GEMMs that add into the accumulators or the parameters' own memory, in FP8, or into
-        the accumulators in BF16 with `fp8_wgrad` off.
+        """Two GEMMs that add into the accumulators or the parameters' own memory, in FP8, or in
+        BF16 with `fp8_wgrad` off.
         """
         settings = pending.settings
         if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
@@ -162,9 +162,11 @@ class HopperEngine(Engine):
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
-        """As the seam says; the copy engine must be able to add there."""
+        """As the seam says; the copy engine must be able to add there, and with `fp8_wgrad` off the
+        BF16 GEMMs.
+        """
         if not settings.fp8_wgrad:
-            return "fp8_wgrad is off, and weight gradients that are not FP8 are added to accumulators only"
+            return Bf16Engine().problem_of(targets, settings)
         return targets.copy_engine_problem()
 
 

@@ -164,16 +164,16 @@ def compile_dgated(
     )
 
 
-def compile_wgrad(
-    *, transpose: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
-) -> Any:
+def compile_wgrad(*, stored: str, dtype: str, tile, cluster, pingpong: bool, swizzle: int) -> Any:
     """`f(tokens [T, M], rows [R, N], dw fp32, cu_rows, gather_index [R], max_clusters)`: `dw[e] +=
     tokens[gather_index]^T rows`.
 
-    dw: `[E, M, N]`, or `[E, N, M]` (the transposed product) when `transpose`. Every element is
-    added to by one thread block, so equal calls give equal bits; an expert without rows has +0
-    added.
+    dw, whose last axis is contiguous, holds `[E, M, N]` where `stored` is "inner", and the
+    transposed product `[E, N, M]` where it is "hidden". Where it is "halves", that product's even
+    rows come first, and its odd rows behind them. Every element is added to by one thread block, so
+    equal calls give equal bits; an expert without rows has +0 added.
     """
+    transpose = stored != "inner"
     gemm = GemmDefaultSm90(
         Float32,
         _DTYPES[dtype],
@@ -182,6 +182,10 @@ def compile_wgrad(
         pingpong=pingpong,
         gather_A=True,
         use_pdl=False,
+        # quack then cuts the axis of dw that is not contiguous into (2, N / 2), each with a stride
+        # of its own. So the copy engine sorts even and odd rows apart, and also ends a tile that
+        # ends past N / 2 rows there.
+        concat_layout=("out",) if stored == "halves" else None,
     )
 
     @cute.jit

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,25 @@ CANDIDATES: dict[str, Candidates] = {
 }
 
 
+class Stored(Enum):
+    """How the weight gradients of one projection lie in memory; W is N1 of up, I of down.
+
+    The rows of a gradient may be any distance apart that is a multiple of 16 bytes, and so may the
+    matrices of two experts. The axis that is contiguous is compiled in.
+    """
+
+    INNER = "inner"  # [E, H, W], contiguous along W
+    HIDDEN = "hidden"  # [E, W, H], contiguous along H
+    HALVES = "halves"  # of up, as HIDDEN: all gate rows come first, and all up rows follow
+
+
+# Of each product, that of the native layout first.
+STORED = {
+    "wgrad_down": (Stored.INNER, Stored.HIDDEN),
+    "wgrad_up": (Stored.HIDDEN, Stored.INNER, Stored.HALVES),
+}
+
+
 @dataclass(frozen=True)
 class MlpShape:
     """What the variants of one expert MLP are compiled for; static over a training run.
@@ -204,21 +224,26 @@ def dgrad_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKerne
     return _kernel("dgrad", "compile_down", shape, config or choose_config("dgrad", shape), special)
 
 
-def wgrad_down_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+def wgrad_down_kernel(
+    shape: MlpShape, config: GemmConfig | None = None, stored: Stored = Stored.INNER
+) -> CuteKernel:
     """`dw2[e] += dout^T y1s` over the rows of e; dout gathered."""
-    config = config or choose_config("wgrad_down", shape)
-    return _kernel("wgrad_down", "compile_wgrad", shape, config, {"transpose": False})
+    return _wgrad_kernel("wgrad_down", shape, config, stored)
 
 
-def wgrad_up_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKernel:
+def wgrad_up_kernel(
+    shape: MlpShape, config: GemmConfig | None = None, stored: Stored = Stored.HIDDEN
+) -> CuteKernel:
     """`dw1[e] += dz^T x` over the rows of e; x gathered."""
-    return _kernel(
-        "wgrad_up",
-        "compile_wgrad",
-        shape,
-        config or choose_config("wgrad_up", shape),
-        {"transpose": True},
-    )
+    return _wgrad_kernel("wgrad_up", shape, config, stored)
+
+
+# One name for both: where the tilings agree, both products launch the same artefact.
+def _wgrad_kernel(
+    product: str, shape: MlpShape, config: GemmConfig | None, stored: Stored
+) -> CuteKernel:
+    config = config or choose_config(product, shape)
+    return _kernel("wgrad", "compile_wgrad", shape, config, {"stored": stored.value})
 
 
 def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKernel, ...]:
@@ -237,8 +262,15 @@ def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKern
 
 
 def wgrad_kernels(shape: MlpShape) -> tuple[CuteKernel, ...]:
-    """The two variants that weight gradients launch."""
-    return wgrad_down_kernel(shape), wgrad_up_kernel(shape)
+    """The distinct variants that weight gradients launch, however their memory lies."""
+    variants = (
+        _wgrad_kernel(product, shape, None, stored)
+        for product, every in STORED.items()
+        for stored in every
+        # Only gated activations have halves.
+        if stored is not Stored.HALVES or is_glu(shape.activation)
+    )
+    return tuple(dict.fromkeys(variants))
 
 
 def _activation(shape: MlpShape) -> dict[str, Any]:
@@ -272,6 +304,7 @@ class GroupedGemms:
         block each.
         """
         self.shape = shape
+        self._wgrads: dict[tuple[str, Stored], Launch] = {}
         # Persistent kernels: as many clusters as fit on the device at once, each of which takes
         # tile after tile. More of them would wait for a place, fewer leave multiprocessors idle.
         configs = {product: choose_config(product, shape) for product in CANDIDATES}
@@ -325,18 +358,27 @@ class GroupedGemms:
         """dz `[R, N1]`, w1 -> dx_rows `[R, H]`."""
         self._dgrad(dz, w1, dx_rows, None, cu_rows, None, self._clusters["dgrad"])
 
-    def load_wgrads(self) -> None:
-        """Load both kernels of the weight gradients, or raise before either has added anything."""
-        _ = self._wgrad_down, self._wgrad_up
+    def load_wgrad(self, product: str, stored: Stored) -> None:
+        """Load the kernel of "wgrad_down" or "wgrad_up", or raise before anything is added."""
+        if (product, stored) not in self._wgrads:
+            kernel = _wgrad_kernel(product, self.shape, None, stored)
+            self._wgrads[product, stored] = _load(kernel)
 
-    def wgrad_down(self, dout: Any, y1s: Any, dw2: Any, cu_rows: Any, index: Any) -> None:
-        """dout `[T, H]`, y1s `[R, I]` -> added to dw2 fp32 `[E, H, I]`."""
-        clusters = self._clusters["wgrad_down"]
-        self._wgrad_down(dout, y1s, dw2, cu_rows, index, clusters)
+    def wgrad_down(
+        self, dout: Any, y1s: Any, dw2: Any, cu_rows: Any, index: Any, stored: Stored = Stored.INNER
+    ) -> None:
+        """dout `[T, H]`, y1s `[R, I]` -> added to dw2 fp32 `[E, H, I]`, or `[E, I, H]`: `stored`."""
+        self._wgrad("wgrad_down", stored, dout, y1s, dw2, cu_rows, index)
 
-    def wgrad_up(self, x: Any, dz: Any, dw1: Any, cu_rows: Any, index: Any) -> None:
-        """x `[T, H]`, dz `[R, N1]` -> added to dw1 fp32 `[E, N1, H]`."""
-        self._wgrad_up(x, dz, dw1, cu_rows, index, self._clusters["wgrad_up"])
+    def wgrad_up(
+        self, x: Any, dz: Any, dw1: Any, cu_rows: Any, index: Any, stored: Stored = Stored.HIDDEN
+    ) -> None:
+        """x `[T, H]`, dz `[R, N1]` -> added to dw1 fp32 `[E, N1, H]`, or `[E, H, N1]`: `stored`."""
+        self._wgrad("wgrad_up", stored, x, dz, dw1, cu_rows, index)
+
+    def _wgrad(self, product: str, stored: Stored, *operands: Any) -> None:
+        self.load_wgrad(product, stored)
+        self._wgrads[product, stored](*operands, self._clusters[product])
 
     @cached_property
     # Each variant loads at its first launch: an inference process never loads, or compiles, the
@@ -363,14 +405,6 @@ class GroupedGemms:
     @cached_property
     def _dgrad(self) -> Launch:
         return _load(dgrad_kernel(self.shape))
-
-    @cached_property
-    def _wgrad_down(self) -> Launch:
-        return _load(wgrad_down_kernel(self.shape))
-
-    @cached_property
-    def _wgrad_up(self) -> Launch:
-        return _load(wgrad_up_kernel(self.shape))
 
 
 def _load(kernel: CuteKernel) -> Launch:

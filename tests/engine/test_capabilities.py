@@ -111,7 +111,7 @@ def test_what_hopper_computes(changes):
         (HOPPER, {"intermediate_size": 96}, "H is 2048 and I is 96", ShapeError),
         (HOPPER, {"tokens": TokenFormat.E4M3_1X128}, "tokens come as 'e4m3_1x128'", DTypeError),
         (
-            BF16,
+            replace(BF16, gradients=(GradientTarget.NATIVE,)),
             {"gradients": GradientTarget.MAIN_GRAD},
             "gradients are wanted in 'main_grad', and it adds into ['native']",
             ConfigError,

@@ -126,8 +126,8 @@ class TestProblem:
         plain = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False)
         assert ReferenceEngine().problem_of(targets, fp8) is None
         assert HopperEngine().problem_of(targets, fp8) is None
-        assert HopperEngine().problem_of(targets, plain).startswith("fp8_wgrad is off")
-        words = "the bf16 engine adds to accumulators in the native layout only"
+        words = "up-projection gradients have a tensor for each expert, and the BF16 GEMMs add to one for all"
+        assert HopperEngine().problem_of(targets, plain) == words
         assert Bf16Engine().problem_of(targets, EngineSettings()) == words
 
 

@@ -44,8 +44,7 @@ from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels.quack_gemm import (
     MlpShape,
     expert_rows_source,
-    wgrad_down_kernel,
-    wgrad_up_kernel,
+    wgrad_kernels,
 )
 from sonicmoe.kernels.sm90 import engine_sources
 
@@ -60,7 +59,7 @@ WGRADS = pytest.mark.parametrize("settings", [FP8, PLAIN_WGRAD], ids=["fp8 wgrad
 def compiled():
     """Every kernel of this module, built in parallel; nothing below may compile."""
     spec, shape = ModelSpec(E, H, I), MlpShape(H, I, ActivationType.SWIGLU, arch="sm_90a")
-    plain = (expert_rows_source("sm_90a"), wgrad_down_kernel(shape), wgrad_up_kernel(shape))
+    plain = (expert_rows_source("sm_90a"), *wgrad_kernels(shape))
     jobs = (*plan(spec, SonicMoEConfig(fp8_mode="perf").resolve()), *plain)
     # The fused GEMMs are compiled for one activation.
     for activation in HOPPER.activations:

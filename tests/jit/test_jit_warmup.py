@@ -257,10 +257,7 @@ def test_plan_is_static_and_distinct() -> None:
 
 
 FP8_KERNELS = {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "wgrad_operands"}
-BF16_KERNELS = {
-    f"bf16_{name}"
-    for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")
-}
+BF16_KERNELS = {f"bf16_{name}" for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad")}
 EVERY_RUN = {"routing_metadata", "aggregate", "flush"}
 MISSING = missing_package(BF16.jobs(None, "sm_90a"))
 needs_quack = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -289,7 +286,7 @@ def test_what_each_precision_compiles() -> None:
     both, fp8, bf16 = (warm_up_plan(SPEC, precision) for precision in ("both", "fp8", "bf16"))
     assert [p.precision for p in (both, fp8, bf16)] == ["both", "fp8", "bf16"]
     assert not (both.left_out or fp8.left_out or bf16.left_out)
-    plain_wgrad = {"bf16_wgrad_down", "bf16_wgrad_up"}
+    plain_wgrad = {"bf16_wgrad"}
     assert names(fp8) & (FP8_KERNELS | BF16_KERNELS) == FP8_KERNELS | plain_wgrad
     assert names(bf16) & (FP8_KERNELS | BF16_KERNELS) == BF16_KERNELS
     assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs) and len(set(both.jobs)) == len(
@@ -345,7 +342,7 @@ def test_the_bf16_part_knows_its_activations(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(RECORDS, BF16.name, replace(BF16, activations=others))
     planned = warm_up_plan(SPEC)
     assert planned.left_out[-1].startswith("bf16: the activation is 'swiglu', and it has [")
-    assert not (BF16_KERNELS - {"bf16_wgrad_down", "bf16_wgrad_up"}) & names(planned)
+    assert not (BF16_KERNELS - {"bf16_wgrad"}) & names(planned)
 
 
 def test_an_unknown_precision_is_refused() -> None:

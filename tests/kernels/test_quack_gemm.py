@@ -35,11 +35,13 @@ from sonicmoe.kernels.quack_gemm import (
     GemmConfig,
     GroupedGemms,
     MlpShape,
+    Stored,
     all_kernels,
     candidates,
     choose_config,
     down_kernel,
     expert_rows_source,
+    wgrad_up_kernel,
 )
 
 SWIGLU, ARCH = ActivationType.SWIGLU, "sm_90a"
@@ -78,6 +80,11 @@ def every_variant() -> tuple[CuteKernel, ...]:
             variants += all_kernels(shape, recompute_z=True)
             variants += [tiled("up", config, shape) for config, _ in candidates("up", shape)]
     variants += all_kernels(replace(SHAPE, dtype="float16"), recompute_z=True)
+    variants += [
+        wgrad_up_kernel(SHAPE, config, stored)
+        for stored in Stored
+        for config, _ in CANDIDATES["wgrad_up"]
+    ]
     return tuple(dict.fromkeys(variants))
 
 
@@ -285,7 +292,7 @@ def test_plan_covers_a_training_run_with_and_without_biases() -> None:
     assert planned(spec) == everything
     assert planned(spec, engine="reference") == set()
     assert planned(spec, fp8_mode="perf") == set()
-    plain_wgrad = {"expert_rows", "bf16_wgrad_down", "bf16_wgrad_up"}
+    plain_wgrad = {"expert_rows", "bf16_wgrad"}
     assert planned(spec, fp8_mode="perf", fp8_wgrad=False) == (plain_wgrad if everything else set())
     assert planned(replace(spec, arch="sm_100a")) == set()
     assert planned(replace(spec, dtype="float32")) == everything, "fp32 master weights, bf16 tokens"

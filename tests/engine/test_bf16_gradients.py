@@ -1,0 +1,238 @@
+"""Where the BF16 GEMMs add weight gradients: which memory of parameters they can add to, why not to the
+rest, and that the variant which is chosen adds every element where the parameters have it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from framework import numpy, torch
+
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.bf16_gradients import Destinations
+from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.targets import NativeBuffer, ParameterTargets, WeightTarget
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError
+from sonicmoe.interop import data_ptr
+from sonicmoe.kernels.quack_gemm import STORED, Stored
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.quant.recipes import RECIPES
+
+E, H, I = 3, 32, 24
+N1 = 2 * I
+NATIVE, ERNIE = WeightLayout(), WeightLayout(transposed=True, split_half=True)
+LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
+BF16 = EngineSettings()
+PLAIN_WGRAD = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def contiguous(*shape):
+    return zeros(*shape)
+
+
+def other_axis(experts, rows, columns):
+    """Memory in the other order of a matrix's axes, rows padded."""
+    return zeros(experts, columns, rows + 4)[:, :, :rows].transpose(1, 2)
+
+
+def experts_inside(experts, rows, columns):
+    """Memory in which the experts' rows lie side by side."""
+    return zeros(rows, experts, columns).transpose(0, 1)
+
+
+def slices(experts, rows, columns):
+    """A part of each row of a larger buffer."""
+    return zeros(experts, rows * columns + 8)[:, 4:-4].reshape([experts, rows, columns])
+
+
+ARRANGEMENTS = [contiguous, other_axis, experts_inside]
+
+
+def shapes(layout, n1=N1):
+    sizes = ((n1, H), (H, I))
+    return [size[::-1] if layout.transposed else size for size in sizes]
+
+
+def stacked(up, down, layout=NATIVE, down_layout=None):
+    experts = int((up if up is not None else down).shape[0])
+    return ParameterTargets(
+        WeightTarget.stacked(up, experts, layout),
+        WeightTarget.stacked(down, experts, down_layout or layout),
+    )
+
+
+def problem(targets):
+    """Of the engine; the Hopper engine without FP8 weight gradients runs the same GEMMs."""
+    assert targets.problem(N1, H, I, "cpu") is None
+    found = Bf16Engine().problem_of(targets, BF16)
+    assert HopperEngine().problem_of(targets, PLAIN_WGRAD) == found
+    if found is not None:
+        assert "\n" not in found and not targets.adding
+        with pytest.raises(ConfigError, match="the BF16 GEMMs cannot add to these parameters: "):
+            Destinations.of(targets)
+    return found
+
+
+def add(place, product):
+    """What the GEMM of a variant does with its product `[E, H, W]`, as `quack_build` says."""
+    if place.stored is Stored.HALVES:
+        turned = product.transpose(1, 2)
+        product = torch.cat([turned[:, 0::2], turned[:, 1::2]], 1)
+    elif place.stored is Stored.HIDDEN:
+        product = product.transpose(1, 2)
+    assert int(place.tensor.stride()[2]) == 1
+    assert tuple(place.tensor.shape) == tuple(product.shape)
+    place.tensor.add_(product)
+
+
+def numbers(*shape):
+    count = 1
+    for size in shape:
+        count *= size
+    return torch.arange(count, dtype=torch.float32).reshape(list(shape))
+
+
+class TestTheVariant:
+    """On the host the index arithmetic of each variant, against what every engine must add."""
+
+    @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.__name__)
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_adds_where_the_parameters_have_it(self, gated, layout, arrangement):
+        layout = WeightLayout(layout.transposed, layout.split_half and gated)
+        n1 = N1 if gated else I
+        made = [[arrangement(E, *size) for size in shapes(layout, n1)] for _ in range(2)]
+        ours, wanted = (stacked(*pair, layout) for pair in made)
+        along_up = (arrangement is other_axis) != layout.transposed
+        found = Bf16Engine().problem_of(ours, BF16)
+        if layout.split_half and along_up:
+            assert found is not None
+            ours = stacked(None, made[0][1], layout)
+            found = Bf16Engine().problem_of(ours, BF16)
+        assert found is None
+        places, (dw1, dw2) = Destinations.of(ours), (numbers(E, n1, H), numbers(E, H, I))
+        if places.dw1 is not None:
+            assert places.dw1.stored in STORED["wgrad_up"]
+            add(places.dw1, dw1.transpose(1, 2))
+        assert places.dw2.stored in STORED["wgrad_down"]
+        add(places.dw2, dw2)
+        for expert in range(E):
+            wanted.add("dw1", expert, wanted.arranged("dw1", dw1[expert]))
+            wanted.add("dw2", expert, wanted.arranged("dw2", dw2[expert]))
+        if places.dw1 is not None:
+            assert (numpy(made[0][0]) == numpy(made[1][0])).all()
+        assert (numpy(made[0][1]) == numpy(made[1][1])).all() and numpy(made[0][1]).any()
+
+    def test_of_accumulators(self):
+        sums = NativeBuffer.zeros(E, N1, H, I, True, "cpu")
+        places, dw1, dw2 = Destinations.of(sums), numbers(E, N1, H), numbers(E, H, I)
+        add(places.dw1, dw1.transpose(1, 2))
+        add(places.dw2, dw2)
+        assert (numpy(sums.dw1) == numpy(dw1)).all() and (numpy(sums.dw2) == numpy(dw2)).all()
+        assert places.db1 is sums.db1 and places.db2 is sums.db2
+        assert [places.dw1.stored, places.dw2.stored] == [
+            STORED["wgrad_up"][0], STORED["wgrad_down"][0],
+        ]  # fmt: skip
+
+    def test_takes_the_memory_itself(self):
+        """Also of a slice of a communication buffer, and of one layout for each projection."""
+        up, down = slices(E, N1, H), slices(E, I, H)
+        if data_ptr(up[0]) % 16 or int(up.stride()[0]) == N1 * H:
+            pytest.skip("this framework copies such a slice")
+        targets = stacked(up, down, NATIVE, WeightLayout(transposed=True))
+        assert problem(targets) is None
+        places = Destinations.of(targets)
+        assert data_ptr(places.dw1.tensor) == data_ptr(up)
+        assert tuple(places.dw1.tensor.stride()) == (N1 * H + 8, H, 1)
+        assert places.dw2.stored is Stored.HIDDEN
+
+    def test_frozen(self):
+        up, down = zeros(E, N1, H), zeros(E, H, I)
+        places = Destinations.of(stacked(up, None))
+        assert places.dw2 is None and places.dw1 is not None and places.are_wanted
+        places = Destinations.of(stacked(None, down))
+        assert places.dw1 is None and places.dw2 is not None and places.are_wanted
+        frozen = WeightTarget.stacked(None, E, NATIVE)
+        assert not Destinations.of(ParameterTargets(frozen, frozen)).are_wanted
+        each = WeightTarget.per_expert([None] * E, ERNIE)
+        assert problem(ParameterTargets(each, each)) is None, "no tensor, no question where it lies"
+
+
+class TestRefused:
+    """One sentence with the reason; nothing was added."""
+
+    def test_a_tensor_for_each_expert(self):
+        up = WeightTarget.per_expert([zeros(N1, H) for _ in range(E)], NATIVE)
+        down = WeightTarget.per_expert([zeros(H, I) for _ in range(E)], NATIVE)
+        one_up, one_down = (WeightTarget.stacked(zeros(E, *s), E, NATIVE) for s in shapes(NATIVE))
+        words = "-projection gradients have a tensor for each expert, and the BF16 GEMMs add to one"
+        assert problem(ParameterTargets(up, down)).startswith("up" + words)
+        assert problem(ParameterTargets(up, one_down)).startswith("up" + words)
+        assert problem(ParameterTargets(one_up, down)).startswith("down" + words)
+        assert problem(ParameterTargets(one_up, one_down)) is None
+
+    def test_gate_and_up_columns_apart(self):
+        """The whole layer, although its down-projections would do."""
+        up, down = (zeros(E, *size) for size in shapes(ERNIE))
+        assert problem(stacked(up, down, ERNIE)) == (
+            "up-projection gradients hold all gate columns before all up columns and are contiguous "
+            "along them, and the BF16 GEMMs write gate and up columns in turns"
+        )
+        assert problem(stacked(other_axis(E, H, N1), down, ERNIE)) is None
+        assert problem(stacked(None, down, ERNIE)) is None
+
+    @pytest.mark.parametrize(("down", "words"), [
+        (lambda: zeros(E, H, 2 * I)[:, :, ::2], "needed: 1 in one axis of its matrices"),
+        (lambda: zeros(E, H, I + 2)[:, :, :I], "needed: multiples of 16 bytes in all axes but"),
+        (lambda: zeros(E * H * I + 1)[1:].reshape([E, H, I]), "needed: a multiple of 16 bytes"),
+        (lambda: zeros(E * (H * I + 1)).as_strided([E, H, I], [H * I + 1, I, 1]), "needed: multiples of 16 bytes"),
+    ], ids=("no axis", "row", "address", "expert"))  # fmt: skip
+    def test_what_the_copy_engine_cannot_address(self, down, words):
+        found = problem(stacked(zeros(E, N1, H), down()))
+        assert found.startswith("the gradient memory of the down-projections ") and words in found
+
+    def test_the_stride_of_one_expert_is_given_to_the_gemm_too(self):
+        down = zeros(H * I).as_strided([1, H, I], [7, I, 1])
+        if int(down.stride()[0]) != 7:
+            pytest.skip("this framework normalises strides of single elements")
+        words = (
+            "down-projection gradients have stride 7 from expert to expert; needed: a multiple of 4"
+        )
+        assert problem(stacked(zeros(1, N1, H), down)) == words
+
+    def test_overlap(self):
+        buffer = zeros(E * (N1 * H + H * I))
+        up = buffer[: E * N1 * H].reshape([E, N1, H])
+        down = buffer[E * N1 * H - 4 : E * (N1 * H + H * I) - 4].reshape([E, H, I])
+        assert "overlaps" in problem(stacked(up, down))
+
+    def test_other_targets(self):
+        with pytest.raises(ConfigError, match="gradient targets are object"):
+            Destinations.of(object())
+
+
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
+def test_a_warm_up_has_every_variant_that_a_destination_asks_for(activation):
+    from sonicmoe.kernels.quack_gemm import (
+        MlpShape,
+        all_kernels,
+        wgrad_down_kernel,
+        wgrad_up_kernel,
+    )
+
+    for hidden, inner in ((3072, 1536), (2048, 768), (512, 384), (2880, 2880)):
+        shape = MlpShape(hidden, inner, activation, arch="sm_90a")
+        planned = set(all_kernels(shape))
+        for stored in STORED["wgrad_down"]:
+            assert wgrad_down_kernel(shape, stored=stored) in planned
+        for stored in STORED["wgrad_up"]:
+            gated = activation is ActivationType.SWIGLU
+            asked = wgrad_up_kernel(shape, stored=stored) in planned
+            assert asked == (gated or stored is not Stored.HALVES)
