@@ -4,6 +4,10 @@ developer's flags.
 
 from __future__ import annotations
 
+# Before anything that may import numpy, which test modules do as they are collected.
+import one_thread  # noqa: F401
+
+# isort: split
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator

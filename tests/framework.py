@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 
-# Many small operations, several test processes: threads would only wait for each other.
-for pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(pool, "1")
+import one_thread  # noqa: F401, for processes without conftest.py
 
-import numpy as np  # noqa: E402
+# isort: split
+import numpy as np
 
 NAME = os.environ.get("SONICMOE_TEST_FRAMEWORK", "torch")
 IS_PADDLE = NAME == "paddle"
