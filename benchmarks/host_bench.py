@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import itertools
 import pstats
 import statistics
 import sys
@@ -48,12 +49,25 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option(
+    "--flush",
+    type=click.Choice(["direct", "step"]),
+    default="direct",
+    show_default=True,
+    help="Weight gradients straight into main_grad, or into accumulators.",
+)
+@click.option(
     "--profile",
     is_flag=True,
     help="Print where Python's part goes (a profiler's own cost is in it).",
 )
 def main(
-    framework: str, experts: tuple[int, ...], tokens: int, steps: int, stacked: bool, profile: bool
+    framework: str,
+    experts: tuple[int, ...],
+    tokens: int,
+    steps: int,
+    stacked: bool,
+    flush: str,
+    profile: bool,
 ) -> None:
     """Time steps, or profile them, and print."""
     if framework == "paddle":  # before anything of sonicmoe is imported
@@ -62,7 +76,7 @@ def main(
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
     made = [
-        (paddle_step if framework == "paddle" else torch_step)(count, tokens, stacked)
+        (paddle_step if framework == "paddle" else torch_step)(count, tokens, stacked, flush)
         for count in experts
     ]
     take_host_for_gpu()
@@ -145,6 +159,7 @@ def launch_nothing() -> None:
     names = ("swiglu",)  # as both modules would export them
     native = passes_source("sm_90a").load()
     kernels = dict.fromkeys(map(str, native.argument_names("kernels")), nothing)
+    kernels["wgrad_destination"] = lambda *_: nothing  # any object will do
     passes = hopper_passes.Passes(native, (names, names), kernels)
     hopper.passes_on = lambda *_: passes
     weight_kernels = SimpleNamespace(
@@ -170,7 +185,9 @@ def stay_on_thread() -> Iterator[None]:
         yield
 
 
-def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], None], Any]:
+def torch_step(
+    experts: int, tokens: int, stacked: bool, flush: str
+) -> tuple[Callable[[], None], Any]:
     """A step, and the context in which backward stays on the calling thread."""
     import torch
 
@@ -184,6 +201,8 @@ def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], N
         modules,
         stacked,
         lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])),
+        lambda weight: torch.zeros(weight.shape),
+        flush,
     )
     indices = torch.rand(tokens, experts).argsort(1)[:, :TOPK]
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
@@ -204,7 +223,9 @@ def torch_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], N
     return step, stay_on_thread()
 
 
-def paddle_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], None], Any]:
+def paddle_step(
+    experts: int, tokens: int, stacked: bool, flush: str
+) -> tuple[Callable[[], None], Any]:
     """The same in Paddle, whose backward has no other thread."""
     import paddle
 
@@ -217,7 +238,7 @@ def paddle_step(experts: int, tokens: int, stacked: bool) -> tuple[Callable[[], 
         shape, fill = [len(weights), *weights[0].shape], paddle.nn.initializer.Constant(0.0)
         return paddle.create_parameter(shape, "bfloat16", default_initializer=fill)
 
-    node = make_node(modules, stacked, stack)
+    node = make_node(modules, stacked, stack, lambda w: paddle.zeros(w.shape, "float32"), flush)
     indices = paddle.rand([tokens, experts]).argsort(1)[:, :TOPK]
     counts = paddle.bincount(indices.reshape([-1]), minlength=experts).tolist()
     x, dout = (paddle.randn([tokens, HIDDEN]).astype("bfloat16") for _ in range(2))
@@ -243,19 +264,31 @@ def make_expert(linear: Any, **options: Any) -> SimpleNamespace:
     )
 
 
-def make_node(modules: list[Any], stacked: bool, stack: Callable[[list[Any]], Any]) -> Any:
-    """A node on the modules, or on stacked parameters of their weights' shapes."""
+def make_node(
+    modules: list[Any],
+    stacked: bool,
+    stack: Callable[[list[Any]], Any],
+    zeros_like: Callable[[Any], Any],
+    flush: str,
+) -> Any:
+    """A node on the modules, or on stacked parameters of their weights' shapes; all of them have
+    `main_grad`.
+    """
     from sonicmoe import SonicMoEConfig
     from sonicmoe.ernie_compat import SonicMoEMlpNode
 
-    config = SonicMoEConfig(fp8_mode="perf")
-    if not stacked:
-        return SonicMoEMlpNode(modules, len(modules), HIDDEN, INNER, config=config)
-    up, down = (
-        stack([getattr(module, name).weight for module in modules])
-        for name in ("up_gate_proj", "down_proj")
-    )
-    return SonicMoEMlpNode.from_fused(up, down, config=config)
+    options: dict[str, Any] = {"config": SonicMoEConfig(fp8_mode="perf"), "flush": flush}
+    names = ("up_gate_proj", "down_proj")
+    weights = [[getattr(module, name).weight for module in modules] for name in names]
+    if stacked:
+        up, down = map(stack, weights)
+        weights = [[up, down]]
+        node = SonicMoEMlpNode.from_fused(up, down, **options)
+    else:
+        node = SonicMoEMlpNode(modules, len(modules), HIDDEN, INNER, **options)
+    for weight in itertools.chain(*weights):
+        weight.main_grad = zeros_like(weight)
+    return node
 
 
 if __name__ == "__main__":

@@ -147,8 +147,17 @@ class ZCode(Enum):
 
 
 class FlushMode(Enum):
-    """When the native fp32 accumulators are added into `main_grad`."""
+    """Which way weight gradients take to the parameters.
 
+    AUTO: `DIRECT` where the parameters and the engine allow it. Returned through autograd where a
+        parameter that trains has no `main_grad`. As `STEP` everywhere else.
+    DIRECT: every backward adds straight into fp32 `main_grad`; refused where it cannot.
+    STEP: they wait in fp32 accumulators for `step()`.
+    BACKWARD: every backward hands them over itself: into `main_grad`, else through autograd.
+    """
+
+    AUTO = "auto"
+    DIRECT = "direct"
     STEP = "step"
     BACKWARD = "backward"
 

@@ -55,6 +55,17 @@ class StreamOrder:
         self._several = self._stream is not None
         self._handle, self._stream = handle, stream
 
+    def join(self) -> None:
+        """The current stream is about to use what the last stream used; it waits like one that
+        enters.
+        """
+        stream = self._stream
+        if stream is None or torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(stream.device)
+        if current != stream:
+            current.wait_stream(stream)
+
     def leave(self) -> None:
         """Everything that uses the buffer has been launched."""
         # Recorded once a second stream has come. From then on each use ends with an event.

@@ -194,7 +194,7 @@ def flushed(sums: NativeBuffer, engine: Engine, activation: ActivationType) -> T
     width = int(sums.dw2.shape[2])
     receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
     store = GradientStore(PerExpertParameters(receivers, experts, hidden, width, activation))
-    targets = store.targets(engine, sums.dw1.device)
+    targets = store.accumulators(engine, sums.dw1.device)
     # The store's own accumulators get the computed sums, as if a backward of the node had added
     # them. The flush is then the code that training runs.
     for target, source in zip(targets.tensors(), sums.tensors(), strict=True):

@@ -26,7 +26,6 @@ from ..interop import (
     is_cuda,
     numel,
     require_same_device,
-    requires_grad,
 )
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels.cuda_wgrad import flush_source
@@ -189,10 +188,13 @@ class Launch:
 
 
 def one_launch(
-    parameters: Sequence[Tensor], native: NativeBuffer, through_autograd: bool
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    native: NativeBuffer,
+    through_autograd: bool,
 ) -> Launch | None:
-    """The launch that serves all of these parameters, or None where plain operations must serve
-    them.
+    """The launch that serves all parameters that `trained` marks, or None where plain operations
+    must serve them.
 
     That is so on a host, without a kernel, and for destinations that are strided, that overlap or
     that are named twice, because those need one addition after the other.
@@ -211,8 +213,8 @@ def one_launch(
     # Frozen parameters keep their place in the list with None, because the kernel finds an expert
     # by its position.
     found = [
-        Destination.of(parameter, through_autograd, device) if requires_grad(parameter) else None
-        for parameter in parameters
+        Destination.of(parameter, through_autograd, device) if wanted else None
+        for parameter, wanted in zip(parameters, trained, strict=True)
     ]
     wanted = [destination for destination in found if destination is not None]
     return Launch(kernel, found) if _fit_together(wanted, device_name(native.dw1)) else None

@@ -1,9 +1,10 @@
-"""`GradientStore`: the weight gradients of one layer, from the backward that adds them to the flush
-that hands them to the parameters.
+"""`GradientStore`: the weight gradients of one layer, from the backward that adds them to the
+parameters that they are for.
 
-    targets ──► engine.backward_dw adds ──► note_backward ──► flush ──► main_grad, .grad or autograd
-                        │ fails after its first addition
-                        └──► incomplete: flush refuses ──► discard
+    begin ──► add: engine.backward_dw ──► end ─┬─ DIRECT    they are in main_grad
+                     │                         ├─ AUTOGRAD  flush ──► main_grad, or autograd's
+                     │                         └─ WAIT      ... flush at step() ──► main_grad, .grad
+                     └─ fails after its first addition: incomplete, flush refuses ──► discard
 
 Running out of memory loses nothing: engines take theirs before the first addition, and a flush that
 ends early leaves every gradient either with its parameter or here.
@@ -11,39 +12,58 @@ ends early leaves every gradient either with its parameter or here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..engine.capabilities import GradientTarget
-from ..engine.interface import Engine, GradientTargets, NativeBuffer, PendingWgrad
+from ..engine.interface import Engine, EngineSettings, NativeBuffer, PendingWgrad
+from ..enums import FlushMode
 from ..errors import ConfigError
-from ..interop import plain_ops, requires_grad
+from ..interop import device_name, plain_ops, requires_grad
 from ..stream_order import StreamOrder
 from ..weights.parameters import ExpertParameters
 from . import destinations
 from .destinations import add_to_grad, add_to_main_grad, check_main_grad
+from .routes import (
+    Addition,
+    CapturedMemory,
+    Route,
+    direct_addition,
+    direct_problem,
+    is_capturing,
+    stand_ins_for,
+    without_main_grad,
+)
 
 Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
 
 
 class GradientStore:
-    """Owns the memory that weight gradients wait in, and orders the streams that add to it.
+    """Decides where each backward's weight gradients go, owns the memory that some wait in, and
+    orders the streams that add to it.
 
-    The one kind of targets is the native buffer: fp32, in the engines' layout, allocated at the
-    first backward. A flush converts it to each parameter's layout, adds it there in place, and
-    zeroes it. A new kind would be made in `targets`, for the engines that list it, and flushed in
-    its own way. Only this class and the engines know the kinds.
+    That memory is the native buffer: fp32, in the engines' layout, made by the first backward whose
+    gradients do not go straight into `main_grad`. A flush converts it to each parameter's layout,
+    adds it there in place, and zeroes it.
     """
 
-    def __init__(self, parameters: ExpertParameters) -> None:
+    def __init__(self, parameters: ExpertParameters, mode: FlushMode = FlushMode.STEP) -> None:
         """Allocates nothing."""
         self._parameters = parameters
+        self._mode = mode
         self._native: NativeBuffer | None = None
         self._additions = StreamOrder()
+        self._direct: StreamOrder | None = None
+        self._captured = CapturedMemory()
         self._waiting = 0
-        self._incomplete = False
+        self._trained: list[bool] | None = None
+        self._incomplete = ""
+        self._said: set[str] = set()
 
     @property
     def waiting(self) -> int:
@@ -55,8 +75,41 @@ class GradientStore:
         """Bytes held now; 0 before the first backward and after `release`."""
         return 0 if self._native is None else self._native.nbytes
 
-    def targets(self, engine: Engine, device: Any) -> GradientTargets:
-        """Where this engine is to add the gradients of a backward, zeroed at first use."""
+    @property
+    def trained(self) -> list[bool] | None:
+        """Which parameters the gradients that wait are for; None where none wait."""
+        return self._trained if self._waiting else None
+
+    def begin(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor],
+        trained: list[bool],
+        dout: Tensor,
+    ) -> Addition:
+        """Decide where a backward that begins now adds its gradients, and take the memory.
+
+        Args:
+            parameters: the layer's, as the forward found them.
+            trained: which of them want a gradient.
+            dout: the gradient of the output, on whose device gradients are computed.
+
+        Raises:
+            ConfigError: `flush="direct"` was asked for and cannot be had; the message says why.
+            DTypeError, ShapeError, DeviceError: see `check_main_grad`.
+            RuntimeError: memory for a `main_grad` that is None would be made during a capture.
+        """
+        if self._mode in (FlushMode.AUTO, FlushMode.DIRECT):
+            return self._begin_direct(engine, settings, parameters, trained, dout)
+        accumulators = self.accumulators(engine, dout.device)
+        if self._mode is FlushMode.STEP:
+            return Addition(Route.WAIT, parameters, trained, accumulators)
+        stand_ins = stand_ins_for(parameters, trained)
+        return Addition(Route.AUTOGRAD, parameters, trained, accumulators, stand_ins=stand_ins)
+
+    def accumulators(self, engine: Engine, device: Any) -> NativeBuffer:
+        """The native buffer, for an engine that is to add there; zeroed at first use."""
         kinds = engine.record.gradients
         if GradientTarget.NATIVE in kinds:
             return self._native_buffer(device)
@@ -71,33 +124,61 @@ class GradientStore:
         """
         return {} if self._native is None else self._native.named()
 
-    def add(self, engine: Engine, pending: PendingWgrad, targets: GradientTargets) -> None:
+    def add(self, engine: Engine, pending: PendingWgrad, addition: Addition) -> None:
         """Have the engine add the gradients of one backward, on the current stream.
 
         Where it raises between its additions, the sums stay incomplete, because nobody can take
         back what was added.
         """
-        # Two backwards may run on two streams and add into the same accumulators. Each waits, on
-        # the device, for the additions launched before it.
-        self._additions.enter(targets.anchor)
+        targets = addition.targets
+        is_direct = addition.route is Route.DIRECT
+        # Two backwards may run on two streams and add into the same memory. Each waits, on the
+        # device, for the additions launched before it.
+        order = self._additions
+        if is_direct:
+            order = self._direct = _into_parameters(device_name(targets.anchor))
+        order.enter(targets.anchor)
         try:
             with plain_ops():
+                for _, memory in addition.fresh:
+                    memory.zero_()
                 engine.backward_dw(pending, targets)
         except BaseException:
             if targets.adding:
-                self.give_up()
+                self.give_up(is_direct)
             targets.adding = False
             raise
         finally:
-            self._additions.leave()
+            order.leave()
+        addition.bind()
 
-    def give_up(self) -> None:
+    def give_up(self, is_direct: bool = False) -> None:
         """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
-        self._incomplete = True
+        self._incomplete = _PARTLY_IN_MAIN_GRAD if is_direct else _PARTLY_HERE
 
-    def note_backward(self) -> None:
-        """A backward has added its gradients, or has handed them to a queue that will."""
+    def end(self, addition: Addition) -> list[Tensor | None]:
+        """A backward has added its gradients, or has handed them to a queue that will. Returns
+        those that autograd is to accumulate, in `parameters()` order.
+        """
+        if addition.route is not Route.DIRECT:
+            self.note_backward(addition.trained)
+        returned: list[Tensor | None] = [None] * len(addition.trained)
+        if addition.route is Route.AUTOGRAD:
+            returned = self.flush_through_autograd()
+            # The next backward of this layer is far away, and other layers need the memory.
+            if self._mode is FlushMode.AUTO:
+                self._native = None
+        for index, zeros in addition.stand_ins.items():
+            addition.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            returned[index] = zeros
+        return returned
+
+    def note_backward(self, trained: list[bool] | None = None) -> None:
+        """Gradients wait now, for those parameters that `trained` marks; None: for those that want
+        one at the flush.
+        """
         self._waiting += 1
+        self._trained = trained
 
     def flush(self) -> None:
         """Add what waits into `main_grad` (or `.grad`) of every trainable parameter. Does nothing
@@ -118,21 +199,22 @@ class GradientStore:
         it was this backward's, which may then be repeated.
         """
         try:
-            return self._flush(through_autograd=True)
+            returned = self._flush(through_autograd=True)
+            return returned or [None] * len(self._parameters.parameters())
         except BaseException:
             self.discard()
             raise
 
     def discard(self) -> None:
-        """Drop what waits: its gradients are not wanted."""
+        """Drop what waits: its gradients are not wanted. What is in `main_grad` already stays."""
         if self._native is not None:
             self._additions.enter(self._native.dw1)
             _zero(self._native)
             self._additions.leave()
-        self._waiting, self._incomplete = 0, False
+        self._waiting, self._incomplete = 0, ""
 
     def release(self) -> None:
-        """Free the memory until the next backward.
+        """Free the memory until the next backward, and forget captured memory.
 
         Raises:
             RuntimeError: gradients wait that were not flushed.
@@ -143,6 +225,50 @@ class GradientStore:
                 "discard_grads() first"
             )
         self._native = None
+        self._captured = CapturedMemory()
+
+    def _begin_direct(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor],
+        trained: list[bool],
+        dout: Tensor,
+    ) -> Addition:
+        lacking = without_main_grad(parameters, trained)
+        if lacking is not None:
+            if self._mode is FlushMode.DIRECT:
+                raise ConfigError(
+                    f"flush='direct', and expert parameter {lacking} of {len(parameters)} has no main_grad; needed: fp32 "
+                    "main_grad (None: memory is made) on every one that trains, or flush='auto'"
+                )
+            self._say(Route.AUTOGRAD)
+            accumulators = self.accumulators(engine, dout.device)
+            return Addition(Route.AUTOGRAD, parameters, trained, accumulators)
+        addition = direct_addition(self._parameters, parameters, trained, dout)
+        problem = direct_problem(addition, engine, settings, self._parameters, dout)
+        if problem is not None:
+            if self._mode is FlushMode.DIRECT:
+                raise ConfigError(f"flush='direct' with the {engine.name} engine: {problem}")
+            self._say(Route.WAIT, problem)
+            return Addition(Route.WAIT, parameters, trained, self.accumulators(engine, dout.device))
+        if is_capturing(dout):
+            if addition.fresh:
+                raise RuntimeError(
+                    "main_grad is None while a backward is captured into a CUDA graph, and every replay would zero the memory "
+                    "made for it; needed: main_grad allocated before the capture"
+                )
+            self._captured.keep(parameters, trained)
+        addition.stand_ins = stand_ins_for(parameters, trained)
+        self._say(Route.DIRECT)
+        return addition
+
+    def _say(self, route: Route, reason: str = "") -> None:
+        """Once for each route and reason; only `auto` decides, so only there is it worth a line."""
+        line = f"expert weight gradients {route.value}{': ' if reason else ''}{reason}"
+        if self._mode is FlushMode.AUTO and line not in self._said:
+            self._said.add(line)
+            logger.log(logging.WARNING if reason else logging.INFO, line)
 
     def _native_buffer(self, device: Any) -> NativeBuffer:
         if self._native is None:
@@ -151,44 +277,51 @@ class GradientStore:
         return self._native
 
     def _flush(self, through_autograd: bool) -> list[Tensor | None]:
-        """The gradients that autograd is to accumulate, None for every other parameter."""
-        parameters, native = self._parameters.parameters(), self._native
-        # A backward that failed is not counted as waiting, but a part of its gradients lies in the
-        # accumulators, and `_check_all` must refuse them.
-        if native is None or not (self._waiting or self._incomplete):
-            return [None] * len(parameters)
-        self._check_all(parameters, native)
+        """The gradients that autograd is to accumulate, None for every other parameter; empty where
+        nothing waited.
+        """
+        # Additions straight into main_grad may run on another stream than the one that is about to
+        # reduce it.
+        if self._direct is not None:
+            self._direct.join()
+        self._captured.check()
+        # A backward that failed is not counted as waiting, but a part of its gradients was added.
+        if self._incomplete:
+            raise RuntimeError(self._incomplete)
+        native = self._native
+        if native is None or not self._waiting:
+            return []
+        parameters = self._parameters.parameters()
+        trained = self._trained or list(map(requires_grad, parameters))
+        # Before the first addition, so that a flush that raises may be repeated and adds nothing
+        # twice.
+        for parameter, wanted in zip(parameters, trained, strict=True):
+            if wanted:
+                check_main_grad(parameter, native.dw1)
+        into_parameters = _into_parameters(device_name(native.dw1))
         with plain_ops():
             # Finding the kernel may compile and raise, so it comes before the first addition.
-            launch = destinations.one_launch(parameters, native, through_autograd)
+            launch = destinations.one_launch(parameters, trained, native, through_autograd)
             self._additions.enter(native.dw1)
+            into_parameters.enter(native.dw1)
             try:
                 if launch is not None:
                     returned = launch.run(self._parameters.layout, native)
                 else:
-                    returned = self._add_one_by_one(parameters, native, through_autograd)
+                    returned = self._add_one_by_one(parameters, trained, native, through_autograd)
             finally:
+                into_parameters.leave()
                 self._additions.leave()
         # Last: after a launch that failed the gradients still wait, and the flush may be repeated.
         self._waiting = 0
         return returned
 
-    def _check_all(self, parameters: Sequence[Tensor], native: NativeBuffer) -> None:
-        """Before the first addition, so that a flush that raises may be repeated and adds nothing
-        twice.
-        """
-        if self._incomplete:
-            raise RuntimeError(
-                "a backward failed while it added weight gradients, and left a part of them in the "
-                "node; call node.discard_grads(), which drops those of every backward since the "
-                "last step(), and run the step again or skip it"
-            )
-        for parameter in parameters:
-            if requires_grad(parameter):
-                check_main_grad(parameter, native.dw1)
-
     def _add_one_by_one(
-        self, parameters: Sequence[Tensor], native: NativeBuffer, through_autograd: bool
+        self,
+        parameters: Sequence[Tensor],
+        trained: Sequence[bool],
+        native: NativeBuffer,
+        through_autograd: bool,
     ) -> list[Tensor | None]:
         """The flush by plain operations. It serves what one launch cannot: hosts, destinations that
         overlap or are strided, and experts that share a parameter, whose gradients are summed one
@@ -200,12 +333,11 @@ class GradientStore:
             # A backward that runs out of memory must have handed over nothing, so all memory is
             # taken before the first addition.
             made = list(gradients)
-            returned, gradients = _for_autograd(parameters, made), iter(made)
-        for parameter, gradient, accumulator in gradients:
+            returned, gradients = _for_autograd(parameters, trained, made), iter(made)
+        for wanted, (parameter, gradient, accumulator) in zip(trained, gradients, strict=True):
             # `user_gradients` yields fresh tensors, so a `main_grad` that is bound to one shares no
             # memory with the accumulator that is zeroed next.
-            trained = requires_grad(parameter)
-            if trained and not add_to_main_grad(parameter, gradient) and not through_autograd:
+            if wanted and not add_to_main_grad(parameter, gradient) and not through_autograd:
                 add_to_grad(parameter, gradient)
             # At once: if memory ends at a later parameter, a second flush goes on there and adds
             # nothing twice.
@@ -214,12 +346,14 @@ class GradientStore:
 
 
 def _for_autograd(
-    parameters: Sequence[Tensor], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    gradients: Sequence[tuple[Tensor, Tensor, Tensor]],
 ) -> list[Tensor | None]:
     """The gradients of the parameters that have no `main_grad`, in their dtype; None for others."""
     sums: dict[int, Tensor] = {}
-    for parameter, gradient, _ in gradients:
-        if requires_grad(parameter) and not hasattr(parameter, "main_grad"):
+    for wanted, (parameter, gradient, _) in zip(trained, gradients, strict=True):
+        if wanted and not hasattr(parameter, "main_grad"):
             earlier = sums.get(id(parameter))
             sums[id(parameter)] = gradient if earlier is None else earlier + gradient
     # A shared parameter is an input of the autograd node once per expert; its sum is returned at
@@ -228,7 +362,27 @@ def _for_autograd(
     return [None if sum_ is None else sum_.to(p.dtype) for p, sum_ in ordered]
 
 
-def _zero(targets: GradientTargets) -> None:
+def _zero(native: NativeBuffer) -> None:
     with plain_ops():
-        for tensor in targets.tensors():
+        for tensor in native.tensors():
             tensor.zero_()
+
+
+@cache
+def _into_parameters(device: str) -> StreamOrder:
+    """The order of all additions into memory of parameters on a device. It is one for the whole
+    process, because several nodes may have one parameter (experts shared by two layers).
+    """
+    return StreamOrder()
+
+
+_PARTLY_HERE = (
+    "a backward failed while it added weight gradients, and left a part of them in the node; call "
+    "node.discard_grads(), which drops those of every backward since the last step(), and run the "
+    "step again or skip it"
+)
+_PARTLY_IN_MAIN_GRAD = (
+    "a backward failed while it added weight gradients, and left a part of them in main_grad; zero "
+    "main_grad (the optimizer's clear_grad or zero_grad), call node.discard_grads(), and run the "
+    "step again or skip it"
+)

@@ -9,7 +9,9 @@ import torch
 
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode
+from ..gradients.routes import Addition, Route
 from ..gradients.store import GradientStore
+from ..interop import requires_grad
 from ..weights.cache import LayerWeights, Reading, Unannounced
 from ..weights.parameters import ExpertParameters
 from .step_guard import StepGuard
@@ -20,10 +22,9 @@ logger = logging.getLogger("sonicmoe")
 
 
 class LayerState:
-    """The user's parameters, the engine weights made of them, the gradients that wait for them, and
-    the guard over both. Holds no activation, and no memory before the first call.
+    """The user's parameters, the engine weights made of them, the gradients on their way to them,
+    and the guard over both. Holds no activation, and no memory before the first call.
 
-    flush_mode: when gradients go to the parameters.
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
     """
 
@@ -31,10 +32,13 @@ class LayerState:
         """Wrap the parameters; reads and allocates nothing."""
         self.parameters = parameters
         self.num_experts = parameters.native_shapes()[0][0]
-        self.flush_mode = flush
         self.weights = LayerWeights(parameters)
-        self.gradients = GradientStore(parameters)
+        # Weight gradients that are put off can go nowhere before step(): hooks, reductions and
+        # clearing all come before they exist.
+        mode = FlushMode.STEP if split_wgrad else flush
+        self.gradients = GradientStore(parameters, mode)
         self.guard = StepGuard()
+        self._said_dropped = False
         self.wgrad_queue = WgradQueue() if split_wgrad else None
 
     def read_weights(
@@ -55,18 +59,32 @@ class LayerState:
                 )
         return reading
 
-    def end_backward(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def begin_backward(
+        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor], dout: Tensor
+    ) -> Addition:
+        """Decide where a backward adds its gradients; see `GradientStore.begin`. Gradients that
+        waited so far are dropped where their batch was, and handed over where they are for other
+        parameters.
+        """
+        trained = list(map(requires_grad, parameters))
+        if self.gradients.waiting:
+            if self.guard.saw_clearing(parameters):
+                self._drop()
+            elif self.gradients.trained not in (None, trained):
+                self.finish_wgrad()
+                self.flush()
+        return self.gradients.begin(engine, settings, parameters, trained, dout)
+
+    def end_backward(self, addition: Addition, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """A backward has added its gradients, or put them off. Returns those that autograd is to
         accumulate, one entry per parameter.
         """
-        # Counted before a flush, which takes what is counted and resets it.
-        self.gradients.note_backward()
+        returned = self.gradients.end(addition)
         self.guard.count_backward(self.gradients.waiting, self.weights.sees_writes)
-        if self.flush_mode is FlushMode.BACKWARD:
-            return self.gradients.flush_through_autograd()
         # Only gradients that stay in the node can be missed by a reduction.
-        self.guard.watch(parameters)
-        return [None] * len(parameters)
+        if addition.route is Route.WAIT:
+            self.guard.watch(parameters)
+        return returned
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that was put off added: now, or on a GPU in stream order."""
@@ -76,8 +94,12 @@ class LayerState:
     def flush(self) -> None:
         """Hand what waits to the parameters; what was put off must have been finished before."""
         if self.gradients.waiting:
-            # Before the flush, which itself writes the gradients that the guard compares.
-            self.guard.check(self.parameters.parameters())
+            parameters = self.parameters.parameters()
+            if self.guard.saw_removal(parameters):
+                self._drop()
+            else:
+                # Before the flush, which itself writes the gradients that the guard compares.
+                self.guard.check(parameters)
         self.gradients.flush()
 
     def end_step(self) -> None:
@@ -98,6 +120,19 @@ class LayerState:
             self.wgrad_queue.discard()
         self.gradients.discard()
         self.guard.forget()
+
+    def _drop(self) -> None:
+        """The batch of what waits was dropped by clearing its gradients, so it is dropped here."""
+        waiting = self.gradients.waiting
+        self.discard()
+        if not self._said_dropped:
+            self._said_dropped = True
+            logger.warning(
+                "weight gradients of %d backward(s) that waited in the node were dropped, because the gradients of the "
+                "expert weights were cleared after them and before node.step(); to skip a batch, call "
+                "node.discard_grads(). Said once.",
+                waiting,
+            )
 
     def release(self) -> None:
         """Free the gradients' memory.

@@ -13,8 +13,8 @@ from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
 from ..diagnostics.call_events import BackwardBegins, BackwardDone, ExpertCall, ForwardDone
 from ..diagnostics.stages import emit, is_awaited, stage
-from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad, Saved
-from ..enums import FlushMode
+from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved
+from ..gradients.routes import Addition, Route
 from ..interop import plain_ops, requires_grad
 from ..out_of_memory import raise_with_advice
 from ..routing.build import route
@@ -85,8 +85,8 @@ class MlpCall(DifferentiableCall):
         reaches_parameters: bool = True,
         following: Any = None,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-        """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; weight gradients are
-        accumulated, and flushed where the mode says so.
+        """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; the others are added
+        to `main_grad`, or wait in the node.
         """
         (dout,) = gradients
         assert saved is not None
@@ -95,11 +95,11 @@ class MlpCall(DifferentiableCall):
         # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight gradients
         # that nobody asked for.
         trainable = reaches_parameters and any(map(requires_grad, self.parameters))
-        dx, dprobs, returned = self._backward(dout, saved, trainable)
+        dx, dprobs, returned, route = self._backward(dout, saved, trainable)
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
-            left = partial(self._weight_gradients, returned, trainable)
+            left = partial(self._weight_gradients, returned, route)
             emit(BackwardDone(self._described(), dx, dprobs, left))
         if self.state.wgrad_queue is not None:
             # Last, because everything that the caller's stream needs for dx must be launched before
@@ -109,39 +109,40 @@ class MlpCall(DifferentiableCall):
 
     def _backward(
         self, dout: Tensor, saved: Saved, trainable: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor | None], Route | None]:
         # An engine that updates in place may have overwritten the weights of this forward. It is
         # refused here, before anything is added.
         self.reading.check_current()
-        # Memory first: a backward that runs out of it must not have added anything yet.
-        store = self.state.gradients
-        targets = store.targets(self.engine, dout.device) if trainable else None
+        state, addition = self.state, None
         with self.config.activate():
+            # Memory first: a backward that runs out of it must not have added anything yet.
+            if trainable:
+                addition = state.begin_backward(self.engine, self.settings, self.parameters, dout)
             dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
-            if targets is None:
-                return dx, dprobs, [None] * len(self.parameters)
-            self._hand_over(pending, targets)
-            return dx, dprobs, self.state.end_backward(self.parameters)
+            if addition is None:
+                return dx, dprobs, [None] * len(self.parameters), None
+            self._hand_over(pending, addition)
+            return dx, dprobs, state.end_backward(addition, self.parameters), addition.route
 
-    def _hand_over(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+    def _hand_over(self, pending: PendingWgrad, addition: Addition) -> None:
         """Add the weight gradients now, or queue them so that dx need not wait for them."""
         queue = self.state.wgrad_queue
         if queue is None:
-            self._add_wgrad(pending, targets)
+            self._add_wgrad(pending, addition)
         else:
             # The launch then takes small clusters: while a collective holds some multiprocessors,
             # no CTA with a fixed share of the work waits for them.
             pending.shares_gpu = True
-            queue.submit(pending, partial(self._add_late, pending, targets))
+            queue.submit(pending, partial(self._add_late, pending, addition))
 
-    def _add_wgrad(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+    def _add_wgrad(self, pending: PendingWgrad, addition: Addition) -> None:
         with self.config.activate():
-            self.state.gradients.add(self.engine, pending, targets)
+            self.state.gradients.add(self.engine, pending, addition)
 
-    def _add_late(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+    def _add_late(self, pending: PendingWgrad, addition: Addition) -> None:
         """`_add_wgrad` after the backward that has made the operands."""
         try:
-            self._add_wgrad(pending, targets)
+            self._add_wgrad(pending, addition)
         except Exception as error:
             # Stage-wise memory may have freed operands already. The backward is over and makes no
             # others, so the sums can never be complete.
@@ -155,18 +156,17 @@ class MlpCall(DifferentiableCall):
         return ExpertCall(self.state, self.engine.name, self.settings, self.indices, native)
 
     def _weight_gradients(
-        self, returned: Sequence[Tensor | None], trainable: bool
+        self, returned: Sequence[Tensor | None], route: Route | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weight gradients of this backward, by name, wherever the flush mode has left them;
-        those that `wgrad_queue` puts off are nowhere yet.
+        """The weight gradients of this backward, by name, wherever its route has left them; those
+        that `wgrad_queue` puts off are nowhere yet.
         """
-        if not trainable or self.state.wgrad_queue is not None:
+        if route is None or self.state.wgrad_queue is not None:
             return
-        # With flush="backward" the accumulators are zero again by now. The gradients are in what
-        # autograd will accumulate, or in `main_grad`.
-        yield from self.state.gradients.held().items()
-        if self.state.flush_mode is FlushMode.BACKWARD:
-            mains = (getattr(parameter, "main_grad", None) for parameter in self.parameters)
-            yield from (
-                ("flushed gradient", tensor) for tensor in (*returned, *mains) if tensor is not None
-            )
+        if route is Route.WAIT:
+            yield from self.state.gradients.held().items()
+            return
+        mains = (getattr(parameter, "main_grad", None) for parameter in self.parameters)
+        yield from (
+            ("weight gradient", tensor) for tensor in (*returned, *mains) if tensor is not None
+        )

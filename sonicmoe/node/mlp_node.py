@@ -60,8 +60,8 @@ class SonicMoEMlpNode:
         ...                      # any number of forwards and backwards, in any order
         node.step()              # after the last backward, before gradients are reduced
 
-    Per-call state lives in the autograd graph; the node holds the fp32 gradient accumulators and
-    the weight caches only.
+    Per-call state lives in the autograd graph. The node holds weight caches, and fp32 gradient
+    accumulators only where weight gradients cannot go straight into `main_grad`.
 
     Args:
         experts: modules with `up_gate_proj.weight [H, 2I]` (split-half, gate first; `[H, I]` for
@@ -74,12 +74,20 @@ class SonicMoEMlpNode:
             at every call.
         activation_parameters: numbers of this layer's activation by name, such as `alpha` and
             `limit` of `swiglu_oai`; those not given have their defaults (`enums.ACTIVATIONS`).
-        flush: "step": `step()` adds the weight gradients into `main_grad`; "backward": every
-            backward does (needed when communication overlaps backward), and the framework's
-            gradient hooks then see complete gradients, once per weight.
+        flush: which way weight gradients take.
+            "auto": straight into fp32 `main_grad` in every backward, where each parameter that
+            trains has that attribute (None: memory is made) and the engine can add there; the node
+            then holds no gradient. Through autograd in every backward, where one has no `main_grad`.
+            As "step" otherwise. The log says once which.
+            "direct": straight into `main_grad`, or the backward raises and says why.
+            "step": they wait in fp32 accumulators of the node, and `step()` adds them to `main_grad`,
+            or to `.grad`.
+            "backward": every backward adds them to `main_grad`, or returns them through autograd.
+            In all ways but "step" the framework's gradient hooks see complete gradients, once per
+            weight and backward. Hooks that take a gradient get None for one in `main_grad`.
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
             combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
-            for `finish_wgrad()` or `step()`. Needs flush="step".
+            for `finish_wgrad()` or `step()`. Needs flush "step", which "auto" then means.
 
     A backward to other inputs alone (`torch.autograd.grad(loss, x)`, `paddle.grad(loss, x)`) adds
     no weight gradients.
@@ -100,7 +108,7 @@ class SonicMoEMlpNode:
         *,
         config: SonicMoEConfig | None = None,
         activation_parameters: Mapping[str, float] | None = None,
-        flush: FlushMode | str = "step",
+        flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> None:
         activation = member_of(ActivationType, activation_type, "activation_type")
@@ -123,7 +131,7 @@ class SonicMoEMlpNode:
         *,
         config: SonicMoEConfig | None = None,
         activation_parameters: Mapping[str, float] | None = None,
-        flush: FlushMode | str = "step",
+        flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and
@@ -147,7 +155,7 @@ class SonicMoEMlpNode:
         *,
         config: SonicMoEConfig | None = None,
         activation_parameters: Mapping[str, float] | None = None,
-        flush: FlushMode | str = "step",
+        flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters as `sonicmoe.MoE` has them: `weight1 [E, 2I, H]` (gate
@@ -173,9 +181,10 @@ class SonicMoEMlpNode:
         warn_unknown_flags()
         self.flush_mode = member_of(FlushMode, flush, "flush")
         expect(
-            not split_wgrad or self.flush_mode is FlushMode.STEP,
+            not split_wgrad or self.flush_mode in (FlushMode.AUTO, FlushMode.STEP),
             ConfigError,
-            "split_wgrad with flush='backward': hooks need complete gradients when a backward returns; needed: flush='step'",
+            f"split_wgrad with flush={self.flush_mode.value!r}: gradients must be complete when a backward returns; "
+            "needed: flush='step', or 'auto', which then means 'step'",
         )
         self._explicit_config = config
         self._state = LayerState(parameters, self.flush_mode, split_wgrad)
@@ -272,16 +281,20 @@ class SonicMoEMlpNode:
             raise
 
     def step(self) -> None:
-        """Add the accumulated weight gradients into `main_grad` in place, zero the accumulators,
-        mark weight caches stale.
+        """Have every weight gradient with its parameter, and mark weight caches stale.
 
         Call it once per optimizer step: after the last backward and before gradients are reduced,
-        clipped or applied. A parameter whose `main_grad` is None gets a new fp32 tensor; one
-        without the attribute gets `.grad`. Idempotent. Where gradients were already reduced or
-        applied without those waiting here, the log says so once.
+        clipped or applied. Gradients that wait in the node are added in place: to `main_grad` (a
+        new fp32 tensor where it is None), or to `.grad` of a parameter without that attribute. All
+        others are there already. Idempotent. Where gradients were already reduced or applied
+        without those waiting here, the log says so once. Where the gradients of the expert weights
+        were cleared meanwhile, what waits is of a skipped batch: it is dropped, and the log says so
+        once.
 
         Raises:
-            RuntimeError: a backward failed while it added weight gradients; see `discard_grads`.
+            RuntimeError: a backward failed while it added weight gradients (see `discard_grads`);
+                or `main_grad` was replaced after a backward that adds to it was captured into a
+                CUDA graph.
             OutOfMemoryError: nothing is lost; call it again when there is memory.
         """
         self.flush_grads()
@@ -317,12 +330,13 @@ class SonicMoEMlpNode:
 
     def discard_grads(self) -> None:
         """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
-        backward that failed half-way.
+        backward that failed half-way. What was added to `main_grad` goes when that is cleared.
         """
         self._state.discard()
 
     def release_grads(self) -> None:
-        """Free the accumulators until the next backward.
+        """Free the accumulators until the next backward, and forget memory that captured backwards
+        add to.
 
         Raises:
             RuntimeError: they hold gradients that were not flushed.
@@ -370,7 +384,9 @@ class SonicMoEMlpNode:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of fp32 accumulators the node holds now; 0 until the first backward."""
+        """Bytes of fp32 accumulators the node holds now; 0 where gradients go straight into
+        `main_grad`.
+        """
         return self._state.gradients.nbytes
 
     def _current(self) -> tuple[ResolvedConfig, EngineSettings]:

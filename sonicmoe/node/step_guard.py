@@ -37,7 +37,7 @@ logger = logging.getLogger("sonicmoe")
 REMEDY = (
     "call node.step() right after the last backward: before the gradient reduction, before scaling "
     "and clipping, before the optimizer (a Trainer's on_optimizer_begin is too late), or make the "
-    "node with flush='backward'"
+    "node with flush='auto'"
 )
 
 _NO_MAIN_GRAD: Any = object()
@@ -55,6 +55,7 @@ class StepGuard:
         """Nothing is remembered before the first backward."""
         self._parameters: list[Tensor] = []
         self._gradients: tuple[list[int], ...] | None = None
+        self._had: list[bool] = []
         self._values: tuple[Tensor | None, Tensor | None] | None = None
         self._backwards = 0
         self._steps = 0
@@ -87,6 +88,7 @@ class StepGuard:
         # Taken after every backward: only what happens after the last one is too early for
         # `step()`.
         self._gradients = _identities(parameters)
+        self._had = [_gradient(parameter) is not None for parameter in parameters]
         # A WeakSet: the node may die while gradients wait, and no optimizer then tells it anything.
         optimizer_watchers.add(self)
         # Each is a pass over all weights and gradients. Later steps repeat the calls of the first
@@ -103,11 +105,52 @@ class StepGuard:
         if not self._warned and any(id(parameter) in updated for parameter in trained):
             self._missed("an optimizer of the expert weights stepped")
 
+    def saw_clearing(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether gradients were cleared after the last backward, and so that batch was dropped:
+        every one that was there then is gone, or was written or replaced and is zero now.
+
+        Where none was there (`.grad` before the first step), clearing leaves no trace.
+        """
+        if not self._is_watching(parameters) or _identities(parameters) == self._gradients:
+            return False
+        left = [gradient for was, gradient in self._then_and_now(parameters) if was]
+        there = [gradient for gradient in left if gradient is not None]
+        # Reading them waits for the device. That is rare: a loop that writes gradients between two
+        # backwards without step() has dropped a batch, or is wrong.
+        if (
+            there
+            and is_cuda(there[0])
+            and not IS_PADDLE
+            and torch.cuda.is_current_stream_capturing()
+        ):
+            return False
+        with plain_ops():
+            return bool(left) and not any(bool(gradient.any()) for gradient in there)
+
+    def saw_removal(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether every gradient that was there after the last backward is gone. At `step()` zeros
+        prove nothing, because a reduction that came too early leaves them zero as well.
+        """
+        if not self._is_watching(parameters):
+            return False
+        left = [gradient for was, gradient in self._then_and_now(parameters) if was]
+        return bool(left) and all(gradient is None for gradient in left)
+
+    def _is_watching(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters of the last backward."""
+        return (
+            self._gradients is not None
+            and len(self._parameters) == len(parameters)
+            and all(map(is_, self._parameters, parameters))
+        )
+
+    def _then_and_now(self, parameters: Sequence[Tensor]) -> Iterator[tuple[bool, Tensor | None]]:
+        """Of each parameter: whether it had a gradient after the last backward, and what it has."""
+        return zip(self._had, map(_gradient, parameters), strict=True)
+
     def check(self, parameters: Sequence[Tensor]) -> None:
         """The waiting gradients are about to be flushed; says what happened too early."""
-        same = len(self._parameters) == len(parameters) and all(
-            map(is_, self._parameters, parameters)
-        )
+        same = self._is_watching(parameters)
         # Forgotten in any case: once flushed, nothing waits and nothing may warn about it.
         before, values = self._gradients, self._values
         self.forget()
@@ -130,6 +173,7 @@ class StepGuard:
     def forget(self) -> None:
         """No gradients wait any more."""
         self._parameters, self._gradients, self._values = [], None, None
+        self._had = []
         optimizer_watchers.discard(self)
 
     def end_step(self) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ..engine.activations import pre_activation_width
-from ..engine.interface import NativeBuffer
+from ..engine.interface import NativeBuffer, ParameterTargets
+from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import DTypeError, LayoutError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name, require_framework_tensor
@@ -64,6 +65,12 @@ class ExpertParameters(ABC):
     def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """`(parameter, its fp32 gradient in its own layout, the part of native it comes from)`, in
         the order of `parameters()`; the gradients are fresh tensors, made one by one.
+        """
+
+    @abstractmethod
+    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+        """Targets over fp32 memory of each parameter's gradient, in the order of `parameters()`;
+        None for those that are frozen.
         """
 
 
@@ -171,6 +178,14 @@ class PerExpertParameters(ExpertParameters):
             dw2 = native.dw2[index]
             yield expert.down_proj.weight, self.layout.user_w2(dw2), dw2
 
+    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+        """A matrix of each expert."""
+        experts = len(self._experts)
+        return ParameterTargets(
+            WeightTarget.per_expert(memory[:experts], self.layout),
+            WeightTarget.per_expert(memory[experts:], self.layout),
+        )
+
 
 class FusedParameters(ExpertParameters):
     """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
@@ -230,6 +245,15 @@ class FusedParameters(ExpertParameters):
         moves = self.layout.transposed
         yield weight1, self.layout.user_w1(dw1) if moves else dw1.clone(), dw1
         yield weight2, self.layout.user_w2(dw2) if moves else dw2.clone(), dw2
+
+    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+        """Two stacked tensors."""
+        up, down = memory
+        experts = int(self._weights[0].shape[0])
+        return ParameterTargets(
+            WeightTarget.stacked(up, experts, self.layout),
+            WeightTarget.stacked(down, experts, self.layout),
+        )
 
 
 def check_memory(parameters: Sequence[Tensor]) -> None:

@@ -40,8 +40,13 @@ def measure(artefacts, *options):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--stacked"], pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle)],
-    ids=["per expert", "stacked", "paddle"],
+    [
+        [],
+        ["--stacked"],
+        ["--flush", "step"],
+        pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle),
+    ],
+    ids=["per expert", "stacked", "accumulators", "paddle"],
 )
 def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     few, many = measure(artefacts, "--experts", "2", "--experts", "16", *options)

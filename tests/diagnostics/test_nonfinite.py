@@ -108,12 +108,14 @@ def test_a_bad_gradient_is_named_in_backward(tmp_path):
 class SpoiledEngine(ReferenceEngine):
     """The reference engine with NaN in one weight gradient; what a bisection runs again is sound."""
 
-    def backward_dw(self, pending, accumulators):
-        super().backward_dw(pending, accumulators)
-        accumulators.dw1[2, 3, 4] = float("nan")
+    def backward_dw(self, pending, targets):
+        super().backward_dw(pending, targets)
+        sums = targets.sums("dw1")
+        sums[2, 3, 4] = float("nan")
+        targets.replace("dw1", sums)
 
 
-@pytest.mark.parametrize("flush", ["step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
 def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
     choice = EngineChoice(SpoiledEngine(), "test")
     monkeypatch.setattr("sonicmoe.node.mlp_node.ready_engine", lambda *_: choice)

@@ -144,7 +144,7 @@ def bind(source, kind):
 
 
 def fill(weights, seed):
-    held = weights.targets(ReferenceEngine(), "cuda")
+    held = weights.accumulators(ReferenceEngine(), "cuda")
     (experts, n1, hidden), intermediate = held.dw1.shape, held.dw2.shape[2]
     for accumulator, values in zip(
         (held.dw1, held.dw2), native_gradients(experts, n1, hidden, intermediate, seed), strict=True

@@ -24,6 +24,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.gradients.destinations import add_to_main_grad
+from sonicmoe.gradients.routes import Addition, Route
 from sonicmoe.gradients.store import GradientStore
 from sonicmoe.interop import data_ptr, grad_enabled
 from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
@@ -51,8 +52,8 @@ class TestNativeBuffer:
     def test_lazy(self):
         store = GradientStore(per_expert_source(*weight_arrays()))
         assert store.nbytes == 0 and store.held() == {}
-        targets = store.targets(ENGINE, "cpu")
-        assert store.targets(ENGINE, "cpu") is targets
+        targets = store.accumulators(ENGINE, "cpu")
+        assert store.accumulators(ENGINE, "cpu") is targets
         assert store.nbytes == targets.nbytes == 4 * (3 * 24 * 16 + 3 * 16 * 12)
         assert set(store.held()) == {"dw1", "dw2"}
         assert all(
@@ -71,7 +72,7 @@ class TestNativeBuffer:
             record = replace(RECORDS[EngineName.REFERENCE], gradients=(GradientTarget.MAIN_GRAD,))
 
         with pytest.raises(ConfigError, match=r"adds weight gradients into \['main_grad'\]"):
-            GradientStore(per_expert_source(*weight_arrays())).targets(Direct(), "cpu")
+            GradientStore(per_expert_source(*weight_arrays())).accumulators(Direct(), "cpu")
         with pytest.raises(
             ConfigError, match="gradient targets are Elsewhere; this engine adds to"
         ):
@@ -90,7 +91,10 @@ class TestNativeBuffer:
         main_grads = bind_main_grads(source)
         store, _, _ = filled(source)
         with pytest.raises(MemoryError):
-            store.add(Failing(), None, store.targets(ENGINE, "cpu"))
+            addition = Addition(
+                Route.WAIT, source.parameters(), [True] * 6, store.accumulators(ENGINE, "cpu")
+            )
+            store.add(Failing(), None, addition)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="left a part of them in the node"):
                 store.flush()
@@ -108,7 +112,7 @@ class TestNativeBuffer:
         store.flush()
         store.release()
         assert store.nbytes == 0
-        assert not numpy(store.targets(ENGINE, "cpu").dw1).any()
+        assert not numpy(store.accumulators(ENGINE, "cpu").dw1).any()
 
     def test_zeros_with_biases(self):
         accumulators = NativeBuffer.zeros(2, 6, 4, 3, True, "cpu")

@@ -25,7 +25,7 @@ from sonicmoe.interop import data_ptr
 from sonicmoe.quant.recipes import RECIPES
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-both_flushes = pytest.mark.parametrize("flush", ["step", "backward"])
+each_flush = pytest.mark.parametrize("flush", ["direct", "step", "backward"])
 
 
 class TestGradients:
@@ -66,7 +66,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
     @pytest.mark.parametrize("case", ["no tokens", "nothing routed here"])
-    @both_flushes
+    @each_flush
     def test_empty_rank(self, case, config, flush):
         problem = make_problem(tokens=0 if case == "no tokens" else 9)
         problem = problem.but(indices=np.full_like(problem.indices, -1))
@@ -94,7 +94,7 @@ class TestGradients:
 
 class TestMainGrad:
     @both_sources
-    @both_flushes
+    @each_flush
     @pytest.mark.parametrize("value", [0.0, 2.5, None])
     def test_private_or_none(self, arrangement, flush, value):
         layer = Layer(arrangement=arrangement, flush=flush)
@@ -110,7 +110,7 @@ class TestMainGrad:
             assert before is None or weight.main_grad is before
 
     @both_sources
-    @both_flushes
+    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_absent_it_is_grad(self, arrangement, flush, dtype):
         dtype = getattr(torch, dtype)
@@ -126,7 +126,7 @@ class TestMainGrad:
         assert all(weight.grad.dtype == dtype for weight in layer.weights)
 
     @both_sources
-    @both_flushes
+    @each_flush
     def test_a_slice_of_a_fused_buffer(self, arrangement, flush):
         batches = problems(2)
         layer = Layer(batches[0], arrangement=arrangement, flush=flush)
@@ -149,7 +149,7 @@ class TestMainGrad:
 
 class TestMicroBatches:
     @both_sources
-    @both_flushes
+    @each_flush
     @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
     def test_three_forwards_before_three_backwards(self, arrangement, flush, order):
         batches = problems(3)
@@ -167,7 +167,7 @@ class TestMicroBatches:
         for got, want in zip(layer.gradients("main_grad"), summed(exact), strict=True):
             assert relative_rmse(got, want) < 1e-5
 
-    @both_flushes
+    @each_flush
     def test_an_outstanding_forward_survives_step(self, flush):
         """Weights are those of its forward, its gradient goes to the next step."""
         first, second = problems(2)
@@ -183,12 +183,12 @@ class TestMicroBatches:
         assert_close(layer.result(waiting), golden(second))
 
     def test_flush_modes_differ_only_in_when(self):
-        for flush in ("step", "backward"):
+        for flush in ("auto", "direct", "step", "backward"):
             layer = Layer(flush=flush)
             layer.set_main_grad(0.0)
             layer.run()
             seen = layer.gradients("main_grad")[0]
-            assert bool(seen.any()) == (flush == "backward")
+            assert bool(seen.any()) == (flush != "step")
             layer.node.step()
             once = layer.gradients("main_grad")
             assert once[0].any()
@@ -212,7 +212,7 @@ class TestMicroBatches:
 
 class TestFrozen:
     @both_sources
-    @both_flushes
+    @each_flush
     @pytest.mark.parametrize("probs_grad", [True, False])
     def test_tokens(self, arrangement, flush, probs_grad):
         layer = Layer(arrangement=arrangement, flush=flush)
@@ -226,7 +226,7 @@ class TestFrozen:
             assert relative_rmse(got, want) < 1e-5
 
     @both_sources
-    @both_flushes
+    @each_flush
     def test_experts(self, arrangement, flush):
         layer = Layer(arrangement=arrangement, flush=flush)
         for weight in layer.weights:
@@ -239,7 +239,7 @@ class TestFrozen:
         assert relative_rmse(call.dx, exact.dx) < 1e-5
         assert relative_rmse(call.dprobs, exact.dprobs) < 1e-5
 
-    @both_flushes
+    @each_flush
     def test_one_expert(self, flush):
         layer = Layer(flush=flush)
         layer.set_main_grad(0.0)

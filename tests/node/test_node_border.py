@@ -120,7 +120,8 @@ class TestConfiguration:
 
     def test_unknown_flush_mode(self):
         with pytest.raises(
-            ConfigError, match=r"flush is 'sometimes'; needed: one of \['step', 'backward'\]"
+            ConfigError,
+            match=r"flush is 'sometimes'; needed: one of \['auto', 'direct', 'step', 'backward'\]",
         ):
             Layer(flush="sometimes")
 

@@ -9,7 +9,7 @@ import pytest
 from framework import IS_PADDLE, numpy, tensor, torch
 from node_harness import FP8, FULL, Layer, problems
 
-FLUSHES = ("step", "backward")
+FLUSHES = ("auto", "step", "backward")
 
 
 def storage(tensors):

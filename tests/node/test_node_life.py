@@ -31,7 +31,7 @@ from sonicmoe.node import mlp_node
 from sonicmoe.node.layer_state import LayerState
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-both_flushes = pytest.mark.parametrize("flush", ["step", "backward"])
+each_flush = pytest.mark.parametrize("flush", ["auto", "step", "backward"])
 
 
 class TestInference:
@@ -63,7 +63,7 @@ class TestInference:
         assert not has_gradient_path(call.out)
 
     def test_gradient_memory_begins_with_the_first_backward(self):
-        layer = Layer()
+        layer = Layer(flush="step")
         assert layer.node.warmup() == ()
         layer.node.prequantize_weights()
         call = layer.call()
@@ -105,7 +105,7 @@ class TestCallersTensors:
         assert relative_rmse(call.dx, exact.dx) < 1e-5
         assert relative_rmse(layer.gradients("main_grad")[0], exact.dw1) < 1e-5
 
-    @both_flushes
+    @each_flush
     def test_non_contiguous_tokens_and_gradients(self, flush):
         layer = Layer(flush=flush)
         layer.set_main_grad(0.0)
@@ -172,7 +172,7 @@ class TestCaches:
         assert_close(layer.result(call), golden(new))
 
     def test_a_forgotten_step_is_warned_about(self, caplog):
-        layer = Layer()
+        layer = Layer(flush="step")
         layer.set_main_grad(0.0)
         with caplog.at_level(logging.WARNING, logger="sonicmoe"):
             layer.run()
@@ -195,7 +195,7 @@ class TestCaches:
         assert not caplog.records
 
     @pytest.mark.trained
-    @both_flushes
+    @each_flush
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
     def test_it_trains(self, flush, config):
         """Gradient descent on a fixed batch: the loss falls only if gradients are right and the new

@@ -64,7 +64,7 @@ if not IS_PADDLE:  # whose numpy() is a copy
 @pytest.mark.parametrize("case", LATE)
 def test_a_late_step_is_named_once(said, case):
     act, words = LATE[case]
-    layer = Layer()
+    layer = Layer(flush="step")
     layer.set_main_grad(1.0)
     for _ in range(3):
         layer.run()
@@ -72,11 +72,11 @@ def test_a_late_step_is_named_once(said, case):
         layer.node.step()
     assert len(said()) == 1
     assert words in said()[0] and "node.step() right after the last backward" in said()[0]
-    assert "on_optimizer_begin" in said()[0] and "flush='backward'" in said()[0]
+    assert "on_optimizer_begin" in said()[0] and "flush='auto'" in said()[0]
 
 
 def test_a_late_step_of_plain_gradients_is_named(said):
-    layer = Layer()
+    layer = Layer(flush="step")
     for _ in range(3):
         layer.run()
         for weight in layer.node._state.parameters.parameters():
@@ -91,7 +91,7 @@ def test_steps_in_time_say_nothing(said):
     created on the way.
     """
     for value in (0.0, 1.0, None):
-        layer = Layer()
+        layer = Layer(flush="step")
         layer.set_main_grad(value)
         for _ in range(4):
             pending = [layer.call(problem) for problem in problems(3)]
@@ -117,7 +117,7 @@ def test_a_replaced_parameter_is_no_reduction(said):
     """A module may get another parameter between a forward and its step(); and the watch goes on
     after that.
     """
-    layer = Layer()
+    layer = Layer(flush="step")
     layer.set_main_grad(0.0)
     call = layer.call(layer.problem)
     projection = layer.experts[0].down_proj
@@ -198,7 +198,7 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split
     """dw2 added, then out of memory: neither step() nor a release takes it for a gradient, and the
     node goes on after discard_grads().
     """
-    layer, wanted = split_layer() if split else Layer(), Layer()
+    layer, wanted = split_layer() if split else Layer(flush="step"), Layer()
     add = ReferenceEngine.backward_dw
 
     def fail(self, pending, accumulators):
@@ -239,7 +239,7 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split
 
 @pytest.mark.parametrize("split", [False, True])
 def test_discarded_gradients_never_arrive(said, split):
-    layer = split_layer() if split else Layer()
+    layer = split_layer() if split else Layer(flush="step")
     layer.set_main_grad(0.0)
     for _ in range(2):
         layer.run()
@@ -261,10 +261,13 @@ def test_tokens_overwritten_before_the_weight_gradients_are_refused():
         layer.node.step()
 
 
-def test_split_refuses_hooks():
-    with pytest.raises(ConfigError, match="split_wgrad with flush='backward'"):
+@pytest.mark.parametrize("flush", ["backward", "direct"])
+def test_split_refuses_gradients_that_must_be_complete_after_a_backward(flush):
+    with pytest.raises(
+        ConfigError, match=f"split_wgrad with flush='{flush}'.*needed: flush='step'"
+    ):
         SonicMoEMlpNode.from_fused(
-            *Layer(arrangement="fused").weights, flush="backward", split_wgrad=True
+            *Layer(arrangement="fused").weights, flush=flush, split_wgrad=True
         )
 
 

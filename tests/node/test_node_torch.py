@@ -116,7 +116,7 @@ class TestHooks:
 
 
 def test_main_grad_on_another_device_is_refused_and_nothing_is_half_added():
-    layer = Layer()
+    layer = Layer(flush="step")
     layer.set_main_grad(0.0)
     good, layer.weights[-1].main_grad = (
         layer.weights[-1].main_grad,
@@ -132,7 +132,7 @@ def test_main_grad_on_another_device_is_refused_and_nothing_is_half_added():
 
 
 class TestCheckpoint:
-    @pytest.mark.parametrize("flush", ["step", "backward"])
+    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
     @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
     @pytest.mark.parametrize("config", [FULL, FP8, STAGEWISE], ids=["full", "fp8", "stagewise"])
     def test_gives_the_same_bits(self, config, use_reentrant, flush):
@@ -241,7 +241,7 @@ class TestGraphsRunTwice:
         layer.node.step()
         assert all(weight.grad is None for weight in layer.weights)
 
-    @pytest.mark.parametrize("flush", ["step", "backward"])
+    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
     @pytest.mark.parametrize("split", [True, False])
     def test_backward_to_other_inputs_only_adds_nothing(self, flush, split):
         """Penalties on the gradient of the tokens, saliency: what follows is the gradient of the
@@ -366,7 +366,7 @@ class TestOptimizerSteps:
     @pytest.mark.parametrize("late", [True, False], ids=["late", "forgotten"])
     @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
     def test_before_step_are_named_once(self, said, arrangement, late):
-        layer = Layer(arrangement=arrangement)
+        layer = Layer(arrangement=arrangement, flush="step")
         optimizer = torch.optim.AdamW(layer.weights)
         for _ in range(3):
             optimizer.zero_grad()
@@ -377,7 +377,7 @@ class TestOptimizerSteps:
         assert len(said()) == 1 and "right after the last backward" in said()[0]
 
     def test_in_time_and_of_other_parameters_say_nothing(self, said):
-        layer, other = Layer(), torch.nn.Parameter(torch.ones(3))
+        layer, other = Layer(flush="step"), torch.nn.Parameter(torch.ones(3))
         layer.weights[0].requires_grad_(False)
         optimizers = [torch.optim.SGD([other], lr=0.1), torch.optim.SGD([layer.weights[0]], lr=0.1)]
         everything = torch.optim.SGD([*layer.weights, other], lr=0.1)

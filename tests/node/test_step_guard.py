@@ -35,8 +35,11 @@ def state_of(source, flush=FlushMode.STEP):
 
 def backward(state):
     """Gradients of one backward, without an engine."""
-    state.gradients.targets(ENGINE, "cpu")
-    return state.end_backward(state.parameters.parameters())
+    parameters = state.parameters.parameters()
+    addition = state.begin_backward(
+        ENGINE, SETTINGS, parameters, tensor(np.zeros(1), torch.float32)
+    )
+    return state.end_backward(addition, parameters)
 
 
 def double(weight):

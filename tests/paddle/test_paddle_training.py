@@ -116,7 +116,7 @@ def train(model, experts, optimizer, task, steps, node, dtype="float32", **clear
 # apart over 15 steps, in which the loss falls to 0.14 to 0.18.
 @pytest.mark.trained
 @pytest.mark.parametrize("set_to_zero", [True, False])
-@pytest.mark.parametrize("flush", ["step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
 def test_mix_precision_wrappers_train_the_experts_exactly(flush, set_to_zero):
     """Fleet's layer and optimizer wrappers, which know `main_grad` only, follow plain autograd step
     by step.
@@ -146,7 +146,7 @@ def test_fp8_trains_along_full_precision():
 
 
 @pytest.mark.trained
-@pytest.mark.parametrize("flush", ["step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
 def test_plain_optimizer_trains_through_grad(flush):
     """Without a `main_grad`, AdamW finds the gradients where it looks for them."""
     task, layer = Task(), Layer(PRECISE, flush)
@@ -341,7 +341,8 @@ FORGOTTEN = "node.step()"
 def test_forgotten_step_is_warned_about_once(caplog):
     """Weights that move while gradients wait: an optimizer step ran without them."""
     experts, batch = make_experts(), make_batch()
-    node, optimizer = make_node(experts), OPTIMIZERS["AdamW"](weights_of(experts))
+    node = make_node(experts, flush="step")
+    optimizer = OPTIMIZERS["AdamW"](weights_of(experts))
     bind_main_grads(experts)
     with caplog.at_level(logging.WARNING, "sonicmoe"):
         for _ in range(3):
@@ -363,7 +364,8 @@ def test_forgotten_step_is_warned_about_although_no_weight_moves(caplog, monkeyp
     )
     monkeypatch.setattr(StepGuard, "FORGOTTEN_AFTER_BACKWARDS", 4)
     experts, batch = make_experts(), make_batch()
-    node, optimizer = make_node(experts), AdamW(0.05, parameters=weights_of(experts))
+    node = make_node(experts, flush="step")
+    optimizer = AdamW(0.05, parameters=weights_of(experts))
     with caplog.at_level(logging.WARNING, "sonicmoe"):
         for done in range(1, 9):
             run(node, batch)

@@ -89,7 +89,7 @@ def filled(source, seed=7):
     layout of the parameters.
     """
     store = GradientStore(source)
-    targets = store.targets(ReferenceEngine(), "cpu")
+    targets = store.accumulators(ReferenceEngine(), "cpu")
     rng = np.random.default_rng(seed)
     native = [np.float32(rng.standard_normal(tuple(target.shape))) for target in targets.tensors()]
     for target, values in zip(targets.tensors(), native, strict=True):

@@ -1,0 +1,175 @@
+"""Which way the weight gradients of one backward take. It is decided when that backward begins, from
+what the parameters are then, so that freezing a weight later changes nothing.
+
+| mode | a parameter that trains has no `main_grad` | all have one | and the engine cannot add there |
+|---|---|---|---|
+| `auto` | `AUTOGRAD` | `DIRECT` | `WAIT` |
+| `direct` | refused | `DIRECT` | refused |
+| `step` | `WAIT` | `WAIT` | `WAIT` |
+| `backward` | `AUTOGRAD` | `AUTOGRAD` | `AUTOGRAD` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from ..engine.interface import Engine, EngineSettings, GradientTargets, ParameterTargets
+from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda
+from ..weights.parameters import ExpertParameters
+from .destinations import check_main_grad
+
+Tensor = torch.Tensor
+
+
+class Route(Enum):
+    """Where a backward leaves its weight gradients, in words for the log."""
+
+    DIRECT = "are added straight into main_grad"
+    AUTOGRAD = "are handed over by every backward, through autograd where there is no main_grad"
+    WAIT = "wait in fp32 accumulators for step()"
+
+
+@dataclass(eq=False)
+class Addition:
+    """The weight gradients of one backward on their way.
+
+    parameters: the layer's, as the forward found them.
+    trained: which of them want a gradient, at the moment of this backward.
+    targets: what the engine adds to.
+    fresh: memory for a `main_grad` that is None; the parameter's own after the addition.
+    stand_ins: what autograd is given for parameters whose wrapper must be told that the gradient
+        is in `main_grad`, by position (`stand_ins_for`).
+    """
+
+    route: Route
+    parameters: Sequence[Tensor]
+    trained: list[bool]
+    targets: GradientTargets
+    fresh: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    stand_ins: dict[int, Tensor] = field(default_factory=dict)
+
+    def bind(self) -> None:
+        """Hand over memory that was made for this backward; only after it was added to."""
+        for parameter, memory in self.fresh:
+            parameter.main_grad = memory  # type: ignore[attr-defined]
+        self.fresh = []
+
+
+def stand_ins_for(parameters: Sequence[Tensor], trained: Sequence[bool]) -> dict[int, Tensor]:
+    """Zeros, by position, for parameters that have `grad_added_to_main_grad`.
+
+    Megatron's data parallelism sets that attribute and hangs its reductions on gradient hooks,
+    which must find a `.grad`. Where the attribute is True they drop it and take `main_grad`.
+    """
+    found = {
+        id(parameter): index
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True))
+        if wanted
+        and hasattr(parameter, "grad_added_to_main_grad")
+        and hasattr(parameter, "main_grad")
+    }
+    # Zeros and not unwritten memory: a hook that adds `.grad` all the same must add nothing.
+    return {index: torch.zeros_like(parameters[index]) for index in found.values()}
+
+
+def without_main_grad(parameters: Sequence[Tensor], trained: Sequence[bool]) -> int | None:
+    """The first parameter that wants a gradient and has no attribute `main_grad`, by its position."""
+    # The presence of the attribute decides and not its value: a framework that sets `main_grad =
+    # None` wants an fp32 gradient there.
+    lacking = (
+        index
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True))
+        if wanted and not hasattr(parameter, "main_grad")
+    )
+    return next(lacking, None)
+
+
+def direct_addition(
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
+) -> Addition:
+    """An addition straight into the `main_grad` of all that want a gradient. Memory that is made
+    here, where it is None, is not zeroed yet.
+    """
+    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # once for a parameter that experts share
+    memory: list[Tensor | None] = []
+    for parameter, wanted in zip(parameters, trained, strict=True):
+        held = getattr(parameter, "main_grad", None) if wanted else None
+        if wanted and held is None:
+            if id(parameter) not in fresh:
+                made = torch.empty(tuple(parameter.shape), dtype=torch.float32, device=dout.device)
+                fresh[id(parameter)] = (parameter, made)
+            held = fresh[id(parameter)][1]
+        memory.append(held)
+    targets = layer.targets(memory)
+    return Addition(Route.DIRECT, parameters, trained, targets, list(fresh.values()))
+
+
+def direct_problem(
+    addition: Addition,
+    engine: Engine,
+    settings: EngineSettings,
+    layer: ExpertParameters,
+    dout: Tensor,
+) -> str | None:
+    """Why the engine cannot add there the gradients of `dout`, in one sentence, or None.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: a `main_grad` is none that anything could be added to.
+    """
+    targets = addition.targets
+    assert isinstance(targets, ParameterTargets)
+    (_, n1, hidden), (_, _, inner) = layer.native_shapes()
+    problem = targets.problem(n1, hidden, inner, device_name(dout))
+    if problem is not None:
+        # Its dtype, shape or device would be refused by a flush as well, so it is refused here.
+        for parameter, wanted in zip(addition.parameters, addition.trained, strict=True):
+            if wanted:
+                check_main_grad(parameter, dout)
+        return problem
+    return engine.problem_of(targets, settings)
+
+
+class CapturedMemory:
+    """The memory that backwards captured into CUDA graphs add to.
+
+    Every replay adds there, whatever has become of the parameters. So the memory is kept alive, and
+    `check` raises where a parameter has another `main_grad` by now.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was captured yet."""
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __reduce__(self) -> tuple[type[CapturedMemory], tuple[()]]:
+        """No graph adds to a copy's parameters."""
+        return CapturedMemory, ()
+
+    def keep(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """A backward that adds to the `main_grad` of these is being captured."""
+        for parameter, wanted in zip(parameters, trained, strict=True):
+            if wanted:
+                self._held[id(parameter)] = (parameter, parameter.main_grad)  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        """Raise if gradients of a replay are where no optimizer looks.
+
+        Raises:
+            RuntimeError: a parameter's `main_grad` is no longer the captured one.
+        """
+        for parameter, memory in self._held.values():
+            now = getattr(parameter, "main_grad", None)
+            if now is not memory and (now is None or data_ptr(now) != data_ptr(memory)):
+                raise RuntimeError(
+                    "the main_grad of an expert weight was replaced after a backward that adds to it was captured into a CUDA "
+                    "graph, and replays add to the memory it had then; needed: main_grad that stays in place (zeroed and not "
+                    "rebound), or another capture; node.release_grads() forgets captured memory"
+                )
+
+
+def is_capturing(like: Tensor) -> bool:
+    """Whether the current stream records a CUDA graph. Paddle does not tell."""
+    return not IS_PADDLE and is_cuda(like) and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,495 @@
+"""Weight gradients that go straight into `main_grad`, what decides that they do, and batches that
+are dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+from engine.moe_golden import golden, make_problem
+from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
+from node_harness import ARRANGEMENTS, FP8, Layer, problems, want_gradient
+
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.gradients import routes, store
+from sonicmoe.interop import data_ptr
+
+each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+
+
+@pytest.fixture
+def said(caplog):
+    """Lines about gradients, with their level."""
+    caplog.set_level(logging.INFO, "sonicmoe")
+    yield lambda: [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if "weight gradients" in record.getMessage()
+    ]
+
+
+def zeroed(layer):
+    """What the optimizer of a framework does with fp32 gradients."""
+    with torch.no_grad():
+        for weight in layer.weights:
+            weight.main_grad.zero_()
+
+
+def assert_same_bits(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class TestDirect:
+    @each_arrangement
+    @pytest.mark.parametrize("config", [None, FP8], ids=["full", "fp8"])
+    def test_has_the_bits_of_accumulate_then_flush(self, arrangement, config):
+        options = {} if config is None else {"config": config}
+        layers = [Layer(arrangement=arrangement, flush=f, **options) for f in ("direct", "step")]
+        for layer in layers:
+            layer.set_main_grad(0.0)
+            layer.run()
+            layer.node.step()
+        assert_same_bits(*(layer.gradients("main_grad") for layer in layers))
+
+    @each_arrangement
+    def test_several_micro_batches_are_summed_where_they_lie(self, arrangement):
+        batches = problems(3)
+        layer = Layer(batches[0], arrangement=arrangement, flush="direct")
+        held = layer.set_main_grad(0.25)
+        places = [data_ptr(each) for each in held]
+        calls = [layer.call(problem) for problem in batches]
+        for call in reversed(calls):
+            call.backward()
+        before_step = layer.gradients("main_grad")
+        assert layer.node.gradient_bytes == 0
+        layer.node.step()
+        assert_same_bits(before_step, layer.gradients("main_grad"))
+        assert all(w.main_grad is h for w, h in zip(layer.weights, held, strict=True))
+        assert [data_ptr(each) for each in held] == places
+        for got, name in zip(before_step, ("dw1", "dw2"), strict=True):
+            want = 0.25 + sum(getattr(golden(problem), name) for problem in batches)
+            assert relative_rmse(got, want) < 1e-5
+
+    @each_arrangement
+    def test_memory_is_made_where_main_grad_is_none(self, arrangement):
+        layer = Layer(arrangement=arrangement, flush="direct")
+        layer.set_main_grad(None)
+        call = layer.run()
+        exact = golden(layer.problem)
+        for got, want in zip(layer.gradients("main_grad"), (exact.dw1, exact.dw2), strict=True):
+            assert relative_rmse(got, want) < 1e-5
+        assert all(weight.main_grad.dtype == torch.float32 for weight in layer.weights)
+        assert call.dx is not None
+
+    def test_memory_stays_unbound_where_the_backward_fails(self, monkeypatch):
+        layer = Layer(flush="direct")
+        layer.set_main_grad(None)
+
+        def fail(self, pending, targets):
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(ReferenceEngine, "backward_dw", fail)
+        with pytest.raises((MemoryError, OSError), match="no room"):
+            layer.run()
+        assert all(weight.main_grad is None for weight in layer.weights)
+        layer.node.step()
+
+    def test_what_the_optimizer_clears_is_clear(self):
+        """A batch is skipped: nothing of it comes back."""
+        good, bad = problems(2)
+        layer = Layer(good)
+        layer.set_main_grad(0.0)
+        layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
+        zeroed(layer)
+        layer.run(good)
+        layer.node.step()
+        wanted = golden(good)
+        for got, want in zip(layer.gradients("main_grad"), (wanted.dw1, wanted.dw2), strict=True):
+            assert relative_rmse(got, want) < 1e-5
+
+    def test_slices_of_a_fused_buffer_and_nothing_beside_them(self):
+        layer = Layer(flush="direct")
+        sizes = [int(np.prod(weight.shape)) for weight in layer.weights]
+        buffer = tensor(np.full(sum(sizes) + 8 * len(sizes), 7.0), torch.float32)
+        offset, canaries = 0, np.ones(int(buffer.shape[0]), bool)
+        for weight, size in zip(layer.weights, sizes, strict=True):
+            part = buffer[offset : offset + size]
+            weight.main_grad = (
+                part.reshape(tuple(weight.shape)) if IS_PADDLE else part.view(weight.shape)
+            )
+            canaries[offset : offset + size] = False
+            offset += size + 8
+        if IS_PADDLE and data_ptr(layer.weights[0].main_grad) != data_ptr(buffer):
+            pytest.skip("this build of Paddle copies slices")
+        layer.run()
+        after = numpy(buffer)
+        assert (after[canaries] == 7.0).all() and (after[~canaries] != 7.0).any()
+        for got, want in zip(
+            layer.gradients("main_grad"),
+            (golden(layer.problem).dw1, golden(layer.problem).dw2),
+            strict=True,
+        ):
+            assert relative_rmse(got, 7.0 + want) < 1e-5
+
+    def test_a_parameter_of_two_experts_gets_both_gradients(self):
+        problem = make_problem()
+        for arrays in (problem.up_gate, problem.down):
+            arrays[1] = arrays[0]
+        layer = Layer(problem, flush="direct")
+        layer.experts[1].up_gate_proj.weight = layer.experts[0].up_gate_proj.weight
+        layer.weights[1] = layer.weights[0]
+        layer.set_main_grad(None)
+        layer.run()
+        wanted = golden(problem).dw1
+        got = numpy(layer.weights[0].main_grad)
+        assert relative_rmse(got, wanted[0] + wanted[1]) < 1e-5
+
+    def test_two_nodes_over_the_same_experts(self):
+        """Stacked layers that share their experts, and both are in one backward."""
+        layer = Layer(flush="auto")
+        layer.set_main_grad(0.0)
+        p = layer.problem
+        other = SonicMoEMlpNode(
+            layer.experts, p.num_experts, p.x.shape[1], p.intermediate, p.activation, config=FP8
+        )
+        first = layer.call()
+        second = other(first.out, None, first.indices, first.probs)
+        second.backward(first.dout)
+        once = layer.gradients("main_grad")
+        for node in (layer.node, other):
+            node.step()
+        assert_same_bits(once, layer.gradients("main_grad"))
+        apart = Layer(flush="step")
+        apart.set_main_grad(0.0)
+        apart_other = SonicMoEMlpNode(
+            apart.experts,
+            p.num_experts,
+            p.x.shape[1],
+            p.intermediate,
+            p.activation,
+            config=FP8,
+            flush="step",
+        )
+        first = apart.call()
+        apart_other(first.out, None, first.indices, first.probs).backward(first.dout)
+        for node in (apart_other, apart.node):
+            node.step()
+        for got, want in zip(once, apart.gradients("main_grad"), strict=True):
+            assert relative_rmse(got, want) < 1e-6
+
+    def test_a_part_of_a_backward_is_refused_until_it_is_dropped(self, monkeypatch):
+        layer, add = Layer(flush="direct"), ReferenceEngine.backward_dw
+
+        def fail(self, pending, targets):
+            add(self, pending, targets)
+            targets.adding = True
+            raise MemoryError("no room for dw1")
+
+        layer.set_main_grad(0.0)
+        monkeypatch.setattr(ReferenceEngine, "backward_dw", fail)
+        with pytest.raises((MemoryError, OSError), match="no room for dw1"):
+            layer.run()
+        monkeypatch.setattr(ReferenceEngine, "backward_dw", add)
+        for refused in (layer.node.step, layer.node.flush_grads):
+            with pytest.raises(
+                RuntimeError, match="left a part of them in main_grad; zero main_grad"
+            ):
+                refused()
+        layer.node.discard_grads()
+        zeroed(layer)
+        layer.run()
+        layer.node.step()
+        assert relative_rmse(layer.gradients("main_grad")[0], golden(layer.problem).dw1) < 1e-5
+
+
+class TestWhatDecides:
+    def test_direct_is_said_once(self, said):
+        layer = Layer()
+        layer.set_main_grad(0.0)
+        for _ in range(3):
+            layer.run()
+            layer.node.step()
+        assert said() == [("INFO", "expert weight gradients are added straight into main_grad")]
+
+    def test_without_main_grad_they_go_through_autograd(self, said):
+        layer = Layer()
+        for _ in range(2):
+            layer.run()
+            assert layer.node.gradient_bytes == 0
+        ((level, line),) = said()
+        assert level == "INFO" and "through autograd where there is no main_grad" in line
+        for got, want in zip(
+            layer.gradients("grad"),
+            (golden(layer.problem).dw1, golden(layer.problem).dw2),
+            strict=True,
+        ):
+            assert relative_rmse(got, 2 * want) < 1e-5
+
+    def test_an_engine_that_cannot_add_there_is_named(self, said, monkeypatch):
+        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
+        layer = Layer()
+        layer.set_main_grad(0.0)
+        for _ in range(2):
+            layer.run()
+        assert not any(each.any() for each in layer.gradients("main_grad"))
+        assert said() == [
+            (
+                "WARNING",
+                "expert weight gradients wait in fp32 accumulators for step(): the moon is full",
+            )
+        ]
+        layer.node.step()
+        assert relative_rmse(layer.gradients("main_grad")[0], 2 * golden(layer.problem).dw1) < 1e-5
+        refused = Layer(flush="direct")
+        refused.set_main_grad(0.0)
+        with pytest.raises(
+            (ConfigError, OSError),
+            match="flush='direct' with the reference engine: the moon is full",
+        ):
+            refused.run()
+
+    def test_direct_without_main_grad_is_refused(self):
+        layer = Layer(flush="direct")
+        layer.set_main_grad(0.0)
+        del layer.weights[2].main_grad
+        with pytest.raises(
+            (ConfigError, OSError),
+            match="flush='direct', and expert parameter 2 of 8 has no main_grad",
+        ):
+            layer.run()
+        assert not any(numpy(w.main_grad).any() for w in layer.weights if hasattr(w, "main_grad"))
+
+    @pytest.mark.parametrize("flush", ["auto", "direct"])
+    def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, flush):
+        layer = Layer(flush=flush)
+        for wrong, error, words in (
+            (torch.float16, DTypeError, "main_grad is float16; needed: float32"),
+            (None, ShapeError, "main_grad has shape"),
+        ):
+            layer.set_main_grad(0.0)
+            held = layer.weights[3].main_grad
+            layer.weights[3].main_grad = held[:-1] if wrong is None else held.to(wrong)
+            with pytest.raises((error, OSError), match=words):
+                layer.run()
+            layer.weights[3].main_grad = held
+            assert not any(each.any() for each in layer.gradients("main_grad"))
+
+    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+    def test_what_trains_is_decided_in_the_backward(self, flush):
+        """Expert 0 trains in the first micro-batch only, expert 1 in the second only."""
+        first, second = problems(2)
+        layer = Layer(first, flush=flush)
+        layer.set_main_grad(0.0)
+        up = layer.weights
+        want_gradient(up[1], False)
+        layer.run(first)
+        want_gradient(up[0], False)
+        want_gradient(up[1], True)
+        layer.run(second)
+        want_gradient(up[0], True)
+        want_gradient(up[1], False)
+        layer.node.step()
+        one, two = golden(first).dw1, golden(second).dw1
+        wanted = [one[0], two[1], *(one + two)[2:]]
+        for got, want in zip(layer.gradients("main_grad")[0], wanted, strict=True):
+            assert relative_rmse(got, want) < 1e-5
+
+
+class TestDroppedBatches:
+    """With accumulators in the node, a batch is dropped there when its gradients are cleared."""
+
+    DROPPED = "were dropped, because the gradients of the expert weights were cleared"
+
+    def clear(self, layer, how):
+        if how == "zeroed":
+            zeroed(layer)
+        elif how == "rebound":
+            layer.set_main_grad(0.0)
+        else:
+            layer.set_main_grad(None)
+
+    @pytest.mark.parametrize("how", ["zeroed", "rebound", "removed"])
+    @pytest.mark.parametrize("split", [False, True])
+    def test_nothing_of_it_comes_back(self, said, how, split):
+        good, bad = problems(2)
+        layer = Layer(good, flush="step", split_wgrad=split)
+        layer.set_main_grad(0.0)
+        for _ in range(2):
+            layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
+            self.clear(layer, how)
+            layer.run(good)
+            layer.node.step()
+            wanted = golden(good)
+            for got, want in zip(
+                layer.gradients("main_grad"), (wanted.dw1, wanted.dw2), strict=True
+            ):
+                assert relative_rmse(got, want) < 1e-5
+            layer.set_main_grad(0.0)
+        ((level, line),) = said()
+        assert level == "WARNING" and self.DROPPED in line and "discard_grads()" in line
+
+    def test_a_step_over_a_dropped_batch_adds_nothing(self, said):
+        layer = Layer(flush="step")
+        layer.set_main_grad(0.0)
+        layer.run()
+        layer.set_main_grad(None)
+        layer.node.step()
+        assert all(weight.main_grad is None for weight in layer.weights)
+        assert len(said()) == 1
+
+    def test_plain_gradients_that_were_there_show_it(self):
+        layer = Layer(flush="step")
+        layer.run()
+        layer.node.step()
+        layer.run()
+        for weight in layer.weights:
+            weight.clear_gradient(False) if IS_PADDLE else setattr(weight, "grad", None)
+        layer.run()
+        layer.node.step()
+        assert relative_rmse(layer.gradients("grad")[0], golden(layer.problem).dw1) < 1e-5
+
+    def test_memory_that_appears_between_micro_batches_is_no_clearing(self, said):
+        """A framework that makes `main_grad` in its first hook."""
+        layer = Layer(flush="step")
+        layer.set_main_grad(None)
+        layer.run()
+        layer.set_main_grad(0.0)
+        layer.run()
+        layer.node.step()
+        assert said() == []
+        assert relative_rmse(layer.gradients("main_grad")[0], 2 * golden(layer.problem).dw1) < 1e-5
+
+    def test_gradients_scaled_between_micro_batches_are_no_clearing(self, said):
+        layer = Layer(flush="step")
+        layer.set_main_grad(1.0)
+        layer.run()
+        with torch.no_grad():
+            for weight in layer.weights:
+                weight.main_grad.mul_(0.5) if not IS_PADDLE else weight.main_grad.scale_(0.5)
+        layer.run()
+        layer.node.step()
+        assert said() == []
+        assert (
+            relative_rmse(layer.gradients("main_grad")[0], 0.5 + 2 * golden(layer.problem).dw1)
+            < 1e-5
+        )
+
+
+class TestCaptures:
+    """A CUDA graph adds to the memory that it was captured with."""
+
+    @pytest.fixture
+    def capture(self, monkeypatch):
+        def switch(on):
+            monkeypatch.setattr(store, "is_capturing", lambda _: on)
+
+        return switch
+
+    def test_memory_is_kept_and_its_replacement_refused(self, capture):
+        layer = Layer(flush="auto")
+        held = layer.set_main_grad(0.0)
+        capture(True)
+        layer.run()
+        capture(False)
+        layer.node.step()
+        layer.weights[1].main_grad = tensor(numpy(held[1]), torch.float32)
+        with pytest.raises(RuntimeError, match="main_grad of an expert weight was replaced after"):
+            layer.node.step()
+        layer.weights[1].main_grad = held[1]
+        layer.node.step()
+        layer.weights[1].main_grad = None
+        with pytest.raises(RuntimeError, match="another capture"):
+            layer.node.step()
+        layer.node.release_grads()
+        layer.node.step()
+
+    def test_memory_is_not_made_in_a_capture(self, capture):
+        layer = Layer(flush="auto")
+        layer.set_main_grad(None)
+        capture(True)
+        with pytest.raises((RuntimeError, OSError), match="main_grad allocated before the capture"):
+            layer.run()
+
+    def test_a_copy_was_not_captured(self, capture):
+        held = routes.CapturedMemory()
+        weight = parameter(np.zeros((2, 2), np.float32), torch.float32)
+        weight.main_grad = tensor(np.zeros((2, 2)), torch.float32)
+        held.keep([weight], [True])
+        weight.main_grad = None
+        copy.deepcopy(held).check()
+        with pytest.raises(RuntimeError, match="replaced"):
+            held.check()
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="PyTorch's hooks, and Megatron's attribute")
+class TestHooks:
+    @pytest.mark.parametrize("flush", ["auto", "backward"])
+    def test_fire_once_with_complete_gradients(self, flush):
+        layer = Layer(flush=flush)
+        layer.set_main_grad(0.0)
+        wanted = Layer(flush="step")
+        wanted.set_main_grad(0.0)
+        wanted.run()
+        wanted.node.step()
+        seen = []
+        for index, weight in enumerate(layer.weights):
+            accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+
+            def look(*_, weight=weight, index=index):
+                seen.append((index, weight.main_grad.clone()))
+
+            layer.hooks = [
+                *getattr(layer, "hooks", []),
+                accumulator.register_hook(look),
+                weight.register_post_accumulate_grad_hook(look),
+                accumulator,
+            ]
+        layer.run()
+        assert sorted(index for index, _ in seen) == sorted([*range(8), *range(8)])
+        for index, gradient in seen:
+            assert torch.equal(gradient, wanted.weights[index].main_grad)
+
+    def test_one_that_raises_leaves_the_gradient_where_it_is(self):
+        layer = Layer(flush="backward")
+        layer.set_main_grad(0.0)
+
+        def refuse(_):
+            raise ValueError("not now")
+
+        handle = layer.weights[-1].register_post_accumulate_grad_hook(refuse)
+        with pytest.raises(ValueError, match="not now"):
+            layer.run()
+        handle.remove()
+        once = layer.gradients("main_grad")
+        layer.node.step()
+        assert_same_bits(once, layer.gradients("main_grad"))
+        assert relative_rmse(once[0], golden(layer.problem).dw1) < 1e-5
+
+    @pytest.mark.parametrize("flush", ["auto", "backward"])
+    def test_megatron_is_told_where_the_gradient_is(self, flush):
+        """Its hook: a `.grad` must be there, and is added only where it is not in main_grad yet."""
+        layer = Layer(flush=flush)
+        layer.set_main_grad(0.0)
+        for weight in layer.weights:
+            weight.grad_added_to_main_grad = False
+
+            def reduce(weight=weight):
+                assert weight.grad is not None
+                if not weight.grad_added_to_main_grad:
+                    weight.main_grad.add_(weight.grad)
+                weight.grad = None
+
+            weight.register_post_accumulate_grad_hook(lambda _, reduce=reduce: reduce())
+        layer.run()
+        assert all(
+            weight.grad_added_to_main_grad and weight.grad is None for weight in layer.weights
+        )
+        wanted = golden(layer.problem)
+        for got, want in zip(layer.gradients("main_grad"), (wanted.dw1, wanted.dw2), strict=True):
+            assert relative_rmse(got, want) < 1e-5
