@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import host_us, interleaved_us
 
+from sonicmoe.engine.footprint import Footprint
+from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import Passes, passes_on
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import NativeBuffer, ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import destinations as gradients
@@ -138,10 +142,36 @@ def flush_of(layer: Layer, sums: NativeBuffer, targets: ParameterTargets) -> Cal
     return flush
 
 
+def anew(weight: WeightTarget) -> WeightTarget:
+    """The same memory as other tensors."""
+    return replace(weight, tensors=[t if t is None else t.detach() for t in weight.tensors])
+
+
 def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
     """Microseconds of host time to learn where a backward's gradients go, and with both launches."""
     targets, kernel = layer.own(), fp8_wgrad_source("sm_90a").load().grouped_wgrad_into
-    up, down = targets.up, targets.down
+    up, down, engine, settings = targets.up, targets.down, HopperEngine(), EngineSettings()
+    last: list[Footprint | None] = [None]
+
+    def asked(given: ParameterTargets) -> object:
+        """All that a backward asks of its targets."""
+        sizes = (2 * layer.inner, layer.hidden, layer.inner)
+        if given.problem(*sizes, "cuda:0") or engine.problem_of(given, settings):
+            raise RuntimeError("these targets do not fit")
+        return passes.gradients(given)
+
+    def recognised(_: int) -> object:
+        given = ParameterTargets(up, down)
+        last[0] = given.recognise(last[0])
+        return asked(given)
+
+    def views(_: int) -> object:
+        given = ParameterTargets(anew(up), anew(down))
+        last[0] = given.recognise(last[0])
+        return asked(given)
+
+    def not_recognised(_: int) -> object:
+        return asked(ParameterTargets(up, down))
 
     def found(_: int) -> object:
         return passes.gradients(ParameterTargets(up, down))
@@ -162,6 +192,8 @@ def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
         return targets.copy_engine_problem()
 
     times = {
+        "recognised": recognised, "recognised through new views": views,
+        "not recognised": not_recognised,
         "same memory": found, "memory moved": moved, "checks of moved memory": checked,
         "same memory, launches": launched, "memory moved, launches": moved_and_launched,
     }  # fmt: skip

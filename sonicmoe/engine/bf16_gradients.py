@@ -68,6 +68,10 @@ def problem_of(targets: ParameterTargets) -> str | None:
     """Why the GEMMs cannot add to these parameters, once `ParameterTargets.problem` has found
     nothing: one sentence, or None.
     """
+    return targets.once("bf16", lambda: _problem_of(targets))
+
+
+def _problem_of(targets: ParameterTargets) -> str | None:
     both = ("up-projection gradients", targets.up), ("down-projection gradients", targets.down)
     wanted = [(name, weight) for name, weight in both if weight.is_wanted]
     for name, weight in wanted:

@@ -119,14 +119,18 @@ class Passes:
         destination.
 
         A destination is addresses, shapes and strides in the form of the copy engine, and holds no
-        memory. So equal ones are made once, and anew only where one of these numbers changed.
+        memory. So equal ones are made once, and anew only where one of these numbers changed. Where
+        the targets were recognised, nobody looks for them either.
         """
         if isinstance(targets, ParameterTargets):
-            into_dw1 = self._destination(targets.up, targets.up.layout.split_half)
-            into_dw2 = self._destination(targets.down, False)
-            return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
+            return targets.once(self, lambda: self._gradients_into(targets))
         sums = native_buffer(targets)
         return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
+
+    def _gradients_into(self, targets: ParameterTargets) -> dict[str, Any]:
+        into_dw1 = self._destination(targets.up, targets.up.layout.split_half)
+        into_dw2 = self._destination(targets.down, False)
+        return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
 
     def _destination(self, weight: WeightTarget, split: bool) -> Any:
         key = (weight.layout.transposed, split, weight.num_experts, weight.fingerprint)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..errors import ConfigError
 from ..interop import data_ptr, device_name, dtype_name, numel
 from ..layouts import WeightLayout, stack
+from .footprint import Footprint
 
 Tensor = torch.Tensor
+Value = TypeVar("Value")
 _FP32 = 4  # bytes
 _TMA_BYTES = 16  # the copy engine's addresses and strides are multiples of it
 
@@ -231,10 +233,34 @@ class ParameterTargets(GradientTargets):
     layout, and no memory of ours is between.
 
     up: of dw1, matrices `[N1, H]` or `[H, N1]`. down: of dw2, `[H, I]` or `[I, H]`.
+    footprint: see `recognise`.
     """
 
     up: WeightTarget
     down: WeightTarget
+    footprint: Footprint | None = None
+
+    def recognise(self, last: Footprint | None) -> Footprint:
+        """Look where the memory lies, and take over what was found out about `last` where it is the
+        same memory: reasons of `problem`, `copy_engine_problem` and engines, and the destinations
+        that an engine has made of addresses.
+
+        last: what the targets of the layer's previous backward returned here; None at the first.
+        """
+        arrangement = tuple(
+            (weight.layout, weight.num_experts, weight.is_stacked, len(weight.tensors))
+            for _, weight in self._weights()
+        )
+        tensors = [*self.up.tensors, *self.down.tensors]
+        again = None if last is None else last.seen_again(arrangement, tensors)
+        self.footprint = again or Footprint(arrangement, tensors)
+        return self.footprint
+
+    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
+        """What `find` returns, which depends on where the memory lies and on `key` alone; called
+        once of recognised memory.
+        """
+        return find() if self.footprint is None else self.footprint.once(key, find)
 
     @property
     def anchor(self) -> Tensor:
@@ -280,6 +306,10 @@ class ParameterTargets(GradientTargets):
         """Why gradients of these sizes, computed on this device (by name), cannot be added here by
         any engine: one sentence, or None.
         """
+        key = ("problem", n1, hidden, intermediate, device)
+        return self.once(key, lambda: self._problem(n1, hidden, intermediate, device))
+
+    def _problem(self, n1: int, hidden: int, intermediate: int, device: str) -> str | None:
         for name, weight in self._weights():
             native = (n1, hidden) if name == "dw1" else (hidden, intermediate)
             wanted: tuple[int, ...] = native[::-1] if weight.layout.transposed else native
@@ -295,6 +325,9 @@ class ParameterTargets(GradientTargets):
         """Why the GPU's copy engine (TMA) cannot add here, once `problem` has found nothing: one
         sentence, or None.
         """
+        return self.once("copy engine", self._copy_engine_problem)
+
+    def _copy_engine_problem(self) -> str | None:
         extents = []
         for name, weight in self._weights():
             contiguous: set[int] = set()
@@ -339,6 +372,8 @@ def _misfit(tensor: Tensor, wanted: tuple[int, ...], device: str) -> str | None:
         return f"has shape {tuple(tensor.shape)}; needed: {wanted}"
     if device_name(tensor) != device:
         return f"is on {device_name(tensor)}, and gradients are computed on {device}"
+    if data_ptr(tensor) == 0:
+        return "has no memory: it was freed"
     # Axes in ascending order of strides: each must step over all that lies below it.
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -260,6 +260,21 @@ def test_destinations_are_made_once_and_anew_where_memory_moved(native, monkeypa
     assert len(prints) == 2
 
 
+def test_destinations_of_recognised_memory_are_not_looked_for(native, monkeypatch):
+    passes, other = (hopper_passes.Passes(native, NAMES, KERNELS) for _ in range(2))
+    targets = parameter_targets(PER_EXPERT)
+    last = targets.recognise(None)
+    made = passes.gradients(targets)
+    monkeypatch.setattr(hopper_passes.Passes, "_destination", None)
+    again = ParameterTargets(targets.up, targets.down)
+    assert again.recognise(last) is last and passes.gradients(again) is made
+    monkeypatch.undo()
+    assert other.gradients(again) is not made, "of these passes"
+    moved = parameter_targets(PER_EXPERT)
+    moved.recognise(last)
+    assert passes.gradients(moved)["into_dw1"] is not made["into_dw1"]
+
+
 def test_an_accumulator_and_a_destination_exclude_each_other(native):
     case, launched = Case(), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
