@@ -48,6 +48,10 @@ class Footprint:
         self._refs = [weakref.ref(tensor, lambda _: alive.clear()) for tensor in present]
         self._alive = alive
 
+    def __reduce__(self) -> tuple[type[Footprint], tuple[None, tuple[()]]]:
+        """Of a copy: none, because the tensors of a copied layer lie elsewhere."""
+        return Footprint, (None, ())
+
     def seen_again(
         self, arrangement: Hashable, tensors: Sequence[Tensor | None]
     ) -> Footprint | None:

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from ..engine.capabilities import GradientTarget
-from ..engine.interface import Engine, EngineSettings, NativeBuffer, PendingWgrad
+from ..engine.footprint import Footprint
+from ..engine.interface import (
+    Engine,
+    EngineSettings,
+    NativeBuffer,
+    ParameterTargets,
+    PendingWgrad,
+)
 from ..enums import FlushMode
 from ..errors import ConfigError
 from ..interop import device_name, plain_ops, requires_grad
@@ -60,6 +67,7 @@ class GradientStore:
         self._additions = StreamOrder()
         self._direct: StreamOrder | None = None
         self._captured = CapturedMemory()
+        self._footprint: Footprint | None = None
         self._waiting = 0
         self._trained: list[bool] | None = None
         self._incomplete = ""
@@ -246,6 +254,9 @@ class GradientStore:
             accumulators = self.accumulators(engine, dout.device)
             return Addition(Route.AUTOGRAD, parameters, trained, accumulators)
         addition = direct_addition(self._parameters, parameters, trained, dout)
+        assert isinstance(addition.targets, ParameterTargets)
+        # Where no main_grad has moved since the last backward, nobody asks about it again.
+        self._footprint = addition.targets.recognise(self._footprint)
         problem = direct_problem(addition, engine, settings, self._parameters, dout)
         if problem is not None:
             if self._mode is FlushMode.DIRECT:

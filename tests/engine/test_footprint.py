@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -116,6 +117,12 @@ def test_a_footprint_owns_no_tensor():
     last.once("key", lambda: 1)
     del tensors
     assert [ref() for ref in alive] == [None] * 4
+
+
+def test_a_copy_recognises_nothing():
+    tensors = matrices()
+    last = copy.deepcopy(Footprint("rows", tensors))
+    assert last.seen_again("rows", tensors) is None
 
 
 class TestTargets:

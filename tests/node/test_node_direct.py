@@ -13,6 +13,7 @@ from engine.moe_golden import golden, make_problem
 from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
 from node_harness import ARRANGEMENTS, FP8, Layer, problems, want_gradient
 
+from sonicmoe.engine import targets as engine_targets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
@@ -56,6 +57,24 @@ class TestDirect:
             layer.run()
             layer.node.step()
         assert_same_bits(*(layer.gradients("main_grad") for layer in layers))
+
+    @each_arrangement
+    def test_memory_that_did_not_move_is_not_asked_about_again(self, arrangement, monkeypatch):
+        layer, asked = Layer(arrangement=arrangement, flush="direct"), []
+        misfit = engine_targets._misfit
+        monkeypatch.setattr(engine_targets, "_misfit", lambda *of: asked.append(1) or misfit(*of))
+        held = layer.set_main_grad(0.0)
+        layer.run()
+        first = len(asked)
+        layer.run()
+        assert first == len(asked) == len(held)
+        layer.weights[-1].main_grad = torch.zeros_like(held[-1])
+        layer.run()
+        assert len(asked) == 2 * first
+        copy.deepcopy(layer.node)
+        layer.weights[-1].main_grad = held[-1].to(torch.bfloat16)
+        with pytest.raises(OSError if IS_PADDLE else DTypeError, match="main_grad is bfloat16"):
+            layer.run()
 
     @each_arrangement
     def test_several_micro_batches_are_summed_where_they_lie(self, arrangement):
