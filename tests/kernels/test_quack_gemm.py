@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,11 +110,15 @@ def pairs_of(kernel: CuteKernel) -> set[tuple]:
 
 
 def covering_variants() -> tuple[CuteKernel, ...]:
-    """A small set of variants, found greedily, that shows every pair of choices which all of them
-    show.
+    """A small set of variants that shows every pair of choices which all of them show: those that
+    alone show one, then others greedily.
     """
     left = {kernel: pairs_of(kernel) for kernel in every_variant()}
-    missing, chosen = set().union(*left.values()), []
+    shown_by = Counter(pair for pairs in left.values() for pair in pairs)
+    chosen = [
+        kernel for kernel, pairs in left.items() if any(shown_by[pair] == 1 for pair in pairs)
+    ]
+    missing = set(shown_by).difference(*map(left.pop, chosen))
     while missing:
         best = max(left, key=lambda kernel: len(left[kernel] & missing))
         missing -= left.pop(best)
@@ -123,7 +128,9 @@ def covering_variants() -> tuple[CuteKernel, ...]:
 
 def test_a_covering_set_leaves_no_pair_out() -> None:
     variants, chosen = every_variant(), covering_variants()
-    assert set(chosen) < set(variants) and len(chosen) <= 0.65 * len(variants)
+    assert set(chosen) < set(variants) and len(chosen) <= 0.6 * len(variants)
+    shown, pairs = (set().union(*map(pairs_of, set_)) for set_ in (chosen, variants))
+    assert shown == pairs
     statics, whole = (
         [dict(kernel.statics) | {"product": kernel.name} for kernel in set_]
         for set_ in (chosen, variants)
