@@ -10,10 +10,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
+
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("sonicmoe", "ernie_compat", "tests", "docs", "benchmarks", "tools")
+TIMEOUT_S = 600
 SINGLE_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
-NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.png", "data")
+# Compiled Python files come along: each names the size and the time of its source, so that a file
+# which a step changes is compiled anew, and only that one.
+NOT_COPIED = shutil.ignore_patterns("*.png", "data")
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,28 @@ def carry_out(step: Step, tree: Path) -> None:
 
 def python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python on the copy: `sonicmoe`, `ernie_compat` and the tests come from there."""
-    path = os.pathsep.join((str(tree), str(tree / "tests")))
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+        cwd=tree, env=environment_of(tree), capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    path = os.pathsep.join((str(tree), str(tree / "tests")))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def pytest_on(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """pytest with these arguments on the copy, in a process that has PyTorch imported and nothing of
+    this package.
+    """
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    return preloaded.run(
+        "torch", [*options, *arguments], environment_of(tree), tree, timeout=TIMEOUT_S
+    )
 
 
 def passes(tree: Path, *arguments: str) -> None:
     """pytest with these arguments succeeds on the copy."""
-    result = python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    result = pytest_on(tree, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr

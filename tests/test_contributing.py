@@ -6,7 +6,7 @@ import importlib.util
 import re
 
 import pytest
-from recipes import carry_out, copy_of_the_tree, passes, python, steps
+from recipes import carry_out, copy_of_the_tree, passes, pytest_on, python, steps
 
 from sonicmoe.engine.capabilities import BF16, problem
 from sonicmoe.jit.toolchain import find_toolkit
@@ -86,11 +86,11 @@ def test_a_new_kernel(tmp_path):
     used = "largest = fmaxf(largest, kept[threadIdx.x % 61]);\n"
     text = text.replace("  float largest = 0.f;\n", f"  {kept}  float largest = 0.f;\n  {used}")
     source.write_text(text, encoding="utf-8")
-    result = python(tree, "-m", "pytest", "-q", GATE, "-k", "without_spills and row_maxima")
+    result = pytest_on(tree, GATE, "-k", "without_spills and row_maxima")
     assert result.returncode == 1 and "stack_bytes" in result.stdout, result.stdout
 
     # The page that lists the kernels is asked to follow.
-    result = python(tree, "-m", "pytest", "-q", "tests/cli", "-k", "compiles_what_its_page_says")
+    result = pytest_on(tree, "tests/cli", "-k", "compiles_what_its_page_says")
     assert result.returncode == 1, result.stdout
 
 
@@ -117,11 +117,8 @@ def test_a_new_architecture(tmp_path):
     assert planned == "bf16 {'sm_100a'}"
     # The page that lists what engines serve is asked to follow.
     page = "tests/engine/test_capabilities.py"
-    result = python(
+    result = pytest_on(
         tree,
-        "-m",
-        "pytest",
-        "-q",
         page,
         "-k",
         "test_the_table_of_the_engines_is_that_of_the_records",
@@ -214,7 +211,7 @@ def test_a_new_activation(tmp_path):
     passes(tree, *pages, "-k", "qgeglu or ActivationsOfRecords or never_picks")
 
     # The page with the table of the engines is asked to follow.
-    result = python(tree, "-m", "pytest", "-q", "tests/engine/test_capabilities.py", "-k", "table")
+    result = pytest_on(tree, "tests/engine/test_capabilities.py", "-k", "table")
     assert result.returncode == 1 and "`reglu`, `qgeglu`" in result.stdout, result.stdout
 
 
