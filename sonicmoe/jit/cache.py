@@ -10,8 +10,8 @@ Promises:
   names it.
 * A damaged artefact is moved to quarantine and rebuilt. A different architecture or version is a
   miss.
-* A cache directory that cannot be written is explained once, still read, and complemented by a
-  node-local directory.
+* A cache directory that cannot be written is explained once per host, still read, and complemented
+  by a node-local directory.
 * Nothing is loaded from a directory in which somebody could have planted it (docs/security.md).
 """
 
@@ -32,6 +32,7 @@ from .guard import check_compile_allowed
 from .key import CompileKey
 from .manifest import Artefact
 from .place import Place, Trust, shared_trust
+from .slots import may_say
 from .store import ArtefactStore, Builder, StoreProblemError
 
 logger = logging.getLogger("sonicmoe")
@@ -277,10 +278,14 @@ class CompileCache:
         if self._quiet:
             return
         # Without the key: a read-only directory is one problem, however many kernels miss it.
-        _say_once(
+        line = (
             f"compile cache {problem}; what cannot be read or stored there goes to {self.local_root} "
             f"on this node. {HOW_TO_HELP}"
         )
+        # And one problem of all ranks of this host.
+        if line not in _SAID and may_say(self.local_root, line):
+            logger.warning("%s", line)
+        _SAID.add(line)
 
 
 # Of the process and not of a cache, because a compile worker opens a cache for each kernel.

@@ -1,18 +1,19 @@
-"""Places for compile processes, shared by all ranks of a host, and claims on the kernels that they
-compile.
+"""Places for compile processes, shared by all ranks of a host, claims on the kernels that they
+compile, and the right to say what all of them meet.
 
-Both are locked files in a directory of this node. The operating system releases a lock when the
-last process that holds its open file ends, also by SIGKILL, so a place or a claim never stays
-behind.
+All are locked files in a directory of this node. The operating system releases a lock when the
+last process that holds its open file ends, also by SIGKILL, so none of them ever stays behind.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import math
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,6 +26,27 @@ logger = logging.getLogger("sonicmoe")
 AUTO, OFF = "auto", "off"
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
 _TOLD: set[str] = set()
+_DIRECTORY = "slots"
+# Open for the life of the process, which is how long the other ranks leave a line to it.
+_SAYING: list[int] = []
+
+
+def may_say(local_root: Path, line: str) -> bool:
+    """Whether no other living process of this host has said `line`, for which it asked with the same
+    `local_root`. A later run may say it again. True also where that directory cannot be used.
+    """
+    # Hosts may share the directory all the same.
+    of_this_host = f"{socket.gethostname()} {line}".encode()
+    name = f"said-{hashlib.sha256(of_this_host).hexdigest()[:16]}"
+    try:
+        with (Place.of(local_root, Trust.OWNER) / _DIRECTORY).opened(make=True) as folder:
+            descriptor = _lock(folder, name)
+    # A line that is said eight times is better than one that nobody says.
+    except OSError:
+        return True
+    if descriptor is not None:
+        _SAYING.append(descriptor)
+    return descriptor is not None
 
 
 class Held:
@@ -59,7 +81,7 @@ class HostSlots:
             local_root: the cache's directory on this node.
             limit: a number of places, or "auto".
         """
-        self._folder = Place.of(local_root, Trust.OWNER) / "slots"
+        self._folder = Place.of(local_root, Trust.OWNER) / _DIRECTORY
         self._groups = _groups(limit)
         self.count = min(map(len, self._groups))
         self._shared = True

@@ -59,9 +59,10 @@ def test_read_only_miss_is_explained_and_goes_to_the_node(
     results = field.race([{"size": 2, "seconds": 0.2, "prefix": prefix} for _ in range(PROCESSES)])
     assert all(result["path"].startswith(str(field.local)) for result in results)
     assert field.builds() == {1: 1, 2: 1}, "the processes of a node share its fallback"
-    assert (
-        "read-only file system (EROFS)" in results[0]["log"]
-        and "SONIC_MOE_CACHE_DIR" in results[0]["log"]
+    explained = [result["log"] for result in results if result["log"]]
+    assert explained, "by one of those that are there at the same time"
+    assert all(
+        "read-only file system (EROFS)" in log and "SONIC_MOE_CACHE_DIR" in log for log in explained
     )
     again = field.run(size=2, prefix=prefix)
     assert again["bytes"] == 4096 and again["log"] == ""
