@@ -42,7 +42,8 @@ FP8, MEM, BF16 = hopper(), hopper(fp8_mode="mem"), SonicMoEConfig(fp8_mode="off"
 LEAST = hopper(fp8_mode="mem", iso_weight=True, recompute_z=True)
 
 # Name: (configuration, where gradients go, options of the node). "strided" gradients are flushed by
-# plain operations, "grad" is `.grad` without a `main_grad`.
+# plain operations, "grad" is `.grad` without a `main_grad`. Where no mode is named, FP8 adds straight
+# into "bound" and "fresh" gradients, and per-expert BF16 has accumulators.
 CASES = {
     "fp8": (FP8, "bound", {}),
     "fp8, mem": (MEM, "bound", {}),
@@ -51,11 +52,25 @@ CASES = {
     "fp8, least memory": (LEAST, "bound", {}),
     "fp8, plain wgrad": (hopper(fp8_wgrad=False), "bound", {}),
     "fp8, plain wgrad, mem": (hopper(fp8_mode="mem", fp8_wgrad=False), "bound", {}),
-    "fp8, stacked": (FP8, "fresh", {"fused": True}),
+    "fp8, stacked": (FP8, "fresh", {"stacked": "fused"}),
     "fp8, strided main_grad": (FP8, "strided", {}),
     "fp8, flush in backward": (FP8, "bound", {"flush": "backward"}),
     "fp8, flush in backward, .grad": (FP8, "grad", {"flush": "backward"}),
     "fp8, flush in backward, strided": (FP8, "strided", {"flush": "backward"}),
+    "fp8, step": (FP8, "bound", {"flush": "step"}),
+    "fp8, mem, step": (MEM, "fresh", {"flush": "step"}),
+    "fp8, plain wgrad, step": (hopper(fp8_wgrad=False), "bound", {"flush": "step"}),
+    "fp8, direct": (FP8, "bound", {"flush": "direct"}),
+    "fp8, direct, fresh": (FP8, "fresh", {"flush": "direct"}),
+    "fp8, mem, direct": (MEM, "bound", {"flush": "direct"}),
+    "fp8, least memory, direct": (LEAST, "fresh", {"flush": "direct"}),
+    "fp8, stacked, direct": (FP8, "bound", {"stacked": "fused", "flush": "direct"}),
+    "fp8, native, direct": (FP8, "bound", {"stacked": "native", "flush": "direct"}),
+    "fp8, plain wgrad, native, direct": (
+        hopper(fp8_wgrad=False),
+        "bound",
+        {"stacked": "native", "flush": "direct"},
+    ),
     "fp8, split_wgrad": (FP8, "bound", {"split_wgrad": True}),
     "fp8, mem, split_wgrad": (MEM, "bound", {"split_wgrad": True}),
     "bf16": (BF16, "bound", {}),
@@ -72,6 +87,13 @@ CASES = {
     "bf16, .grad": (BF16, "grad", {}),
     "bf16, flush in backward": (BF16, "bound", {"flush": "backward"}),
     "bf16, split_wgrad": (BF16, "bound", {"split_wgrad": True}),
+    "bf16, native, direct": (BF16, "bound", {"stacked": "native", "flush": "direct"}),
+    "bf16, native, direct, fresh": (BF16, "fresh", {"stacked": "native", "flush": "direct"}),
+    "bf16, stagewise, native, direct": (
+        SonicMoEConfig(fp8_mode="off", engine="bf16", stagewise_memory=True),
+        "bound",
+        {"stacked": "native", "flush": "direct"},
+    ),
 }
 
 
@@ -98,13 +120,11 @@ class Run:
         release_scratch()  # else a run after the first would have fewer allocations
         self.experts = make_experts(0, **(sizes or {}))
         options = dict(options)
-        if options.pop("fused", False):
-            stacked = [
-                torch.stack([getattr(e, name).weight.detach() for e in self.experts])
-                for name in ("up_gate_proj", "down_proj")
-            ]
-            self.weights = [nn.Parameter(weight) for weight in stacked]
-            self.node = SonicMoEMlpNode.from_fused(*self.weights, config=config, **options)
+        arrangement = options.pop("stacked", None)
+        if arrangement is not None:
+            self.weights = stacked_weights(self.experts, arrangement)
+            make = getattr(SonicMoEMlpNode, f"from_{arrangement}")
+            self.node = make(*self.weights, config=config, **options)
         else:
             self.weights = list(self.experts.parameters())
             self.node = make_node(self.experts, config, **options)
@@ -191,6 +211,18 @@ class Run:
         self.bind_gradients()
 
 
+def stacked_weights(experts, arrangement):
+    """Two parameters, "fused" or "native"."""
+    up, down = (
+        torch.stack([getattr(e, name).weight.detach() for e in experts])
+        for name in ("up_gate_proj", "down_proj")
+    )
+    if arrangement == "native":
+        up = torch.stack(up.chunk(2, 2), 3).flatten(2).transpose(1, 2).contiguous()
+        down = down.transpose(1, 2).contiguous()
+    return [nn.Parameter(up), nn.Parameter(down)]
+
+
 def comes_from_the_package(error):
     frames = traceback.extract_tb(error.__traceback__)
     return any(PACKAGE in frame.filename for frame in frames)
@@ -222,7 +254,9 @@ def test_every_allocation_may_fail(case):
     assert {"forward", "backward"} <= phases
 
 
-@pytest.mark.parametrize("case", ["fp8", "bf16", "fp8, recompute_z"])
+@pytest.mark.parametrize(
+    "case", ["fp8, step", "fp8, direct", "bf16", "bf16, native, direct", "fp8, recompute_z"]
+)
 def test_a_backward_that_found_no_memory_runs_again_on_the_same_graph(case):
     def gradients(fails_at):
         run, batch = Run(case), make_batch()
@@ -262,7 +296,10 @@ def at_most(extra):
         lift()
 
 
-@pytest.mark.parametrize("case", ["fp8", "fp8, mem", "fp8, split_wgrad", "bf16", "bf16, .grad"])
+@pytest.mark.parametrize(
+    "case",
+    ["fp8, step", "fp8, direct", "fp8, mem, direct", "fp8, split_wgrad", "bf16", "bf16, .grad", "bf16, native, direct"],
+)  # fmt: skip
 def test_a_gpu_that_is_full(case):
     """The allocator's own error, at memory limits from nothing to all that a run takes."""
     options = {"sizes": LARGE, "tokens": (LARGE_TOKENS, LARGE_TOKENS // 2)}
@@ -341,9 +378,12 @@ def test_the_memory_of_every_scratch_is_poisoned():
         assert bool((made == 0xFF).all())
 
 
-def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "place"), [("fp8, step", "in the node"), ("fp8, direct", "in main_grad")]
+)
+def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, case, place):
     """Not for want of memory: the sums are incomplete, and step() says so."""
-    run, batch = Run("fp8"), make_batch()
+    run, batch = Run(case), make_batch()
     add = GradientStore.add
 
     def torn(store, engine, pending, targets):
@@ -363,8 +403,9 @@ def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch):
         patch.setattr(GradientStore, "add", torn)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             out.backward(batch.dout)
-    with pytest.raises(RuntimeError, match="left a part of them in the node"):
+    with pytest.raises(RuntimeError, match=f"left a part of them {place}"):
         run.node.step()
     run.node.discard_grads()
     run.node.step()
-    assert not any(bool(weight.main_grad.any()) for weight in run.weights)
+    left = [bool(weight.main_grad.any()) for weight in run.weights]
+    assert all(left) if place == "in main_grad" else not any(left)

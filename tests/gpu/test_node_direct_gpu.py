@@ -1,0 +1,333 @@
+"""`flush="direct"` on the GPU engines: the bits of step mode in gradient memory of every kind, CUDA
+graphs, streams, recompute, memory that runs out or is poisoned, and two ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from faults import FULL_GPU, Allocations
+from gpu.hopper_cases import fill_free_memory
+from gpu.hopper_step import waiting_is_an_error
+from node import direct_layers as layers
+from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
+from node.sentinel_layers import memory_full_of
+from worlds import TESTS, environment, finish
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.errors import ConfigError
+from sonicmoe.jit import default_cache, no_compile
+from sonicmoe.jit_warmup import warmup_jit
+from sonicmoe.quant.gpu import release_scratch
+
+pytestmark = pytest.mark.gpu
+
+E, H, I, K, T = 4, 272, 320, 2, 300  # H no multiple of 128, I an odd number of 64s
+LARGE = (8, 1024, 1024, 2)  # whose accumulators outweigh everything else
+
+
+def setup_for(engine, **changes):
+    """By name, because a fallback would prove nothing."""
+    mode = "perf" if engine == "hopper" else "off"
+    config = SonicMoEConfig(**{"engine": engine, "fp8_mode": mode} | changes)
+    return Setup(config, "cuda", torch.bfloat16, (E, H, I, K), T)
+
+
+FP8, MEM, BF16 = setup_for("hopper"), setup_for("hopper", fp8_mode="mem"), setup_for("bf16")
+STAGEWISE = setup_for("bf16", stagewise_memory=True)
+# The BF16 GEMMs add to stacked parameters in the native layout.
+SETUPS = {f"fp8, {arrangement}": (FP8, arrangement) for arrangement in ARRANGEMENTS}
+SETUPS["bf16, native"] = (BF16, "native")
+every_setup = pytest.mark.parametrize(("setup", "arrangement"), SETUPS.values(), ids=SETUPS)
+TWO = {name: SETUPS[name] for name in ("fp8, per_expert", "bf16, native")}
+two_setups = pytest.mark.parametrize(("setup", "arrangement"), TWO.values(), ids=TWO)
+LONG = 100_000_000  # cycles: a stream that sleeps so long is behind everything else
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Everything warm-up plans; nothing below may compile."""
+    for setup in (FP8, MEM, BF16, STAGEWISE):
+        for sizes in ((E, H, I), LARGE[:3]):
+            assert warmup_jit(*sizes, "cuda", config=setup.config, jobs=os.cpu_count()).complete
+    with no_compile():
+        yield
+
+
+@every_setup
+@pytest.mark.parametrize("memory", MEMORY)
+def test_the_bits_of_step_mode(setup, arrangement, memory):
+    layers.check_same_bits_as_step_mode(setup, arrangement, memory)
+
+
+@every_setup
+@pytest.mark.parametrize("memory", MEMORY)
+def test_several_micro_batches(setup, arrangement, memory):
+    layers.check_several_micro_batches(setup, arrangement, memory)
+
+
+@every_setup
+def test_frozen_experts(setup, arrangement):
+    layers.check_frozen(setup, arrangement)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("setup", "arrangement"),
+    [*TWO.values(), (MEM, "per_expert"), (STAGEWISE, "native")],
+    ids=[*TWO, "fp8, mem", "bf16, stagewise"],
+)
+def test_recompute(setup, arrangement, use_reentrant):
+    layers.check_recompute(setup, arrangement, use_reentrant)
+
+
+@pytest.mark.parametrize(
+    ("setup", "arrangement"), [(MEM, "per_expert"), (STAGEWISE, "native")], ids=["fp8", "bf16"]
+)
+def test_stagewise_memory_changes_no_bit(setup, arrangement):
+    plain = FP8 if setup is MEM else BF16
+    assert_same_bits(
+        DirectLayer(setup, arrangement).step(0, 1), DirectLayer(plain, arrangement).step(0, 1)
+    )
+
+
+@two_setups
+@pytest.mark.parametrize("flush", ["direct", "step", "backward", "auto"])
+def test_nodes_over_the_same_experts(setup, arrangement, flush):
+    layers.check_stacked_nodes(setup, arrangement, flush)
+
+
+@pytest.mark.parametrize("arrangement", ["per_expert", "fused"])
+def test_bf16_refuses_what_it_cannot_add_to(arrangement):
+    layer = DirectLayer(BF16, arrangement)
+    with pytest.raises(ConfigError, match="flush='direct' with the bf16 engine: "):
+        layer.run(layer.batch())
+    assert not any(bool(gradient.any()) for gradient in layer.main_grads)
+
+
+@every_setup
+def test_waits_for_nothing(setup, arrangement):
+    """Also where `main_grad` is rebound between backwards."""
+    layer = DirectLayer(setup, arrangement)
+    batches = [layer.batch(seed) for seed in range(3)]
+    layer.run(batches[0])
+    layer.node.step()
+    with waiting_is_an_error():
+        for memory in ("own", "none"):
+            if memory == "none":
+                for weight in layer.weights:
+                    weight.main_grad = None
+            for batch in batches:
+                layer.run(batch)
+            layer.node.step()
+    assert all(bool(gradient.any()) for gradient in layer.main_grads), "computed nothing"
+
+
+@two_setups
+def test_holds_no_gradient(setup, arrangement):
+    """The peak of a step is lower than in step mode by its accumulators, nearly."""
+    larger = replace(setup, sizes=LARGE)
+
+    def peak(flush):
+        layer = DirectLayer(larger, arrangement, flush=flush)
+        layer.step(0)
+        layer.clear()
+        layer.node.release_grads()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer.run(layer.batch(0))
+        held = layer.node.gradient_bytes
+        layer.node.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, held
+
+    (direct, nothing), (step, accumulators) = peak("direct"), peak("step")
+    assert nothing == 0 and accumulators == 4 * 8 * 3 * 1024**2
+    assert step - direct >= 0.98 * accumulators
+
+
+class TestGraphs:
+    """Forward, backward and step in a CUDA graph."""
+
+    def captured(self, setup, arrangement, memory="slices"):
+        """`(layer, the static batch, its results, the graph)`; gradients are zero then."""
+        layer, results = DirectLayer(setup, arrangement, memory), []
+        static = layer.batch(0)
+
+        def step():
+            results[:] = layer.run(static)
+            layer.node.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        layer.clear()
+        return layer, static, results, graph
+
+    @every_setup
+    def test_replays_have_the_bits_of_eager_steps(self, setup, arrangement):
+        layer, static, results, graph = self.captured(setup, arrangement)
+        for seed in (0, 0, 1):  # the last one with other tokens and other routing
+            layer.clear()
+            with torch.no_grad():
+                for mine, its in zip(static, layer.batch(seed, T), strict=True):
+                    mine.copy_(its)
+            graph.replay()
+            eager = DirectLayer(setup, arrangement)
+            wanted = eager.run(eager.batch(seed, T))
+            assert_same_bits([*results, *layer.main_grads], [*wanted, *eager.main_grads], seed)
+        layer.check_strangers()
+
+    @two_setups
+    def test_a_second_replay_adds_to_the_first(self, setup, arrangement):
+        layer, _, _, graph = self.captured(setup, arrangement)
+        graph.replay()
+        once = [gradient.clone() for gradient in layer.main_grads]
+        graph.replay()
+        for twice, one in zip(layer.main_grads, once, strict=True):
+            assert torch.equal(twice, one + one)
+
+    @two_setups
+    def test_step_raises_where_main_grad_was_replaced(self, setup, arrangement):
+        layer, _, _, graph = self.captured(setup, arrangement)
+        graph.replay()
+        layer.node.step()
+        held = layer.weights[1].main_grad
+        layer.weights[1].main_grad = held.clone()
+        with pytest.raises(RuntimeError, match="was replaced after a backward that adds to it"):
+            layer.node.step()
+        layer.weights[1].main_grad = held
+        layer.node.step()
+
+    @two_setups
+    def test_memory_is_not_made_in_a_capture(self, setup, arrangement):
+        layer = DirectLayer(setup, arrangement)
+        layer.step(0)
+        layer.bind("none")
+        batch = layer.batch(0)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with (
+            pytest.raises(RuntimeError, match="main_grad allocated before the capture"),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+        ):
+            layer.run(batch)
+        torch.cuda.synchronize()
+        assert all(gradient is None for gradient in layer.main_grads)
+        layer.bind("own")
+        assert_same_bits(layer.step(0), DirectLayer(setup, arrangement).step(0))
+
+
+class TestStreams:
+    @two_setups
+    def test_the_callers_stream_reads_behind_a_backward_on_another(self, setup, arrangement):
+        """That is late; `step()` orders the two."""
+        wanted = DirectLayer(setup, arrangement).step(0)[3:]
+        layer = DirectLayer(setup, arrangement)
+        batch = layer.batch(0)
+        layer.run(batch)
+        layer.node.step()
+        layer.clear()
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG)
+            results = layer.run(batch)
+        layer.node.step()
+        got = [gradient.clone() for gradient in layer.main_grads]
+        torch.cuda.synchronize()
+        assert_same_bits(got, wanted)
+        del results  # whose memory the side stream still wrote
+
+    @two_setups
+    @pytest.mark.parametrize("flush", ["direct", "step"])
+    def test_two_nodes_on_two_streams_add_in_order(self, setup, arrangement, flush):
+        """To the same experts: the first is late, and the second, of mode `flush`, is not."""
+        layer = DirectLayer(setup, arrangement, "slices")
+        nodes = [layer.node, layer.another_node(flush=flush)]
+        batches = [layer.batch(seed) for seed in range(2)]
+        streams = [torch.cuda.Stream() for _ in nodes]
+        found = []
+        for late in (False, True):
+            layer.clear()
+            torch.cuda.synchronize()
+            if late:
+                with torch.cuda.stream(streams[0]):
+                    torch.cuda._sleep(LONG)
+            kept = []
+            for batch, node, stream in zip(batches, nodes, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    kept += layer.run(batch, node=node)
+                    node.step()
+                if not late:
+                    torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            found.append([gradient.clone() for gradient in layer.main_grads])
+        assert_same_bits(*reversed(found))
+        layer.check_strangers()
+
+
+@every_setup
+@pytest.mark.parametrize("memory", ["slices", "none"])
+def test_memory_full_of_nan_changes_no_bit(setup, arrangement, memory):
+    found = []
+    for nan in (False, True):
+        with memory_full_of(nan, "cuda"):
+            fill_free_memory(0xFF if nan else 0)
+            layer = DirectLayer(setup, arrangement, memory)
+            found.append(layer.step(0, 1))
+            layer.check_strangers()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0])
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize(
+    ("setup", "arrangement"),
+    [*SETUPS.values(), (MEM, "per_expert"), (STAGEWISE, "native")],
+    ids=[*SETUPS, "fp8, mem", "bf16, stagewise"],
+)
+@pytest.mark.parametrize("memory", ["slices", "none"])
+def test_every_allocation_may_fail(setup, arrangement, memory):
+    """Nothing was added then, and the next step has the bits of one without the fault."""
+
+    def allocations(number):
+        release_scratch()  # or a later run would have fewer
+        return Allocations(number, FULL_GPU)
+
+    layers.check_failed_allocations(setup, arrangement, memory, allocations)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_reduce_what_one_would_have(tmp_path):
+    """The sum over ranks of a communication buffer that both have added to."""
+    worker = TESTS / "node" / "direct_ranks_worker.py"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(tmp_path), "hopper"],
+            # Packages may come from a path that only this process's `sys.path` knows.
+            env=environment(
+                PYTHONPATH=os.pathsep.join(sys.path),
+                SONIC_MOE_CACHE_DIR=str(default_cache().root),
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for code, said, errors in finish(processes):
+        assert code == 0, errors[-3000:]
+        found = list(map(float, said.split()))
+        assert len(found) == 2 and max(found) <= 1e-6

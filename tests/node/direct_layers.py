@@ -1,0 +1,294 @@
+"""A layer whose weight gradients go straight into `main_grad`, in memory with known bytes around it,
+and what must hold of it on every device. PyTorch only.
+
+tests/gpu/test_node_direct_gpu.py runs these checks on the GPU engines, test_node_direct_memory.py
+on a host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+ARRANGEMENTS = ("per_expert", "fused", "native")
+MEMORY = ("own", "slices", "permuted", "none")
+STRANGER = -3.0  # in every byte that is no gradient's
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine and sizes: E, H, I, K; one expert has no token."""
+
+    config: SonicMoEConfig
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, int, int, int] = (4, 40, 24, 2)
+    tokens: int = 30
+
+
+class Allocation:
+    """Memory full of strangers, and the part of it that somebody was given."""
+
+    def __init__(self, device, *shape):
+        self.memory = torch.full(shape, STRANGER, device=device)
+        self.given = torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def give(self, view):
+        """What `view` makes of the memory, zeroed."""
+        view(self.given).fill_(True)
+        return view(self.memory).zero_()
+
+    @property
+    def is_untouched(self):
+        """Outside of what was given."""
+        return bool((self.memory[~self.given] == STRANGER).all())
+
+
+def own(weights, device):
+    """A tensor for every parameter, strangers before and behind it."""
+    made = [Allocation(device, weight.numel() + 64) for weight in weights]
+    pairs = zip(made, weights, strict=True)
+    return made, [a.give(lambda m, s=w.shape: m[32:-32].view(s)) for a, w in pairs]
+
+
+def slices(weights, device):
+    """Parts of one communication buffer, strangers between them."""
+    made, start, given = Allocation(device, sum(w.numel() + 8 for w in weights)), 4, []
+    for weight in weights:
+        end = start + weight.numel()
+        given.append(made.give(lambda m, a=start, b=end, s=weight.shape: m[a:b].view(s)))
+        start = end + 8
+    return [made], given
+
+
+def permuted(weights, device):
+    """Memory of every parameter in the other order of a matrix's axes, rows padded."""
+    made, given = [], []
+    for weight in weights:
+        *lead, m, n = weight.shape
+        made.append(Allocation(device, *lead, n + 1, m + 8))
+        given.append(made[-1].give(lambda t, n=n: t[..., :n, 4:-4].transpose(-1, -2)))
+    return made, given
+
+
+def none(weights, device):
+    """The backward makes it."""
+    return [], [None] * len(weights)
+
+
+KINDS = {"own": own, "slices": slices, "permuted": permuted, "none": none}
+
+
+class Expert(nn.Module):
+    """ERNIE's arrangement."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
+        self.up_gate_proj.weight, self.down_proj.weight = nn.Parameter(up), nn.Parameter(down)
+
+
+class DirectLayer:
+    """A node over experts of one arrangement, the same values for the same seed."""
+
+    def __init__(
+        self, setup, arrangement="per_expert", memory="own", *, flush="direct", seed=0, **options
+    ):
+        self.setup, self.arrangement = setup, arrangement
+        experts, hidden, inner, _ = setup.sizes
+        generator = torch.Generator().manual_seed(seed)
+        up = torch.randn((experts, hidden, 2 * inner), generator=generator) * hidden**-0.5
+        down = torch.randn((experts, inner, hidden), generator=generator) * inner**-0.5
+        if arrangement == "native":
+            up = torch.stack(up.chunk(2, 2), 3).flatten(2).transpose(1, 2).contiguous()
+            down = down.transpose(1, 2).contiguous()
+        up, down = (weight.to(setup.device, setup.dtype) for weight in (up, down))
+        self.options = {"config": setup.config, "flush": flush, **options}
+        if arrangement == "per_expert":
+            pairs = zip(up.unbind(), down.unbind(), strict=True)
+            self.experts = nn.ModuleList(Expert(u.clone(), d.clone()) for u, d in pairs)
+            self.weights = [e.up_gate_proj.weight for e in self.experts]
+            self.weights += [e.down_proj.weight for e in self.experts]
+        else:
+            self.weights = [nn.Parameter(up), nn.Parameter(down)]
+        self.node = self.another_node()
+        self.bind(memory)
+
+    def another_node(self, **options):
+        """Over the same parameters."""
+        options = self.options | options
+        if self.arrangement != "per_expert":
+            make = getattr(SonicMoEMlpNode, f"from_{self.arrangement}")
+            return make(*self.weights, **options)
+        return SonicMoEMlpNode(self.experts, *self.setup.sizes[:3], **options)
+
+    def bind(self, memory):
+        """`main_grad` of one of `MEMORY`, full of zeros."""
+        self.allocations, given = KINDS[memory](self.weights, self.setup.device)
+        for weight, gradient in zip(self.weights, given, strict=True):
+            weight.main_grad = gradient
+
+    def clear(self):
+        """What an optimizer does after its step."""
+        for weight in self.weights:
+            weight.main_grad.zero_()
+
+    @property
+    def main_grads(self):
+        return [weight.main_grad for weight in self.weights]
+
+    def batch(self, seed=0, tokens=None):
+        """x, indices, probs, dout; one expert has no token."""
+        experts, hidden, _, topk = self.setup.sizes
+        tokens = tokens or self.setup.tokens + 7 * seed
+        generator = torch.Generator().manual_seed(100 + seed)
+        scores = torch.rand((tokens, experts), generator=generator)
+        scores[:, experts // 2] = -1.0
+        indices = scores.topk(topk, 1).indices
+        indices[torch.rand((tokens, topk), generator=generator) < 0.3] = -1
+        x, dout = (
+            torch.randn(tokens, hidden, generator=generator).to(self.setup.device, self.setup.dtype)
+            for _ in range(2)
+        )
+        probs = torch.rand((tokens, topk), generator=generator) + 0.05
+        indices, probs = indices.to(self.setup.device), probs.to(self.setup.device)
+        return x.requires_grad_(), indices, probs.requires_grad_(), dout
+
+    def run(self, batch, *, node=None, through=None):
+        """`[out, dx, dprobs]` of one micro-batch; `through` wraps the node, for recompute."""
+        x, indices, probs, dout = batch
+        x, probs = (leaf.detach().requires_grad_() for leaf in (x, probs))
+        node = node or self.node
+        call = partial(through, node) if through else node
+        out = call(x, None, indices, probs)
+        out.backward(dout)
+        return [out.detach(), x.grad, probs.grad]
+
+    def step(self, *seeds, **options):
+        """Results of every micro-batch and, after `node.step()`, copies of every gradient."""
+        results = [tensor for seed in seeds for tensor in self.run(self.batch(seed), **options)]
+        self.node.step()
+        return results + [gradient.clone() for gradient in self.main_grads]
+
+    def check_strangers(self):
+        assert all(allocation.is_untouched for allocation in self.allocations)
+
+
+def assert_same_bits(actual, wanted, what=None):
+    for index, (got, want) in enumerate(zip(actual, wanted, strict=True)):
+        assert torch.equal(got, want), (what, index)
+
+
+def relative(actual, wanted):
+    actual, wanted = actual.detach().double(), wanted.detach().double()
+    return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-300))
+
+
+def check_same_bits_as_step_mode(setup, arrangement, memory):
+    """One micro-batch into zeros, on memory of every kind; nothing is held, no stranger touched."""
+    wanted = DirectLayer(setup, arrangement, flush="step").step(0)
+    layer = DirectLayer(setup, arrangement, memory)
+    held = [None if gradient is None else gradient.data_ptr() for gradient in layer.main_grads]
+    got = layer.step(0)
+    assert_same_bits(got, wanted)
+    assert any(bool(gradient.any()) for gradient in layer.main_grads), "computed nothing"
+    assert layer.node.gradient_bytes == 0
+    layer.check_strangers()
+    now = [gradient.data_ptr() for gradient in layer.main_grads]
+    assert all(was in (None, address) for was, address in zip(held, now, strict=True))
+
+
+def check_several_micro_batches(setup, arrangement, memory):
+    """The fp32 sums in another order; the same bits in every run."""
+    wanted = DirectLayer(setup, arrangement, flush="step").step(0, 1, 2)
+    layers = [DirectLayer(setup, arrangement, memory) for _ in range(2)]
+    first, again = (layer.step(0, 1, 2) for layer in layers)
+    assert_same_bits(first, again)
+    assert_same_bits(first[:9], wanted[:9])
+    for got, want in zip(first[9:], wanted[9:], strict=True):
+        assert relative(got, want) <= 1e-6
+    layers[0].check_strangers()
+
+
+def check_recompute(setup, arrangement, use_reentrant):
+    """Either way of activation checkpointing gives the bits of a plain run."""
+    wanted = DirectLayer(setup, arrangement).step(0, 1)
+    through = partial(checkpoint, use_reentrant=use_reentrant)
+    assert_same_bits(DirectLayer(setup, arrangement).step(0, 1, through=through), wanted)
+
+
+def check_frozen(setup, arrangement):
+    """Of one that trains and one that does not, only the first is added to; nothing is made for the
+    other.
+    """
+    wanted = DirectLayer(setup, arrangement).step(0)
+    layer = DirectLayer(setup, arrangement)
+    frozen = layer.weights[:: 3 if arrangement == "per_expert" else 2]
+    for weight in frozen:
+        weight.requires_grad_(False)
+        weight.main_grad = None
+    layer.run(layer.batch(0))
+    layer.node.step()
+    gradients = wanted[3:]
+    for weight, want in zip(layer.weights, gradients, strict=True):
+        if any(weight is other for other in frozen):
+            assert weight.main_grad is None
+        else:
+            assert torch.equal(weight.main_grad, want)
+    layer.check_strangers()
+
+
+def check_stacked_nodes(setup, arrangement, flush="direct"):
+    """Two nodes over the same experts in one graph, one of them called twice; `flush`: of the
+    other.
+    """
+    layer, alone = DirectLayer(setup, arrangement), [DirectLayer(setup, arrangement) for _ in "123"]
+    other = layer.another_node(flush=flush)
+    for nodes in ([layer.node, other, layer.node], [each.node for each in alone]):
+        h, indices, probs, dout = layer.batch(0)
+        for node in nodes:
+            h = node(h, None, indices, probs)
+        h.backward(dout)
+        for node in nodes:
+            node.step()
+    for index, got in enumerate(layer.main_grads):
+        parts = torch.stack([each.main_grads[index] for each in alone])
+        assert relative(got, parts.double().sum(0)) <= 1e-6
+
+
+def check_failed_allocations(setup, arrangement, memory, allocations):
+    """Whichever allocation of a direct backward fails, nothing was added, and the step after that
+    has the bits of an undisturbed one. `allocations` makes a counter that may fail one.
+    """
+
+    def attempt(fails_at):
+        layer, counter = DirectLayer(setup, arrangement, memory), allocations(fails_at)
+        x, indices, probs, dout = layer.batch(0)
+        failed = False
+        try:
+            with counter:
+                layer.node(x, None, indices, probs).backward(dout)
+        except torch.cuda.OutOfMemoryError:
+            failed = True
+        assert failed == (fails_at is not None)
+        if failed:
+            held = [gradient for gradient in layer.main_grads if gradient is not None]
+            assert not any(bool(gradient.any()) for gradient in held), fails_at
+            assert memory != "none" or held == []
+            layer.step(0)
+        layer.node.step()
+        layer.check_strangers()
+        return layer.main_grads, counter.seen
+
+    attempt(None)  # makes what is made once per process
+    wanted, count = attempt(None)
+    assert count > 5
+    for number in range(count):
+        assert_same_bits(attempt(number)[0], wanted, number)

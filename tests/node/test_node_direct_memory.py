@@ -1,0 +1,99 @@
+"""`flush="direct"` on a host: gradient memory of every kind, and whatever may go wrong meanwhile. The
+same checks run on GPU engines in tests/gpu/test_node_direct_gpu.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from framework import IS_PADDLE
+
+if IS_PADDLE:
+    pytest.skip("written for PyTorch; test_node_direct.py has Paddle's", allow_module_level=True)
+
+import torch
+from faults import FULL_GPU, FULL_HOST, Allocations
+from node import direct_layers as layers
+from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
+from node.sentinel_layers import memory_full_of
+from worlds import TESTS, run_world
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.errors import ConfigError
+
+SETUPS = {
+    "full": Setup(SonicMoEConfig(engine="reference", fp8_mode="off")),
+    "fp8": Setup(SonicMoEConfig(engine="reference", fp8_mode="perf"), dtype=torch.bfloat16),
+}
+STAGEWISE = Setup(SonicMoEConfig(engine="reference", fp8_mode="mem"), dtype=torch.bfloat16)
+setups = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+arrangements = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+memories = pytest.mark.parametrize("memory", MEMORY)
+
+
+@setups
+@arrangements
+@memories
+def test_the_bits_of_step_mode(setup, arrangement, memory):
+    layers.check_same_bits_as_step_mode(setup, arrangement, memory)
+
+
+@setups
+@arrangements
+@memories
+def test_several_micro_batches(setup, arrangement, memory):
+    layers.check_several_micro_batches(setup, arrangement, memory)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("setup", [*SETUPS.values(), STAGEWISE], ids=[*SETUPS, "stagewise"])
+def test_recompute(setup, use_reentrant):
+    layers.check_recompute(setup, "per_expert", use_reentrant)
+
+
+@setups
+@arrangements
+def test_frozen_experts(setup, arrangement):
+    layers.check_frozen(setup, arrangement)
+
+
+@arrangements
+@pytest.mark.parametrize("flush", ["direct", "step", "backward", "auto"])
+def test_nodes_over_the_same_experts(arrangement, flush):
+    layers.check_stacked_nodes(SETUPS["full"], arrangement, flush)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "memory", "text"),
+    [("per_expert", "slices", FULL_HOST), ("fused", "none", FULL_GPU)],
+)
+def test_every_allocation_may_fail(arrangement, memory, text):
+    layers.check_failed_allocations(
+        SETUPS["full"], arrangement, memory, lambda number: Allocations(number, text)
+    )
+
+
+@setups
+@memories
+def test_memory_full_of_nan_changes_no_bit(setup, memory):
+    found = []
+    for nan in (False, True):
+        with memory_full_of(nan, "cpu"):
+            found.append(DirectLayer(setup, "per_expert", memory).step(0, 1))
+    assert_same_bits(*found)
+
+
+def test_expanded_memory_is_refused():
+    """All rows would be one."""
+    layer = DirectLayer(SETUPS["full"])
+    weight = layer.weights[1]
+    weight.main_grad = torch.zeros(weight.shape[1]).expand(weight.shape)
+    with pytest.raises(ConfigError, match="under which its elements overlap"):
+        layer.run(layer.batch())
+
+
+def test_two_ranks_reduce_what_one_would_have(tmp_path):
+    worker = TESTS / "node" / "direct_ranks_worker.py"
+    outputs = run_world(lambda rank: [worker, rank, tmp_path, "reference"], [{}, {}], "torch")
+    for said in outputs:
+        found = list(map(float, said.split()))
+        assert len(found) == 2 and max(found) <= 1e-6
