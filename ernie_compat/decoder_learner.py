@@ -34,7 +34,8 @@ Tensor = torch.Tensor
 class DecoderLearner(ABC):
     """`Learner` on an `ErnieMoEDecoder`; a framework adds its optimizer.
 
-    gradient: the attribute in which a parameter's gradient is complete after `node.step()`.
+    gradient: the attribute in which a parameter's gradient is complete after the last backward and
+        `node.step()`.
     moments: name in a checkpoint -> name in the optimizer's state.
     layer: the module that a forward calls, the decoder or a wrapper of it.
     """
@@ -89,8 +90,10 @@ class DecoderLearner(ABC):
             fp64 `[4 + L_moe * E]` on the device: the fields of `StepResult`, in its order.
         """
         parts = [self._micro_batch(*batch) for batch in batches]
-        # After the last backward and before ranks add up their gradients: a later step() would
-        # leave the experts' gradients out of that sum (docs/design.md, "The place of step").
+        # Every weight has an fp32 `main_grad`, so gradients are there already and step() says that
+        # the weights are about to change. An engine that cannot add there keeps gradients until
+        # step(), which must therefore come before ranks add them up (docs/design.md, "The place of
+        # step").
         for node in self.decoder.nodes:
             node.step()
         # The order matters: gradients are summed over ranks, then clipped by the norm of the sum,

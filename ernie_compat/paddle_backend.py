@@ -1,7 +1,7 @@
 """The learner in Paddle, wired as ERNIE trainers wire it: `MixPrecisionLayer` and
 `MixPrecisionOptimizer` around AdamW.
 
-Every parameter has an fp32 `main_grad`; the node adds its weight gradients there at `node.step()`,
+Every parameter has an fp32 `main_grad`. The node adds its weight gradients there in every backward;
 everything else arrives through Paddle's gradient hooks. Parameters are fp32, so they are their own
 master weights.
 """

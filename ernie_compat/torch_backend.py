@@ -1,5 +1,5 @@
-"""The learner in PyTorch: AdamW over fp32 parameters; the node adds its weight gradients into
-`.grad`.
+"""The learner in PyTorch: AdamW over fp32 parameters. An expert's `main_grad` is the very tensor that
+its `.grad` is, so the node adds weight gradients where the optimizer reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .decoder import ErnieMoEDecoder
 from .decoder_learner import DecoderLearner
 from .initial_weights import has_weight_decay
 from .model_config import ModelConfig, TrainConfig
-from .parallel import Parallel
+from .parallel import Parallel, is_expert
 from .precision import node_config, token_dtype_name
 
 Tensor = torch.Tensor
@@ -65,10 +65,14 @@ class TorchLearner(DecoderLearner):
             eps=train.adam_eps,
             fused=fused,
         )
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
             # Allocated gradients keep an expert that got no token in the optimizer step, resumed or
             # not.
             parameter.grad = torch.zeros_like(parameter)
+            if is_expert(name):
+                # Without `main_grad` every backward would return the gradients through autograd, by
+                # way of memory for all of them.
+                parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
             self.optimizer.state[parameter] = {
                 # The fused optimizer counts its steps on the device, the plain one on the host.
                 "step": torch.zeros((), device=self.device if fused else "cpu"),

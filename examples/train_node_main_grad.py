@@ -1,5 +1,5 @@
-"""Train experts with fp32 gradients: micro-batches accumulate in the node, `node.step()` adds them
-into `main_grad`.
+"""Train experts with fp32 gradients: every backward adds its weight gradients straight into
+`main_grad`.
 
 python examples/train_node_main_grad.py
 """
@@ -30,7 +30,7 @@ for step in range(40):
         out = node(x, None, indices, probs)
         error = (out.float() - torch.tanh(x.float() @ teacher)).square().mean()
         (error / 2).backward()
-    node.step()  # after the last backward, before gradients are reduced or applied
+    node.step()  # the weights are about to change; after the last backward is always right
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # `main_grad` stays the tensor it is
     for master, weight in zip(masters, weights, strict=True):

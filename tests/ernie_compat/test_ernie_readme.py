@@ -15,7 +15,7 @@ SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MUL
 # What surrounds each snippet: the names it assumes, and what must hold afterwards.
 BEFORE = {
     "ERNIE-4.5 style: one module per expert": "from readme_standins import *",
-    "With a dispatcher of this package": "rig = Rig('step'); node, num_experts, group = rig.node, EXPERTS, None",
+    "With a dispatcher of this package": "rig = Rig('auto'); node, num_experts, group = rig.node, EXPERTS, None",
     "PaddleFleet": """
 experts = paddle.nn.Layer()
 experts.weight1 = paddle.create_parameter([EXPERTS, HIDDEN, 2 * INTERMEDIATE], "float32")
@@ -23,18 +23,26 @@ experts.weight2 = paddle.create_parameter([EXPERTS, INTERMEDIATE, HIDDEN], "floa
 pointers = [w.data_ptr() for w in experts.parameters()]
 """,
     "A loop of your own": """
-rig, micro_batches = Rig("step"), make_batches(3)
+rig, micro_batches = Rig("direct"), make_batches(3)
 model, nodes, optimizer, wanted = rig.model, [rig.node], rig.optimizer, rig.wanted(micro_batches)
 """,
     "PaddleFormers trainer": """
-rig = Rig("backward")
+rig = Rig("auto")
 nodes, trainer, wanted = [rig.node], Trainer(rig.model, rig.optimizer, rig.reduce), rig.wanted(micro_batches)
 """,
     "Pipeline parallel: `train_batch`": """
-rig = Rig("backward")
+rig = Rig("auto")
+overlap = Overlap(rig.model)
 nodes, optimizer, pipeline_model, data = [rig.node], rig.optimizer, PipelineParallel(rig.model, rig.reduce), micro_batches
 lr_scheduler = scaler = None
 wanted, stale = rig.wanted(micro_batches), rig.node(*[micro_batches[0][i] for i in (0,)], None, *micro_batches[0][1:]).numpy()
+""",
+    "A batch that is skipped": """
+rigs = Rig("auto"), Rig("step")
+nodes, found_inf = [each.node for each in rigs], True
+for each in rigs:
+    each.model((micro_batches[0][0] * float("inf"), *micro_batches[0][1:])).backward()
+optimizer = SimpleNamespace(clear_grad=lambda: [each.optimizer.clear_grad() for each in rigs])
 """,
     "After loading weights": """
 model = rig.model
@@ -62,11 +70,16 @@ for w in experts.parameters():
 node(x, None, ids, probs).sum().backward()
 assert [w.data_ptr() for w in experts.parameters()] == pointers
 assert all(float(w.main_grad.abs().sum()) > 0 for w in experts.parameters())
+assert node.gradient_bytes == 0
 """,
-    "A loop of your own": "same(rig.weights(), wanted)",
+    "A loop of your own": """
+same(rig.weights(), wanted)
+assert rig.node.gradient_bytes == 0
+""",
     "PaddleFormers trainer": """
 trainer.train(micro_batches)
-assert rig.reduced > 0
+assert rig.reduced > 0 and rig.node.gradient_bytes == 0
+assert "expert weight gradients are added straight into main_grad" in lines
 same(rig.weights(), wanted)
 # The obvious place is too late, and the node says so.
 class LateCallback(TrainerCallback):
@@ -84,6 +97,18 @@ assert rig.reduced > 0 and loss > 0
 same(rig.weights(), wanted)
 fresh = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
 assert not np.array_equal(fresh, stale)
+# Communication overlap, which needs no arrangement: each hook fires once per micro-batch, and the
+# last time it sees what the reduction after the last backward sees.
+assert overlap.calls == [len(micro_batches)] * len(rig.weights())
+assert sum(overlap.seen) == rig.reduced
+""",
+    "A batch that is skipped": """
+for each in rigs:
+    for batch in micro_batches:
+        each.model(batch).backward()
+    each.node.step()
+    each.optimizer.step()
+    same(each.weights(), each.wanted(micro_batches))
 """,
     "After loading weights": """
 after = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
@@ -92,12 +117,14 @@ assert not np.array_equal(fresh, after)
 }
 HELPERS = """
 import json, logging, warnings
+from types import SimpleNamespace
 warnings.filterwarnings("ignore")
 lines = []
 class Keep(logging.Handler):
     def emit(self, record):
         lines.append(record.getMessage())
 logging.getLogger("sonicmoe").addHandler(Keep())
+logging.getLogger("sonicmoe").setLevel(logging.INFO)
 # Both sides are the same operations in the same order, so the bits are equal on any processor.
 def same(actual, wanted):
     for a, b in zip(actual, wanted, strict=True):

@@ -1,0 +1,50 @@
+"""Which way the experts' gradients take in the main job: straight into the memory that the optimizer
+reads, with the losses and weights of a run whose nodes collect them for `step()`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import SIZES, run_program, trained_by
+
+from sonicmoe.gradients.routes import Route
+
+PROGRAM = """
+import json, sys
+from small_run import trained_by
+text, parts = sys.argv[1], int(sys.argv[2])
+print(json.dumps([trained_by("paddle", text, flush, parts) for flush in (None, "step")]))
+"""
+DIRECT = f"expert weight gradients {Route.DIRECT.value}"
+# dw1 and dw2 of every expert of the one MoE layer, in fp32.
+ACCUMULATORS = 4 * SIZES.num_experts * 3 * SIZES.hidden_size * SIZES.intermediate_size
+
+
+@pytest.fixture(params=["torch", pytest.param("paddle", marks=pytest.mark.paddle)])
+def both(request: pytest.FixtureRequest, text: Path) -> Any:
+    """(as the model has it, with `flush="step"`) of so many micro-batches."""
+
+    def run(parts: int) -> Any:
+        if request.param == "paddle":
+            return run_program(PROGRAM, str(text), str(parts), framework="paddle")
+        return [trained_by("torch", text, flush, parts) for flush in (None, "step")]
+
+    return run
+
+
+def test_nodes_hold_none_and_say_so(both: Any) -> None:
+    direct, step = both(2)
+    assert direct["held"] == 0 and direct["said"] == [DIRECT]
+    assert step["held"] == ACCUMULATORS and step["said"] == []
+    # Another order of additions over micro-batches: fp32 rounding, and an FP8 code in a thousand.
+    assert direct["losses"] == pytest.approx(step["losses"], rel=1e-4)
+    assert max(direct["losses"]) - min(direct["losses"]) > 0.1
+
+
+def test_one_micro_batch_leaves_equal_bits(both: Any) -> None:
+    direct, step = both(1)
+    assert direct["losses"] == step["losses"]
+    assert direct["learned"] == step["learned"]
