@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .floors import PEAK_TFLOPS, floors
+from .floors import PEAK_TFLOPS, STEP_STAGES, Floor, floors
 from .shapes import Shape
 
 
@@ -49,8 +49,9 @@ class Result:
     `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps
     issued back to back (`steady.py`), `steady_busy` the time in which the GPU worked during such
     steps; None where not measured. `stages` and `kernels` sum GPU time per call by stage and by
-    kernel name; work outside every stage stands under "". `refusal` says why the engine did not
-    run, and then nothing else is set.
+    kernel name; work outside every stage stands under "". `gradient_mib` is what the node holds of
+    fp32 gradients beside `main_grad`. `refusal` says why the engine did not run, and then nothing
+    else is set.
     """
 
     shape: Shape
@@ -67,6 +68,7 @@ class Result:
     saved_mib: float | None = None
     peak_mib: float | None = None
     total_peak_mib: float | None = None
+    gradient_mib: float | None = None
     refusal: str | None = None
 
     @property
@@ -108,16 +110,22 @@ class Result:
         return self.tflops / PEAK_TFLOPS[self.peak_name] if self.gpu and self.tflops else None
 
     @property
+    def floors(self) -> dict[str, Floor]:
+        """Of the stages that this variant has: there is a flush only where gradients wait in the
+        node.
+        """
+        return floors(self.shape, self.fp8, flush=bool(self.gradient_mib))
+
+    @property
     def gbytes_per_s(self) -> float | None:
         """Least traffic of forward and backward (each operand moves once) over `pair_us`, in GB/s."""
         if not self.pair_us:
             return None
-        ideal = floors(self.shape, self.fp8)
         moved = sum(
             floor.bytes
-            for stage, floor in ideal.items()
+            for stage, floor in self.floors.items()
             # Those belong to the optimizer step, whose time is not in `pair_us`.
-            if stage not in ("flush", "prepare_weights")
+            if stage not in STEP_STAGES
         )
         return moved / self.pair_us / 1e3
 
@@ -127,9 +135,5 @@ class Result:
             "pair_us": self.pair_us, "tflops": self.tflops, "mfu": self.mfu, "gbytes_per_s": self.gbytes_per_s,
             "steady_ratio": self.steady_ratio, "peak_tflops": PEAK_TFLOPS[self.peak_name] if self.gpu else None, "flop": self.shape.flop,
         }  # fmt: skip
-        ideal = (
-            {stage: floor.us for stage, floor in floors(self.shape, self.fp8).items()}
-            if self.gpu
-            else {}
-        )
+        ideal = {stage: floor.us for stage, floor in self.floors.items()} if self.gpu else {}
         return {**dataclasses.asdict(self), **derived, "floors_us": ideal}

@@ -39,7 +39,7 @@ BACKWARD_STAGES = (
     "dw2",
     "dw1",
 )
-STEP_STAGES = ("flush", "prepare_weights")
+STEP_STAGES = ("flush", "prepare_weights")  # "flush" only where gradients wait in the node
 PHASE_STAGES = {"forward": FORWARD_STAGES, "backward": BACKWARD_STAGES, "step": STEP_STAGES}
 
 
@@ -52,15 +52,17 @@ class Floor:
     us: float
 
 
-def floors(shape: Shape, fp8: bool) -> dict[str, Floor]:
+def floors(shape: Shape, fp8: bool, flush: bool = False) -> dict[str, Floor]:
     """Floors of every stage, in the order of `PHASE_STAGES`; without FP8 the quantising stages have
-    none.
+    none. flush: whether weight gradients wait in accumulators, so that `step()` has that stage.
     """
     element = 1 if fp8 else 2
     flop, traffic = gemm_flop(shape), stage_bytes(shape, element)
     result = {}
     for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES):
         if not fp8 and stage in ("quantize_x", "quantize_dout", "wgrad_operands"):
+            continue
+        if stage == "flush" and not flush:
             continue
         # A stage without a GEMM has no operations, so its rate does not matter; 1 avoids a division
         # by zero.
@@ -87,7 +89,7 @@ def gemm_flop(shape: Shape) -> dict[str, float]:
 
 def stage_bytes(shape: Shape, element: int) -> dict[str, float]:
     """Least traffic per stage with operands of `element` bytes; x, dout, out and dx are 2 bytes,
-    accumulators 4.
+    the sums of weight gradients 4, in `main_grad` as in accumulators.
     """
     x, rows = float(shape.tokens * shape.hidden), float(shape.rows * shape.hidden)
     y, z = float(shape.rows * shape.intermediate), 2.0 * shape.rows * shape.intermediate

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..plotting import new_figure, require_matplotlib, save_figure
 from .figures import Result
-from .floors import PHASE_STAGES, floors
+from .floors import PHASE_STAGES
 
 FLOOR_COLOURS = ("gainsboro", "darkgrey")  # BF16, FP8
 
@@ -53,8 +53,9 @@ def plot_stages(results: Sequence[Result], directory: Path) -> Path:
     names = [name for name in order if any(name in one for one in bars)]
     series = [(result.variant, one) for result, one in zip(results, bars, strict=True)]
     for fp8 in sorted({result.fp8 for result in results if result.gpu}, reverse=True):
+        like = [result for result in results if result.gpu and result.fp8 == fp8]
         kind = "FP8: DeepGEMM-class GEMMs" if fp8 else "BF16: cuBLAS-class GEMMs"
-        series.append((f"floor, {kind}, copy bandwidth", floor_bars(shape, fp8, names)))
+        series.append((f"floor, {kind}, copy bandwidth", floor_bars(like, names)))
     figure = new_figure((max(7.0, 1.1 * len(names)), 5))
     axes = figure.subplots()
     width = 0.8 / len(series)
@@ -85,9 +86,11 @@ def bars_of(result: Result) -> dict[str, float]:
     return result.busy or {phase: result.wall[phase].median for phase in PHASE_STAGES}
 
 
-def floor_bars(shape: Any, fp8: bool, names: Sequence[str]) -> dict[str, float]:
-    """The floor under each bar; a phase's is the sum of its stages'."""
-    ideal = {stage: floor.us for stage, floor in floors(shape, fp8).items()}
+def floor_bars(results: Sequence[Result], names: Sequence[str]) -> dict[str, float]:
+    """The floor under each bar, of every stage that one of these results has; a phase's is the sum
+    of its stages'.
+    """
+    ideal = {stage: floor.us for result in results for stage, floor in result.floors.items()}
     phases = {
         phase: sum(ideal.get(stage, 0.0) for stage in stages)
         for phase, stages in PHASE_STAGES.items()

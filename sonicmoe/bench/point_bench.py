@@ -64,7 +64,7 @@ class PointBench:
         self, node: SonicMoEMlpNode, shape: Shape, batches: Sequence[Batch], rounds: int
     ) -> dict[str, Any]:
         stack = Stack(node, batches, stack_layers(shape))
-        stack.run()  # compiles, quantises the weights, makes the accumulators
+        stack.run()  # compiles, quantises the weights, makes accumulators where they are needed
         walls = time_steps(stack, rounds, self._device)
         wall = Spread.of(walls)
         if self._device == "cpu":

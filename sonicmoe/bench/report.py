@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from .figures import Result, Spread
-from .floors import PEAK_TFLOPS, floors
+from .floors import PEAK_TFLOPS
 from .trace import short_name
 
 NONE = "–"
@@ -68,6 +68,7 @@ def _rates(result: Result, base: Result | None) -> dict[str, str]:
         "GB/s": _number(result.gbytes_per_s, ",.0f" if result.gpu else ".2f"),
         "peak MiB": _number(result.peak_mib, ",.0f"),
         "saved MiB": _number(result.saved_mib, ",.1f"),
+        "gradient MiB": _number(result.gradient_mib, ",.0f"),
         "speed-up": _ratio(base.pair_us, result.pair_us),
         "steady speed-up": steady,
     }
@@ -99,7 +100,9 @@ def notes(results: Sequence[Result]) -> list[str]:
             "host: until its launches returned; ±: half interquartile range",
             "steady, steady busy: per layer of steps issued back to back (--layers forwards, one backward() for all), by the clock "
             "and as time in which the GPU worked: what a training step pays",
-            "step: wall time of node.step() plus preparing the weights; GB/s: least traffic over busy",
+            "step: wall time of node.step(), with a flush where gradients wait in the node, plus preparing the weights; "
+            "GB/s: least traffic over busy",
+            "gradient MiB: fp32 gradients that the node holds beside main_grad; 0 where every backward adds straight into it",
             f"MFU: of the dense peaks {PEAK_TFLOPS['fp8']:.0f} TFLOPS (FP8) and {PEAK_TFLOPS['bf16']:.0f} (BF16); "
             "TFLOPS: 18 T K H I / busy time of forward and backward",
         ]
@@ -130,7 +133,7 @@ def stage_table(result: Result) -> Table:
     """Stages against their floors; stages that the engine does not name are missing, their kernels
     stand under "unnamed".
     """
-    ideal = floors(result.shape, result.fp8)
+    ideal = result.floors
     title = f"{result.shape}, {result.variant}: GPU time by stage"
     table = Table("stage", "us", "floor us", "over floor", "TFLOPS", "GB/s", title=title)
     for stage, us in result.stages.items():

@@ -16,7 +16,7 @@ from ..node.mlp_node import SonicMoEMlpNode
 from .figures import Result, Spread
 from .shapes import Shape
 from .steady import LAYERS, Stack, profile_steps, time_steps
-from .timing import PhaseTime, clock_state, measure_memory, profile_phases, time_phases
+from .timing import MIB, PhaseTime, clock_state, measure_memory, profile_phases, time_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
 
@@ -64,9 +64,11 @@ def measure(
         # on.
         try:
             nodes[index] = layer.node(variant)
-            # At least once: the first call compiles, quantises weights and allocates accumulators.
+            # At least once: the first call compiles, quantises weights, and allocates accumulators
+            # where gradients cannot go straight into `main_grad`.
             for number in range(max(1, warmup)):
                 time_phases(Call(nodes[index], batches[number % len(batches)]).phases, device)
+            results[index].gradient_mib = nodes[index].gradient_bytes / MIB
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             nodes.pop(index, None)
             results[index].refusal = " ".join(str(error).split())

@@ -42,7 +42,7 @@ class Stack:
         self.layers = layers
 
     def run(self) -> None:
-        """One step, issued; waits for nothing. Weight gradients add up in the node."""
+        """One step, issued; waits for nothing. Weight gradients add up where the node has them."""
         outs = [self._node(_leaf(b.x), b.counts, b.indices, _leaf(b.probs)) for b in self._batches]
         torch.autograd.backward(outs, [batch.dout for batch in self._batches])
 

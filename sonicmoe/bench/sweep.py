@@ -30,7 +30,7 @@ CPU_TOKENS, CPU_EXPERTS, CPU_WIDTHS = (64, 128, 256, 512), (4, 8), ((64, 32), (1
 CPU_TOPK = 2
 # no divisor of the number of (E, H, I): a sweep that is stopped early has seen all over the grid
 STRIDE = 7
-MAX_BYTES = 100 << 30  # leaves room on a 141 GB GPU
+MAX_BYTES = 110 << 30  # leaves room on a 141 GB GPU
 STEPS = 3  # least number timed
 
 
@@ -93,16 +93,16 @@ def grid(device: str) -> list[Shape]:
 
 
 def needed_bytes(shape: Shape) -> float:
-    """Upper estimate of memory: weights, their FP8 codes or native copy and fp32 accumulators (8
-    bytes a weight, 10 with slack), row tensors of one call in bf16, and z, tokens and gradients of
-    every layer of a step.
+    """Upper estimate of memory: weights, their FP8 codes or native copy, fp32 `main_grad`, and as
+    much again in accumulators of an engine that cannot add there (12 bytes a weight), row tensors
+    of one call in bf16, and z, tokens and gradients of every layer of a step.
     """
     # w1 has 2 H I elements per expert and w2 H I.
     weights = 3.0 * shape.experts * shape.hidden * shape.intermediate
     padded = shape.rows + 128.0 * shape.experts
     one_call = 2 * padded * (3 * shape.hidden + 6 * shape.intermediate)
     held = 4 * padded * shape.intermediate + 12.0 * shape.tokens * shape.hidden
-    return 10 * weights + one_call + stack_layers(shape) * held
+    return 12 * weights + one_call + stack_layers(shape) * held
 
 
 def read_points(path: Path) -> list[Point]:

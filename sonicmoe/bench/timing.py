@@ -125,7 +125,7 @@ class Memory:
 
 
 def measure_memory(call: Call, device: str) -> Memory:
-    """Run forward and backward once. The node's accumulators must exist already."""
+    """Run forward and backward once. What the node keeps for gradients must exist already."""
     if device == "cpu":
         saved = _saved_bytes(call)
         call.backward()

@@ -14,7 +14,7 @@ from ..config import SonicMoEConfig, current_config
 from ..engine.capabilities import RECORDS
 from ..engine.interface import EngineSettings
 from ..engine.select import choose_engine
-from ..enums import ActivationType, EngineName
+from ..enums import ActivationType, EngineName, FlushMode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..node.mlp_node import SonicMoEMlpNode
 from .shapes import Shape
@@ -37,10 +37,14 @@ MAX_ROTATION = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine in one FP8 mode: "off" (operands in bf16), "perf" or "mem"."""
+    """An engine in one FP8 mode: "off" (operands in bf16), "perf" or "mem".
+
+    flush: which way weight gradients take (`SonicMoEMlpNode`). "auto" is what training runs.
+    """
 
     engine: EngineName
     mode: str
+    flush: FlushMode = FlushMode.AUTO
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -76,8 +80,9 @@ class Variant:
         return SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
 
     def __str__(self) -> str:
-        """`hopper:perf`."""
-        return f"{self.engine.value}:{self.mode}"
+        """`hopper:perf`; `hopper:perf:step` where gradients do not take the way of training."""
+        name = f"{self.engine.value}:{self.mode}"
+        return name if self.flush is FlushMode.AUTO else f"{name}:{self.flush.value}"
 
 
 def available_variants(device: str) -> list[Variant]:
@@ -103,7 +108,7 @@ def settings_of(variant: Variant) -> EngineSettings:
 
 class Expert(torch.nn.Module):
     """One expert in the user's layout: `up_gate_proj.weight [H, 2I]`, `down_proj.weight [I, H]`,
-    bf16, with a `main_grad`.
+    bf16, with a `main_grad` of zeros.
     """
 
     def __init__(self, hidden: int, intermediate: int, device: str) -> None:
@@ -116,8 +121,8 @@ class Expert(torch.nn.Module):
         ):
             values = torch.randn((rows, columns), device=device) * rows**-0.5
             module.weight = torch.nn.Parameter(values.to(torch.bfloat16))
-            # The attribute alone tells the node that this parameter takes gradients in `main_grad`.
-            module.weight.main_grad = None  # type: ignore[attr-defined]
+            # As trainers allocate it: where the engine can, the node adds straight into it.
+            module.weight.main_grad = torch.zeros_like(values)  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -188,7 +193,12 @@ class Layer:
         choose_engine(self.device, variant.engine)
         shape = self.shape
         return SonicMoEMlpNode(
-            self.experts, shape.experts, shape.hidden, shape.intermediate, config=variant.config
+            self.experts,
+            shape.experts,
+            shape.hidden,
+            shape.intermediate,
+            config=variant.config,
+            flush=variant.flush,
         )
 
 
@@ -213,14 +223,16 @@ class Call:
         self.out = self._node(batch.x, batch.counts, batch.indices, batch.probs)
 
     def backward(self) -> None:
-        """Gradient of the output to those of tokens, probabilities and (accumulated) weights."""
+        """Gradient of the output to those of tokens and probabilities; those of weights are added."""
         assert self.out is not None
         # Output and graph are freed with this call and not in the middle of the next one.
         out, self.out = self.out, None
         out.backward(self._batch.dout)
 
     def step(self) -> None:
-        """The node's part of an optimizer step: flush into `main_grad`, and prepare the weights."""
+        """The node's part of an optimizer step: hand over weight gradients that wait in it, and
+        prepare the weights.
+        """
         self._node.step()
         self._node.prequantize_weights()
 

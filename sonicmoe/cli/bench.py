@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
+from ..enums import FlushMode
 from ..errors import ConfigError, expect
 from ..host_memory import require_memory
 from .numerics import load_framework, print_table
@@ -21,6 +23,7 @@ from .screen import progress_console
 
 if TYPE_CHECKING:
     from ..bench.figures import Result
+    from ..bench.workload import Variant
 
 SIZE_FIELDS = {"H": "hidden", "I": "intermediate", "E": "experts", "K": "topk"}
 ROUNDS = {"cuda": 20, "cpu": 3}
@@ -49,6 +52,9 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
               help="reference, bf16, hopper; MODE off, perf, mem; may be repeated, the first is the baseline.  "
               "[default: every GPU engine, else reference]")  # fmt: skip
+@click.option("--flush", "flushes", multiple=True, type=click.Choice(["auto", "direct", "step"]),
+              help="Weight gradients: straight into main_grad (direct), through accumulators of the node (step), or as training "
+              "has them: direct where the engine can (auto). May be repeated: every engine in each way.  [default: auto]")  # fmt: skip
 @click.option(
     "--rounds",
     type=click.IntRange(1),
@@ -92,6 +98,7 @@ def bench(
     names: tuple[str, ...],
     tokens: tuple[int, ...],
     engines: tuple[str, ...],
+    flushes: tuple[str, ...],
     rounds: int | None,
     warmup: int,
     layers: int,
@@ -121,18 +128,17 @@ def bench(
     # Benchmarks use PyTorch's profiler and events, so they run on PyTorch only.
     load_framework("torch")
     if sweep is not None:
-        run_sweep(sweep, engines, budget, rounds, as_json)
+        run_sweep(sweep, engines, flushes, budget, rounds, as_json)
         report_fit(sweep, plot, as_json, markdown)
         return
     from ..bench.runner import find_device, machine, measure
     from ..bench.steady import autograd_threads
-    from ..bench.workload import Variant, available_variants
 
     device = find_device()
     shapes = chosen_shapes(
         names, tokens, {key.upper(): value for key, value in sizes.items()}, device
     )
-    variants = [Variant.parse(text) for text in engines] or available_variants(device)
+    variants = chosen_variants(engines, flushes, device)
     results: list[Result] = []
     with status() as notify, autograd_threads(not one_thread):
         for shape in shapes:
@@ -182,6 +188,15 @@ def chosen_shapes(
             numbers += 3 * shape.experts * shape.intermediate * shape.hidden
             require_memory(_BF16 * numbers, f"the shape {shape}")
     return shapes
+
+
+def chosen_variants(engines: Sequence[str], flushes: Sequence[str], device: str) -> list[Variant]:
+    """The engines named, or those of this machine, each with its gradients on every way asked for."""
+    from ..bench.workload import Variant, available_variants
+
+    variants = [Variant.parse(text) for text in engines] or available_variants(device)
+    ways = [FlushMode(name) for name in dict.fromkeys(flushes)] or [FlushMode.AUTO]
+    return [replace(variant, flush=way) for variant in variants for way in ways]
 
 
 @contextmanager
@@ -238,17 +253,22 @@ def list_shapes(as_json: bool) -> None:
 
 
 def run_sweep(
-    path: Path, engines: Sequence[str], budget: float | None, rounds: int | None, as_json: bool
+    path: Path,
+    engines: Sequence[str],
+    flushes: Sequence[str],
+    budget: float | None,
+    rounds: int | None,
+    as_json: bool,
 ) -> None:
     """Measure the points that `path` lacks."""
     from ..bench.runner import find_device
     from ..bench.sweep import STEPS, grid, sweep
-    from ..bench.workload import Variant, available_variants
 
     device = find_device()
     expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
+    expect(len(flushes) <= 1, ConfigError, f"--sweep takes one --flush, got {list(flushes)}")
     # The last one is the fastest engine of this machine.
-    variant = Variant.parse(engines[0]) if engines else available_variants(device)[-1]
+    variant = chosen_variants(engines, flushes, device)[-1]
     with status() as notify:
         done, left = sweep(
             path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=notify

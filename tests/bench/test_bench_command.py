@@ -5,6 +5,7 @@ memory, pictures.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -24,7 +25,7 @@ from sonicmoe.bench.workload import (
     settings_of,
 )
 from sonicmoe.cli.main import main
-from sonicmoe.enums import EngineName
+from sonicmoe.enums import EngineName, FlushMode
 from sonicmoe.errors import ConfigError, EngineUnavailableError
 
 TINY = Shape(48, 32, 16, 4, 2)
@@ -103,6 +104,39 @@ def test_phases_run_in_order_and_leave_gradients():
     assert batch.x.grad is not None and batch.probs.grad is not None
     assert layer.experts[0].up_gate_proj.weight.main_grad.abs().sum() > 0
     assert call.out is None
+
+
+@pytest.mark.parametrize(
+    ("flush", "held"), [("auto", 0), ("direct", 0), ("step", 4 * 4 * 3 * 32 * 16)]
+)
+def test_a_variant_sends_weight_gradients_where_it_says(flush, held):
+    variant = replace(PERF, flush=FlushMode(flush))
+    assert str(variant) == ("reference:perf" if flush == "auto" else f"reference:perf:{flush}")
+    layer = Layer(TINY, "cpu")
+    node, weight = layer.node(variant), layer.experts[0].up_gate_proj.weight
+    place = weight.main_grad.data_ptr()
+    call = Call(node, Batch.random(TINY, "cpu"))
+    call.forward()
+    call.backward()
+    assert bool(weight.main_grad.any()) == (held == 0)
+    call.step()
+    assert weight.main_grad.any() and weight.main_grad.data_ptr() == place
+    assert node.gradient_bytes == held
+
+
+def test_ways_of_gradients_are_measured_side_by_side(caplog):
+    result = run(*TINY_OPTIONS, "--json", "--flush", "direct", "--flush", "step")
+    ways = {each["variant"]: each for each in json.loads(result.stdout)["results"]}
+    assert list(ways) == ["reference:perf:direct", "reference:perf:step"]
+    assert [each["gradient_mib"] * timing.MIB for each in ways.values()] == [0, 4 * 4 * 3 * 32 * 16]
+    # They share `main_grad`, and no node takes the other's additions for a reduction.
+    assert "too late" not in caplog.text
+    assert "gradient MiB" in run(*TINY_OPTIONS, "--flush", "step").output
+
+
+def test_a_sweep_takes_one_way(tmp_path):
+    result = run("--sweep", str(tmp_path / "s"), "--flush", "direct", "--flush", "step")
+    assert result.exit_code == 2 and "--sweep takes one --flush" in result.output
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sonicmoe.bench.floors import (
     floors,
     gemm_flop,
 )
+from sonicmoe.bench.plots import floor_bars
 from sonicmoe.bench.shapes import REFERENCE, SHAPES, Shape
 from sonicmoe.bench.steady import busy_per_step
 from sonicmoe.bench.trace import Kernel, covered_us, gpu_spans, kernels_of, short_name, total_us
@@ -39,13 +40,15 @@ def test_impossible_shapes_are_refused(changes, message):
 
 
 def test_floors_of_the_reference_shape_are_the_bare_gemms_and_the_copies():
-    ideal = floors(REFERENCE, fp8=True)
+    ideal = floors(REFERENCE, fp8=True, flush=True)
     bare = {"up": 860, "down": 461, "dgated": 431, "dx_gemm": 860, "dw2": 659, "dw1": 1262}
     for stage, us in bare.items():
         assert ideal[stage].us == pytest.approx(us, rel=0.01), stage
     assert ideal["aggregate_out"].us == pytest.approx(0.45e9 / 4.24e6, rel=0.02)
     assert set(ideal) == {*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES}
     assert "quantize_x" not in floors(REFERENCE, fp8=False)
+    straight = floors(REFERENCE, fp8=True)
+    assert straight == {stage: floor for stage, floor in ideal.items() if stage != "flush"}
 
 
 def test_a_tiny_problem_is_bound_by_the_weights_it_reads():
@@ -86,6 +89,17 @@ def test_rates_come_from_busy_time_and_name_their_peak():
     data = result.to_json()
     assert data["peak_tflops"] == 1979
     assert data["floors_us"]["up"] == pytest.approx(860, rel=0.01)
+
+
+def test_a_flush_is_expected_only_where_gradients_wait_in_the_node():
+    direct, step = gpu_result(gradient_mib=0.0), gpu_result(gradient_mib=432.0)
+    assert "flush" not in direct.to_json()["floors_us"] and "flush" in step.to_json()["floors_us"]
+    assert direct.gbytes_per_s == step.gbytes_per_s  # of forward and backward alone
+    names = ["flush", "prepare_weights", "step"]
+    alone, both = floor_bars([direct], names), floor_bars([direct, step], names)
+    assert alone["flush"] == 0 < both["flush"]
+    assert both["step"] == pytest.approx(both["flush"] + both["prepare_weights"])
+    assert alone["step"] == alone["prepare_weights"]
 
 
 def test_without_a_profile_rates_come_from_wall_time():

@@ -4,6 +4,8 @@ agree with each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from sonicmoe.bench.sweep import read_points, sweep
 from sonicmoe.bench.timing import profile_phases
 from sonicmoe.bench.workload import available_variants, rotating_batches
 from sonicmoe.diagnostics.stages import stage
+from sonicmoe.enums import EngineName, FlushMode
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +47,17 @@ def test_every_engine_of_this_machine_is_measured():
             "aggregate_out",
             "aggregate_dx",
         } <= set(result.stages)
+        # Kernels of a flush run only where gradients wait in the node.
+        assert ("flush" in result.stages) == (result.gradient_mib > 0)
+
+
+def test_one_engine_is_measured_with_its_gradients_on_both_ways():
+    variant = next(v for v in available_variants(find_device()) if v.engine is EngineName.HOPPER)
+    ways = [replace(variant, flush=way) for way in (FlushMode.DIRECT, FlushMode.STEP)]
+    direct, step = measure(SHAPE, ways, rounds=3, warmup=1)
+    assert direct.gradient_mib == 0 and "flush" not in direct.stages
+    assert step.gradient_mib == pytest.approx(4 * 8 * 3 * 512 * 256 / 2**20)
+    assert step.stages["flush"] > 0
 
 
 def test_a_sweep_measures_busy_time_of_every_engine(tmp_path):
