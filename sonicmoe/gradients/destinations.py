@@ -1,6 +1,6 @@
-"""Where weight gradients go: `main_grad` or `.grad` of each parameter. One kernel launch serves all
-of them on a GPU (`one_launch`); plain operations serve one at a time (`add_to_main_grad`,
-`add_to_grad`).
+"""Where a flush takes weight gradients: `main_grad` or `.grad` of each parameter. One kernel launch
+serves all of them on a GPU (`one_launch`); plain operations serve one at a time
+(`add_to_main_grad`, `add_to_grad`).
 
 Both give the same bits: sums are formed in fp32 and rounded once to the destination's dtype.
 """

@@ -48,10 +48,10 @@ def main_grads(experts):
     return [numpy(weight.main_grad) for weight in weights_of(experts)]
 
 
-def data_parallel(rank):
+def data_parallel(rank, flush):
     """`node.step()`, then the trainer's fused all-reduce."""
     experts = make_experts()
-    node = make_node(experts)
+    node = make_node(experts, flush=flush)
     kept = bind_main_grads(experts)
     for batch in batches_of(rank):
         Pending(node, batch).backward()
@@ -61,26 +61,26 @@ def data_parallel(rank):
         weight.main_grad is main_grad
         for weight, main_grad in zip(weights_of(experts), kept, strict=True)
     )
-    return {"data parallel": error(main_grads(experts), mean_golden(experts, 4))}
+    return {f"data parallel, {flush}": error(main_grads(experts), mean_golden(experts, 4))}
 
 
-def late_step(rank):
-    """The same with `node.step()` behind the all-reduce: local gradients only, and the log says
-    why.
+def late_step(rank, flush):
+    """The same with `node.step()` behind the all-reduce: local gradients only where they waited, and
+    the log says why.
     """
     lines, experts = [], make_experts()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("sonicmoe").addHandler(handler)
-    node = make_node(experts)
+    node = make_node(experts, flush=flush)
     bind_main_grads(experts)
     Pending(node, batches_of(rank)[0]).backward()
     fused_allreduce_gradients(weights_of(experts), None)
     node.step()
     logging.getLogger("sonicmoe").removeHandler(handler)
     return {
-        "late error": error(main_grads(experts), mean_golden(experts, 1)),
-        "late warnings": sum(
+        f"late error, {flush}": error(main_grads(experts), mean_golden(experts, 1)),
+        f"late warnings, {flush}": sum(
             "step() came too late" in line and "reduced, scaled" in line for line in lines
         ),
     }
@@ -110,21 +110,21 @@ class Overlap:
         return fire
 
 
-def overlap(rank):
-    """flush="backward" under reduction that overlaps backward."""
+def overlap(rank, flush):
+    """Under reduction that overlaps backward."""
     experts = make_experts()
-    node, comm = make_node(experts, flush="backward"), Overlap(experts, 4)
+    node, comm = make_node(experts, flush=flush), Overlap(experts, 4)
     for batch in batches_of(rank):
         Pending(node, batch).backward()
     comm.buffer.scale_grads()
     node.step()
     return {
-        "overlap": error(main_grads(experts), mean_golden(experts, 4)),
-        "overlap hooks": comm.fired,
+        f"overlap, {flush}": error(main_grads(experts), mean_golden(experts, 4)),
+        f"overlap hooks, {flush}": comm.fired,
     }
 
 
-def reduce_scatter(rank):
+def reduce_scatter(rank, flush):
     """Sharding: each rank holds the reduced half of the fused buffer."""
 
     def emulated(shard, full, op=None, group=None, sync_op=True):
@@ -139,7 +139,7 @@ def reduce_scatter(rank):
     real, dist.reduce_scatter = dist.reduce_scatter, emulated
     try:
         node, comm = (
-            make_node(experts, flush="backward"),
+            make_node(experts, flush=flush),
             Overlap(experts, 2, HOOK_ACTION.REDUCE_SCATTER),
         )
         for batch in batches_of(rank)[:2]:
@@ -155,15 +155,15 @@ def reduce_scatter(rank):
         flat[start : start + gradient.size] = gradient.reshape(-1)
     half = len(flat) // WORLD
     own = slice(rank * half, (rank + 1) * half)
-    return {"reduce scatter": error([storage[own]], [flat[own]])}
+    return {f"reduce scatter, {flush}": error([storage[own]], [flat[own]])}
 
 
-def pipeline(rank):
+def pipeline(rank, flush):
     """1F1B over two chunks (virtual stages) in the order of a pipeline: three forwards ahead, then
     one backward each; overlap on both.
     """
     chunks = [make_experts(seed=seed) for seed in (0, 1)]
-    nodes = [make_node(experts, flush="backward") for experts in chunks]
+    nodes = [make_node(experts, flush=flush) for experts in chunks]
     comms = [Overlap(experts, 4) for experts in chunks]
     waiting, batches = [], batches_of(rank)
     schedule = [(chunk, step) for step in range(4) for chunk in (0, 1)]
@@ -177,15 +177,16 @@ def pipeline(rank):
     for comm in comms:
         comm.buffer.scale_grads()
     errors = [error(main_grads(experts), mean_golden(experts, 4)) for experts in chunks]
-    return {"pipeline": max(errors), "pipeline hooks": sum(comm.fired for comm in comms)}
+    fired = sum(comm.fired for comm in comms)
+    return {f"pipeline, {flush}": max(errors), f"pipeline hooks, {flush}": fired}
 
 
-def delayed_loss_scale(rank):
-    """The pipeline's delayed scaling replaces `main_grad` by a scaled copy after the flush; the
-    next step adds to the copy.
+def delayed_loss_scale(rank, flush):
+    """The pipeline's delayed scaling replaces `main_grad` by a scaled copy after `step()`; the next
+    step adds to the copy.
     """
     experts = make_experts()
-    node = make_node(experts)
+    node = make_node(experts, flush=flush)
     bind_main_grads(experts)
     for batch in batches_of(rank):
         Pending(node, batch).backward()
@@ -201,14 +202,18 @@ def delayed_loss_scale(rank):
     Pending(node, batches_of(rank)[0]).backward()
     node.step()
     alone = error(main_grads(experts), golden(experts, batches_of(rank)[:1]).dw)
-    return {"delayed scale": scaled, "after delayed scale": alone}
+    return {f"delayed scale, {flush}": scaled, f"after delayed scale, {flush}": alone}
 
 
 def main(rank, directory):
     dist.init_parallel_env()
     results = {}
-    for case in (data_parallel, late_step, overlap, reduce_scatter, pipeline, delayed_loss_scale):
-        results |= case(rank)
+    for case in (data_parallel, late_step, delayed_loss_scale):
+        for flush in ("direct", "step"):
+            results |= case(rank, flush)
+    for case in (overlap, reduce_scatter, pipeline):
+        for flush in ("direct", "backward"):
+            results |= case(rank, flush)
     np.savez(directory / f"{rank}.npz", **results)
 
 

@@ -22,29 +22,30 @@ def ranks(tmp_path_factory):
     return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "data parallel",
-        "overlap",
-        "reduce scatter",
-        "pipeline",
-        "delayed scale",
-        "after delayed scale",
-    ],
-)
-def test_reduced_gradients_are_the_mean_over_ranks(ranks, case):
+@pytest.mark.parametrize("flush", ["direct", "step"])
+@pytest.mark.parametrize("case", ["data parallel", "delayed scale", "after delayed scale"])
+def test_reduced_gradients_are_the_mean_over_ranks(ranks, case, flush):
     for result in ranks:
-        assert result[case] <= BOUND
+        assert result[f"{case}, {flush}"] <= BOUND
 
 
-def test_hooks_fire_once_per_weight_and_backward(ranks):
+@pytest.mark.parametrize("flush", ["direct", "backward"])
+@pytest.mark.parametrize("case", ["overlap", "reduce scatter", "pipeline"])
+def test_a_reduction_that_overlaps_the_backward_sees_all_gradients(ranks, case, flush):
     for result in ranks:
-        assert result["overlap hooks"] == WEIGHTS * BATCHES
-        assert result["pipeline hooks"] == 2 * WEIGHTS * BATCHES
+        assert result[f"{case}, {flush}"] <= BOUND
 
 
-def test_a_step_behind_the_reduction_is_wrong_and_said(ranks):
+@pytest.mark.parametrize("flush", ["direct", "backward"])
+def test_hooks_fire_once_per_weight_and_backward(ranks, flush):
     for result in ranks:
-        assert result["late error"] > 0.1
-        assert result["late warnings"] == 1
+        assert result[f"overlap hooks, {flush}"] == WEIGHTS * BATCHES
+        assert result[f"pipeline hooks, {flush}"] == 2 * WEIGHTS * BATCHES
+
+
+def test_a_step_behind_the_reduction_is_wrong_and_said_where_gradients_wait(ranks):
+    for result in ranks:
+        assert result["late error, step"] > 0.1
+        assert result["late warnings, step"] == 1
+        assert result["late error, direct"] <= BOUND
+        assert result["late warnings, direct"] == 0

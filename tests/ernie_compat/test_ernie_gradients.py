@@ -35,16 +35,12 @@ def both(request: pytest.FixtureRequest, text: Path) -> Any:
     return run
 
 
-def test_nodes_hold_none_and_say_so(both: Any) -> None:
-    direct, step = both(2)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nodes_hold_none_and_say_so_and_the_bits_are_equal(both: Any, parts: int) -> None:
+    """Gradients are zero before the first micro-batch, so both ways add in the same order."""
+    direct, step = both(parts)
     assert direct["held"] == 0 and direct["said"] == [DIRECT]
     assert step["held"] == ACCUMULATORS and step["said"] == []
-    # Another order of additions over micro-batches: fp32 rounding, and an FP8 code in a thousand.
-    assert direct["losses"] == pytest.approx(step["losses"], rel=1e-4)
-    assert max(direct["losses"]) - min(direct["losses"]) > 0.1
-
-
-def test_one_micro_batch_leaves_equal_bits(both: Any) -> None:
-    direct, step = both(1)
     assert direct["losses"] == step["losses"]
     assert direct["learned"] == step["learned"]
+    assert max(direct["losses"]) - min(direct["losses"]) > 0.1

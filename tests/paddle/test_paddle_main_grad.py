@@ -249,7 +249,8 @@ class Hooks:
 
 @pytest.mark.parametrize("kind", ["fused", "None", "absent"])
 @pytest.mark.parametrize("only", [None, [1], []], ids=["all experts", "two empty", "all empty"])
-def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only):
+@pytest.mark.parametrize("flush", ["auto", "backward"])
+def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only, flush):
     """Overlapped reduction counts calls: one per weight and micro-batch, zero-token experts
     included, data complete at that moment.
     """
@@ -260,7 +261,7 @@ def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only):
         for weight in weights_of(experts):
             weight.main_grad = None
     read = (lambda w: w.grad) if kind == "absent" else (lambda w: w.main_grad)
-    hooks, node = Hooks(experts, read), make_node(experts, flush="backward")
+    hooks, node = Hooks(experts, read), make_node(experts, flush=flush)
     for done in range(1, 4):
         run(node, batches[done - 1])
         assert hooks.calls == [done] * 6
