@@ -164,6 +164,13 @@ class Passes:
         return self.weights(**fields)
 
 
+def token_arguments(name: str, tokens: Tensor | BlockScaledTensor | None) -> dict[str, Any]:
+    """The arguments of a pass for tokens, or their gradients: values, or codes and scales."""
+    if isinstance(tokens, BlockScaledTensor):
+        return {name: None, f"{name}_codes": tokens.bytes, f"{name}_scale": tokens.scale_inv}
+    return {name: tokens, f"{name}_codes": None, f"{name}_scale": None}
+
+
 def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
     """The handle of prepared weights, made once and kept beside the tensors it refers to, so that
     it lives as long as they do and no longer.
@@ -243,6 +250,7 @@ def passes_on(device: str, activation: ActivationType) -> Passes:
         "sum_or_zero": routing.sum_or_zero,
         "gather_transpose_quantize": operands.gather_transpose_quantize,
         "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
+        "gather_transpose_requantize": operands.gather_transpose_requantize,
         "grouped_wgrad": wgrad.grouped_wgrad,
         "grouped_wgrad_into": wgrad.grouped_wgrad_into,
         "wgrad_destination": wgrad.wgrad_destination,

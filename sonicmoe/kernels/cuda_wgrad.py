@@ -12,8 +12,8 @@ _CUDA = Path(__file__).with_name("cuda")
 
 
 def wgrad_operands_source(arch: str) -> CudaSource:
-    """Exports `gather_transpose_quantize`, `gather_transpose_quantize_pair`, `transpose_codes`. One
-    artefact serves every model.
+    """Exports `gather_transpose_quantize`, `gather_transpose_quantize_pair`,
+    `gather_transpose_requantize`, `transpose_codes`. One artefact serves every model.
     """
     return CudaSource.make("wgrad_operands", _CUDA / "wgrad_operands.cu", arch=arch)
 

@@ -189,6 +189,15 @@ def gather_transpose_quantize_pair(
     gather_transpose_quantize(y, row_token, padded_offsets, y_codes, y_scale, stream)
 
 
+def gather_transpose_requantize(
+    given, given_scale, row_token, padded_offsets, codes, scale, stream
+):
+    """Tokens that nobody names may hold anything."""
+    last = int(at(padded_offsets, "int64")[-1])
+    gathered = gather(values(given, given_scale, BY_ROWS), at(row_token, "int32"))
+    put(transpose_storage(quantize(gathered, BY_BLOCKS)), codes, scale, last)
+
+
 def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
     """`(expert, gradient [M, N])` of the experts that have rows; `size`: E, M, N."""
     left, right = (
@@ -243,6 +252,6 @@ KERNELS = {
     function.__name__: function
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
-        gather_transpose_quantize, gather_transpose_quantize_pair, grouped_wgrad, grouped_wgrad_into,
+        gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, grouped_wgrad, grouped_wgrad_into,
     )
 } | {"wgrad_destination": Destination}  # fmt: skip

@@ -281,7 +281,8 @@ def test_an_accumulator_and_a_destination_exclude_each_other(native):
     handle, bytes_of, _ = passes.routed(case.routing, H, I)
     sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
     arguments = {
-        "weights": None, "routing": handle, "stream": 0, "shares_gpu": 0, "inner": I, "x": case.x, "dout": case.dout,
+        "weights": None, "routing": handle, "stream": 0, "shares_gpu": 0, "inner": I,
+            **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
         "dz": torch.empty(bytes_of.dz, dtype=torch.uint8), "y1s": torch.empty(bytes_of.y1s, dtype=torch.uint8),
         "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw2": sums.dw2, "into_dw2": None,
     }  # fmt: skip
@@ -575,7 +576,8 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     prepared = hopper_passes.prepared_handle(passes, weights)
     handle, bytes_of, _ = passes.routed(case.routing, H, I)
     arguments = {
-        "weights": prepared.handle, "routing": handle, "stream": 0, "activation": 0, "x": case.x,
+        "weights": prepared.handle, "routing": handle, "stream": 0, "activation": 0,
+        **hopper_passes.token_arguments("x", case.x),
         "z": None, "z_scale": None, "out": None,
     }  # fmt: skip
     needed = bytes_of.forward_to_z

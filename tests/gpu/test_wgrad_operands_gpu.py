@@ -12,7 +12,7 @@ from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.gpu_wgrad import transpose_codes
-from sonicmoe.quant.recipes import iso
+from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
@@ -98,6 +98,57 @@ def on_host(x, routing):
 def test_equals_the_reference(shape, dtype):
     x, routing = case(shape, dtype)
     assert_bits(gathered(x, routing), on_host(x, routing), used_rows(routing))
+
+
+def quantised_case(shape, seed=0):
+    """Tokens as their sender quantised them, codes and scales of tokens without a slot NaN, and a
+    routing for them.
+    """
+    x, routing = case(shape, torch.bfloat16, seed=seed)
+    unused = torch.isnan(x).all(1)
+    q = quantize(torch.where(unused.unsqueeze(1), 0, x).float(), rows(128))
+    codes, scale = q.codes.view(torch.uint8), q.scale_inv
+    codes[unused], scale[unused] = 0x7F, float("nan")
+    return codes, scale, routing
+
+
+def requantised(codes, scale, routing):
+    arguments = routing.row_token, routing.padded_offsets
+    width = codes.shape[1]
+    out = BlockScaledTensor.empty(
+        (width, len(routing.row_token)), iso(128), "cuda", orientation=Orientation.COLUMNS
+    )
+    kernel = wgrad_operands_source("sm_90a").load().gather_transpose_requantize
+    kernel(codes, scale, *arguments, out.bytes, out.scale_inv, current_stream(codes))
+    return out
+
+
+def values_of(codes, scale):
+    """fp32 products of codes and scales."""
+    wide = scale.repeat_interleave(128, 1)[:, : codes.shape[1]]
+    return codes.view(torch.float8_e4m3fn).float() * wide
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_are_quantised_again_like_their_values(shape):
+    codes, scale, routing = quantised_case(shape)
+    wanted = on_host(values_of(codes, scale), routing)
+    assert_bits(requantised(codes, scale, routing), wanted, used_rows(routing))
+
+
+def test_special_codes_and_scales():
+    codes, scale, routing = quantised_case((900, 400, 5, 2, 5), seed=3)
+    generator = torch.Generator("cuda").manual_seed(1)
+    draw = torch.rand(codes.shape, generator=generator, device="cuda")
+    codes[:, :128] = torch.where(draw[:, :128] < 1e-3, 0x7F, codes[:, :128])
+    codes[:, 256:300:7] = 0x80
+    codes[:, 300:] &= 0x87  # subnormals of E4M3
+    scale[::97, 1] = float("inf")
+    scale[1::97, 1] = float("nan")
+    scale[2::97, 2] = 1e-40
+    wanted = on_host(values_of(codes, scale), routing)
+    assert bool(torch.isinf(wanted.scale_inv).any())
+    assert_bits(requantised(codes, scale, routing), wanted, used_rows(routing))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,12 +23,13 @@ EXPORTS = {
     "wgrad_operands": (
         "gather_transpose_quantize",
         "gather_transpose_quantize_pair",
+        "gather_transpose_requantize",
         "transpose_codes",
     ),
     "flush": ("flush_gradients", "gradient_format"),
 }
 # {bf16, fp16, fp32, codes}; {transposed, native}
-KERNELS = {"wgrad_operands": 4, "flush": 2}
+KERNELS = {"wgrad_operands": 5, "flush": 2}
 SOURCES = (wgrad_operands_source("sm_90a"), flush_source("sm_90a"))
 
 needs_compiler = [

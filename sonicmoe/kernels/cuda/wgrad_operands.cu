@@ -2,7 +2,9 @@
 // that are also the scale blocks.
 //
 // gather_transpose_quantize: rows gathered from tokens [T, C], E4M3 with one scale per tile.
-// transpose_codes: moves bytes only.
+// gather_transpose_requantize: the same of tokens that are E4M3 codes with one scale per 128
+// columns of a row, so that their values are rounded a second time. transpose_codes: moves bytes
+// only.
 //
 // Eight warps, a group, have a tile in registers, 8 rows x 8 columns a thread: reads are whole
 // lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
@@ -46,7 +48,7 @@ __device__ __forceinline__ void store_past_l1(uint8_t* address, uint4 words) {
 // left to transpose.
 template <typename T>
 struct ValuePatch {
-  static constexpr bool kGathers = true;
+  static constexpr bool kGathers = true, kHasRowScales = false;
   static constexpr int kGroups =
       sizeof(T) == 4 ? 2 : 4;      // of a CTA: what the registers of an SM hold
   static constexpr int kCtas = 1;  // of an SM
@@ -119,7 +121,7 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&word)[4]) {
 
 // Eight rows of eight codes.
 struct CodePatch {
-  static constexpr bool kGathers = false;
+  static constexpr bool kGathers = false, kHasRowScales = false;
   static constexpr int kGroups = 1, kCtas = 4;
   using Walk = RowWalk;
   uint32_t at[2][2][4];  // [columns / 4][rows / 4][row % 4], four columns a word
@@ -137,6 +139,67 @@ struct CodePatch {
     return make_uint2(at[column / 4][0][column % 4], at[column / 4][1][column % 4]);
   }
 };
+
+// Two codes as fp16, which holds every E4M3 value, NaN included.
+__device__ __forceinline__ __half2 halves_of(uint32_t two_codes) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(two_codes)));
+  return reinterpret_cast<const __half2&>(halves);
+}
+
+// Eight rows of eight codes that have one scale a row: a tile is as wide as a scale block.
+struct RowScaledPatch {
+  static constexpr bool kGathers = true, kHasRowScales = true;
+  static constexpr int kGroups = 4, kCtas = 1;
+  using Walk = WindowWalk;
+  uint32_t at[2][2][4];     // as in CodePatch
+  float scale;              // of the row whose token this lane knows
+  float row_scale[kPatch];  // behind `transpose`
+
+  __device__ __forceinline__ void load(int row, const uint8_t* address) {
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(address));  // kept for other experts
+    at[0][row / 4][row % 4] = words.x, at[1][row / 4][row % 4] = words.y;
+  }
+  __device__ __forceinline__ void transpose() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
+#pragma unroll
+    for (int row = 0; row < kPatch; ++row) row_scale[row] = __shfl_sync(kFull, scale, row, 16);
+  }
+  __device__ __forceinline__ uint32_t four(uint32_t word, int row, float multiplier) const {
+    const float2 low = __half22float2(halves_of(word)),
+                 high = __half22float2(halves_of(word >> 16));
+    const auto again = [&](float code, int i) {
+      return __fmul_rn(__fmul_rn(code, row_scale[row + i]), multiplier);
+    };
+    return e4m3x4(again(low.x, 0), again(low.y, 1), again(high.x, 2), again(high.y, 3));
+  }
+  __device__ __forceinline__ uint2 codes(int column, float multiplier) const {
+    return make_uint2(four(at[column / 4][0][column % 4], 0, multiplier),
+                      four(at[column / 4][1][column % 4], 4, multiplier));
+  }
+};
+
+// Of values, before `transpose`. The largest code of a row times its scale is the largest value,
+// because rounding keeps the order.
+__device__ __forceinline__ float amax_of(const RowScaledPatch& patch) {
+  float amax = 0.f;
+#pragma unroll
+  for (int row = 0; row < kPatch; ++row) {
+    __half2 largest = __float2half2_rn(0.f);
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      const uint32_t four = patch.at[word][row / 4][row % 4];
+      // Both pass NaN over.
+      largest = __hmax2(largest, __habs2(halves_of(four)));
+      largest = __hmax2(largest, __habs2(halves_of(four >> 16)));
+    }
+    const float2 pair = __half22float2(largest);
+    const float scale = __shfl_sync(kFull, patch.scale, row, 16);
+    amax = fmaxf(amax, __fmul_rn(fmaxf(pair.x, pair.y), scale));
+  }
+  return amax;
+}
 
 // A CTA's threads as groups that share nothing but L1.
 __device__ __forceinline__ unsigned group_of_thread() { return threadIdx.x / kGroupThreads; }
@@ -173,10 +236,16 @@ __device__ __forceinline__ int token_of_lane(const int32_t* row_token, TilePlace
 __device__ const uint4 kZeros[2] = {};
 
 template <typename Value, typename Patch>
-__device__ __forceinline__ void load_patch(Patch& patch, const Value* source, TilePlace tile,
-                                           int token, const Sizes& n) {
+__device__ __forceinline__ void load_patch(Patch& patch, const Matrix& m, TilePlace tile, int token,
+                                           const Sizes& n) {
   const unsigned column = tile.column * kTile + patch_column();
-  const char* first = reinterpret_cast<const char*>(source + column);
+  const char* first = reinterpret_cast<const char*>(static_cast<const Value*>(m.source) + column);
+  if constexpr (Patch::kHasRowScales) {
+    const auto row = static_cast<unsigned>(token);
+    patch.scale = row < n.tokens
+                      ? __ldg(m.scale + static_cast<uint64_t>(row) * n.column_tiles + tile.column)
+                      : 0.f;
+  }
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
     bool valid = column < n.width;
@@ -260,7 +329,6 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
   auto& group = reinterpret_cast<Group<typename Patch::Walk>*>(shared)[group_of_thread()];
   const Sizes& n = launch.n;
   const Matrix& m = launch.matrix[blockIdx.y];
-  const Value* source = static_cast<const Value*>(m.source);
   const bool leads = thread_of_group() == 0;
   const auto next = [&] { return group.walk.next(launch, group_of_thread(), Patch::kGroups); };
   const auto token_of = [&](TilePlace tile) {
@@ -275,7 +343,7 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
   Patch patch;
   TilePlace tile = group.ahead;
   if (tile.row == kNone) return;
-  load_patch(patch, source, tile, token_of(tile), n);
+  load_patch<Value>(patch, m, tile, token_of(tile), n);
   sync_group<Patch>();
   if (leads) group.ahead = next();
   sync_group<Patch>();
@@ -289,7 +357,7 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
     const TilePlace done = tile;
     tile = ahead;
     if (tile.row != kNone) {  // the next tile is under way while this one is written
-      load_patch(patch, source, tile, token, n);
+      load_patch<Value>(patch, m, tile, token, n);
       ahead = group.ahead;
       token = token_of(ahead);
     }
@@ -388,8 +456,6 @@ void launch_gather(const TensorView& x, const TransposeWork& launch, int matrice
 
 TransposeWork gather_launch(const TensorView& x, const TensorView& row_token,
                             const TensorView& padded_offsets) {
-  TVM_FFI_ICHECK(is_type(x, kDLBfloat, 16) || is_type(x, kDLFloat, 16) || is_type(x, kDLFloat, 32))
-      << "x must be bfloat16, float16 or float32";
   TransposeWork launch{};
   launch.n = checked_sizes(x, row_token.numel());
   launch.row_token = checked_i32(row_token, "row_token", x.device(), 0);
@@ -404,6 +470,13 @@ TransposeWork gather_launch(const TensorView& x, const TensorView& row_token,
   return launch;
 }
 
+TransposeWork gather_values_launch(const TensorView& x, const TensorView& row_token,
+                                   const TensorView& padded_offsets) {
+  TVM_FFI_ICHECK(is_type(x, kDLBfloat, 16) || is_type(x, kDLFloat, 16) || is_type(x, kDLFloat, 32))
+      << "x must be bfloat16, float16 or float32";
+  return gather_launch(x, row_token, padded_offsets);
+}
+
 Matrix gathered(const TensorView& x, const TensorView& codes_t, const TensorView& scale_t,
                 const TransposeWork& launch, DLDataType dtype, DLDevice device) {
   Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, device);
@@ -416,9 +489,26 @@ Matrix gathered(const TensorView& x, const TensorView& codes_t, const TensorView
 // / 128), R / 128] for the rows before padded_offsets[E]; the others stay as they are.
 void gather_transpose_quantize(TensorView x, TensorView row_token, TensorView padded_offsets,
                                TensorView codes_t, TensorView scale_t, int64_t stream) {
-  TransposeWork launch = gather_launch(x, row_token, padded_offsets);
+  TransposeWork launch = gather_values_launch(x, row_token, padded_offsets);
   launch.matrix[0] = gathered(x, codes_t, scale_t, launch, x.dtype(), x.device());
   launch_gather(x, launch, 1, stream);
+}
+
+// codes e4m3 [T, C] with scale fp32 [T, ceil(C / 128)], the values being their products in fp32.
+// Everything else as in gather_transpose_quantize. Rows of codes and scales that `row_token` does
+// not name are not read.
+void gather_transpose_requantize(TensorView codes, TensorView scale, TensorView row_token,
+                                 TensorView padded_offsets, TensorView codes_t, TensorView scale_t,
+                                 int64_t stream) {
+  TransposeWork launch = gather_launch(codes, row_token, padded_offsets);
+  Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, codes.device());
+  matrix.source = checked_codes(codes, "codes", codes.device());
+  const int64_t scales = static_cast<int64_t>(launch.n.tokens) * launch.n.column_tiles;
+  TVM_FFI_ICHECK(scale.numel() == scales)
+      << "scale has " << scale.numel() << " elements; needed: [T, ceil(C / 128)], " << scales;
+  matrix.scale = checked_f32(scale, "scale", codes.device(), scales);
+  launch.matrix[0] = matrix;
+  launch_tiles<uint8_t, RowScaledPatch>(launch, 1, codes.device(), stream);
 }
 
 // The same for two matrices of one shape and dtype, in one launch.
@@ -428,7 +518,7 @@ void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_t
                                     TensorView y_scale_t, int64_t stream) {
   TVM_FFI_ICHECK(y.ndim() == 2 && y.size(0) == x.size(0) && y.size(1) == x.size(1))
       << "x and y must have one shape";
-  TransposeWork launch = gather_launch(x, row_token, padded_offsets);
+  TransposeWork launch = gather_values_launch(x, row_token, padded_offsets);
   launch.matrix[0] = gathered(x, x_codes_t, x_scale_t, launch, x.dtype(), x.device());
   launch.matrix[1] = gathered(y, y_codes_t, y_scale_t, launch, x.dtype(), x.device());
   launch_gather(x, launch, 2, stream);
@@ -454,4 +544,5 @@ void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offse
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize, sonicmoe::gather_transpose_quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize_pair,
                               sonicmoe::gather_transpose_quantize_pair);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_requantize, sonicmoe::gather_transpose_requantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_codes, sonicmoe::transpose_codes);

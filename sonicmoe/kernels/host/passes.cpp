@@ -13,6 +13,10 @@
 // object of the module whose kernel adds to it; nothing in here looks into it. One of the two is
 // given. Such a pass is told I by a number, `inner`, because a destination does not say it.
 //
+// Tokens, and gradients of tokens, are values that a pass quantises, or codes with one scale per
+// 128 columns of a row (x_codes, x_scale) that somebody has quantised before. One of the two is
+// given.
+//
 // An observer is called with
 //   "begin" | "end", stage                             around the launches of a stage
 //   "show", stage, dtype, MATRIX                        a plain matrix that later launches read
@@ -48,7 +52,9 @@ constexpr Field scratch_field(std::string_view name, bool optional = false) {
 constexpr FieldTable kForwardTable{
     "forward",
     {{
-        {"x", Element::kTokens, {T, H}},
+        {"x", Element::kTokens, {T, H}, kOptional},
+        {"x_codes", Element::kCodes, {T, H}, kOptional},
+        {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
         {"z", Element::kCodes, {R, TwoI}, kOptional},  // None: not stored
         {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
         {"out", Element::kTokens, {T, H}, kOptional},  // None: the pass ends at z
@@ -59,7 +65,9 @@ constexpr FieldTable kForwardTable{
 // y1s_rows) for weight gradients that are not computed in FP8.
 constexpr FieldTable kDgatedTable{"dgated",
                                   {{
-                                      {"dout", Element::kTokens, {T, H}},
+                                      {"dout", Element::kTokens, {T, H}, kOptional},
+                                      {"dout_codes", Element::kCodes, {T, H}, kOptional},
+                                      {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                       {"z", Element::kCodes, {R, TwoI}},
                                       {"z_scale", Element::kFloat, {R, TwoIBlocks}},
                                       scratch_field<WgradDz>("dz", kOptional),
@@ -80,8 +88,12 @@ constexpr FieldTable kDgradTable{"dgrad",
 
 constexpr FieldTable kWgradTable{"wgrad",
                                  {{
-                                     {"x", Element::kTokens, {T, H}},
-                                     {"dout", Element::kTokens, {T, H}},
+                                     {"x", Element::kTokens, {T, H}, kOptional},
+                                     {"x_codes", Element::kCodes, {T, H}, kOptional},
+                                     {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                     {"dout", Element::kTokens, {T, H}, kOptional},
+                                     {"dout_codes", Element::kCodes, {T, H}, kOptional},
+                                     {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                      {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                      {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                      scratch_field<WgradDz>("dz"),
@@ -91,7 +103,9 @@ constexpr FieldTable kWgradTable{"wgrad",
 
 constexpr FieldTable kDw1Table{"dw1",
                                {{
-                                   {"x", Element::kTokens, {T, H}},
+                                   {"x", Element::kTokens, {T, H}, kOptional},
+                                   {"x_codes", Element::kCodes, {T, H}, kOptional},
+                                   {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                    {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                    scratch_field<WgradDz>("dz"),
                                    scratch_field<TokensScratch>("scratch"),
@@ -99,7 +113,9 @@ constexpr FieldTable kDw1Table{"dw1",
 
 constexpr FieldTable kDw2Table{"dw2",
                                {{
-                                   {"dout", Element::kTokens, {T, H}},
+                                   {"dout", Element::kTokens, {T, H}, kOptional},
+                                   {"dout_codes", Element::kCodes, {T, H}, kOptional},
+                                   {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                    {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                    scratch_field<WgradY1s>("y1s"),
                                    scratch_field<TokensScratch>("scratch"),
@@ -115,6 +131,7 @@ constexpr std::array kKernelNames = {
     "sum_or_zero",
     "gather_transpose_quantize",
     "gather_transpose_quantize_pair",
+    "gather_transpose_requantize",
     "grouped_wgrad",
     "grouped_wgrad_into",
 };
@@ -192,6 +209,7 @@ class Run {
   }
   TensorView route(const char* name) const { return (*routing_.get())[name]; }
   Matrix given(const char* name) const { return {call[name], name, 0}; }
+  const char* name() const { return pass_.table->handle.data(); }
   // None where the accumulator of the gradient is given.
   const Any& into(std::string_view gradient) const {
     return destinations_[gradient == pass_.gradients[0] ? 0 : 1];
@@ -234,12 +252,37 @@ class Run {
   }
 };
 
-void quantize_tokens(const Run& run, const char* stage, const TensorView& tokens,
-                     const Quantized& q) {
-  run.stage(stage, [&] {
-    if (tokens.numel() > 0)
-      run.kernel["quantize_rows"](tokens, q.codes.view, q.scale.view, run.stream);
-  });
+// The fields that tokens, or their gradients, come in, and what their stages are called.
+struct TokenFields {
+  const char *values, *codes, *scale;
+  const char *quantize_stage, *shown, *wgrad_operand;
+};
+constexpr TokenFields kX{"x", "x_codes", "x_scale", "quantize_x", "x_fp8", "wgrad_x"};
+constexpr TokenFields kDout{"dout",          "dout_codes", "dout_scale",
+                            "quantize_dout", "dout_fp8",   "wgrad_dout"};
+
+bool came_quantised(const Run& run, const TokenFields& fields) {
+  const bool codes = run.call.has(fields.codes);
+  if (run.call.has(fields.scale) != codes || run.call.has(fields.values) == codes)
+    TVM_FFI_THROW(ValueError) << run.name() << ": needed: either " << fields.values << ", or "
+                              << fields.codes << " and " << fields.scale;
+  return codes;
+}
+
+// Tokens as they came, or quantised into `scratch`.
+Quantized quantised(const Run& run, const TokenFields& fields, const Quantized& scratch) {
+  Quantized q = scratch;
+  if (came_quantised(run, fields)) {
+    q = {run.given(fields.codes), run.given(fields.scale), &kTokenFormat};
+  } else {
+    const TensorView values = run.call[fields.values];
+    run.stage(fields.quantize_stage, [&] {
+      if (values.numel() > 0)
+        run.kernel["quantize_rows"](values, q.codes.view, q.scale.view, run.stream);
+    });
+  }
+  run.show(fields.shown, q);
+  return q;
 }
 
 // x, then z and y1, then y2, then out. Without `out` it ends at z, which a backward that saved none
@@ -250,13 +293,12 @@ void forward(const Run& run) {
     TVM_FFI_THROW(ValueError) << "forward: z and z_scale must be given together";
   Arena arena("scratch", run.call["scratch"]);
   const UpScratch t(arena, run.sizes);
-  quantize_tokens(run, "quantize_x", run.call["x"], t.x);
-  run.show("x_fp8", t.x);
+  const Quantized x = quantised(run, kX, t.x);
   const Quantized z =
       store_z ? Quantized{run.given("z"), run.given("z_scale"), &kZFormat} : t.y1;  // or not read
   run.stage("up", [&] {
     run.kernel["gather_gated_gemm"](
-        t.x.codes.view, t.x.scale.view, run.weight("w1"), run.weight("w1_scale"),
+        x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"),
         run.route("row_token"), run.route("padded_offsets"), z.codes.view, z.scale.view,
         t.y1.codes.view, t.y1.scale.view, run.setting, store_z, run.stream);
   });
@@ -286,15 +328,13 @@ void dgated(const Run& run) {
   Arena dz_arena("dz_scratch", run.call["dz_scratch"]),
       dout_arena("dout_scratch", run.call["dout_scratch"]), of_dz, of_y1s;
   const DzScratch t(dz_arena, run.sizes);
-  const Quantized dout = DoutScratch(dout_arena, run.sizes).dout;
+  const Quantized dout = quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
   // In rows the operands have no scales; the kernel is handed something that it does not look at.
   const Matrix unread = t.dprob_parts;
   const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
                                : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes).dz;
   const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
                                 : WgradY1s(of_y1s.in("y1s", run.call["y1s"]), run.sizes).y1s;
-  quantize_tokens(run, "quantize_dout", run.call["dout"], dout);
-  run.show("dout_fp8", dout);
   run.stage("dgated", [&] {
     run.kernel["gather_dgated_gemm"](
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
@@ -350,43 +390,56 @@ void add_dw2(const Run& run, const Quantized& dout) {
   add_product(run, "dw2", dout, WgradY1s(arena, run.sizes).y1s);
 }
 
-// Both weight gradients; one launch reads the routing once for both operands.
+// Tokens in expert order, transposed and quantised in blocks of that order.
+void launch_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
+  const auto launch = [&](const char* kernel, const auto&... tokens) {
+    run.kernel[kernel](tokens..., run.route("row_token"), run.route("padded_offsets"), q.codes.view,
+                       q.scale.view, run.stream);
+  };
+  came_quantised(run, fields)
+      ? launch("gather_transpose_requantize", run.call[fields.codes], run.call[fields.scale])
+      : launch("gather_transpose_quantize", run.call[fields.values]);
+}
+
+// Both weight gradients; where both operands come as values, one launch reads the routing once.
 void wgrad(const Run& run) {
   Arena arena("scratch", run.call["scratch"]);
   const TokenPairScratch t(arena, run.sizes);
   const Quantized &x = t.x.tokens, &dout = t.dout.tokens;
   run.stage("wgrad_operands", [&] {
-    run.kernel["gather_transpose_quantize_pair"](
-        run.call["x"], run.call["dout"], run.route("row_token"), run.route("padded_offsets"),
-        x.codes.view, x.scale.view, dout.codes.view, dout.scale.view, run.stream);
+    const bool x_quantised = came_quantised(run, kX), dout_quantised = came_quantised(run, kDout);
+    if (x_quantised || dout_quantised) {
+      launch_operand(run, kX, x);
+      launch_operand(run, kDout, dout);
+    } else {
+      run.kernel["gather_transpose_quantize_pair"](
+          run.call["x"], run.call["dout"], run.route("row_token"), run.route("padded_offsets"),
+          x.codes.view, x.scale.view, dout.codes.view, dout.scale.view, run.stream);
+    }
   });
-  run.show("wgrad_x", x);
-  run.show("wgrad_dout", dout);
+  run.show(kX.wgrad_operand, x);
+  run.show(kDout.wgrad_operand, dout);
   add_dw2(run, dout);
   add_dw1(run, x);
 }
 
 // One of the two, for stage-wise memory: the caller frees its operands before it asks for the
 // other.
-Quantized transposed(const Run& run, Arena& arena, const char* tokens, const char* shown) {
+Quantized transposed(const Run& run, Arena& arena, const TokenFields& fields) {
   const Quantized q = TokensScratch(arena, run.sizes).tokens;
-  run.stage("wgrad_operands", [&] {
-    run.kernel["gather_transpose_quantize"](run.call[tokens], run.route("row_token"),
-                                            run.route("padded_offsets"), q.codes.view, q.scale.view,
-                                            run.stream);
-  });
-  run.show(shown, q);
+  run.stage("wgrad_operands", [&] { launch_operand(run, fields, q); });
+  run.show(fields.wgrad_operand, q);
   return q;
 }
 
 void dw1(const Run& run) {
   Arena arena("scratch", run.call["scratch"]);
-  add_dw1(run, transposed(run, arena, "x", "wgrad_x"));
+  add_dw1(run, transposed(run, arena, kX));
 }
 
 void dw2(const Run& run) {
   Arena arena("scratch", run.call["scratch"]);
-  add_dw2(run, transposed(run, arena, "dout", "wgrad_dout"));
+  add_dw2(run, transposed(run, arena, kDout));
 }
 
 struct Scratch {
