@@ -285,6 +285,16 @@ def data_ptr(tensor: Any) -> int:
     return tensor.data_ptr()  # type: ignore[no-any-return]
 
 
+def holds_memory(tensor: Any) -> bool:
+    """Whether the framework has not freed the memory of `tensor`, which has elements. Reading a
+    freed one ends the process.
+    """
+    if IS_PADDLE:
+        return bool(tensor._is_initialized())
+    # FSDP and ZeRO give a weight that they have gathered before a storage of size 0.
+    return bool(tensor.untyped_storage().nbytes())
+
+
 # `attrgetter` runs in C, and the counter is read for every parameter at every forward.
 writes_of: Callable[[Any], int] = attrgetter(
     "inplace_version" if IS_PADDLE else "_version"

@@ -26,7 +26,16 @@ from typing import Any
 
 import torch
 
-from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda, plain_ops, requires_grad, writes_of
+from ..interop import (
+    IS_PADDLE,
+    data_ptr,
+    device_name,
+    holds_memory,
+    is_cuda,
+    plain_ops,
+    requires_grad,
+    writes_of,
+)
 from ..out_of_memory import is_out_of_memory
 from ..weights.cache import Unannounced
 from ..weights.changes import optimizer_watchers
@@ -219,8 +228,7 @@ def _on_host(parameters: Sequence[Tensor]) -> bool:
 
 def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
     """The tensors that exist and hold memory. Paddle cannot even name the device of a freed one."""
-    there = (tensor for tensor in tensors if tensor is not None)
-    return (tensor for tensor in there if not IS_PADDLE or tensor._is_initialized())  # type: ignore[attr-defined]
+    return (tensor for tensor in tensors if tensor is not None and holds_memory(tensor))
 
 
 def _values(parameters: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
-from ..interop import grad_enabled, plain_ops
+from ..interop import data_ptr, grad_enabled, holds_memory, plain_ops
 from ..layouts import WeightSource
 from ..stream_order import StreamOrder
 from .changes import Seen, look
@@ -42,19 +42,24 @@ class Reading:
     cache: keeps the weights for later forwards; None where they are this call's own.
     writes: how many writes to the user's weights `cache` had seen then.
     unannounced: the write that was found, if one was.
+    lent: those of the weights that are the user's own memory, and the marks they had then. Native
+        weights that need no conversion are.
     """
 
     weights: EngineWeights
     cache: WeightCache | None = None
     writes: int = 0
     unannounced: Unannounced | None = None
+    lent: tuple[list[Tensor], tuple[int | None, ...]] | None = None
 
     def check_current(self) -> None:
         """Raise if the weights are no longer those that the forward read.
 
         Raises:
-            RuntimeError: a later forward has written changed weights into these buffers.
+            RuntimeError: a later forward has written changed weights into these buffers; or the
+                engine reads the user's memory, and that was written or freed.
         """
+        self._check_lent()
         # An engine that made new weights has left these alone. An engine that updates in place
         # returned the same object again, and then only the number of writes tells whether it
         # overwrote them.
@@ -66,6 +71,18 @@ class Reading:
             "forward, between this forward and its backward; its gradients would mix old "
             "activations with new weights. Finish every backward before the weights change"
         )
+
+    def _check_lent(self) -> None:
+        if self.lent is None:
+            return
+        tensors, marks = self.lent
+        freed = not all(map(holds_memory, tensors))
+        if freed or look(tensors).marks != marks:
+            raise RuntimeError(
+                f"the expert weights were {'freed' if freed else 'modified by an inplace operation'} between this forward and "
+                "its backward, which reads them where they lie; its gradients would be wrong. Finish every backward before the "
+                "weights change"
+            )
 
 
 class WeightCache:
@@ -174,6 +191,9 @@ class LayerWeights:
             if told is Change.NO and not seen.marks and not training:
                 told = Change.MAYBE
             reading = self._cache.read(engine, settings, source, source.pointers, seen, told)
+            lent = _lent(reading.weights, parameters)
+            if lent and training:
+                reading.lent = lent, look(lent).marks
         # Last, because a read that raised has not used up the announcement.
         self._stale = False
         # Two things notice a write without an announcement: marks on the host, or an engine that
@@ -184,3 +204,10 @@ class LayerWeights:
     def invalidate(self) -> None:
         """Have the next forward make the engine weights again."""
         self._stale = True
+
+
+def _lent(weights: EngineWeights, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the engine's weights that begin where the first up- or down-projection lies."""
+    first = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])}
+    both = (weights.w1, weights.w2)
+    return [w for w in both if isinstance(w, torch.Tensor) and data_ptr(w) in first]
