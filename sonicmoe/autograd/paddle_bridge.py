@@ -51,11 +51,13 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         """
         refuse_second_derivative()
         asked = _asked_for()
+        reached = [wanted and (asked is None or n in asked) for n, wanted in ctx.parameters]
         try:
             of_inputs, of_parameters = ctx.call.backward(
                 gradients,
                 _take_saved(ctx),
-                reaches_parameters=asked is None or not asked.isdisjoint(ctx.parameters),
+                reached=reached,
+                collected=asked is not None and any(reached),
             )
         except Exception as error:
             ctx.call.explain(error, "backward")
@@ -73,7 +75,7 @@ def _save(ctx: Any, call: DifferentiableCall, tensors: Sequence[Any], num: int, 
     # recompute would neither see nor restore them.
     ctx.call, ctx.spec = call, None
     ctx.inputs = tuple((t.name, t.is_leaf, not t.stop_gradient) for t in tensors[:num])
-    ctx.parameters = {parameter.name for parameter in tensors[num:]}
+    ctx.parameters = tuple((t.name, not t.stop_gradient) for t in tensors[num:])
     if saved is None:
         return
     kept, ctx.spec = saved.pack()

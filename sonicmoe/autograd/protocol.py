@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class DifferentiableCall(ABC):
         gradients: tuple[Tensor, ...],
         saved: Saved | None,
         *,
-        reaches_parameters: bool = True,
+        reached: Sequence[bool] | None = None,
+        collected: bool = False,
         following: Any = None,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
         """Gradients of the outputs -> gradients of the inputs, and of the parameters.
@@ -61,8 +63,11 @@ class DifferentiableCall(ABC):
         Args:
             gradients: one per output; zeros for an output that nobody used.
             saved: what `forward` returned.
-            reaches_parameters: False where this backward was asked for gradients of other tensors
-                only. Paddle does not tell.
+            reached: which parameters this backward goes on to; None: all. It does not go on to
+                those that wanted no gradient in the forward, nor to those that the caller left out
+                (`torch.autograd.grad(loss, x)`, `loss.backward(inputs=[x])`, `paddle.grad(loss, x)`).
+            collected: the caller takes gradients of parameters for itself and wants none accumulated
+                (`torch.autograd.grad(loss, weight)`, `paddle.grad(loss, weight)`).
             following: the autograd node that takes the first input's gradient, where the framework
                 names it; a hook on it runs after that node.
         """

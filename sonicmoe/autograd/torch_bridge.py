@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,12 @@ class _CallFunction(torch.autograd.Function):
         saved = None
         try:
             saved = _take_saved(ctx)
+            reached, collected = _asked_for([node for node, _ in following[ctx.num_inputs :]])
             of_inputs, of_parameters = ctx.call.backward(
                 gradients,
                 saved,
-                reaches_parameters=_reaches_any(node for node, _ in following[ctx.num_inputs :]),
+                reached=reached,
+                collected=collected,
                 following=following[0][0],
             )
         except Exception as error:
@@ -86,16 +88,21 @@ def _take_saved(ctx: Any) -> Saved | None:
     return saved
 
 
-def _reaches_any(nodes: Iterable[Any]) -> bool:
-    """Whether the backward that runs goes on to one of these nodes: it does not where it was asked
-    for gradients of other tensors only.
+def _asked_for(nodes: Sequence[Any]) -> tuple[list[bool], bool]:
+    """Which of these nodes, None for tensors outside the graph, the running backward goes on to; and
+    whether it is `torch.autograd.grad` of one of them.
     """
     # A private function, and the only one that knows which nodes the running backward will visit.
-    # For a leaf that `torch.autograd.grad` was asked for it raises; that leaf is reached.
-    try:
-        return any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
-    except RuntimeError:  # `torch.autograd.grad` of a leaf
-        return True
+    will_run, reached, collected = torch._C._will_engine_execute_node, [], False
+    for node in nodes:
+        try:
+            reached.append(node is not None and will_run(node))
+        except (
+            RuntimeError
+        ):  # which is how it names a leaf that `torch.autograd.grad` was asked for
+            reached.append(True)
+            collected = True
+    return reached, collected
 
 
 def apply(

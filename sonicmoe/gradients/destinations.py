@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ..engine.interface import NativeBuffer
-from ..errors import DTypeError, ShapeError, expect
+from ..errors import DTypeError, LayoutError, ShapeError, expect
 from ..interop import (
     IS_PADDLE,
     current_stream,
@@ -59,6 +59,7 @@ def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
     Raises:
         DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape,
             or on another device.
+        LayoutError: it is the parameter's own memory.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
@@ -74,6 +75,11 @@ def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
         f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(parameter.shape)}",
     )
     require_same_device([("the gradient", gradient), ("main_grad", main_grad)])
+    expect(
+        parameter.dtype != torch.float32 or data_ptr(main_grad) != data_ptr(parameter),
+        LayoutError,
+        "main_grad is the memory of the weight itself, and adding gradients would change the weight; needed: memory of its own",
+    )
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:

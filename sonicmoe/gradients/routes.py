@@ -118,18 +118,24 @@ def direct_problem(
     """Why the engine cannot add there the gradients of `dout`, in one sentence, or None.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: a `main_grad` is none that anything could be added to.
+        DTypeError, ShapeError, DeviceError, LayoutError: a `main_grad` is none that anything could
+            be added to.
     """
     targets = addition.targets
     assert isinstance(targets, ParameterTargets)
     (_, n1, hidden), (_, _, inner) = layer.native_shapes()
     problem = targets.problem(n1, hidden, inner, device_name(dout))
-    if problem is not None:
-        # Its dtype, shape or device would be refused by a flush as well, so it is refused here.
+
+    def check() -> None:
         for parameter, wanted in zip(addition.parameters, addition.trained, strict=True):
             if wanted:
                 check_main_grad(parameter, dout)
+
+    if problem is not None:
+        # Its dtype, shape or device would be refused by a flush as well, so it is refused here.
+        check()
         return problem
+    targets.once("checked", check)
     return engine.problem_of(targets, settings)
 
 

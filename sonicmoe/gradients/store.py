@@ -13,8 +13,11 @@ ends early leaves every gradient either with its parameter or here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
+from operator import is_
+from threading import RLock
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from ..engine.interface import (
     PendingWgrad,
 )
 from ..enums import FlushMode
-from ..errors import ConfigError
+from ..errors import ConfigError, LayoutError, expect
 from ..interop import device_name, plain_ops, requires_grad
 from ..stream_order import StreamOrder
 from ..weights.parameters import ExpertParameters
@@ -70,6 +73,7 @@ class GradientStore:
         self._footprint: Footprint | None = None
         self._waiting = 0
         self._trained: list[bool] | None = None
+        self._owners: Sequence[Tensor] | None = None
         self._incomplete = ""
         self._said: set[str] = set()
 
@@ -83,10 +87,28 @@ class GradientStore:
         """Bytes held now; 0 before the first backward and after `release`."""
         return 0 if self._native is None else self._native.nbytes
 
+    def __reduce__(self) -> tuple[type[GradientStore], tuple[ExpertParameters, FlushMode]]:
+        """A copy has no backward behind it: what waits here is for these parameters."""
+        return GradientStore, (self._parameters, self._mode)
+
     @property
-    def trained(self) -> list[bool] | None:
-        """Which parameters the gradients that wait are for; None where none wait."""
-        return self._trained if self._waiting else None
+    def owners(self) -> Sequence[Tensor]:
+        """The parameters that the gradients that wait are for, as the forward of the last backward
+        found them; where none wait, the layer's now.
+        """
+        held = self._owners if self._waiting else None
+        return self._parameters.parameters() if held is None else held
+
+    def waits_for(self, parameters: Sequence[Tensor], trained: list[bool]) -> bool:
+        """Whether the gradients that wait are for those of these parameters that `trained` marks."""
+        return self._trained in (None, trained) and (
+            self._owners is None or all(map(is_, self._owners, parameters))
+        )
+
+    def alone(self, like: Tensor) -> AbstractContextManager[Any]:
+        """While inside, no other thread adds weight gradients on the device of `like`."""
+        # `setdefault` and not `cache`, which may call twice where two threads ask at once.
+        return _LOCKS.setdefault(device_name(like), RLock())
 
     def begin(
         self,
@@ -106,8 +128,10 @@ class GradientStore:
         Raises:
             ConfigError: `flush="direct"` was asked for and cannot be had; the message says why.
             DTypeError, ShapeError, DeviceError: see `check_main_grad`.
+            LayoutError: a parameter is the result of an operation, and not of a module by now.
             RuntimeError: memory for a `main_grad` that is None would be made during a capture.
         """
+        _check_leaves(parameters, trained, self._mode)
         if self._mode in (FlushMode.AUTO, FlushMode.DIRECT):
             return self._begin_direct(engine, settings, parameters, trained, dout)
         accumulators = self.accumulators(engine, dout.device)
@@ -115,6 +139,21 @@ class GradientStore:
             return Addition(Route.WAIT, parameters, trained, accumulators)
         stand_ins = stand_ins_for(parameters, trained)
         return Addition(Route.AUTOGRAD, parameters, trained, accumulators, stand_ins=stand_ins)
+
+    def check_collectable(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Check that gradients can be given to a caller who wants none accumulated.
+
+        Raises:
+            RuntimeError: they would be added to `main_grad`, or wait for `step()`.
+        """
+        here = (p for p, wanted in zip(parameters, trained, strict=True) if wanted)
+        returned = self._mode in (FlushMode.AUTO, FlushMode.BACKWARD)
+        if not returned or any(hasattr(parameter, "main_grad") for parameter in here):
+            raise RuntimeError(
+                "torch.autograd.grad or paddle.grad was asked for the gradient of an expert weight, and this node adds it to "
+                "main_grad or keeps it for step(); nothing was added; needed: backward(), or weights without main_grad and "
+                "flush='auto' or 'backward'"
+            )
 
     def accumulators(self, engine: Engine, device: Any) -> NativeBuffer:
         """The native buffer, for an engine that is to add there; zeroed at first use."""
@@ -138,6 +177,11 @@ class GradientStore:
         Where it raises between its additions, the sums stay incomplete, because nobody can take
         back what was added.
         """
+        targets = addition.targets
+        with self.alone(targets.anchor):
+            self._add(engine, pending, addition)
+
+    def _add(self, engine: Engine, pending: PendingWgrad, addition: Addition) -> None:
         targets = addition.targets
         is_direct = addition.route is Route.DIRECT
         # Two backwards may run on two streams and add into the same memory. Each waits, on the
@@ -169,7 +213,7 @@ class GradientStore:
         those that autograd is to accumulate, in `parameters()` order.
         """
         if addition.route is not Route.DIRECT:
-            self.note_backward(addition.trained)
+            self.note_backward(addition.trained, addition.parameters)
         returned: list[Tensor | None] = [None] * len(addition.trained)
         if addition.route is Route.AUTOGRAD:
             returned = self.flush_through_autograd()
@@ -181,12 +225,15 @@ class GradientStore:
             returned[index] = zeros
         return returned
 
-    def note_backward(self, trained: list[bool] | None = None) -> None:
-        """Gradients wait now, for those parameters that `trained` marks; None: for those that want
-        one at the flush.
+    def note_backward(
+        self, trained: list[bool] | None = None, parameters: Sequence[Tensor] | None = None
+    ) -> None:
+        """Gradients wait now, for those of `parameters` that `trained` marks; None: for the layer's
+        at the flush, and for those that want one then.
         """
         self._waiting += 1
-        self._trained = trained
+        # A module may hold other parameters by the time of the flush, which these are not for.
+        self._trained, self._owners = trained, parameters
 
     def flush(self) -> None:
         """Add what waits into `main_grad` (or `.grad`) of every trainable parameter. Does nothing
@@ -219,7 +266,7 @@ class GradientStore:
             self._additions.enter(self._native.dw1)
             _zero(self._native)
             self._additions.leave()
-        self._waiting, self._incomplete = 0, ""
+        self._waiting, self._owners, self._incomplete = 0, None, ""
 
     def release(self) -> None:
         """Free the memory until the next backward, and forget captured memory.
@@ -300,9 +347,13 @@ class GradientStore:
         if self._incomplete:
             raise RuntimeError(self._incomplete)
         native = self._native
-        if native is None or not self._waiting:
+        if native is None:
             return []
-        parameters = self._parameters.parameters()
+        with self.alone(native.dw1):
+            return self._flush_native(native, through_autograd) if self._waiting else []
+
+    def _flush_native(self, native: NativeBuffer, through_autograd: bool) -> list[Tensor | None]:
+        parameters = self.owners
         trained = self._trained or list(map(requires_grad, parameters))
         # Before the first addition, so that a flush that raises may be repeated and adds nothing
         # twice.
@@ -324,7 +375,7 @@ class GradientStore:
                 into_parameters.leave()
                 self._additions.leave()
         # Last: after a launch that failed the gradients still wait, and the flush may be repeated.
-        self._waiting = 0
+        self._waiting, self._owners = 0, None
         return returned
 
     def _add_one_by_one(
@@ -338,7 +389,13 @@ class GradientStore:
         overlap or are strided, and experts that share a parameter, whose gradients are summed one
         after the other. The accumulators are zeroed; the kernel does that while it reads.
         """
-        gradients = self._parameters.user_gradients(native)
+        # The layer's parameters may be others by now.
+        gradients: Iterator[tuple[Tensor, Tensor, Tensor]] = (
+            (parameter, gradient, accumulator)
+            for parameter, (_, gradient, accumulator) in zip(
+                parameters, self._parameters.user_gradients(native), strict=True
+            )
+        )
         returned: list[Tensor | None] = [None] * len(parameters)
         if through_autograd:
             # A backward that runs out of memory must have handed over nothing, so all memory is
@@ -377,6 +434,23 @@ def _zero(native: NativeBuffer) -> None:
     with plain_ops():
         for tensor in native.tensors():
             tensor.zero_()
+
+
+def _check_leaves(parameters: Sequence[Tensor], trained: Sequence[bool], mode: FlushMode) -> None:
+    """Refuse tensors that a gradient is added to and never passed on from."""
+    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+        if wanted and not parameter.is_leaf:
+            returned = mode in (FlushMode.AUTO, FlushMode.BACKWARD)
+            expect(
+                returned and not hasattr(parameter, "main_grad"),
+                LayoutError,
+                f"expert parameter {index} of {len(parameters)} is the result of an operation (a parametrization, "
+                "functional_call), which its gradient must be passed on to; needed: a parameter without main_grad and "
+                "flush='auto' or 'backward', or a leaf",
+            )
+
+
+_LOCKS: dict[str, AbstractContextManager[Any]] = {}
 
 
 @cache

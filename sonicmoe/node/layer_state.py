@@ -11,7 +11,6 @@ from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode
 from ..gradients.routes import Addition, Route
 from ..gradients.store import GradientStore
-from ..interop import requires_grad
 from ..weights.cache import LayerWeights, Reading, Unannounced
 from ..weights.parameters import ExpertParameters
 from .step_guard import StepGuard
@@ -60,17 +59,21 @@ class LayerState:
         return reading
 
     def begin_backward(
-        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor], dout: Tensor
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor],
+        trained: list[bool],
+        dout: Tensor,
     ) -> Addition:
         """Decide where a backward adds its gradients; see `GradientStore.begin`. Gradients that
         waited so far are dropped where their batch was, and handed over where they are for other
         parameters.
         """
-        trained = list(map(requires_grad, parameters))
         if self.gradients.waiting:
-            if self.guard.saw_clearing(parameters):
+            if self.guard.saw_clearing(self.gradients.owners):
                 self._drop()
-            elif self.gradients.trained not in (None, trained):
+            elif not self.gradients.waits_for(parameters, trained):
                 self.finish_wgrad()
                 self.flush()
         return self.gradients.begin(engine, settings, parameters, trained, dout)
@@ -94,7 +97,7 @@ class LayerState:
     def flush(self) -> None:
         """Hand what waits to the parameters; what was put off must have been finished before."""
         if self.gradients.waiting:
-            parameters = self.parameters.parameters()
+            parameters = self.gradients.owners
             if self.guard.saw_removal(parameters):
                 self._drop()
             else:

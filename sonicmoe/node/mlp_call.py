@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import and_
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class MlpCall(DifferentiableCall):
         gradients: tuple[Tensor, ...],
         saved: Saved | None,
         *,
-        reaches_parameters: bool = True,
+        reached: Sequence[bool] | None = None,
+        collected: bool = False,
         following: Any = None,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
         """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; the others are added
@@ -92,10 +94,14 @@ class MlpCall(DifferentiableCall):
         assert saved is not None
         if is_awaited():
             emit(BackwardBegins(self._described(), dout, saved))
-        # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight gradients
-        # that nobody asked for.
-        trainable = reaches_parameters and any(map(requires_grad, self.parameters))
-        dx, dprobs, returned, route = self._backward(dout, saved, trainable)
+        trained = list(map(requires_grad, self.parameters))
+        if reached is not None:
+            # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight
+            # gradients that nobody asked for.
+            trained = list(map(and_, trained, reached))
+        # Several threads may run backwards of this layer, or of layers that share experts.
+        with self.state.gradients.alone(dout):
+            dx, dprobs, returned, route = self._backward(dout, saved, trained, collected)
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
@@ -108,7 +114,7 @@ class MlpCall(DifferentiableCall):
         return (dx, dprobs), returned
 
     def _backward(
-        self, dout: Tensor, saved: Saved, trainable: bool
+        self, dout: Tensor, saved: Saved, trained: list[bool], collected: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None], Route | None]:
         # An engine that updates in place may have overwritten the weights of this forward. It is
         # refused here, before anything is added.
@@ -116,8 +122,12 @@ class MlpCall(DifferentiableCall):
         state, addition = self.state, None
         with self.config.activate():
             # Memory first: a backward that runs out of it must not have added anything yet.
-            if trainable:
-                addition = state.begin_backward(self.engine, self.settings, self.parameters, dout)
+            if any(trained):
+                if collected:
+                    state.gradients.check_collectable(self.parameters, trained)
+                addition = state.begin_backward(
+                    self.engine, self.settings, self.parameters, trained, dout
+                )
             dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
             if addition is None:
                 return dx, dprobs, [None] * len(self.parameters), None

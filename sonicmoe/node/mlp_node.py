@@ -90,7 +90,9 @@ class SonicMoEMlpNode:
             for `finish_wgrad()` or `step()`. Needs flush "step", which "auto" then means.
 
     A backward to other inputs alone (`torch.autograd.grad(loss, x)`, `paddle.grad(loss, x)`) adds
-    no weight gradients.
+    no weight gradients, and `loss.backward(inputs=[weight])` those of that weight. A backward that
+    is to return a weight's gradient (`torch.autograd.grad(loss, weight)`) does so where gradients
+    take the way through autograd, and raises otherwise. A copy of a node has no gradients.
 
     Raises:
         LayoutError, ShapeError, DTypeError: an expert does not have the weights named above, or has

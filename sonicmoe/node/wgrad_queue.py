@@ -60,6 +60,10 @@ class WgradQueue:
         self._on_stream = False
         self._held: list[Tensor] = []
 
+    def __reduce__(self) -> tuple[type[WgradQueue], tuple[()]]:
+        """A copy has no backward behind it."""
+        return WgradQueue, ()
+
     def submit(self, pending: PendingWgrad, compute: Callable[[], None]) -> None:
         """Take over `compute`: a partial over `pending` and over accumulators that are already
         allocated.

@@ -93,18 +93,17 @@ def forward(node, batch, counts=None):
 
 
 def backward(out, batch):
-    """`(dx, dprobs)`; weight gradients go to the node, which adds them only if the backward is for
-    them too.
-    """
+    """`(dx, dprobs)`; weight gradients go where the node has them go."""
     leaves = [
         function.variable
         for function, _ in out.grad_fn.next_functions
         if hasattr(function, "variable")
     ]
     weights = [leaf for leaf in leaves if leaf is not batch.x and leaf is not batch.probs]
-    return torch.autograd.grad(
-        out, (batch.x, batch.probs, *weights), batch.dout, allow_unused=True
-    )[:2]
+    out.backward(batch.dout, inputs=(batch.x, batch.probs, *weights))
+    found = batch.x.grad, batch.probs.grad
+    batch.x.grad = batch.probs.grad = None
+    return found
 
 
 def run(node, batch):

@@ -14,6 +14,7 @@ from weights.weight_sources import per_expert_source, weight_arrays
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
+from sonicmoe.interop import requires_grad
 from sonicmoe.node.layer_state import LayerState
 from sonicmoe.node.step_guard import StepGuard
 from sonicmoe.weights import changes
@@ -36,9 +37,9 @@ def state_of(source, flush=FlushMode.STEP):
 def backward(state):
     """Gradients of one backward, without an engine."""
     parameters = state.parameters.parameters()
-    addition = state.begin_backward(
-        ENGINE, SETTINGS, parameters, tensor(np.zeros(1), torch.float32)
-    )
+    trained = list(map(requires_grad, parameters))
+    dout = tensor(np.zeros(1), torch.float32)
+    addition = state.begin_backward(ENGINE, SETTINGS, parameters, trained, dout)
     return state.end_backward(addition, parameters)
 
 

@@ -335,7 +335,7 @@ def test_weights_are_quantised_once_per_optimizer_step(monkeypatch):
         optimizer.step()
 
 
-FORGOTTEN = "node.step()"
+FORGOTTEN = "node.step() came too late or not at all"
 
 
 def test_forgotten_step_is_warned_about_once(caplog):

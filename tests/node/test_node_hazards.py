@@ -1,0 +1,441 @@
+"""What a caller may do around a backward: none of it gives a wrong number without a word, in any mode.
+
+Weights replaced, frozen, freed or written in between, gradients asked for in other ways than
+`backward()`, copies of a node, threads, gradient memory that is none.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+from engine.moe_golden import golden
+from framework import IS_PADDLE, numpy, relative_rmse, torch
+from node_harness import ARRANGEMENTS, FP8, FULL, Layer, want_gradient
+
+from sonicmoe.errors import DeviceError, DTypeError, LayoutError
+
+FLUSHES = ("auto", "direct", "step", "backward")
+every_flush = pytest.mark.parametrize("flush", FLUSHES)
+each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+only_torch = pytest.mark.skipif(IS_PADDLE, reason="PyTorch has it")
+only_paddle = pytest.mark.skipif(not IS_PADDLE, reason="Paddle has it")
+
+
+def made(flush="auto", value=0.0, **options):
+    """A layer with `main_grad` full of `value`; "absent": without."""
+    layer = Layer(flush=flush, **options)
+    if value != "absent":
+        layer.set_main_grad(value)
+    return layer
+
+
+def error_of(layer, times=1, attribute="main_grad"):
+    """Distance of the gradients from `times` the right ones."""
+    wanted = golden(layer.problem)
+    pairs = zip(layer.gradients(attribute), (wanted.dw1, wanted.dw2), strict=True)
+    return max(relative_rmse(got, times * want) for got, want in pairs)
+
+
+def gradients_of(call, inputs):
+    """`torch.autograd.grad` or `paddle.grad`."""
+    if not IS_PADDLE:
+        return torch.autograd.grad(call.out, inputs, call.dout, allow_unused=True)
+    import paddle
+
+    return paddle.grad(call.out, inputs, grad_outputs=[call.dout], allow_unused=True)
+
+
+class TestAskedFor:
+    """Gradients that the caller takes for itself are never accumulated as well."""
+
+    REFUSED = "asked for the gradient of an expert weight"
+
+    @every_flush
+    @pytest.mark.parametrize("value", [0.0, None])
+    def test_a_weights_gradient_that_goes_to_main_grad_is_refused(self, flush, value):
+        layer = made(flush, value)
+        call = layer.call()
+        with pytest.raises((RuntimeError, OSError), match=self.REFUSED):
+            gradients_of(call, [layer.weights[2]])
+        layer.node.step()
+        held = [weight.main_grad for weight in layer.weights]
+        assert not any(each is not None and numpy(each).any() for each in held)
+        layer.run()
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+    @pytest.mark.parametrize("flush", ["direct", "step"])
+    def test_and_one_that_waits(self, flush):
+        layer = made(flush, "absent")
+        with pytest.raises((RuntimeError, OSError), match=self.REFUSED):
+            gradients_of(layer.call(), [layer.weights[2]])
+        layer.node.step()
+        assert all(weight.grad is None for weight in layer.weights)
+
+    @pytest.mark.parametrize("flush", ["auto", "backward"])
+    def test_one_that_autograd_hands_over_is_returned(self, flush):
+        layer = made(flush, "absent")
+        call = layer.call()
+        got = gradients_of(call, [layer.weights[5], call.x])
+        wanted = golden(layer.problem)
+        assert relative_rmse(numpy(got[0]), wanted.dw2[1]) < 1e-5
+        assert relative_rmse(numpy(got[1]), wanted.dx) < 1e-5
+        layer.node.step()
+        assert all(weight.grad is None for weight in layer.weights)
+
+    @only_torch
+    @every_flush
+    def test_a_backward_to_some_weights_adds_to_these(self, flush):
+        layer = made(flush)
+        call = layer.call()
+        call.out.backward(call.dout, inputs=[layer.weights[1], call.x])
+        layer.node.step()
+        wanted = golden(layer.problem)
+        for index, weight in enumerate(layer.weights):
+            if index == 1:
+                assert relative_rmse(numpy(weight.main_grad), wanted.dw1[1]) < 1e-5
+            else:
+                assert not numpy(weight.main_grad).any()
+
+    @only_torch
+    @every_flush
+    def test_twice_through_a_graph_adds_twice(self, flush):
+        layer = made(flush)
+        call = layer.call()
+        call.backward(retain_graph=True)
+        call.backward()
+        layer.node.step()
+        assert error_of(layer, 2) < 1e-5
+
+    @only_torch
+    @every_flush
+    @pytest.mark.parametrize("how", ["vmap", "grad", "jvp"])
+    def test_transforms_that_need_more_than_a_backward_are_refused(self, flush, how):
+        layer = made(flush)
+        call = layer.call(x_grad=False)
+
+        def run(x):
+            return layer.node(x, None, call.indices, call.probs)
+
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            if how == "vmap":
+                torch.func.vmap(run)(torch.stack([call.x, call.x]))
+            elif how == "grad":
+                torch.func.grad(lambda x: run(x).sum())(call.x)
+            else:
+                torch.func.jvp(run, (call.x,), (torch.ones_like(call.x),))
+        layer.node.step()
+        assert error_of(layer, 0) == 0.0
+
+
+class TestParameters:
+    """That are others by the time their gradients arrive."""
+
+    @every_flush
+    def test_experts_exchanged_before_step(self, flush):
+        """As balancing does: a gradient belongs to the weight that it was computed for."""
+        layer = made(flush)
+        layer.run()
+        layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+    @every_flush
+    def test_experts_exchanged_between_micro_batches(self, flush):
+        """What waits for the old order is handed over before the new one's is added."""
+        layer = made(flush)
+        problem = layer.problem
+        layer.run()
+        layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]
+        ids = problem.indices.copy()
+        ids[problem.indices == 0], ids[problem.indices == 1] = 1, 0
+        layer.run(problem.but(indices=ids))
+        layer.node.step()
+        assert error_of(layer, 2) < 1e-5
+
+    @every_flush
+    @pytest.mark.parametrize("value", [0.0, "absent"])
+    def test_frozen_in_the_forward(self, flush, value):
+        """It was no part of the graph, in no mode; made trainable later it is not added to."""
+        if (flush, value) == ("direct", "absent"):
+            pytest.skip("refused")
+        layer = made(flush, value)
+        want_gradient(layer.weights[0], False)
+        call = layer.call()
+        want_gradient(layer.weights[0], True)
+        call.backward()
+        layer.node.step()
+        attribute = "grad" if value == "absent" else "main_grad"
+        first, second = (getattr(weight, attribute) for weight in layer.weights[:2])
+        assert first is None or not numpy(first).any()
+        assert relative_rmse(numpy(second), golden(layer.problem).dw1[1]) < 1e-5
+
+    @every_flush
+    @pytest.mark.parametrize("value", [0.0, "absent"])
+    def test_frozen_after_the_forward(self, flush, value):
+        if (flush, value) == ("direct", "absent"):
+            pytest.skip("refused")
+        layer = made(flush, value)
+        call = layer.call()
+        want_gradient(layer.weights[0], False)
+        call.backward()
+        want_gradient(layer.weights[0], True)
+        layer.node.step()
+        attribute = "grad" if value == "absent" else "main_grad"
+        first, second = (getattr(weight, attribute) for weight in layer.weights[:2])
+        assert first is None or not numpy(first).any()
+        assert relative_rmse(numpy(second), golden(layer.problem).dw1[1]) < 1e-5
+
+    @only_torch
+    @pytest.mark.parametrize("flush", ["auto", "backward"])
+    def test_results_of_operations_pass_their_gradient_on(self, flush):
+        layer, original = self.parametrized(flush)
+        layer.run()
+        assert relative_rmse(numpy(original.grad), 2 * golden(layer.problem).dw1[0]) < 1e-5
+
+    @only_torch
+    @pytest.mark.parametrize("flush", ["direct", "step"])
+    def test_results_of_operations_are_refused_where_they_cannot(self, flush):
+        layer, original = self.parametrized(flush)
+        with pytest.raises(LayoutError, match="is the result of an operation"):
+            layer.run()
+        layer.node.step()
+        assert original.grad is None
+
+    def parametrized(self, flush):
+        """A weight that is twice a parameter, since the node was made."""
+
+        class Twice(torch.nn.Module):
+            def forward(self, weight):
+                return 2 * weight
+
+        layer, projection = made(flush, "absent"), torch.nn.Module()
+        weight = layer.experts[0].up_gate_proj.weight
+        projection.weight = torch.nn.Parameter(weight.detach() / 2)
+        layer.experts[0].up_gate_proj = projection
+        torch.nn.utils.parametrize.register_parametrization(projection, "weight", Twice())
+        return layer, projection.parametrizations.weight.original
+
+
+class TestWeightsInBetween:
+    """Written or freed between a forward and its backward: gradients of the forward's weights, or an
+    error.
+    """
+
+    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+    @each_arrangement
+    def test_written(self, arrangement, config):
+        layer, undisturbed = (made(arrangement=arrangement, config=config) for _ in range(2))
+        wanted = undisturbed.run()
+        call = layer.call()
+        problem = layer.problem
+        layer.overwrite(problem.but(up_gate=0 * problem.up_gate, down=0 * problem.down))
+        if arrangement == "native" and config is FULL:
+            with pytest.raises((RuntimeError, OSError), match="which reads them where they lie"):
+                call.backward()
+            assert not any(each.any() for each in layer.gradients("main_grad"))
+            return
+        call.backward()
+        assert np.array_equal(call.dx, wanted.dx)
+
+    @only_torch
+    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+    @each_arrangement
+    @pytest.mark.parametrize("after", ["nothing", "others", "the same"])
+    def test_freed_as_sharding_does(self, arrangement, config, after):
+        """A storage resized to nothing, and back with other or the same values."""
+        layer, undisturbed = (made(arrangement=arrangement, config=config) for _ in range(2))
+        wanted = undisturbed.run()
+        call = layer.call()
+        for weight in layer.weights:
+            kept, storage = weight.detach().clone(), weight.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            if after != "nothing":
+                storage.resize_(size)
+                weight.data.copy_(kept if after == "the same" else torch.full_like(kept, 7.0))
+        if arrangement == "native" and config is FULL and after != "the same":
+            with pytest.raises(RuntimeError, match="which reads them where they lie"):
+                call.backward()
+            return
+        call.backward()
+        assert np.array_equal(call.dx, wanted.dx)
+
+    @only_torch
+    @each_arrangement
+    def test_another_storage_leaves_the_old_one_to_the_backward(self, arrangement):
+        layer, undisturbed = (made(arrangement=arrangement) for _ in range(2))
+        wanted = undisturbed.run()
+        call = layer.call()
+        for weight in layer.weights:
+            weight.data = torch.full_like(weight, 7.0)
+        call.backward()
+        assert np.array_equal(call.dx, wanted.dx)
+
+    @only_torch
+    @each_arrangement
+    def test_freed_before_step(self, arrangement):
+        """The guard over a late step() does not read what is not there."""
+        layer = made("step", arrangement=arrangement)
+        layer.run()
+        for weight in layer.weights:
+            weight.untyped_storage().resize_(0)
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+
+class TestGradientMemory:
+    @every_flush
+    @each_arrangement
+    def test_that_is_the_weights_own_is_refused(self, flush, arrangement):
+        layer = made(flush, arrangement=arrangement)
+        before = numpy(layer.weights[1])
+        layer.weights[1].main_grad = layer.weights[1].detach()
+        with pytest.raises((LayoutError, OSError), match="main_grad is the memory of the weight"):
+            layer.run()
+            layer.node.step()
+        assert np.array_equal(before, numpy(layer.weights[1]))
+        assert not numpy(layer.weights[0].main_grad).any()
+
+    @every_flush
+    def test_of_whole_numbers_is_refused(self, flush):
+        layer = made(flush)
+        layer.weights[3].main_grad = layer.weights[3].main_grad.to(torch.int32)
+        with pytest.raises((DTypeError, OSError), match="main_grad is int32; needed: float32"):
+            layer.run()
+            layer.node.step()
+        assert not numpy(layer.weights[0].main_grad).any()
+
+    @only_torch
+    @every_flush
+    def test_on_another_device_is_refused(self, flush):
+        layer = made(flush)
+        layer.weights[3].main_grad = torch.zeros(layer.weights[3].shape, device="meta")
+        with pytest.raises(DeviceError, match="main_grad is on meta"):
+            layer.run()
+            layer.node.step()
+        assert not numpy(layer.weights[0].main_grad).any()
+
+    @only_torch
+    @every_flush
+    @pytest.mark.parametrize("leaf", [True, False])
+    def test_that_wants_a_gradient_itself_is_added_to(self, flush, leaf):
+        layer = made(flush)
+        for weight in layer.weights:
+            weight.main_grad.requires_grad_()
+            weight.main_grad = weight.main_grad if leaf else weight.main_grad * 1
+        layer.run()
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+    @every_flush
+    def test_bound_by_a_hook_while_the_backward_runs(self, flush):
+        """Before the node's turn: the node finds it."""
+        layer = made(flush, "absent")
+        call = layer.call()
+
+        def bind(_):
+            layer.set_main_grad(0.0)
+
+        call.out.register_hook(bind)
+        call.backward()
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+    @every_flush
+    def test_of_a_backward_that_a_hook_ended_goes_with_its_clearing(self, flush):
+        layer = made(flush)
+        call = layer.call()
+
+        def fail(_):
+            raise ZeroDivisionError
+
+        call.x.register_hook(fail)
+        with pytest.raises((ZeroDivisionError, OSError)):
+            call.backward()
+        with torch.no_grad():
+            for weight in layer.weights:
+                weight.main_grad.zero_()
+        layer.run()
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+
+class TestCopies:
+    @every_flush
+    @pytest.mark.parametrize("split", [False, True])
+    def test_a_copy_of_a_node_has_no_gradients(self, flush, split):
+        """They are for the parameters of the original, which alone hands them over."""
+        if split and flush not in ("auto", "step"):
+            pytest.skip("refused together")
+        layer = made(flush, split_wgrad=split)
+        layer.run()
+        copied = copy.deepcopy(layer.node)
+        assert copied.gradient_bytes == 0
+
+        def held():
+            weights = copied._state.parameters.parameters()
+            both = [g for w in weights for g in (w.grad, getattr(w, "main_grad", None))]
+            return [None if gradient is None else numpy(gradient) for gradient in both]
+
+        before = held()
+        copied.step()
+        for was, now in zip(before, held(), strict=True):
+            assert np.array_equal(was, now) if was is not None else now is None
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+
+    def test_a_copy_trains_its_own_parameters_in_the_same_mode(self):
+        layer = made("direct")
+        layer.run()
+        copied = made("direct")
+        copied.node = copy.deepcopy(layer.node)
+        copied.weights = copied.node._state.parameters.parameters()
+        copied.set_main_grad(0.0)
+        copied.run()
+        assert copied.node.gradient_bytes == 0
+        assert error_of(copied) < 1e-5 and error_of(layer) < 1e-5
+
+
+class TestThreads:
+    @every_flush
+    @pytest.mark.parametrize("value", [0.0, None, "absent"])
+    def test_add_one_after_the_other(self, flush, value):
+        """Three threads run backwards of two nodes over the same experts."""
+        if (flush, value) == ("direct", "absent"):
+            pytest.skip("refused")
+        if IS_PADDLE and value == "absent":
+            pytest.skip("Paddle itself adds to one .grad from several threads at once")
+        layer = made(flush, value)
+        other = copy.copy(layer)
+        problem = layer.problem
+        other.node = type(layer.node)(
+            layer.experts,
+            problem.num_experts,
+            problem.x.shape[1],
+            problem.intermediate,
+            problem.activation,
+            config=FULL,
+            flush=flush,
+        )
+        failed = []
+
+        def work(each):
+            try:
+                for call in [each.call() for _ in range(4)]:
+                    call.backward()
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(each,)) for each in (layer, other, layer)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        for each in (layer, other):
+            each.node.step()
+        assert error_of(layer, 12, "grad" if value == "absent" else "main_grad") < 1e-5
