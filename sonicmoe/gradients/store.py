@@ -75,7 +75,6 @@ class GradientStore:
         self._trained: list[bool] | None = None
         self._owners: Sequence[Tensor] | None = None
         self._incomplete = ""
-        self._said: set[str] = set()
 
     @property
     def waiting(self) -> int:
@@ -245,6 +244,21 @@ class GradientStore:
         """
         self._flush(through_autograd=False)
 
+    def settle(self) -> None:
+        """All that a flush does where no gradients wait.
+
+        Raises:
+            RuntimeError: as `flush`; or a captured backward adds to memory that no parameter has.
+        """
+        # Additions straight into main_grad may run on another stream than the one that is about to
+        # reduce it.
+        if self._direct is not None:
+            self._direct.join()
+        self._captured.check()
+        # A backward that failed is not counted as waiting, but a part of its gradients was added.
+        if self._incomplete:
+            raise RuntimeError(self._incomplete)
+
     def flush_through_autograd(self) -> list[Tensor | None]:
         """Like `flush`, from inside a backward: a gradient without a `main_grad` to go to is
         returned, in `parameters()` order.
@@ -322,10 +336,12 @@ class GradientStore:
         return addition
 
     def _say(self, route: Route, reason: str = "") -> None:
-        """Once for each route and reason; only `auto` decides, so only there is it worth a line."""
+        """Once per process for each route and reason; only `auto` decides, so only there is it worth
+        a line.
+        """
         line = f"expert weight gradients {route.value}{': ' if reason else ''}{reason}"
-        if self._mode is FlushMode.AUTO and line not in self._said:
-            self._said.add(line)
+        if self._mode is FlushMode.AUTO and line not in _said:
+            _said.add(line)
             logger.log(logging.WARNING if reason else logging.INFO, line)
 
     def _native_buffer(self, device: Any) -> NativeBuffer:
@@ -338,14 +354,7 @@ class GradientStore:
         """The gradients that autograd is to accumulate, None for every other parameter; empty where
         nothing waited.
         """
-        # Additions straight into main_grad may run on another stream than the one that is about to
-        # reduce it.
-        if self._direct is not None:
-            self._direct.join()
-        self._captured.check()
-        # A backward that failed is not counted as waiting, but a part of its gradients was added.
-        if self._incomplete:
-            raise RuntimeError(self._incomplete)
+        self.settle()
         native = self._native
         if native is None:
             return []
@@ -450,6 +459,7 @@ def _check_leaves(parameters: Sequence[Tensor], trained: Sequence[bool], mode: F
             )
 
 
+_said: set[str] = set()
 _LOCKS: dict[str, AbstractContextManager[Any]] = {}
 
 

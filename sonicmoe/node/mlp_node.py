@@ -311,6 +311,10 @@ class SonicMoEMlpNode:
         # Weight gradients that were put off must be in the accumulators before these are handed
         # over.
         self.finish_wgrad()
+        # Where none waits there is no stage, and nothing that an activated configuration decides.
+        if not self._state.gradients.waiting:
+            self._state.gradients.settle()
+            return
         with self._scope(), stage("flush"):
             try:
                 self._state.flush()

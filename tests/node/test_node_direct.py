@@ -24,9 +24,10 @@ each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 
 
 @pytest.fixture
-def said(caplog):
+def said(caplog, monkeypatch):
     """Lines about gradients, with their level."""
     caplog.set_level(logging.INFO, "sonicmoe")
+    monkeypatch.setattr(store, "_said", set())
     yield lambda: [
         (record.levelname, record.getMessage())
         for record in caplog.records

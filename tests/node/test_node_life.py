@@ -240,7 +240,7 @@ def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, t
     monkeypatch.setattr(mlp_node, "ready_engine", spied("choose", mlp_node.ready_engine))
     for name in ("read_weights", "end_backward", "flush"):
         monkeypatch.setattr(LayerState, name, spied(name, getattr(LayerState, name)))
-    layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path))
+    layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path), flush="step")
     layer.call().backward()
     layer.node.step()
     assert seen == dict.fromkeys(("choose", "read_weights", "end_backward", "flush"), tmp_path)
