@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from math import isfinite
+from math import inf
 from typing import Any, TypeVar
 
 from .errors import ConfigError
@@ -24,12 +24,14 @@ class KernelBackendMoE(Enum):
 
 
 class ActivationType(Enum):
-    """The expert's activation. The first four are gated. `ACTIVATIONS` has the record of each."""
+    """The expert's activation. The first six are gated. `ACTIVATIONS` has the record of each."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     REGLU = "reglu"
     SWIGLU_OAI = "swiglu_oai"
+    SWIGLU_CLAMP = "swiglu_clamp"
+    SITU_GLU = "situ_glu"
 
     RELU_SQ = "relu_sq"
     RELU = "relu"
@@ -47,6 +49,49 @@ class EngineName(Enum):
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A number of an activation that a layer may set for itself, from `low` to `high`.
+
+    An infinite default means that the parameter does nothing unless a layer sets it.
+    """
+
+    name: str
+    default: float
+    low: float = -inf
+    high: float = inf
+
+    def read(self, value: float | None) -> float:
+        """The value that a layer gives, checked; None stands for an infinite default.
+
+        Raises:
+            ConfigError: it is no finite number, or lies outside the range.
+        """
+        if self.default == inf and (value is None or value == inf):
+            return inf
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            # Comparisons with NaN are false, so NaN is refused too.
+            and abs(value) < inf
+            and self.low <= value <= self.high
+        ):
+            return float(value)
+        raise ConfigError(f"activation_parameters[{self.name!r}] is {value!r}; needed: {self}")
+
+    def __str__(self) -> str:
+        """The values it takes, in words."""
+        off = ", or None to leave it out" if self.default == inf else ""
+        ranged = f" from {self.low} to {self.high}" if self.low > -inf else ""
+        return f"a number{ranged}{off}"
+
+
+# An engine computes in fp32 with a bound and with its reciprocal. Outside these powers of two one of
+# them would be subnormal or infinite.
+def _bound(name: str, default: float) -> Parameter:
+    return Parameter(name, default, low=2.0**-126, high=2.0**126)
+
+
+@dataclass(frozen=True)
 class Activation:
     """What an activation is.
 
@@ -59,7 +104,7 @@ class Activation:
         kernels: the engines whose kernels compute it, beside the reference engine, which computes
             all.
         base: of a gated one `base(gate) * up`, the ungated activation; None for other gates.
-        parameters: (name, default) of the numbers that a layer may set for itself.
+        parameters: the numbers that a layer may set for itself.
     """
 
     formula: str
@@ -67,11 +112,12 @@ class Activation:
     kernels: frozenset[EngineName]
     gated: bool = False
     base: ActivationType | None = None
-    parameters: tuple[tuple[str, float], ...] = ()
+    parameters: tuple[Parameter, ...] = ()
 
     def values(self, overrides: ActivationParameters = ()) -> dict[str, float]:
         """Every parameter by name, at its default where `overrides` does not set it."""
-        return {**dict(self.parameters), **dict(overrides)}
+        defaults = {parameter.name: parameter.default for parameter in self.parameters}
+        return {**defaults, **dict(overrides)}
 
 
 # (name, value) pairs of the parameters that a layer sets, sorted by name.
@@ -96,7 +142,24 @@ ACTIVATIONS: Mapping[ActivationType, Activation] = {
         "GPT-OSS, arXiv:2508.10925",
         _BF16,
         gated=True,
-        parameters=(("alpha", 1.702), ("limit", 7.0)),
+        parameters=(Parameter("alpha", 1.702), _bound("limit", 7.0)),
+    ),
+    # An activation of its own and not a parameter of SwiGLU: whoever takes SwiGLU for
+    # silu(gate) * up stays right, and no engine can overlook a limit.
+    ActivationType.SWIGLU_CLAMP: Activation(
+        "silu(min(gate, limit)) * clamp(up, -limit, limit)",
+        "DeepSeek-V4; activation_func_clamp_value of PaddleFleet",
+        _BF16,
+        gated=True,
+        parameters=(_bound("limit", 10.0),),
+    ),
+    # softcap(x, c) is c * tanh(x / c), and x where c is infinite.
+    ActivationType.SITU_GLU: Activation(
+        "softcap(gate, beta) * sigmoid(gate) * softcap(up, linear_beta)",
+        "situ_glu of PaddleFleet",
+        _BF16,
+        gated=True,
+        parameters=(_bound("beta", 1.0), _bound("linear_beta", inf)),
     ),
     ActivationType.RELU_SQ: Activation("max(x, 0) ** 2", "So et al., arXiv:2109.08668", _BF16),
     ActivationType.RELU: Activation("max(x, 0)", "Nair and Hinton, ICML 2010", _BF16),
@@ -113,26 +176,25 @@ def is_glu(activation_type: ActivationType) -> bool:
 
 
 def layer_parameters(
-    activation: ActivationType, given: Mapping[str, float] | ActivationParameters | None
+    activation: ActivationType, given: Mapping[str, float | None] | ActivationParameters | None
 ) -> ActivationParameters:
     """Those of `given` that differ from the activation's defaults, checked and sorted, so that
     equal layers have equal settings.
 
     Raises:
-        ConfigError: naming a parameter that this activation does not have, or a value that is no
-            finite number.
+        ConfigError: naming a parameter that this activation does not have, or a value outside its
+            range.
     """
-    defaults = dict(ACTIVATIONS[activation].parameters)
+    known = {parameter.name: parameter for parameter in ACTIVATIONS[activation].parameters}
     found = {}
     for name, value in dict(given or {}).items():
-        if name not in defaults:
+        if name not in known:
             raise ConfigError(
-                f"activation_parameters has {name!r}; {activation.value} has {sorted(defaults)}"
+                f"activation_parameters has {name!r}; {activation.value} has {sorted(known)}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise ConfigError(f"activation_parameters[{name!r}] is {value!r}; needed: a number")
-        if value != defaults[name]:
-            found[name] = float(value)
+        number = known[name].read(value)
+        if number != known[name].default:
+            found[name] = number
     return tuple(sorted(found.items()))
 
 

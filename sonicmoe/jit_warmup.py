@@ -4,12 +4,13 @@ cluster.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from .architectures import DEFAULT_ARCH
 from .config import SonicMoEConfig, current_config
 from .engine.compile_plan import require_precision, warm_up_plan
-from .enums import ActivationType
+from .enums import ActivationParameters, ActivationType, layer_parameters
 from .errors import DeviceError, expect
 from .jit.cache import default_cache
 from .jit.errors import CompileError
@@ -31,6 +32,7 @@ def warmup_jit(
     precision: str | None = None,
     dtype: str = "bfloat16",
     activation: ActivationType | str = ActivationType.SWIGLU,
+    activation_parameters: Mapping[str, float | None] | ActivationParameters | None = None,
     arch: str | None = None,
     jobs: int | None = None,
     cache_dir: Path | str | None = None,
@@ -53,6 +55,8 @@ def warmup_jit(
                 choose FP8 call by call.
         dtype: dtype of tokens and parameters.
         activation: the expert's activation.
+        activation_parameters: numbers of it that the layers set. They are compiled in: layers with
+            others need a warm-up of their own.
         arch: the GPU architecture to compile for; default: `architectures.DEFAULT_ARCH`.
         jobs: worker processes at most; default: the CPUs this process may use.
         cache_dir: instead of the configured one.
@@ -60,9 +64,9 @@ def warmup_jit(
         progress: called once per kernel with its outcome.
 
     Raises:
-        ConfigError: a dimension, dtype, activation or precision is not understood, or `precision`
-            names one that has no kernels for this model; without it the report says what was left
-            out, and why.
+        ConfigError: a dimension, dtype, activation, parameter or precision is not understood, or
+            `precision` names one that has no kernels for this model; without it the report says
+            what was left out, and why.
         DeviceError: the device is neither a CUDA device nor "cpu".
         CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError
             and ToolchainError are kinds of it.
@@ -76,7 +80,9 @@ def warmup_jit(
     settings = current_config(config)
     if cache_dir is not None:
         settings = settings.replace(cache_dir=Path(cache_dir))
-    spec = ModelSpec(E, H, I, dtype, ActivationType(activation).value, arch or DEFAULT_ARCH)
+    kind_of = ActivationType(activation)
+    own = layer_parameters(kind_of, activation_parameters)
+    spec = ModelSpec(E, H, I, dtype, kind_of.value, arch or DEFAULT_ARCH, own)
     needed = WarmUpPlan((), NEITHER)
     if kind != "cpu":
         needed = warm_up_plan(spec, precision or _precision_of(config), settings)

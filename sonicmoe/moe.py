@@ -77,8 +77,9 @@ class MoE(nn.Module):
         std: standard deviation of the expert weights.
         is_glu: as upstream's scripts say it; follows from the activation, which it must not
             contradict.
-        activation_parameters: numbers of this layer's activation by name, such as `alpha` and
-            `limit` of `swiglu_oai`; those not given have their defaults (`enums.ACTIVATIONS`).
+        activation_parameters: numbers of this layer's activation by name, such as `limit` of
+            `swiglu_clamp` or `beta` of `situ_glu`; those not given have their defaults
+            (`enums.ACTIVATIONS`).
 
     `state_dict` names: `router.weight [E, H]`, `c_fc.weight [E, N1, H]` (gate and up rows
     interleaved), `c_fc.bias`, `c_proj.weight [E, H, I]`, `c_proj.bias`.
@@ -99,7 +100,7 @@ class MoE(nn.Module):
         add_bias: bool = False,
         std: float = 0.02,
         is_glu: bool | None = None,
-        activation_parameters: Mapping[str, float] | None = None,
+        activation_parameters: Mapping[str, float | None] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}

@@ -52,6 +52,10 @@ MOST = 2**31 - 1
     default=ActivationType.SWIGLU.value, show_default=True, help="The expert's activation.",
 )  # fmt: skip
 @click.option(
+    "--activation-parameter", "parameters", multiple=True, metavar="NAME=VALUE",
+    help="A number of the activation that the layers set (limit=7); give it again for another one.",
+)  # fmt: skip
+@click.option(
     "--arch", default=DEFAULT_ARCH, show_default=True, help="GPU architecture to compile for."
 )
 @click.option(
@@ -89,6 +93,7 @@ def warmup(
     precision: str,
     dtype: str,
     activation: str,
+    parameters: tuple[str, ...],
     arch: str,
     jobs: int | None,
     cache_dir: Path | None,
@@ -118,7 +123,8 @@ def warmup(
     for name, size in sizes.items():
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
-    spec = ModelSpec(experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch)
+    own = tuple(map(_read_parameter, parameters))
+    spec = ModelSpec(experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch, own)
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
@@ -134,6 +140,17 @@ def warmup(
         held = [artefact for artefact in found if artefact is not None]
         _pack(pack_file, held, console, spec, planned.precision)
     ctx.exit(0 if report.complete else 1)
+
+
+def _read_parameter(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}; needed: NAME=VALUE, for example limit=7",
+            param_hint="--activation-parameter",
+        ) from None
 
 
 def _refuse_beside(ctx: click.Context, option: str, allowed: tuple[str, ...]) -> None:

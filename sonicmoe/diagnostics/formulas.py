@@ -103,13 +103,23 @@ def _clamp(x: Any, low: Any, high: Any) -> Dual:
     return Dual(np.clip(x.value, low, high), x.slope * inside)
 
 
+_tanh = _elementwise(np.tanh, lambda _, t: 1 - t * t)
+
+
+def _softcap(x: Any, bound: Any) -> Dual:
+    """`bound * tanh(x / bound)`, and x itself under an infinite bound."""
+    bound = _dual(bound).value
+    return _dual(x) if bound == math.inf else _tanh(_dual(x) / bound) * bound
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max": _max,
     "min": _min,
     "clamp": _clamp,
     "sigmoid": _elementwise(_sigmoid, lambda _, s: s * (1 - s)),
     "exp": _elementwise(np.exp, lambda _, e: e),
-    "tanh": _elementwise(np.tanh, lambda _, t: 1 - t * t),
+    "tanh": _tanh,
+    "softcap": _softcap,
     "log1p": _elementwise(np.log1p, lambda x, _: 1 / (1 + x)),
     "erf": _elementwise(
         np.vectorize(math.erf, otypes=[np.float64]),
@@ -160,7 +170,7 @@ def _evaluate(record: Activation, parameters: ActivationParameters, inputs: dict
 
 
 def _apply_base(record: Activation, parameters: ActivationParameters, x: Any) -> Dual:
-    own = dict(record.parameters)
+    own = record.values()
     # A base takes the parameters that it has itself, and its defaults for the rest.
     shared = tuple((name, value) for name, value in parameters if name in own)
     return _evaluate(record, shared, {"x": x})

@@ -5,7 +5,8 @@ the formula and the source of each. A gated activation whose record names a `bas
 here, because it is `base(gate) * up`.
 
 Gradients are zero beyond a clamp's bound and pass at the bound itself, as those of `torch.clamp`.
-The slope at a kink is 0. NaN in, NaN out.
+The slope at a kink is 0. NaN in, NaN out. Infinities have the limit of the formula where it has
+one: a clamp or a softcap bounds them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def activate(
     if not is_glu(activation):
         return value_and_slope(z, activation, parameters)[0]
     gate, up = split_gate_up(z)
-    # The record decides: `base(gate) * up` is the form of all gates but `swiglu_oai`.
+    # The record decides: gates of the form `base(gate) * up` need no entry in `_GATES`.
     base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
     if base is not None:
         return value_and_slope(gate, base, tuple(values.items()))[0] * up
@@ -176,4 +177,53 @@ def _clamped(x: Tensor, bound: float, *, both: bool) -> Tensor:
     return torch.where(below < -limit, -limit, below) if both else below
 
 
-_GATES = {ActivationType.SWIGLU_OAI: (_swiglu_oai, _swiglu_oai_backward)}
+def _swiglu_clamp(gate: Tensor, up: Tensor, values: Values) -> Tensor:
+    value, _ = _clamped_swish(gate, _as_swish(values))
+    return value * _clamped(up, values["limit"], both=True)
+
+
+def _swiglu_clamp_backward(
+    gate: Tensor, up: Tensor, dy1: Tensor, values: Values
+) -> tuple[Tensor, Tensor, Tensor]:
+    value, slope = _clamped_swish(gate, _as_swish(values))
+    factor = _clamped(up, values["limit"], both=True)
+    passes = (up.abs() <= values["limit"]).to(up.dtype)
+    return value * factor, dy1 * factor * slope, dy1 * value * passes
+
+
+def _as_swish(values: Values) -> Values:
+    # SiLU is the swish with an alpha of 1.
+    return {**values, "alpha": 1.0}
+
+
+def _situ_glu(gate: Tensor, up: Tensor, values: Values) -> Tensor:
+    capped = _softcap(gate, values["beta"])[0] * torch.sigmoid(gate)
+    return capped * _softcap(up, values["linear_beta"])[0]
+
+
+def _situ_glu_backward(
+    gate: Tensor, up: Tensor, dy1: Tensor, values: Values
+) -> tuple[Tensor, Tensor, Tensor]:
+    # y1 = c(gate) s(gate) b(up) of two softcaps c and b, and s' = s (1 - s).
+    capped, capped_slope = _softcap(gate, values["beta"])
+    sigma = torch.sigmoid(gate)
+    value, slope = capped * sigma, capped_slope * sigma + capped * sigma * (1.0 - sigma)
+    factor, factor_slope = _softcap(up, values["linear_beta"])
+    return value * factor, dy1 * factor * slope, dy1 * value * factor_slope
+
+
+def _softcap(x: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """`bound * tanh(x / bound)` and its derivative; x itself under an infinite bound."""
+    if bound == math.inf:
+        return x, torch.ones_like(x)
+    scaled = x / bound
+    # 1 - tanh(s)^2, which would be all rounding error where tanh is close to 1.
+    slope = 4.0 * torch.sigmoid(2.0 * scaled) * torch.sigmoid(-2.0 * scaled)
+    return bound * torch.tanh(scaled), slope
+
+
+_GATES = {
+    ActivationType.SWIGLU_OAI: (_swiglu_oai, _swiglu_oai_backward),
+    ActivationType.SWIGLU_CLAMP: (_swiglu_clamp, _swiglu_clamp_backward),
+    ActivationType.SITU_GLU: (_situ_glu, _situ_glu_backward),
+}

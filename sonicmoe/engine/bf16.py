@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..diagnostics.stages import stage, tap
-from ..enums import ActivationType
 from ..errors import DeviceError, DTypeError, expect
 from ..interop import (
     IS_PADDLE,
@@ -207,7 +206,7 @@ class Bf16Engine(Engine):
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if routing.num_rows > 0 and places.are_wanted:
-            gemms = _gemms_of_operands(x, dz, y1s, places, settings.activation)
+            gemms = _gemms_of_operands(x, dz, y1s, places, settings)
             with plain_ops(), _launch_scope(x):
                 rows = ExpertRows.of(routing)
                 if places.dw2 is not None:
@@ -341,9 +340,7 @@ def _launches(
     x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
 ) -> Iterator[tuple[GroupedGemms, ExpertRows]]:
     """The GEMMs of these weights and the rows of this routing, on the caller's stream."""
-    shape = _shape_of(
-        _plain(weights.w1), _plain(weights.w2), settings.activation, weights.b1 is not None
-    )
+    shape = _shape_of(_plain(weights.w1), _plain(weights.w2), settings, weights.b1 is not None)
     with _launch_scope(x):
         yield grouped_gemms(shape, _gpu(device_name(x)).multiprocessors), ExpertRows.of(routing)
 
@@ -360,18 +357,24 @@ def _launch_scope(tensor: Tensor) -> Iterator[None]:
 
 
 def _gemms_of_operands(
-    x: Tensor, dz: Tensor, y1s: Tensor, places: Destinations, activation: ActivationType
+    x: Tensor, dz: Tensor, y1s: Tensor, places: Destinations, settings: EngineSettings
 ) -> GroupedGemms:
-    hidden, intermediate = int(x.shape[1]), int(y1s.shape[1])
-    bias = places.db1 is not None
+    sizes, bias = (int(x.shape[1]), int(y1s.shape[1])), places.db1 is not None
     gpu = _gpu(device_name(x))
-    shape = MlpShape(hidden, intermediate, activation, dtype_name(dz.dtype), bias, arch=gpu.arch)
+    shape = _shape(sizes, settings, dtype_name(dz.dtype), bias, gpu.arch)
     return grouped_gemms(shape, gpu.multiprocessors)
 
 
-def _shape_of(w1: Tensor, w2: Tensor, activation: ActivationType, bias: bool) -> MlpShape:
+def _shape_of(w1: Tensor, w2: Tensor, settings: EngineSettings, bias: bool) -> MlpShape:
     sizes, arch = (int(w1.shape[2]), int(w2.shape[2])), _gpu(device_name(w1)).arch
-    return MlpShape(*sizes, activation, dtype_name(w1.dtype), bias, arch=arch)
+    return _shape(sizes, settings, dtype_name(w1.dtype), bias, arch)
+
+
+def _shape(
+    sizes: tuple[int, int], settings: EngineSettings, dtype: str, bias: bool, arch: str
+) -> MlpShape:
+    own = settings.activation_parameters
+    return MlpShape(*sizes, settings.activation, dtype, bias, own, arch=arch)
 
 
 def _rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ class EngineRecord:
         recipes: FP8 recipes by name; None stands for unquantised operands.
         z_codes: codes of the saved z under a recipe; without one z has the dtype of the tokens.
         hidden_multiple, intermediate_multiple: of H and of I.
-        sets_parameters: takes activation parameters at run time. Kernels of the others have the
-            defaults compiled in.
+        sets_parameters: takes the activation parameters that a layer sets, as numbers of a call or
+            as constants of kernels that are compiled for them. The others have the defaults.
         loads_with: the package that loads and launches its kernels.
         packages: those that compile its kernels, with the version its builders are written for.
         jobs: its kernels for a workload and an architecture, as compile jobs. Without a workload,
@@ -126,7 +126,9 @@ def _bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
 
 def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
     sizes = workload.hidden_size, workload.intermediate_size
-    return MlpShape(*sizes, workload.settings.activation, workload.dtype, workload.bias, arch=arch)
+    settings = workload.settings
+    own = settings.activation_parameters
+    return MlpShape(*sizes, settings.activation, workload.dtype, workload.bias, own, arch=arch)
 
 
 REFERENCE = EngineRecord(
@@ -154,7 +156,7 @@ BF16 = EngineRecord(
     hidden_multiple=8,  # rows of 16 bytes, as TMA wants them
     intermediate_multiple=8,
     biases=True,
-    sets_parameters=False,
+    sets_parameters=True,
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
@@ -263,10 +265,7 @@ def _activation_problems(record: EngineRecord, settings: EngineSettings) -> Prob
         name, value = settings.activation_parameters[0]
         yield (
             ConfigError,
-            (
-                f"{name} of {activation.value} is {value}, and its kernels have {defaults[name]} "
-                "compiled in"
-            ),
+            f"{name} of {activation.value} is {value}, and it computes with {defaults[name]} alone",
         )
 
 

@@ -20,6 +20,7 @@ from ..jit.plan import CompileJob
 from ..jit.slots import OFF, HostSlots
 from ..kernels import EVERY_RUN
 from .capabilities import EngineRecord, Workload
+from .settings import EngineSettings
 
 logger = logging.getLogger("sonicmoe")
 
@@ -79,12 +80,13 @@ def _compile(jobs: list[CompileJob], workload: Workload, settings: ResolvedConfi
     logger.log(
         level,
         "sonicmoe: compiling %d kernels with %d processes, about %.0f s; "
-        "`sonicmoe warmup --E <local experts> --H %d --I %d` does this ahead of time",
+        "`sonicmoe warmup --E <local experts> --H %d --I %d%s` does this ahead of time",
         len(jobs),
         processes,
         expected_seconds(jobs, processes),
         workload.hidden_size,
         workload.intermediate_size,
+        _activation_options(workload.settings),
     )
     try:
         ParallelBuild(jobs, cache, slots, collected).run()
@@ -92,6 +94,17 @@ def _compile(jobs: list[CompileJob], workload: Workload, settings: ResolvedConfi
         if speaker is not None:
             speaker.release()
     _report(collected.outcomes, time.monotonic() - started, level)
+
+
+def _activation_options(settings: EngineSettings) -> str:
+    """What a warm-up is told beside the sizes, where it is not the default."""
+    if settings.activation is EngineSettings().activation:
+        return ""
+    own = (
+        f" --activation-parameter {name}={value!r}"
+        for name, value in settings.activation_parameters
+    )
+    return f" --activation {settings.activation.value}{''.join(own)}"
 
 
 def _report(outcomes: Sequence[KernelOutcome], seconds: float, level: int) -> None:

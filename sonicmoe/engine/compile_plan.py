@@ -122,6 +122,7 @@ def _workload(spec: ModelSpec, config: ResolvedConfig) -> Workload:
         fp8_wgrad=config.fp8_wgrad,
         save_z=config.save_z,
         recompute_z=config.recompute_z,
+        activation_parameters=spec.activation_parameters,
     )
     # fp32 master weights are rounded to the dtype of the tokens.
     dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype

@@ -7,13 +7,19 @@ Which expert ids drop their slot, and what a dropped slot means: docs/design.md,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from ..config import active_config, current_config
-from ..enums import ActivationParameters, ActivationType, is_glu, member_of
+from ..enums import (
+    ActivationParameters,
+    ActivationType,
+    is_glu,
+    layer_parameters,
+    member_of,
+)
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda
 from ..layouts import WeightLayout
@@ -83,6 +89,7 @@ def moe_TC_softmax_topk_layer(
     concat_layout: bool = False,
     *,
     use_fp8: bool | None = None,
+    activation_parameters: Mapping[str, float | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole token-choice MoE layer: router logits, top-k, softmax, experts, weighted sum.
 
@@ -100,6 +107,7 @@ def moe_TC_softmax_topk_layer(
         norm_topk_probs: after a softmax over all E, divide a token's K probabilities by their sum.
         concat_layout: w1 rows are [gate; up] halves instead of interleaved pairs.
         use_fp8: True or False overrides the configuration's FP8 mode.
+        activation_parameters: numbers of the activation by name, as of `MoE`.
 
     Returns:
         `(out [T, H], router_logits [T, E], expert_frequency int32 [E])`.
@@ -107,7 +115,7 @@ def moe_TC_softmax_topk_layer(
     Raises:
         ShapeError: K is not in [1, E], or router, weights and tokens do not fit together.
         DTypeError: x and router_w differ in dtype outside autocast.
-        ConfigError: `activation_type` or `use_fp8` has an unknown value.
+        ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
     """
     _check_tokens(x)
     experts = int(router_w.shape[0])
@@ -121,6 +129,7 @@ def moe_TC_softmax_topk_layer(
         activation,
         softmax_over_topk=is_softmax_over_topk,
         norm_topk_probs=norm_topk_probs,
+        parameters=layer_parameters(activation, activation_parameters),
         layout=_layout(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
@@ -199,6 +208,7 @@ def moe_general_routing_inputs(
     *,
     use_fp8: bool | None = None,
     max_experts_per_token: int | None = None,
+    activation_parameters: Mapping[str, float | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Experts on any routing: N (token, expert, score) triples, a token may appear any number of
     times.
@@ -210,7 +220,7 @@ def moe_general_routing_inputs(
         expert_indices: int `[N]`, expert ids (docs/design.md, "Routing contract").
         E: number of experts; must match the weights when given.
         w1, b1, w2, b2, stream_id, activation_type, is_inference_mode_enabled, concat_layout,
-            use_fp8: as in `moe_TC_softmax_topk_layer`.
+            use_fp8, activation_parameters: as in `moe_TC_softmax_topk_layer`.
         max_experts_per_token: the most often that any token appears. Given, the call waits for no
             GPU, can be captured in a CUDA graph and compiled into a full graph; without it, the
             number is read off the device.
@@ -225,7 +235,7 @@ def moe_general_routing_inputs(
         RoutingError: `token_indices` is not ascending, names no row of x, or names one more than
             `max_experts_per_token` times. On a GPU with `max_experts_per_token` (unless
             `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
-        ConfigError: `activation_type` or `use_fp8` has an unknown value.
+        ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
     """
     _check_tokens(x)
     experts = int(w2.shape[-1])
@@ -243,6 +253,7 @@ def moe_general_routing_inputs(
         b1,
         b2,
         activation,
+        parameters=layer_parameters(activation, activation_parameters),
         layout=_layout(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ..architectures import DEFAULT_ARCH
-from ..enums import ActivationType
+from ..enums import ActivationParameters, ActivationType, layer_parameters
 from ..errors import ConfigError, expect
 from .cache import CompileCache
 from .key import CompileKey
@@ -34,6 +34,7 @@ class ModelSpec:
         dtype: dtype of tokens and parameters.
         activation: a value of `ActivationType`.
         arch: the GPU architecture to compile for.
+        activation_parameters: (name, value) pairs that its layers set, compiled into the kernels.
     """
 
     E: int
@@ -42,6 +43,7 @@ class ModelSpec:
     dtype: str = "bfloat16"
     activation: str = ActivationType.SWIGLU.value
     arch: str = DEFAULT_ARCH
+    activation_parameters: ActivationParameters = ()
 
     def __post_init__(self) -> None:
         """Refuse what no kernel could be compiled for."""
@@ -63,6 +65,10 @@ class ModelSpec:
             ConfigError,
             f"activation={self.activation!r}; needed: one of {known}",
         )
+        # Pairs come back from JSON as lists. The class is frozen, so the field is set through
+        # `object`.
+        own = layer_parameters(ActivationType(self.activation), self.activation_parameters)
+        object.__setattr__(self, "activation_parameters", own)
 
     def digest(self, precision: str) -> str:
         """16 hex digits that name the record of this model's warm-up for `precision`."""

@@ -32,6 +32,7 @@ _SM90 = 9
 def compile_up(
     *,
     activation: str,
+    parameters: str = "",
     gated: bool,
     bias: bool,
     store_z: bool,
@@ -44,7 +45,7 @@ def compile_up(
     """`f(x [T, H], w1 [E, N1, H], z [R, N1] | None, y1 [R, I], bias [E, N1] | None, cu_rows,
     gather_index [R], max_clusters)`.
     """
-    mod = up_epilogue(activation, gated=gated, bias=bias, store_z=store_z)
+    mod = up_epilogue(activation, parameters, gated=gated, bias=bias, store_z=store_z)
     kinds = (("bias", "row"),) if bias else ()
     gemm, arguments = _gemm_of(
         mod, kinds, dtype, tile, cluster, pingpong, gather=True, paired=gated
@@ -125,14 +126,22 @@ def compile_down(
 
 
 def compile_dgated(
-    *, activation: str, gated: bool, dtype: str, tile, cluster, pingpong: bool, swizzle: int
+    *,
+    activation: str,
+    parameters: str = "",
+    gated: bool,
+    dtype: str,
+    tile,
+    cluster,
+    pingpong: bool,
+    swizzle: int,
 ) -> Any:
     """`f(dout [T, H], w2 [E, H, I], dz [R, N1], z [R, N1], y1s [R, I], prob [R], dprob [R, tiles],
     cu_rows, gather_index, max_clusters)`.
 
     dprob holds one partial sum for each of the `ceil(I / tile_n)` column tiles.
     """
-    mod = dgated_epilogue(activation, gated=gated)
+    mod = dgated_epilogue(activation, parameters, gated=gated)
     kinds = (("c", "c"), ("prob", "col"))
     gemm, arguments = _gemm_of(
         mod, kinds, dtype, tile, cluster, pingpong, gather=True, packed=gated

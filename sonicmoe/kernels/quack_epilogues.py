@@ -10,10 +10,13 @@ stays NaN where a bare maximum would drop it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from cutlass import Float32
+from cutlass import Boolean, Float32, cute
+from cutlass._mlir.dialects import arith
+from cutlass.cutlass_dsl import dsl_user_op
 from quack.activation import (
     dgelu_erf,
     drelu,
@@ -31,10 +34,8 @@ from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
 Backward = Callable[..., Any]
-
-# The defaults of `enums.ACTIVATIONS`, said again because this file is part of the compile key and
-# that one is not. Engine `bf16` refuses layers with other values.
-_OAI = {"alpha": 1.702, "limit": 7.0}
+# Every parameter of the activation by name: constants of the traced code.
+Values = Mapping[str, float]
 
 
 # Backward needs the value for y1 and the slope for dz; both come from one sigmoid.
@@ -97,25 +98,104 @@ def _gated(
     return forward, backward
 
 
-def _swiglu_oai(gate, up):
-    return swiglu_oai(gate, up, *_OAI.values())
+def _of_swiglu_oai(values: Values) -> tuple[Callable[..., Any], Backward]:
+    alpha, limit = values["alpha"], values["limit"]
+
+    def forward(gate, up):
+        return swiglu_oai(gate, up, alpha, limit)
+
+    def backward(gate, up, dy1):
+        dgate, dup, y1 = dswiglu_oai(gate, up, dy1, alpha, limit)
+        # The masks of the clamps turn a NaN into 0; y1 is bounded by them.
+        return dgate + y1 * 0.0, dup, y1
+
+    return forward, backward
 
 
-def _dswiglu_oai(gate, up, dy1):
-    dgate, dup, y1 = dswiglu_oai(gate, up, dy1, *_OAI.values())
-    return (
-        dgate + y1 * 0.0,
-        dup,
-        y1,
-    )  # the masks of the clamps turn a NaN into 0; y1 is bounded by them
+def _of_swiglu_clamp(values: Values) -> tuple[Callable[..., Any], Backward]:
+    limit = values["limit"]
+
+    def forward(gate, up):
+        return swiglu(_at_most(gate, limit), _at_least(_at_most(up, limit), -limit))
+
+    def backward(gate, up, dy1):
+        bounded = _at_most(gate, limit), _at_least(_at_most(up, limit), -limit)
+        dgate, dup, y1 = dswiglu(*bounded, dy1)
+        # A bound passes the gradient, and beyond it there is none. Comparisons are false for a NaN,
+        # which therefore stays.
+        return _where(gate > limit, 0.0, dgate), _where(abs(up) > limit, 0.0, dup), y1
+
+    return forward, backward
+
+
+def _of_situ_glu(values: Values) -> tuple[Callable[..., Any], Backward]:
+    beta, linear_beta = values["beta"], values["linear_beta"]
+
+    def forward(gate, up):
+        return _softcap(gate, beta)[0] * sigmoid(gate) * _softcap(up, linear_beta)[0]
+
+    def backward(gate, up, dy1):
+        # y1 = c(gate) s(gate) b(up) of two softcaps c and b, and s' = s (1 - s).
+        capped, capped_slope = _softcap(gate, beta)
+        sigma = sigmoid(gate)
+        act = capped * sigma
+        factor, factor_slope = _softcap(up, linear_beta)
+        dgate = dy1 * factor * (capped_slope * sigma + act * (1.0 - sigma))
+        return dgate, dy1 * act * factor_slope, act * factor
+
+    return forward, backward
+
+
+def _softcap(x, bound: float):
+    """`bound * tanh(x / bound)` and its derivative; x itself under an infinite bound.
+
+    Both follow from r = 1 / (1 + exp(2 |x| / bound)): tanh is 1 - 2 r, and its derivative 4 r (1 -
+    r) keeps its digits where tanh is flat. Below a quarter of the bound 1 - 2 r would lose digits,
+    and a polynomial takes over. The value is off by less than 2^-19 of itself, a thousandth of a
+    bf16 rounding; `tanh.approx`, off by 2^-11, would add a quarter of one.
+    """
+    if bound == math.inf:
+        return x, Float32(1.0)
+    size = abs(x)
+    rest = sigmoid(size * (-2.0 / bound))
+    far = bound - (2.0 * bound) * rest
+    square = (x * (1.0 / bound)) * (x * (1.0 / bound))
+    # tanh(s) / s to the sixth power of s; the next term is 62/2835 s^8.
+    near = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
+    value = _where(size < 0.25 * bound, near, _where(x < 0.0, -far, far))
+    return value, 4.0 * rest * (1.0 - rest)
+
+
+# Instructions that hand a NaN on, unlike the maximum and minimum of IEEE.
+@dsl_user_op
+def _at_most(x, bound: float, *, loc=None, ip=None):
+    values = (Float32(v).ir_value(loc=loc, ip=ip) for v in (x, bound))
+    return Float32(arith.minimumf(*values, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def _at_least(x, bound: float, *, loc=None, ip=None):
+    values = (Float32(v).ir_value(loc=loc, ip=ip) for v in (x, bound))
+    return Float32(arith.maximumf(*values, loc=loc, ip=ip))
+
+
+@dsl_user_op
+@cute.jit
+def _where(condition, yes, no, *, loc=None, ip=None):
+    return Float32(yes) if Boolean(condition) else Float32(no)
 
 
 # SwiGLU's come from quack, which spends fewer instructions on them.
 _GATED = {
     "swiglu": (swiglu, dswiglu),
-    "swiglu_oai": (_swiglu_oai, _dswiglu_oai),
     "geglu": _gated(*_UNGATED["gelu"]),
     "reglu": _gated(*_UNGATED["relu"]),
+}
+# From the layer's parameters.
+_WITH_PARAMETERS = {
+    "swiglu_oai": _of_swiglu_oai,
+    "swiglu_clamp": _of_swiglu_clamp,
+    "situ_glu": _of_situ_glu,
 }
 
 
@@ -124,9 +204,12 @@ def ungated_functions(activation: str) -> tuple[Callable[..., Any], Callable[...
     return _entry(_UNGATED, activation)
 
 
-def gate_functions(activation: str) -> tuple[Callable[..., Any], Backward]:
-    """Forward and backward of a gated activation."""
-    return _entry(_GATED, activation)
+def gate_functions(activation: str, parameters: str = "") -> tuple[Callable[..., Any], Backward]:
+    """Forward and backward of a gated activation; `parameters` as "beta=4.0 linear_beta=inf"."""
+    if activation not in _WITH_PARAMETERS:
+        return _entry(_GATED, activation)
+    pairs = (pair.split("=") for pair in parameters.split())
+    return _WITH_PARAMETERS[activation]({name: float(value) for name, value in pairs})
 
 
 def _entry(table: dict[str, Any], activation: str) -> Any:
@@ -139,11 +222,14 @@ def _entry(table: dict[str, Any], activation: str) -> Any:
 
 
 @functools.cache
-def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> EpiMod:
+def up_epilogue(
+    activation: str, parameters: str, *, gated: bool, bias: bool, store_z: bool
+) -> EpiMod:
     """`z = acc (+ bias)` as D when `store_z`, `y1 = act(z)` from the unrounded z as the output
     "y1".
     """
-    act = gate_functions(activation)[0] if gated else ungated_functions(activation)[0]
+    functions = gate_functions(activation, parameters) if gated else ungated_functions(activation)
+    act = functions[0]
 
     # `acc_pair` hands neighbouring columns over as one pair. Weights are interleaved, so a pair is
     # (gate, up) of one feature and y1 has half as many columns as z.
@@ -166,7 +252,7 @@ def up_epilogue(activation: str, *, gated: bool, bias: bool, store_z: bool) -> E
 
 
 @functools.cache
-def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
+def dgated_epilogue(activation: str, parameters: str, *, gated: bool) -> EpiMod:
     """From `acc = dy1` and c = z: D = dz of `prob * dy1`, "y1s" = prob * y1, "dprob" = partial row
     sums of dy1 * y1.
     """
@@ -175,7 +261,7 @@ def dgated_epilogue(activation: str, *, gated: bool) -> EpiMod:
     # prob * y2. dprob takes the unweighted product: its gradient is the sum over columns of dy1 *
     # y1.
     def of_pair(acc, c, prob):
-        dgate, dup, y1 = gate_functions(activation)[1](*unpack(c), acc * prob)
+        dgate, dup, y1 = gate_functions(activation, parameters)[1](*unpack(c), acc * prob)
         return {"D": pack(dgate, dup), "y1s": y1 * prob, "dprob": (y1, acc)}
 
     def of_element(acc, c, prob):

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..enums import ActivationType, is_glu
+from ..enums import ACTIVATIONS, ActivationParameters, ActivationType, is_glu
 from ..jit.cuda_source import CudaSource
 from ..jit.cute_kernel import CuteKernel
 
@@ -138,7 +138,8 @@ STORED = {
 class MlpShape:
     """What the variants of one expert MLP are compiled for; static over a training run.
 
-    dtype: "bfloat16" or "float16". bias: whether z and y2 get one. arch: "sm_90a".
+    dtype: "bfloat16" or "float16". bias: whether z and y2 get one. parameters: those of the
+    activation that the layer sets; they are constants of the compiled code. arch: "sm_90a".
     """
 
     hidden: int
@@ -146,6 +147,7 @@ class MlpShape:
     activation: ActivationType
     dtype: str = "bfloat16"
     bias: bool = False
+    parameters: ActivationParameters = ()
     arch: str = field(kw_only=True)
 
     @property
@@ -274,7 +276,11 @@ def wgrad_kernels(shape: MlpShape) -> tuple[CuteKernel, ...]:
 
 
 def _activation(shape: MlpShape) -> dict[str, Any]:
-    return {"activation": shape.activation.value, "gated": is_glu(shape.activation)}
+    statics = {"activation": shape.activation.value, "gated": is_glu(shape.activation)}
+    values = ACTIVATIONS[shape.activation].values(shape.parameters)
+    # As text, because a compile key has no floats. `repr` gives back the same number.
+    text = " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
+    return {**statics, "parameters": text} if text else statics
 
 
 def _kernel(

@@ -72,8 +72,9 @@ class SonicMoEMlpNode:
         activation_type: a member of `ActivationType`, or its value.
         config: settings of this node; None follows the activated configuration and the environment
             at every call.
-        activation_parameters: numbers of this layer's activation by name, such as `alpha` and
-            `limit` of `swiglu_oai`; those not given have their defaults (`enums.ACTIVATIONS`).
+        activation_parameters: numbers of this layer's activation by name, such as `limit` of
+            `swiglu_clamp` or `beta` of `situ_glu`; those not given have their defaults
+            (`enums.ACTIVATIONS`).
         flush: which way weight gradients take.
             "auto": straight into fp32 `main_grad` in every backward, where each parameter that
             trains has that attribute (None: memory is made) and the engine can add there; the node
@@ -109,7 +110,7 @@ class SonicMoEMlpNode:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
-        activation_parameters: Mapping[str, float] | None = None,
+        activation_parameters: Mapping[str, float | None] | None = None,
         flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> None:
@@ -132,7 +133,7 @@ class SonicMoEMlpNode:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
-        activation_parameters: Mapping[str, float] | None = None,
+        activation_parameters: Mapping[str, float | None] | None = None,
         flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
@@ -156,7 +157,7 @@ class SonicMoEMlpNode:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
-        activation_parameters: Mapping[str, float] | None = None,
+        activation_parameters: Mapping[str, float | None] | None = None,
         flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
@@ -174,7 +175,7 @@ class SonicMoEMlpNode:
         self,
         parameters: ExpertParameters,
         config: SonicMoEConfig | None,
-        activation_parameters: Mapping[str, float] | None,
+        activation_parameters: Mapping[str, float | None] | None,
         flush: FlushMode | str,
         split_wgrad: bool,
     ) -> None:
@@ -374,6 +375,7 @@ class SonicMoEMlpNode:
             device,
             dtype=dtype_name(weight.dtype),
             activation=self.activation_type,
+            activation_parameters=self.activation_parameters,
             arch=arch_of(device) if is_cuda(weight) else None,
             config=self._explicit_config,
         )

@@ -18,8 +18,17 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.routing.build import build_routing
 
-GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "swiglu_oai": "clamped_silu"}
+GATED = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "swiglu_oai": "clamped_silu",
+    "swiglu_clamp": "bounded_silu",
+    "situ_glu": "situ",
+}
 CLAMPED = 7.0  # where GPT-OSS's gate stops growing
+# Of the standard deviation of z: clamps are reached, by one element of z in 12 (`swiglu_oai`).
+GAINS = {"swiglu_oai": 4.0, "swiglu_clamp": 5.0, "situ_glu": 2.0}
 ALL_ACTIVATIONS = list(ActivationType)
 OUTPUTS = ("out", "dx", "dprobs", "dw1", "dw2")
 
@@ -29,31 +38,44 @@ def base_of(activation):
     return GATED.get(activation.value, activation.value)
 
 
-def up_factor(activation, up):
-    """What an up half multiplies by, and its derivative."""
+def up_factor(activation, up, own=()):
+    """What an up half multiplies by, and its derivative; `own`: the layer's parameters."""
     if activation is ActivationType.SWIGLU_OAI:
         return np.clip(up, -CLAMPED, CLAMPED) + 1.0, (np.abs(up) <= CLAMPED).astype(np.float64)
+    if activation is ActivationType.SWIGLU_CLAMP:
+        limit = dict(own).get("limit", 10.0)
+        return np.clip(up, -limit, limit), (np.abs(up) <= limit).astype(np.float64)
+    cap = dict(own).get("linear_beta") if activation is ActivationType.SITU_GLU else None
+    if cap is not None:
+        return cap * np.tanh(up / cap), np.cosh(up / cap) ** -2.0
     return up, np.ones_like(up)
 
 
-def value(name, v):
-    """act(v) of one fp64 number."""
+def value(name, v, own=()):
+    """act(v) of one fp64 number; `own`: the layer's parameters."""
     if name == "clamped_silu":
         return value("silu", 1.702 * min(v, CLAMPED)) / 1.702
+    if name == "bounded_silu":
+        return value("silu", min(v, dict(own).get("limit", 10.0)))
+    if name == "situ":
+        beta = dict(own).get("beta", 1.0)
+        return beta * math.tanh(v / beta) / (1.0 + math.exp(-v))
     if name == "silu":
         return v / (1.0 + math.exp(-v))
     if name == "gelu":
         return 0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0)))
-    if name == "relu":
-        return max(v, 0.0)
-    assert name == "relu_sq"
-    return max(v, 0.0) ** 2
+    return {"relu": max(v, 0.0), "relu_sq": max(v, 0.0) ** 2}[name]
 
 
-def slope(name, v):
-    """act'(v) of one fp64 number."""
+def slope(name, v, own=()):
+    """act'(v) of one fp64 number; `own`: the layer's parameters."""
     if name == "clamped_silu":
         return slope("silu", 1.702 * v) if v <= CLAMPED else 0.0
+    if name == "bounded_silu":
+        return slope("silu", v) if v <= dict(own).get("limit", 10.0) else 0.0
+    if name == "situ":
+        beta, sigma = dict(own).get("beta", 1.0), 1.0 / (1.0 + math.exp(-v))
+        return sigma / math.cosh(v / beta) ** 2 + value(name, v, own) * (1.0 - sigma)
     if name == "silu":
         sigma = 1.0 / (1.0 + math.exp(-v))
         return sigma + v * sigma * (1.0 - sigma)
@@ -61,14 +83,11 @@ def slope(name, v):
         return 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) + v * math.exp(-0.5 * v * v) / math.sqrt(
             2.0 * math.pi
         )
-    if name == "relu":
-        return 1.0 if v > 0.0 else 0.0
-    assert name == "relu_sq"
-    return 2.0 * max(v, 0.0)
+    return {"relu": 1.0 if v > 0.0 else 0.0, "relu_sq": 2.0 * max(v, 0.0)}[name]
 
 
-def each(function, name, vector):
-    return np.array([function(name, float(v)) for v in vector])
+def each(function, name, vector, own=()):
+    return np.array([function(name, float(v), own) for v in vector])
 
 
 @dataclass
@@ -84,6 +103,7 @@ class Problem:
     down: np.ndarray
     b1: np.ndarray | None = None
     b2: np.ndarray | None = None
+    parameters: tuple = ()
 
     @property
     def num_experts(self):
@@ -141,13 +161,12 @@ def make_problem(
     empty=(2,),
     dtype=None,
     seed=0,
+    parameters=(),
 ):
     rng = np.random.default_rng(seed)
     dtype = dtype or torch.float32
     n1 = intermediate * (2 if activation.value in GATED else 1)
-    gain = (
-        4.0 if activation is ActivationType.SWIGLU_OAI else 1.0
-    )  # its clamps are reached, by one z in 12
+    gain = GAINS.get(activation.value, 1.0)
 
     def normal(*shape, scale=1.0):
         return rounded(rng.standard_normal(shape) * scale, dtype)
@@ -165,6 +184,7 @@ def make_problem(
         down=normal(experts, intermediate, hidden, scale=intermediate**-0.5),
         b1=fp32(rng.standard_normal((experts, n1)) * 0.3) if bias else None,
         b2=fp32(rng.standard_normal((experts, hidden)) * 0.3) if bias else None,
+        parameters=parameters,
     )
 
 
@@ -184,8 +204,8 @@ def golden(problem: Problem) -> Result:
             if p.b1 is not None:
                 z = z + p.b1[e]
             gate, up = (z[:I], z[I:]) if p.gated else (z, np.ones(I))
-            a, da = each(value, act, gate), each(slope, act, gate)
-            factor, dup = up_factor(p.activation, up)
+            a, da = each(value, act, gate, p.parameters), each(slope, act, gate, p.parameters)
+            factor, dup = up_factor(p.activation, up, p.parameters)
             y1 = a * factor
             y2 = y1 @ p.down[e]
             if p.b2 is not None:
@@ -270,7 +290,11 @@ class Setup:
 def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
     engine = engine or ReferenceEngine()
     dtype = dtype or torch.float32
-    settings = replace(settings or EngineSettings(), activation=problem.activation)
+    settings = replace(
+        settings or EngineSettings(),
+        activation=problem.activation,
+        activation_parameters=problem.parameters,
+    )
     w1, w2, b1, b2 = native_weights(problem)
     biases = [None if b is None else tensor(b, torch.float32) for b in (b1, b2)]
     weights = engine.prepare_weights(tensor(w1).to(dtype), tensor(w2).to(dtype), *biases, settings)

@@ -40,6 +40,8 @@ from sonicmoe.quant.recipes import RECIPES
 
 FP8, PLAIN = EngineSettings(recipe=RECIPES["iso128"]), EngineSettings()
 HOPPER_LOAD, BF16_LOAD = Workload(FP8, 2048, 768), Workload(PLAIN, 2048, 768)
+# Those that compute the activation or its gradient.
+GATED_KERNELS = {EngineName.BF16: {"bf16_up", "bf16_dgated"}}
 
 
 def changed(workload: Workload, **changes) -> Workload:
@@ -135,12 +137,12 @@ def test_what_hopper_computes(changes):
             ShapeError,
         ),
         (
-            BF16,
+            replace(BF16, sets_parameters=False),
             {
                 "activation": ActivationType.SWIGLU_OAI,
                 "activation_parameters": (("limit", 5.0),),
             },
-            "limit of swiglu_oai is 5.0, and its kernels have 7.0 compiled in",
+            "limit of swiglu_oai is 5.0, and it computes with 7.0 alone",
             ConfigError,
         ),
     ],
@@ -199,7 +201,8 @@ class TestActivationsOfRecords:
             "from sonicmoe.kernels.quack_epilogues import gate_functions, ungated_functions\n"
             "for activation, record in ACTIVATIONS.items():\n"
             "    find = gate_functions if record.gated else ungated_functions\n"
-            "    try: print(activation.value, len(find(activation.value)))\n"
+            "    own = [' '.join(f'{n}={v}' for n, v in record.values().items())]\n"
+            "    try: print(activation.value, len(find(activation.value, *own * bool(record.parameters))))\n"
             "    except NotImplementedError: pass\n"
         )
         done = subprocess.run(
@@ -209,11 +212,32 @@ class TestActivationsOfRecords:
         wanted = [f"{a.value} 2" for a in ActivationType if a in BF16.activations]
         assert sorted(done.stdout.split("\n")[:-1]) == sorted(wanted)
 
-    def test_compiled_in_parameters_are_the_defaults(self):
-        source = ROOT / "sonicmoe/kernels/quack_epilogues.py"
-        (constants,) = re.findall(r"^_OAI = \{([^}]*)\}", source.read_text(), flags=re.M)
-        found = {name: float(value) for name, value in re.findall(r'"(\w+)": ([\d.]+)', constants)}
-        assert found == ACTIVATIONS[ActivationType.SWIGLU_OAI].values()
+    @pytest.mark.parametrize("record", [BF16], ids=lambda record: record.name.value)
+    def test_parameters_of_a_layer_are_compiled_in(self, record):
+        """Layers with equal parameters share their kernels; with other ones they do not."""
+        activation = ActivationType.SWIGLU_CLAMP
+
+        def keys(own=(), activation=activation):
+            settings = changed(
+                HOPPER_LOAD if record is HOPPER else BF16_LOAD,
+                activation=activation,
+                activation_parameters=own,
+            )
+            assert problem(record, settings) is None
+            return {job.key() for job in record.jobs(settings, "sm_90a")}
+
+        assert keys((("limit", 10.0),)) == keys() == keys((("limit", 10),))
+        theirs, ours = keys(), keys((("limit", 7.5),))
+        assert {key.kernel for key in ours} == {key.kernel for key in theirs}
+        gated = {key.kernel for key in ours - theirs}
+        assert gated == {key.kernel for key in theirs - ours} == GATED_KERNELS[record.name]
+        assert all("7.5" in str(key) for key in ours - theirs)
+        plain, changed_names = (
+            keys(activation=ActivationType.SWIGLU),
+            {key.kernel for key in theirs},
+        )
+        assert {key.kernel for key in plain} == changed_names
+        assert not any("limit" in str(key) for key in plain)
 
 
 class TestTools:

@@ -21,7 +21,9 @@ from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ACTIVATIONS, ActivationType, is_glu, layer_parameters
 from sonicmoe.errors import ConfigError
 
-OAI = ActivationType.SWIGLU_OAI
+OAI, CLAMP = ActivationType.SWIGLU_OAI, ActivationType.SWIGLU_CLAMP
+SITU = ActivationType.SITU_GLU
+FLEET = (("beta", 4.0), ("linear_beta", 25.0))
 UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
 GATED = [a for a in ALL_ACTIVATIONS if is_glu(a)]
 GRID = np.concatenate(
@@ -81,7 +83,7 @@ def test_backward_against_finite_differences_of_forward(activation):
     layout.
     """
     rng = np.random.default_rng(3)
-    z = rng.standard_normal((5, 12)) * (6 if activation is OAI else 2)
+    z = rng.standard_normal((5, 12)) * (6 if activation in (OAI, CLAMP) else 2)
     dy1 = rng.standard_normal((5, 6 if is_glu(activation) else 12))
     y1, dz = activate_backward(fp32(z), fp32(dy1), activation)
     assert np.array_equal(numpy(y1), numpy(activate(fp32(z), activation)))
@@ -187,6 +189,123 @@ class TestGptOss:
         assert not numpy(dz).any()
 
 
+class TestSwigluClamp:
+    """silu(min(gate, c)) * clamp(up, -c, c), without GPT-OSS's alpha and its `+ 1`."""
+
+    def test_by_hand(self):
+        """Below, on and beyond the bound of both halves; the gradient passes on it."""
+        pairs = [(0.5, 1.0), (2.0, -2.0), (2.5, 1.5), (1.0, -2.5), (-9.0, 2.0), (2.5, 2.5)]
+        y1, dz = activate_backward(fp32(pairs), fp32(np.ones((6, 1))), CLAMP, (("limit", 2.0),))
+        gate, up = np.array(pairs).T
+        s = 1 / (1 + np.exp(-gate))
+        silu, slope = (
+            np.minimum(gate, 2) / (1 + np.exp(-np.minimum(gate, 2))),
+            s + gate * s * (1 - s),
+        )
+        bounded = np.clip(up, -2, 2)
+        np.testing.assert_allclose(numpy(y1)[:, 0], silu * bounded, rtol=1e-6)
+        expected = [bounded * slope * [1, 1, 0, 1, 1, 0], silu * [1, 1, 1, 0, 1, 0]]
+        np.testing.assert_allclose(numpy(dz).T, expected, rtol=1e-6)
+
+    def test_within_the_limit_it_is_swiglu(self):
+        z = np.random.default_rng(2).uniform(-9.9, 9.9, (40, 12))
+        dy1 = fp32(np.random.default_rng(4).standard_normal((40, 6)))
+        found, plain = (
+            activate_backward(fp32(z), dy1, kind) for kind in (CLAMP, ActivationType.SWIGLU)
+        )
+        for got, wanted in zip(found, plain, strict=True):
+            np.testing.assert_allclose(numpy(got), numpy(wanted), rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's autograd is the reference")
+    @pytest.mark.parametrize("limit", [0.5, 10.0])
+    def test_fp64_autograd_of_the_definition(self, limit):
+        ticks = limit * torch.tensor([-40, -1.1, -1, -0.7, 0, 0.3, 1, 1.1, 40], dtype=torch.float64)
+        z = torch.cartesian_prod(ticks, ticks)
+        gate, up = (column.clone().requires_grad_() for column in z.unbind(1))
+        expected = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        expected.sum().backward()
+        own = layer_parameters(CLAMP, {"limit": limit})
+        y1, dz = activate_backward(z, torch.ones_like(z[:, :1]), CLAMP, own)
+        torch.testing.assert_close(y1[:, 0], expected.detach(), rtol=1e-13, atol=1e-300)
+        torch.testing.assert_close(
+            dz, torch.stack([gate.grad, up.grad], 1), rtol=1e-12, atol=1e-300
+        )
+
+    @pytest.mark.parametrize("side", [0, 1])
+    def test_infinities_are_clamped_and_nan_is_not(self, side):
+        for bad in (np.inf, -np.inf, np.nan):
+            z = np.full((1, 2), 3.0)
+            z[0, side] = bad
+            y1, dz = (numpy(v) for v in activate_backward(fp32(z), fp32([[1.0]]), CLAMP))
+            if np.isnan(bad):
+                assert np.isnan(y1).all() and np.isnan(dz[0, 0])
+            elif side or bad > 0:  # silu(-inf) is NaN in every engine
+                assert np.isfinite(y1).all() and not dz[0, side]
+
+
+class TestSituGlu:
+    """beta tanh(gate / beta) sigmoid(gate) times lb tanh(up / lb), or times up."""
+
+    # beta 4, linear_beta 25, dy1 1: (gate, up) -> y1, dgate, dup.
+    HAND = (
+        ((0.5, 1.0), 0.30945372088009004, 0.7293385551884274, 0.3091238832076366),
+        ((-2.0, 30.0), -4.59224604754133, -2.0910241944357377, -0.06720897888514264),
+    )
+
+    @pytest.mark.parametrize(("pair", "y1", "dgate", "dup"), HAND)
+    def test_by_hand(self, pair, y1, dgate, dup):
+        got, dz = activate_backward(fp32([pair]), fp32([[1.0]]), SITU, FLEET)
+        np.testing.assert_allclose(numpy(got), [[y1]], rtol=1e-6)
+        np.testing.assert_allclose(numpy(dz), [[dgate, dup]], rtol=1e-6)
+
+    def test_the_formula_of_the_record_by_hand(self):
+        z = np.array([pair for pair, *_ in self.HAND])
+        y1, dz = formulas.activate(z, np.ones((2, 1)), SITU, FLEET)
+        np.testing.assert_allclose(y1[:, 0], [hand[1] for hand in self.HAND], rtol=1e-14)
+        np.testing.assert_allclose(dz, [hand[2:] for hand in self.HAND], rtol=1e-13)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's autograd is the reference")
+    @pytest.mark.parametrize("linear_beta", [None, 25.0, 0.3])
+    @pytest.mark.parametrize("beta", [0.5, 4.0, 1e30])
+    def test_fp64_autograd_of_the_definition(self, beta, linear_beta):
+        ticks = torch.tensor(
+            [-700, -30, -4, -1, -1e-3, 0, 1e-8, 0.2, 3, 60, 700.0], dtype=torch.float64
+        )
+        z = torch.cartesian_prod(ticks, ticks)
+        gate, up = (column.clone().requires_grad_() for column in z.unbind(1))
+        factor = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
+        expected = beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * factor
+        expected.sum().backward()
+        own = layer_parameters(SITU, {"beta": beta, "linear_beta": linear_beta})
+        y1, dz = activate_backward(z, torch.ones_like(z[:, :1]), SITU, own)
+        assert torch.equal(y1, activate(z, SITU, own))
+        torch.testing.assert_close(y1[:, 0], expected.detach(), rtol=1e-13, atol=1e-300)
+        # 1 - tanh^2 of the definition has rounding errors of 1e-16 where it should be smaller.
+        torch.testing.assert_close(dz, torch.stack([gate.grad, up.grad], 1), rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("scaled", [0.1, 3.0, 8.0, -8.0])
+    def test_slopes_keep_their_digits_where_tanh_is_flat(self, scaled):
+        """1 - tanh(8)^2 is 4.5e-7, which an fp32 tanh of 1 would turn into 0 or 1.2e-7."""
+        _, dz = activate_backward(fp32([[30.0, 25.0 * scaled]]), fp32([[1.0]]), SITU, FLEET)
+        exact = 4.0 * np.tanh(7.5) * np.cosh(scaled) ** -2.0
+        np.testing.assert_allclose(numpy(dz)[0, 1], exact, rtol=1e-5)
+
+    def test_large_and_infinite_values_have_their_limits(self):
+        for big in (1e4, 3e38, np.inf):
+            z = fp32([[big, big], [big, -big], [-big, big], [-big, -big]])
+            y1, dz = (numpy(v) for v in activate_backward(z, fp32(np.ones((4, 1))), SITU, FLEET))
+            np.testing.assert_allclose(y1[:, 0], [100.0, -100.0, 0.0, 0.0], rtol=1e-6)
+            assert not dz.any()
+        y1, dz = activate_backward(fp32([[3.0, 1e30]]), fp32([[1.0]]), SITU)
+        assert np.isfinite(numpy(y1)).all() and np.isfinite(numpy(dz)).all()
+
+    def test_a_large_beta_is_silu(self):
+        z = fp32(np.random.default_rng(1).standard_normal((9, 8)) * 3)
+        own = layer_parameters(SITU, {"beta": 2.0**126, "linear_beta": 2.0**126})
+        found, plain = activate(z, SITU, own), activate(z, ActivationType.SWIGLU)
+        np.testing.assert_allclose(numpy(found), numpy(plain), rtol=1e-5)
+
+
 @pytest.mark.parametrize("activation", UNGATED, ids=lambda a: a.value)
 @pytest.mark.parametrize("magnitude", [1e4, 1e15, 1e19])
 def test_large_finite_values_have_their_limits(activation, magnitude):
@@ -264,6 +383,24 @@ class TestParameters:
         assert EngineSettings(OAI, activation_parameters=(("alpha", 1.702),)) == EngineSettings(OAI)
         assert hash(settings) != hash(EngineSettings(OAI))
 
+    def test_none_leaves_a_parameter_out(self):
+        assert layer_parameters(SITU, {"beta": 4, "linear_beta": None}) == (("beta", 4.0),)
+        assert layer_parameters(SITU, {"linear_beta": 2.0**-126}) == (("linear_beta", 2.0**-126),)
+        assert ACTIVATIONS[SITU].values()["linear_beta"] == np.inf
+
+    @pytest.mark.parametrize("own", [(), FLEET, (("beta", 0.7), ("linear_beta", 2.0))])
+    def test_the_golden_takes_them(self, own):
+        """The hand-written functions of moe_golden against the formula of the record."""
+        z = np.random.default_rng(8).standard_normal((6, 10)) * 4
+        y1, dz = formulas.activate(z, np.ones((6, 5)), SITU, own)
+        factor, dup = up_factor(SITU, z[:, 1::2], own)
+        acts, slopes = (
+            np.vectorize(lambda v, f=f: f("situ", v, own))(z[:, 0::2]) for f in (value, slope)
+        )
+        np.testing.assert_allclose(y1, acts * factor, rtol=1e-12)
+        np.testing.assert_allclose(dz[:, 0::2], slopes * factor, rtol=1e-10, atol=1e-15)
+        np.testing.assert_allclose(dz[:, 1::2], acts * dup, rtol=1e-10, atol=1e-15)
+
     @pytest.mark.parametrize(
         ("activation", "given", "words"),
         [
@@ -272,6 +409,14 @@ class TestParameters:
             (OAI, {"alpha": "1.7"}, r"\['alpha'\] is '1.7'; needed: a number"),
             (OAI, {"limit": float("nan")}, r"\['limit'\] is nan; needed: a number"),
             (OAI, {"limit": True}, r"\['limit'\] is True; needed: a number"),
+            (OAI, {"limit": -7.0}, r"\['limit'\] is -7.0; needed: a number from 1.17"),
+            (CLAMP, {"limit": 0.0}, r"\['limit'\] is 0.0; needed: a number from 1.17"),
+            (CLAMP, {"limit": None}, r"\['limit'\] is None; needed: a number from"),
+            (CLAMP, {"limit": float("inf")}, r"\['limit'\] is inf; needed: a number from"),
+            (SITU, {"beta": None}, r"\['beta'\] is None; needed: a number from"),
+            (SITU, {"beta": 1e-39}, r"\['beta'\] is 1e-39; .* to 8.507059173023462e\+37"),
+            (SITU, {"linear_beta": 0}, r"\['linear_beta'\] is 0; .* or None to leave it out"),
+            (SITU, {"linear_beta": 1e38}, r"\['linear_beta'\] is 1e\+38; needed: a number from"),
         ],
     )
     def test_what_is_no_parameter_is_refused(self, activation, given, words):

@@ -20,7 +20,7 @@ from sonicmoe.engine.capabilities import HOPPER, RECORDS, Workload
 from sonicmoe.engine.cold_start import compile_missing, run_jobs
 from sonicmoe.engine.select import ready_engine
 from sonicmoe.engine.settings import EngineSettings
-from sonicmoe.enums import EngineName
+from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.jit import CompileCache, CompileKey, no_compile
 from sonicmoe.quant.recipes import RECIPES
 
@@ -63,6 +63,11 @@ def test_everything_is_compiled_at_once_with_one_line_before_and_one_after(
     assert before.startswith("sonicmoe: compiling 3 kernels with 2 processes, about ")
     assert "`sonicmoe warmup --E <local experts> --H 3072 --I 1536` does this ahead of" in before
     assert after.startswith("sonicmoe: 3 kernels are ready after ")
+    own = (("beta", 4.0), ("linear_beta", 25.0))
+    settings = EngineSettings(ActivationType.SITU_GLU, activation_parameters=own)
+    assert cold_start._activation_options(settings) == (
+        " --activation situ_glu --activation-parameter beta=4.0 --activation-parameter linear_beta=25.0"
+    )
 
 
 def test_a_process_looks_once_and_a_warm_one_says_nothing(

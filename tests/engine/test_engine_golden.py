@@ -45,9 +45,30 @@ def test_fp32(activation, bias):
     assert_matches(run_engine(problem), golden(problem))
 
 
+OWN = {
+    ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 2.5)),
+    ActivationType.SWIGLU_CLAMP: (("limit", 1.5),),
+}
+
+
+@pytest.mark.parametrize("activation", OWN, ids=lambda a: a.value)
+def test_parameters_of_a_layer(activation):
+    problem = make_problem(activation, parameters=OWN[activation])
+    exact = golden(problem)
+    assert_matches(run_engine(problem), exact)
+    defaults = golden(problem.but(parameters=()))
+    assert all(relative_rmse(got, getattr(defaults, name)) > 0.05 for name, got in exact.items())
+
+
 @pytest.mark.parametrize(
     "activation",
-    [ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, ActivationType.GELU],
+    [
+        ActivationType.SWIGLU,
+        ActivationType.SWIGLU_OAI,
+        ActivationType.SWIGLU_CLAMP,
+        ActivationType.SITU_GLU,
+        ActivationType.GELU,
+    ],
     ids=lambda a: a.value,
 )
 def test_the_golden_gradients_are_derivatives(activation):
@@ -55,8 +76,9 @@ def test_the_golden_gradients_are_derivatives(activation):
     input.
     """
     problem = make_problem(
-        activation, tokens=5, hidden=6, intermediate=4, experts=3, topk=2, bias=True, empty=()
-    )
+        activation, tokens=5, hidden=6, intermediate=4, experts=3, topk=2, bias=True, empty=(),
+        parameters=OWN.get(activation, ()),
+    )  # fmt: skip
     exact = golden(problem)
     rng = np.random.default_rng(1)
     pairs = {

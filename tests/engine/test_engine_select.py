@@ -198,13 +198,13 @@ class TestOnHopper:
         assert choice.engine.name == "reference" and choice.falls_back
         assert f"the activation is '{activation.value}'" in choice.reason
 
-    def test_compiled_in_parameters_send_a_layer_to_the_reference_engine(self, hopper):
-        oai = EngineSettings(ActivationType.SWIGLU_OAI)
+    def test_parameters_of_a_layer_go_to_an_engine_that_takes_them(self, hopper, monkeypatch):
+        oai = EngineSettings(ActivationType.SWIGLU_OAI, activation_parameters=(("alpha", 1.5),))
         assert choose_engine("cuda:0", workload=Workload(oai, 64, 64)).engine.name == "bf16"
-        own = replace(oai, activation_parameters=(("alpha", 1.5),))
-        choice = choose_engine("cuda:0", workload=Workload(own, 64, 64))
+        monkeypatch.setitem(RECORDS, BF16.name, replace(BF16, sets_parameters=False))
+        choice = choose_engine("cuda:0", workload=Workload(oai, 64, 64))
         assert choice.engine.name == "reference" and choice.falls_back
-        assert "alpha of swiglu_oai is 1.5, and its kernels have 1.702 compiled in" in choice.reason
+        assert "alpha of swiglu_oai is 1.5, and it computes with 1.702 alone" in choice.reason
 
     def test_the_host_is_no_fallback(self):
         assert not choose_engine("cpu", workload=WORKLOAD).falls_back

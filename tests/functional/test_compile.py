@@ -81,6 +81,19 @@ def test_parameters_of_the_activation():
     assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
 
 
+def test_parameters_of_the_activation_of_a_function():
+    def layer(x, router, w1, w2):
+        own = {"beta": 4.0, "linear_beta": 25.0}
+        given = x, router, w1, None, w2, None, 2, None, "situ_glu"
+        return moe_TC_softmax_topk_layer(*given, activation_parameters=own)[0]
+
+    moe, (x, _) = make_layer("situ_glu"), tokens()
+    weights = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    found, wanted = (call(x, moe.router.weight, *weights) for call in (compiled, layer))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_way_to_keep_z(settings):
     moe, (x, dout) = make_layer(), tokens()

@@ -69,11 +69,19 @@ def test_is_glu_as_upstreams_scripts_say_it():
             MoE(2, 1, 8, 4, activation, is_glu=not gated)
 
 
-def test_a_layer_sets_the_parameters_of_its_activation():
+@pytest.mark.parametrize(
+    ("activation", "own"),
+    [
+        ("swiglu_oai", {"alpha": 1.1, "limit": 0.5}),
+        ("swiglu_clamp", {"limit": 0.5}),
+        ("situ_glu", {"beta": 4.0, "linear_beta": 0.5}),
+        ("situ_glu", {"beta": 4.0, "linear_beta": None}),
+    ],
+)
+def test_a_layer_sets_the_parameters_of_its_activation(activation, own):
     """Against plain PyTorch, forward and backward; a layer with the defaults computes otherwise."""
-    own = {"alpha": 1.1, "limit": 0.5}
-    layer = MoE(4, 2, 32, 16, "swiglu_oai", std=0.5, activation_parameters=own)
-    usual = MoE(4, 2, 32, 16, ActivationType.SWIGLU_OAI, std=0.5)
+    layer = MoE(4, 2, 32, 16, activation, std=0.5, activation_parameters=own)
+    usual = MoE(4, 2, 32, 16, ActivationType(activation), std=0.5)
     usual.load_state_dict(layer.state_dict())
     x, dout = tokens()
     runs = {}

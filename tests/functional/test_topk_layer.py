@@ -8,7 +8,14 @@ from framework import numpy, relative_rmse, torch
 from functional.layer_golden import golden_layer, make_layer, make_tokens, run_layer
 
 import sonicmoe
-from sonicmoe import SonicMoEConfig, count_cumsum, enable_quack_gemm, moe_TC_softmax_topk_layer
+from sonicmoe import (
+    MoE,
+    SonicMoEConfig,
+    count_cumsum,
+    enable_quack_gemm,
+    moe_general_routing_inputs,
+    moe_TC_softmax_topk_layer,
+)
 from sonicmoe.config import current_config
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 
@@ -94,6 +101,26 @@ def test_halves_are_argument_13():
     assert torch.equal(moe_TC_softmax_topk_layer(*given)[0], by_name)
     with pytest.raises(TypeError, match="positional arguments"):
         moe_TC_softmax_topk_layer(*given, True)
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["token choice", "any routing"])
+def test_the_activation_has_parameters(general):
+    """Of the functions, as of `MoE`."""
+    own = {"beta": 4.0, "linear_beta": 0.5}
+    moe = MoE(5, 2, 32, 24, "situ_glu", std=0.5, activation_parameters=own)
+    x, given = make_tokens(19, 32), {"activation_type": "situ_glu", "activation_parameters": own}
+    if general:
+        chosen, ids = moe.router(x).topk(2, -1)
+        rows = torch.arange(19).repeat_interleave(2)
+        _, w1, b1, w2, b2, _ = list(arguments(moe, x).values())[1:]
+        triples = torch.softmax(chosen, -1).flatten(), rows, ids.flatten()
+        out, _ = moe_general_routing_inputs(x, *triples, w1, b1, w2, b2, **given)
+    else:
+        out, _, _ = moe_TC_softmax_topk_layer(**arguments(moe, x), **given)
+    torch.testing.assert_close(out, moe(x)[0])
+    with pytest.raises(ConfigError, match="needed: a number from"):
+        given["activation_parameters"] = {"beta": 0.0}
+        moe_TC_softmax_topk_layer(**arguments(moe, x), **given)
 
 
 def test_inference(saves):

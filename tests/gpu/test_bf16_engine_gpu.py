@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from activation_cases import OWN, gain_of
 from public_models import EXPERT_SIZES
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
@@ -53,6 +54,7 @@ def compiled():
         for activation in ActivationType
         for bias in (False, True)
     ]
+    shapes += [MlpShape(H, I, kind, parameters=own, arch=ARCH) for kind, own in OWN.items()]
     shapes += [
         MlpShape(H, I, SWIGLU, "float16", arch=ARCH),
         *(MlpShape(h, i, SWIGLU, arch=ARCH) for h, i in EXPERT_SIZES.values()),
@@ -95,6 +97,7 @@ class Case:
     probs: torch.Tensor
     weights: tuple
     activation: ActivationType
+    parameters: tuple = ()
 
     @property
     def routing(self):
@@ -110,6 +113,7 @@ class Case:
             self.probs,
             weights,
             self.activation,
+            self.parameters,
         )
 
 
@@ -134,7 +138,7 @@ def make_case(
     )
     probs = torch.rand((tokens, topk), generator=generator, device="cuda") + 0.05
     n1 = intermediate * (2 if is_glu(activation) else 1)
-    gain = 4.0 if activation is ActivationType.SWIGLU_OAI else 1.0  # reaches its clamps
+    gain = gain_of(activation)
     weights = (
         normal(experts, n1, hidden, scale=gain * hidden**-0.5).to(dtype),
         normal(experts, hidden, intermediate, scale=intermediate**-0.5).to(dtype),
@@ -147,7 +151,8 @@ def make_case(
 
 def run(case, engine=OURS, *, accumulators=None, settings=None):
     """Everything a forward and a backward give, by name."""
-    settings = settings or EngineSettings(activation=case.activation)
+    own = case.parameters
+    settings = settings or EngineSettings(case.activation, activation_parameters=own)
     weights = engine.prepare_weights(*case.weights, settings)
     routing = case.routing
     out, saved = engine.forward(case.x, routing, weights, settings)
@@ -239,6 +244,15 @@ def test_every_activation(activation, bias):
     check(make_case(activation=activation, bias=bias))
 
 
+@pytest.mark.parametrize("activation", OWN, ids=lambda a: a.value)
+def test_parameters_of_a_layer(activation):
+    case = make_case(activation=activation)
+    defaults = run(case, engine=REFERENCE)["out"].float()
+    case.parameters = OWN[activation]
+    check(case)
+    assert not torch.allclose(run(case)["out"].float(), defaults, rtol=0.1, atol=0.1)
+
+
 def test_float16():
     check(make_case(dtype=FP16))
 
@@ -325,7 +339,7 @@ def test_unwritten_memory_is_never_read(activation, bias):
     assert_same_bits(filled, zeroed)
 
 
-@pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SWIGLU_OAI], ids=lambda a: a.value)
+@pytest.mark.parametrize("activation", [SWIGLU, *OWN], ids=lambda a: a.value)
 @pytest.mark.parametrize("which", ["x", "dout"])
 def test_a_bad_token_spoils_its_own_experts_only(which, activation):
     case = make_case(400, invalid=0.0, topk=1, empty=(4,), activation=activation)

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from racer import load
 
 import sonicmoe.jit.parallel as parallel_module
 import sonicmoe.jit.worker as worker_module
+import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe.cli.main import main
 from sonicmoe.cli.warmup import warmup
 from sonicmoe.config import SonicMoEConfig, current_config
@@ -180,6 +182,7 @@ def test_record_says_what_was_warmed_with_versions(cache: CompileCache, field: F
         "dtype": "bfloat16",
         "activation": "swiglu",
         "arch": "sm_90a",
+        "activation_parameters": [],
     }
     assert record["kernels"] == [{"kernel": "fake_1", "key": str(job.key())}]
     assert {"sonicmoe", "apache-tvm-ffi", "triton"} <= set(record["versions"])
@@ -351,7 +354,11 @@ def test_an_unknown_precision_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"E": 0}, {"H": -1}, {"I": 1.5}, {"dtype": "int8"}, {"activation": "tanh"}]
+    "change",
+    [
+        {"E": 0}, {"H": -1}, {"I": 1.5}, {"dtype": "int8"}, {"activation": "tanh"},
+        {"activation_parameters": (("limit", 7.0),)},
+    ],
 )  # fmt: skip
 def test_model_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
@@ -407,6 +414,42 @@ def test_command_checks_without_compiling(tmp_path: Path, monkeypatch: pytest.Mo
         "though no FP8 mode is in force"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_the_activation_are_warmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command, from a program, and back from a record: other numbers, other kernels."""
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+
+    def keys(*options: str) -> set[str]:
+        asked = [*DIMENSIONS, "--cache-dir", str(tmp_path), "--check", "--json", *options]
+        report = json.loads(CliRunner().invoke(warmup, asked).stdout)
+        return {kernel["key"] for kernel in report["kernels"]}
+
+    situ = ("--activation", "situ_glu")
+    own = (*situ, "--activation-parameter", "beta=4", "--activation-parameter", "linear_beta=25")
+    assert keys(*situ) == keys(*situ, "--activation-parameter", "beta=1") != keys(*own)
+    asked: list[ModelSpec] = []
+
+    def record(spec: ModelSpec, *_: Any, **__: Any) -> SimpleNamespace:
+        asked.append(spec)
+        return SimpleNamespace(kernels=())
+
+    monkeypatch.setattr(jit_warmup_module, "warm_up", record)
+    numbers = {"beta": 4, "linear_beta": 25.0}
+    warmup_jit(
+        8, 3072, 1536, activation="situ_glu", activation_parameters=numbers, cache_dir=tmp_path
+    )
+    (spec,) = asked
+    assert ModelSpec(**json.loads(json.dumps(asdict(spec)))) == spec
+    assert spec.activation_parameters == (("beta", 4.0), ("linear_beta", 25.0))
+    refused = CliRunner().invoke(warmup, [*DIMENSIONS, "--activation-parameter", "beta"])
+    assert refused.exit_code == 2 and "'beta'; needed: NAME=VALUE" in refused.output
+    refused = CliRunner().invoke(
+        main, ["warmup", *DIMENSIONS, *situ, "--activation-parameter", "b=1"]
+    )
+    assert refused.exit_code == 2 and "has 'b'; situ_glu has ['beta'" in refused.output
 
 
 def test_command_says_what_it_leaves_out_and_refuses_it_when_asked_for(

@@ -31,6 +31,8 @@ TORCH_ACTIVATIONS = {
     ActivationType.GEGLU: F.gelu,
     ActivationType.REGLU: F.relu,
     ActivationType.SWIGLU_OAI: lambda v: v.clamp(max=7.0) * torch.sigmoid(1.702 * v.clamp(max=7.0)),
+    ActivationType.SWIGLU_CLAMP: lambda v: F.silu(v.clamp(max=10.0)),
+    ActivationType.SITU_GLU: lambda v: torch.tanh(v) * torch.sigmoid(v),
     ActivationType.SILU: F.silu,
     ActivationType.GELU: F.gelu,
     ActivationType.RELU: F.relu,
@@ -49,6 +51,8 @@ def plain_moe(problem, x, probs, up_gates, downs):
             up = z[:, problem.intermediate :]
             if problem.activation is ActivationType.SWIGLU_OAI:
                 up = up.clamp(-7.0, 7.0) + 1
+            elif problem.activation is ActivationType.SWIGLU_CLAMP:
+                up = up.clamp(-10.0, 10.0)
             y1 = act(z[:, : problem.intermediate]) * up if is_glu(problem.activation) else act(z)
             out = out.index_add(0, tokens, (y1 @ down) * probs[tokens, k : k + 1])
     return out
