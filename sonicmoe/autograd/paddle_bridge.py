@@ -50,14 +50,14 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         them.
         """
         refuse_second_derivative()
-        asked = _asked_for()
-        reached = [wanted and (asked is None or n in asked) for n, wanted in ctx.parameters]
+        asked, named = _asked_for()
+        reached = [wanted and (named is None or n in named) for n, wanted in ctx.parameters]
         try:
             of_inputs, of_parameters = ctx.call.backward(
                 gradients,
                 _take_saved(ctx),
                 reached=reached,
-                collected=asked is not None and any(reached),
+                collected=named is not None and any(reached),
             )
         except Exception as error:
             ctx.call.explain(error, "backward")
@@ -121,22 +121,44 @@ def _wants(asked: set[str] | None, name: str, is_leaf: bool, requires_grad: bool
     return requires_grad and (asked is None or not is_leaf or name in asked)
 
 
-def _asked_for() -> set[str] | None:
-    """Names of the tensors whose gradients the running backward was asked for; None: of all.
+def _asked_for() -> tuple[set[str] | None, set[str] | None]:
+    """Names of the inputs, and of the parameters, whose gradients the running backward was asked
+    for; None: of all.
 
-    `paddle.grad` asks for the gradients of its `inputs`, `Tensor.backward` for all.
+    `paddle.grad` asks for the gradients of its `inputs`, `Tensor.backward` and
+    `paddle.autograd.backward` for all.
     """
     # Paddle runs a backward on the thread that asked for it, and tells no node what was asked for.
     # The arguments of `paddle.grad` stand in its frame. The nearest frame counts, because a
     # backward may run inside another one.
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _TENSOR_BACKWARD:
+    recomputed = False
+    while frame is not None:
         if frame.f_code is _PADDLE_GRAD:
             inputs = frame.f_locals["inputs"]
             several = isinstance(inputs, (list, tuple, set))
-            return {tensor.name for tensor in (inputs if several else (inputs,))}
+            names = {tensor.name for tensor in (inputs if several else (inputs,))}
+            return (None if recomputed else names), names
+        if frame.f_code in _BACKWARDS:
+            if not _is_recompute(frame):
+                break
+            # A backward of copies of the inputs, all of which the one around it needs. Parameters
+            # are the same tensors in both.
+            recomputed = True
         frame = frame.f_back
-    return None
+    return None, None
+
+
+def _is_recompute(frame: FrameType) -> bool:
+    """Whether re-entrant recompute called the function of this frame, or of decorators around it."""
+    caller = frame.f_back
+    for _ in range(_DECORATORS):
+        if caller is None:
+            return False
+        if str(caller.f_globals.get("__name__")).startswith("paddle.distributed.fleet.recompute"):
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _code_of(function: Any) -> Any:
@@ -144,7 +166,9 @@ def _code_of(function: Any) -> Any:
     return inspect.unwrap(function).__code__
 
 
-_PADDLE_GRAD, _TENSOR_BACKWARD = _code_of(paddle.grad), _code_of(paddle.Tensor.backward)
+_PADDLE_GRAD = _code_of(paddle.grad)
+_BACKWARDS = {_code_of(paddle.Tensor.backward), _code_of(paddle.autograd.backward)}
+_DECORATORS = 3  # frames at most between a function of Paddle's and its caller
 
 
 def _with_empty(tensors: Sequence[Any], empty: Mapping[int, Any]) -> list[Any]:

@@ -131,6 +131,52 @@ class TestAskedFor:
         assert error_of(layer, 0) == 0.0
 
 
+@only_paddle
+class TestInsideOtherBackwards:
+    """Paddle tells no backward what it was asked for, so the call stack is read."""
+
+    @every_flush
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_gradients_of_tokens_through_recompute(self, flush, use_reentrant):
+        from paddle.distributed.fleet.utils import recompute
+
+        layer = made(flush)
+        call = layer.call()
+        leaves = [call.x, call.probs]
+        x, probs = (leaf * 1.0 for leaf in leaves)
+        call.out = recompute(
+            layer.node, x, call.counts, call.indices, probs, use_reentrant=use_reentrant
+        )
+        wanted = golden(layer.problem)
+        for got, want in zip(gradients_of(call, leaves), (wanted.dx, wanted.dprobs), strict=True):
+            assert relative_rmse(numpy(got), want) < 1e-5
+        layer.node.step()
+        assert error_of(layer, 0) == 0.0
+
+    @every_flush
+    @pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward"])
+    def test_a_whole_backward_from_a_hook_of_another_graph(self, flush, how):
+        import paddle
+
+        layer = made(flush)
+        call = layer.call()
+        other = paddle.ones([3])
+        other.stop_gradient = False
+        doubled = other * 2
+
+        def run(_):
+            if how == "Tensor.backward":
+                call.out.backward(call.dout)
+            else:
+                paddle.autograd.backward([call.out], [call.dout])
+
+        doubled.register_hook(run)
+        paddle.grad(doubled.sum(), other)
+        layer.node.step()
+        assert error_of(layer) < 1e-5
+        assert relative_rmse(call.dx, golden(layer.problem).dx) < 1e-5
+
+
 class TestParameters:
     """That are others by the time their gradients arrive."""
 
@@ -259,6 +305,25 @@ class TestWeightsInBetween:
                 weight.data.copy_(kept if after == "the same" else torch.full_like(kept, 7.0))
         if arrangement == "native" and config is FULL and after != "the same":
             with pytest.raises(RuntimeError, match="which reads them where they lie"):
+                call.backward()
+            return
+        call.backward()
+        assert np.array_equal(call.dx, wanted.dx)
+
+    @only_paddle
+    @each_arrangement
+    @pytest.mark.parametrize("comes_back", [True, False])
+    def test_freed_as_paddles_sharding_does(self, arrangement, comes_back):
+        layer, undisturbed = (made(arrangement=arrangement) for _ in range(2))
+        wanted = undisturbed.run()
+        call = layer.call()
+        kept = [weight.detach().clone() for weight in layer.weights]
+        for weight, values in zip(layer.weights, kept, strict=True):
+            weight._clear_data()
+            if comes_back:
+                values._share_buffer_to(weight)
+        if arrangement == "native" and not comes_back:
+            with pytest.raises(OSError, match="which reads them where they lie"):
                 call.backward()
             return
         call.backward()
