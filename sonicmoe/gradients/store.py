@@ -239,7 +239,8 @@ class GradientStore:
         where no backward ran since the last flush.
 
         Raises:
-            RuntimeError: a backward failed while it added; nothing is flushed.
+            RuntimeError: a backward failed while it added, or the layer has other parameters by now;
+                nothing is flushed.
             DTypeError, ShapeError, DeviceError: see `check_main_grad`; nothing is flushed.
         """
         self._flush(through_autograd=False)
@@ -363,6 +364,8 @@ class GradientStore:
 
     def _flush_native(self, native: NativeBuffer, through_autograd: bool) -> list[Tensor | None]:
         parameters = self.owners
+        if not through_autograd:
+            self._check_held(parameters)
         trained = self._trained or list(map(requires_grad, parameters))
         # Before the first addition, so that a flush that raises may be repeated and adds nothing
         # twice.
@@ -386,6 +389,17 @@ class GradientStore:
         # Last: after a launch that failed the gradients still wait, and the flush may be repeated.
         self._waiting, self._owners = 0, None
         return returned
+
+    def _check_held(self, owners: Sequence[Tensor]) -> None:
+        """Raise where gradients wait for parameters that nobody will look at any more."""
+        held = set(map(id, self._parameters.parameters()))
+        gone = sum(id(parameter) not in held for parameter in owners)
+        if gone:
+            raise RuntimeError(
+                f"weight gradients wait for {gone} expert parameters that the modules held in the forward and hold no longer "
+                "(replaced, or resharded as FSDP2 does); needed: step() before that, a node with flush='auto', or "
+                "discard_grads()"
+            )
 
     def _add_one_by_one(
         self,

@@ -296,8 +296,8 @@ class SonicMoEMlpNode:
 
         Raises:
             RuntimeError: a backward failed while it added weight gradients (see `discard_grads`);
-                or `main_grad` was replaced after a backward that adds to it was captured into a
-                CUDA graph.
+                gradients wait here for parameters that the modules no longer hold; or `main_grad`
+                was replaced after a backward that adds to it was captured into a CUDA graph.
             OutOfMemoryError: nothing is lost; call it again when there is memory.
         """
         self.flush_grads()

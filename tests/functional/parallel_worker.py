@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from node.direct_layers import Expert
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonicmoe import MoE
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.autograd import expert_mlp
 
 RANKS, STEPS, H, I, E = 2, 3, 32, 48, 4
@@ -151,11 +153,51 @@ def check_expert_parallel(rank: int) -> None:
         torch.testing.assert_close(weight.grad.full_tensor(), gradient)
 
 
+class Experts(torch.nn.Module):
+    """A node over modules that FSDP2 shards; the same weights for everybody."""
+
+    def __init__(self, flush: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = [(torch.randn(H, 2 * I) * 0.2, torch.randn(I, H) * 0.2) for _ in range(E)]
+        self.experts = torch.nn.ModuleList(Expert(*pair) for pair in made)
+        self.nodes = [SonicMoEMlpNode(self.experts, E, H, I, flush=flush)]
+
+    def run(self, seed: int, scale: float) -> None:
+        x, dout = batch(seed, 0)
+        indices = torch.rand(24, E, generator=torch.Generator().manual_seed(seed)).topk(2).indices
+        self(x, indices).backward(dout * scale)
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.nodes[0](x, None, indices, torch.full((24, 2), 0.5))
+        return out
+
+
+def check_node(rank: int) -> None:
+    """Through autograd its gradients are reduced; those that wait cannot be, and it says so."""
+    wanted = Experts("auto")
+    for other in range(RANKS):
+        wanted.run(other, 1 / RANKS)
+    for flush in ("auto", "backward", "step"):
+        module = Experts(flush)
+        fully_shard(module)
+        module.run(rank, 1.0)
+        try:
+            module.nodes[0].step()
+        except RuntimeError as error:
+            assert flush == "step" and "resharded as FSDP2 does" in str(error), error
+            continue
+        assert flush != "step"
+        for mine, its in zip(module.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), its.grad, rtol=1e-4, atol=1e-5)
+
+
 def main() -> None:
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     check_expert_parallel(rank)
+    check_node(rank)
     for use_fp8 in (False, True):
         for compiled in (False, True):
             check_training(DistributedDataParallel, rank, use_fp8, compiled)
