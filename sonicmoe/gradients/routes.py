@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
+from operator import is_
+from typing import Any
 
 import torch
 
@@ -23,6 +26,7 @@ from ..weights.parameters import ExpertParameters
 from .destinations import check_main_grad
 
 Tensor = torch.Tensor
+ABSENT: Any = object()  # in place of a `main_grad` that a parameter has no attribute for
 
 
 class Route(Enum):
@@ -65,46 +69,54 @@ def stand_ins_for(parameters: Sequence[Tensor], trained: Sequence[bool]) -> dict
     Megatron's data parallelism sets that attribute and hangs its reductions on gradient hooks,
     which must find a `.grad`. Where the attribute is True they drop it and take `main_grad`.
     """
+    # Asked at every backward of parameters that nearly never have it.
+    marked = [hasattr(parameter, "grad_added_to_main_grad") for parameter in parameters]
+    if not any(marked):
+        return {}
     found = {
         id(parameter): index
-        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True))
-        if wanted
-        and hasattr(parameter, "grad_added_to_main_grad")
-        and hasattr(parameter, "main_grad")
+        for index, parameter in enumerate(parameters)
+        if marked[index] and trained[index] and hasattr(parameter, "main_grad")
     }
     # Zeros and not unwritten memory: a hook that adds `.grad` all the same must add nothing.
     return {index: torch.zeros_like(parameters[index]) for index in found.values()}
 
 
-def without_main_grad(parameters: Sequence[Tensor], trained: Sequence[bool]) -> int | None:
-    """The first parameter that wants a gradient and has no attribute `main_grad`, by its position."""
+def main_grads_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list[Any]:
+    """`main_grad` of each parameter that wants a gradient, or `ABSENT`; None of the others."""
     # The presence of the attribute decides and not its value: a framework that sets `main_grad =
     # None` wants an fp32 gradient there.
-    lacking = (
-        index
-        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True))
-        if wanted and not hasattr(parameter, "main_grad")
-    )
-    return next(lacking, None)
+    return [
+        getattr(parameter, "main_grad", ABSENT) if wanted else None
+        for parameter, wanted in zip(parameters, trained, strict=True)
+    ]
+
+
+def is_among(value: Any, values: Sequence[Any]) -> bool:
+    """By identity: tensors compare their elements."""
+    return any(map(is_, values, repeat(value)))
 
 
 def direct_addition(
-    layer: ExpertParameters, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
+    layer: ExpertParameters,
+    parameters: Sequence[Tensor],
+    trained: list[bool],
+    main_grads: list[Any],
+    dout: Tensor,
 ) -> Addition:
-    """An addition straight into the `main_grad` of all that want a gradient. Memory that is made
-    here, where it is None, is not zeroed yet.
+    """An addition straight into `main_grads`. Memory that is made here, where one that is wanted is
+    None, is not zeroed yet.
     """
     fresh: dict[int, tuple[Tensor, Tensor]] = {}  # once for a parameter that experts share
-    memory: list[Tensor | None] = []
-    for parameter, wanted in zip(parameters, trained, strict=True):
-        held = getattr(parameter, "main_grad", None) if wanted else None
-        if wanted and held is None:
-            if id(parameter) not in fresh:
-                made = torch.empty(tuple(parameter.shape), dtype=torch.float32, device=dout.device)
-                fresh[id(parameter)] = (parameter, made)
-            held = fresh[id(parameter)][1]
-        memory.append(held)
-    targets = layer.targets(memory)
+    if is_among(None, main_grads):
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+            if wanted and main_grads[index] is None:
+                if id(parameter) not in fresh:
+                    shape = tuple(parameter.shape)
+                    made = torch.empty(shape, dtype=torch.float32, device=dout.device)
+                    fresh[id(parameter)] = (parameter, made)
+                main_grads[index] = fresh[id(parameter)][1]
+    targets = layer.targets(main_grads)
     return Addition(Route.DIRECT, parameters, trained, targets, list(fresh.values()))
 
 

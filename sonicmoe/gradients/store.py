@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from operator import is_
+from operator import attrgetter, is_
 from threading import RLock
 from typing import Any
 
@@ -39,14 +39,16 @@ from ..weights.parameters import ExpertParameters
 from . import destinations
 from .destinations import add_to_grad, add_to_main_grad, check_main_grad
 from .routes import (
+    ABSENT,
     Addition,
     CapturedMemory,
     Route,
     direct_addition,
     direct_problem,
+    is_among,
     is_capturing,
+    main_grads_of,
     stand_ins_for,
-    without_main_grad,
 )
 
 Tensor = torch.Tensor
@@ -305,9 +307,10 @@ class GradientStore:
         trained: list[bool],
         dout: Tensor,
     ) -> Addition:
-        lacking = without_main_grad(parameters, trained)
-        if lacking is not None:
+        main_grads = main_grads_of(parameters, trained)
+        if is_among(ABSENT, main_grads):
             if self._mode is FlushMode.DIRECT:
+                lacking = [main_grad is ABSENT for main_grad in main_grads].index(True)
                 raise ConfigError(
                     f"flush='direct', and expert parameter {lacking} of {len(parameters)} has no main_grad; needed: fp32 "
                     "main_grad (None: memory is made) on every one that trains, or flush='auto'"
@@ -315,7 +318,7 @@ class GradientStore:
             self._say(Route.AUTOGRAD)
             accumulators = self.accumulators(engine, dout.device)
             return Addition(Route.AUTOGRAD, parameters, trained, accumulators)
-        addition = direct_addition(self._parameters, parameters, trained, dout)
+        addition = direct_addition(self._parameters, parameters, trained, main_grads, dout)
         assert isinstance(addition.targets, ParameterTargets)
         # Where no main_grad has moved since the last backward, nobody asks about it again.
         self._footprint = addition.targets.recognise(self._footprint)
@@ -461,6 +464,8 @@ def _zero(native: NativeBuffer) -> None:
 
 def _check_leaves(parameters: Sequence[Tensor], trained: Sequence[bool], mode: FlushMode) -> None:
     """Refuse tensors that a gradient is added to and never passed on from."""
+    if all(map(attrgetter("is_leaf"), parameters)):
+        return
     for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
         if wanted and not parameter.is_leaf:
             returned = mode in (FlushMode.AUTO, FlushMode.BACKWARD)

@@ -41,7 +41,12 @@ from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
 from ..weights.cache import Reading
-from ..weights.parameters import ExpertParameters, FusedParameters, PerExpertParameters
+from ..weights.parameters import (
+    ExpertParameters,
+    FusedParameters,
+    PerExpertParameters,
+    StackedWeight,
+)
 from .layer_state import LayerState
 from .mlp_call import MlpCall
 
@@ -128,8 +133,8 @@ class SonicMoEMlpNode:
     @classmethod
     def from_fused(
         cls,
-        weight1: Tensor,
-        weight2: Tensor,
+        weight1: StackedWeight,
+        weight2: StackedWeight,
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
@@ -140,8 +145,10 @@ class SonicMoEMlpNode:
         """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and
         `weight2 [E, I, H]`.
 
-        It keeps these two tensors: make it after whatever puts others in their place
-        (`load_state_dict(assign=True)`, `to_empty()`).
+        A tensor that it is given, it keeps: make it after whatever puts another in its place
+        (`load_state_dict(assign=True)`, `to_empty()`). Given `(module, name)` in place of a tensor,
+        it looks the parameter up in every call: `from_fused((experts, "weight1"), (experts,
+        "weight2"))`.
         """
         activation = member_of(ActivationType, activation_type, "activation_type")
         parameters = FusedParameters(weight1, weight2, activation)
@@ -152,8 +159,8 @@ class SonicMoEMlpNode:
     @classmethod
     def from_native(
         cls,
-        weight1: Tensor,
-        weight2: Tensor,
+        weight1: StackedWeight,
+        weight2: StackedWeight,
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
@@ -162,8 +169,8 @@ class SonicMoEMlpNode:
         split_wgrad: bool = False,
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters as `sonicmoe.MoE` has them: `weight1 [E, 2I, H]` (gate
-        and up rows in turns) and `weight2 [E, H, I]`. It keeps these two tensors, as `from_fused`
-        does.
+        and up rows in turns) and `weight2 [E, H, I]`; tensors, or `(module, name)` as for
+        `from_fused`.
         """
         activation = member_of(ActivationType, activation_type, "activation_type")
         parameters = FusedParameters(weight1, weight2, activation, NATIVE)

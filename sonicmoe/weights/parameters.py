@@ -187,22 +187,38 @@ class PerExpertParameters(ExpertParameters):
         )
 
 
+StackedWeight = Tensor | tuple[Any, str]
+
+
+def _current(weight: StackedWeight) -> Tensor:
+    # A name, and no function that returns the parameter: a copy of the function would go on reading
+    # the module that was copied.
+    return getattr(*weight) if isinstance(weight, tuple) else weight  # type: ignore[no-any-return]
+
+
 class FusedParameters(ExpertParameters):
     """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
     H]`; or, with the native layout, `weight1 [E, 2I, H]` (gate and up rows in turns) and `weight2
     [E, H, I]`.
+
+    Each is a parameter, or `(module, name)` of one, which is then looked up in every call: for
+    modules that may get another parameter (`load_state_dict(assign=True)`).
     """
 
     def __init__(
         self,
-        weight1: Tensor,
-        weight2: Tensor,
+        weight1: StackedWeight,
+        weight2: StackedWeight,
         activation: ActivationType,
         layout: WeightLayout | None = None,
     ) -> None:
         """Check the pair against each other; `layout`: None or the native one."""
         super().__init__(activation)
         self.layout = layout or self.layout
+        self._given = (weight1, weight2)
+        self._weights = self._checked(*map(_current, self._given))
+
+    def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
         first, second = ("[E, H, 2I]", "[E, I, H]")
         if not self.layout.transposed:
             first, second = ("[E, 2I, H]", "[E, H, I]")
@@ -215,16 +231,31 @@ class FusedParameters(ExpertParameters):
             )
         experts, inner = int(weight1.shape[0]), self.layout.intermediate_size(weight2)
         hidden = int(weight1.shape[1 if self.layout.transposed else 2])
-        up = (pre_activation_width(inner, activation), hidden)
+        up = (pre_activation_width(inner, self.activation), hidden)
         down = (hidden, inner)
         if self.layout.transposed:
             up, down = up[::-1], down[::-1]
         _check_parameter(weight1, "weight1", (experts, *up), first)
         _check_parameter(weight2, "weight2", (experts, *down), second)
-        self._weights = (weight1, weight2)
+        return weight1, weight2
 
     def parameters(self) -> list[Tensor]:
-        """`[weight1, weight2]`."""
+        """`[weight1, weight2]`, as they are now. New ones are checked as the first ones were.
+
+        Raises:
+            ShapeError: their sizes are not those of the first ones.
+        """
+        weight1, weight2 = map(_current, self._given)
+        held1, held2 = self._weights
+        if weight1 is not held1 or weight2 is not held2:
+            shapes = [tuple(weight.shape) for weight in self._weights]
+            found = [tuple(weight.shape) for weight in self._checked(weight1, weight2)]
+            expect(
+                found == shapes,
+                ShapeError,
+                f"weight1 and weight2 have shapes {found} by now; the node was made for {shapes}",
+            )
+            self._weights = weight1, weight2
         return list(self._weights)
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -266,8 +297,8 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
         if parameters[0].is_meta:
             raise LayoutError(
                 "the experts' weights are on the meta device and hold no memory; needed: weights "
-                "made real before the forward, and a node of stacked parameters made after that, "
-                "because it keeps the tensors it was given"
+                "made real before the forward, and a node of stacked parameters given them as (module, "
+                "name), or made after that, because it keeps the tensors it was given"
             )
         return
     # Paddle's sharding frees the memory of a weight and keeps the tensor. Nothing else may be asked

@@ -4,10 +4,17 @@ out, and trained like single ones.
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, tensor, torch
+from engine.moe_golden import golden
+from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
 from node_harness import FP8, FULL, Layer, problems
+
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import ShapeError
 
 FLUSHES = ("auto", "step", "backward")
 
@@ -108,3 +115,57 @@ def test_trains_like_single_experts_with_no_layout_switch_anywhere(config):
     ]
     for weight, wanted in zip(fused.weights, stacked, strict=True):
         assert np.array_equal(numpy(weight), wanted)
+
+
+class TestParametersByName:
+    """`(module, name)` in place of a tensor: what the module holds when a call begins."""
+
+    def layer(self, arrangement):
+        """A `Layer` whose node looks its parameters up in `layer.module`."""
+        layer = Layer(arrangement=arrangement)
+        layer.module = SimpleNamespace(weight1=layer.weights[0], weight2=layer.weights[1])
+        make = getattr(SonicMoEMlpNode, f"from_{arrangement}")
+        names = ((layer.module, "weight1"), (layer.module, "weight2"))
+        layer.node = make(*names, layer.problem.activation, config=FULL)
+        return layer
+
+    def replace(self, layer, factor=2.0):
+        """Other parameters, as `load_state_dict(assign=True)` leaves them."""
+        layer.weights = [parameter(factor * numpy(w), w.dtype) for w in layer.weights]
+        layer.module.weight1, layer.module.weight2 = layer.weights
+
+    @pytest.mark.parametrize("arrangement", ["fused", "native"])
+    def test_new_ones_are_read_and_trained(self, arrangement):
+        layer = self.layer(arrangement)
+        old = layer.weights
+        layer.set_main_grad(0.0)
+        layer.run()
+        self.replace(layer)
+        before = [numpy(weight.main_grad).copy() for weight in old]
+        layer.set_main_grad(0.0)
+        call = layer.run()
+        layer.node.step()
+        p = layer.problem
+        wanted = golden(p.but(up_gate=2 * p.up_gate, down=2 * p.down))
+        assert relative_rmse(numpy(call.out), wanted.out) < 1e-5
+        for got, want in zip(layer.gradients("main_grad"), (wanted.dw1, wanted.dw2), strict=True):
+            assert relative_rmse(got, want) < 1e-5
+        for weight, gradient in zip(old, before, strict=True):
+            assert np.array_equal(numpy(weight.main_grad), gradient)
+
+    def test_new_ones_are_checked(self):
+        layer = self.layer("fused")
+        layer.module.weight1 = parameter(numpy(layer.weights[0])[:, :-2], torch.float32)
+        with pytest.raises(ShapeError, match="weight2 has shape"):
+            layer.call()
+        self.replace(layer)
+        layer.module.weight1 = parameter(numpy(layer.weights[0])[:2], torch.float32)
+        layer.module.weight2 = parameter(numpy(layer.weights[1])[:2], torch.float32)
+        with pytest.raises(ShapeError, match="by now; the node was made for"):
+            layer.call()
+
+    def test_a_copy_reads_the_module_that_was_copied_with_it(self):
+        layer = self.layer("fused")
+        node, module = copy.deepcopy((layer.node, layer.module))
+        self.replace(layer, 3.0)
+        assert node._state.parameters.parameters()[0] is module.weight1
