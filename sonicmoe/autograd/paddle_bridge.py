@@ -84,26 +84,16 @@ def _save(ctx: Any, call: DifferentiableCall, tensors: Sequence[Any], num: int, 
     ctx.save_for_backward(
         *(tensor for position, tensor in enumerate(kept) if position not in ctx.empty)
     )
-    x: Any = kept[0]  # the caller's; all others are the engine's own
-    ctx.x_name, ctx.x_writes = x.name, x.inplace_version
+    # The caller's x, or its codes and scales; all others are the engine's own.
+    ctx.given = [(x.name, x.inplace_version) for x in kept[: ctx.spec.given]]
 
 
 def _take_saved(ctx: Any) -> Saved | None:
     if ctx.spec is None:
         return None
     tensors = _with_empty(ctx.saved_tensor(), ctx.empty)
-    x = tensors[0]
-    if 0 not in x.shape and not x._is_initialized():
-        raise RuntimeError(
-            "x was freed between this node's forward and its backward, which reads it; needed: no _clear_data() or "
-            "_clear_to_zero_allocation() on the dispatched tokens"
-        )
-    if x.name == ctx.x_name and x.inplace_version != ctx.x_writes:
-        raise RuntimeError(
-            "x was written in place between this operation's forward and its backward, which reads "
-            f"it (its inplace_version was {ctx.x_writes} and is {x.inplace_version}); needed: a "
-            "copy for the write, or the write after the backward"
-        )
+    for argument, x, known in zip(("x", "x_scale"), tensors, ctx.given, strict=False):
+        _check_unchanged(argument, x, *known)
     if ctx.call.releases_saved:
         # The context's references would keep alive, to the end of the backward, the tensors that
         # the engine drops in the middle.
@@ -111,6 +101,21 @@ def _take_saved(ctx: Any) -> Saved | None:
         ctx.container = ()
     saved: Saved = ctx.spec.unpack(tensors)
     return saved
+
+
+def _check_unchanged(argument: str, x: Any, name: str, writes: int) -> None:
+    """Refuse a tensor of the caller that was freed or written since the forward."""
+    if 0 not in x.shape and not x._is_initialized():
+        raise RuntimeError(
+            f"{argument} was freed between this node's forward and its backward, which reads it; needed: no _clear_data() or "
+            "_clear_to_zero_allocation() on the dispatched tokens"
+        )
+    if x.name == name and x.inplace_version != writes:
+        raise RuntimeError(
+            f"{argument} was written in place between this operation's forward and its backward, which reads "
+            f"it (its inplace_version was {writes} and is {x.inplace_version}); needed: a "
+            "copy for the write, or the write after the backward"
+        )
 
 
 def _wants(asked: set[str] | None, name: str, is_leaf: bool, requires_grad: bool) -> bool:

@@ -57,8 +57,9 @@ class DifferentiableCall(ABC):
         reached: Sequence[bool] | None = None,
         collected: bool = False,
         following: Any = None,
-    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-        """Gradients of the outputs -> gradients of the inputs, and of the parameters.
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
+        """Gradients of the outputs -> gradients of the inputs (None for those that never have one),
+        and of the parameters.
 
         Args:
             gradients: one per output; zeros for an output that nobody used.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.interface import EngineSettings, Saved
+from ..engine.interface import EngineSettings, Saved, Tokens
 
 Tensor = torch.Tensor
 
@@ -37,12 +37,12 @@ class ExpertCall:
 
 @dataclass(frozen=True, eq=False)
 class ForwardDone:
-    """`out [T, H]` was computed from x and probs. saved: what backward will get; None where the
+    """`out [T, H]` was computed from x, as the engine took it, and probs. saved: what backward will get; None where the
     forward keeps no graph, which is inference or the first pass of a re-entrant recompute.
     """
 
     call: ExpertCall
-    x: Tensor
+    x: Tokens
     probs: Tensor
     out: Tensor
     saved: Saved | None

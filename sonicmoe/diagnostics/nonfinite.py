@@ -97,7 +97,7 @@ class _Watcher:
         self.calls += 1
         if not all_finite(event.out):
             step = step_of_forward(f"call {self.calls}", event)
-            self._fail("out", step, device_name(event.x))
+            self._fail("out", step, device_name(event.out))
 
     def _check_backward(self, event: BackwardDone) -> None:
         # Taken out before the checks, so that the copy of the activations does not outlive this

@@ -105,7 +105,8 @@ class StageArithmetic:
         return self._stored(self._best(name), f"{name}_dgrad")
 
     def _x_fp8(self) -> Array:
-        return self._stored(self._best("x"), "x")
+        # Tokens that arrived in FP8 are read as they came.
+        return self._stored(self._best("x"), "x") if self._step.x_codes is None else self._best("x")
 
     # No rounding here: engines keep z in fp32 in the accumulator, and its rounded form is the stage
     # `z_saved`.
@@ -185,11 +186,24 @@ class StageArithmetic:
     def _dw2(self) -> Array:
         return outer(self._best("wgrad_dout"), self._best("wgrad_y1s"), self._owners)
 
+    # Where a row of x has one scale, it stands with dz, and x is rounded no second time.
+    def _folds(self) -> bool:
+        settings = self._step.settings
+        return (
+            settings.recipe is not None and settings.flags.fp8_wgrad and self._step.has_row_scales
+        )
+
     def _wgrad_x(self) -> Array:
-        return self._stored(gathered(self._best("x"), self._token), "wgrad_x")
+        rows = gathered(self._best("x"), self._token)
+        return rows if self._folds() else self._stored(rows, "wgrad_x")
 
     def _wgrad_dz(self) -> Array:
-        return self._stored(self._best("dz"), "wgrad_dz")
+        dz = self._best("dz")
+        if not self._folds():
+            return self._stored(dz, "wgrad_dz")
+        assert self._step.x_scale is not None
+        scale = gathered(self._step.x_scale.astype(np.float64), self._token)
+        return self._stored(dz * scale, "wgrad_dz") / np.where(scale > 0, scale, 1.0)
 
     def _dw1(self) -> Array:
         return outer(self._best("wgrad_dz"), self._best("wgrad_x"), self._owners)

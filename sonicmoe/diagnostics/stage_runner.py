@@ -16,6 +16,7 @@ from ..gradients.store import GradientStore
 from ..interop import IS_PADDLE, plain_ops
 from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.reference import dequantize
+from ..quant.tokens import tokens_of
 from ..routing.build import build_routing
 from ..routing.ids import is_here
 from ..routing.metadata import RoutingMetadata
@@ -118,7 +119,8 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     def given(name: str) -> Tensor:
         return tap(name, _tensor(getattr(step, name), device).to(dtype))
 
-    x, w1, w2 = given("x"), given("w1"), given("w2")
+    x = given("x") if step.x_codes is None else tap("x", _fp8_tokens(step, device))
+    w1, w2 = given("w1"), given("w2")
     probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
     # Counts come from the host, as a dispatcher lists them, so that the builder takes the same way
     # as in training.
@@ -140,7 +142,7 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
         at_seam(name, value)  # before wgrad, which releases them
     (experts, n1, hidden), width = step.w1.shape, step.w2.shape[2]
     # Fresh accumulators of zeros: weight gradients are added to what is there.
-    sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=False, device=x.device)
+    sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=False, device=w1.device)
     engine.backward_dw(pending, sums)
     at_seam("dw1", sums.dw1)
     at_seam("dw2", sums.dw2)
@@ -215,6 +217,13 @@ def _zero_parameter(shape: tuple[int, int], like: Tensor) -> Tensor:
         made.requires_grad_(True)
     made.main_grad = torch.zeros(shape, dtype=torch.float32, device=like.device)  # type: ignore[attr-defined]
     return made
+
+
+def _fp8_tokens(step: StepDump, device: str) -> BlockScaledTensor:
+    """The tokens as they arrived."""
+    assert step.x_codes is not None and step.x_scale is not None
+    codes = _tensor(step.x_codes.astype(np.uint8), device).view(torch.float8_e4m3fn)
+    return tokens_of(codes, _tensor(step.x_scale.astype(np.float32), device))
 
 
 def _tensor(array: Array, device: str) -> Tensor:

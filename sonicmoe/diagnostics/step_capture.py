@@ -12,7 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..engine.interface import Tokens, token_dtype
 from ..interop import dtype_name
+from ..quant.format import BlockScaledTensor
+from ..quant.reference import dequantize
+from ..routing.ids import is_here
 from .call_events import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone
 from .stages import forget, observe
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
@@ -76,27 +80,42 @@ def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
     return _step(name, event.call, saved.x, probs).but(dout=to_numpy(event.dout))
 
 
-def _step(name: str, call: ExpertCall, x: Tensor, probs: Array) -> StepDump:
-    w1, w2 = call.native_weights()
+def _step(name: str, call: ExpertCall, x: Tokens, probs: Array) -> StepDump:
+    w1, w2 = (to_numpy(weight) for weight in call.native_weights())
+    indices = to_numpy(call.indices)
+    if isinstance(x, BlockScaledTensor):
+        served = is_here(indices, len(w2)).any(1)
+        tokens = _arrived_in_fp8(x, served)
+    else:
+        tokens = {"x": to_numpy(x)}
     return StepDump(
-        name,
-        settings_of(call, x),
-        to_numpy(x),
-        to_numpy(call.indices),
-        probs,
-        to_numpy(w1),
-        to_numpy(w2),
+        name, settings_of(call, x), indices=indices, probs=probs, w1=w1, w2=w2, **tokens
     )
 
 
-def settings_of(call: ExpertCall, x: Tensor) -> StepSettings:
+def _arrived_in_fp8(x: BlockScaledTensor, served: Array) -> dict[str, Array]:
+    """Values, codes and multipliers. Rows that nobody reads are zeros: no dispatcher writes them,
+    and what was in their memory would look like the first NaN of the step.
+    """
+    arrays = {
+        "x": to_numpy(dequantize(x)),
+        # Through int32: numpy knows no e4m3, and Paddle moves no uint8 of every kind.
+        "x_codes": to_numpy(x.bytes.to(torch.int32)).astype(np.uint8),
+        "x_scale": to_numpy(x.scale_inv),
+    }
+    for array in arrays.values():
+        array[~served] = 0
+    return arrays
+
+
+def settings_of(call: ExpertCall, x: Tokens) -> StepSettings:
     """How the call runs, by name."""
     own = call.settings
     return StepSettings.of(
         activation=own.activation.value,
         activation_parameters=dict(own.activation_parameters),
         recipe=None if own.recipe is None else own.recipe.name,
-        dtype=dtype_name(x.dtype),
+        dtype=dtype_name(token_dtype(x)),
         engine=call.engine,
         **{flag.field: getattr(own, flag.field) for flag in STEP_FLAGS},
     )

@@ -22,6 +22,7 @@ from ..quant.recipes import RECIPES, Fp8Recipe
 Array = np.ndarray
 
 ARRAYS = ("x", "indices", "probs", "w1", "w2")
+OPTIONAL = ("dout", "x_codes", "x_scale")
 TOKEN_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -116,6 +117,9 @@ class StepDump:
     """Inputs of one forward and, with `dout`, one backward: x, dout `[T, H]`, w1, w2 fp32; probs
     fp32, indices int64 `[T, K]`.
 
+    x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
+    multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values.
+
     Raises:
         ShapeError: the arrays do not belong together.
     """
@@ -128,9 +132,12 @@ class StepDump:
     w1: Array
     w2: Array
     dout: Array | None = None
+    x_codes: Array | None = None
+    x_scale: Array | None = None
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
+        self._check_tokens()
         expect(
             self.w2.ndim == 3 and self.w2.size > 0,
             ShapeError,
@@ -157,9 +164,32 @@ class StepDump:
                 f"{name} has shape {getattr(found, 'shape', None)}; indices and w2 {self.w2.shape} need {shape}",
             )
 
+    def _check_tokens(self) -> None:
+        codes, scale = self.x_codes, self.x_scale
+        if codes is None and scale is None:
+            return
+        expect(
+            codes is not None and scale is not None and codes.shape == self.x.shape,
+            ShapeError,
+            f"x_codes has shape {getattr(codes, 'shape', None)} and x_scale {getattr(scale, 'shape', None)}; x needs both, "
+            f"and codes of its shape {self.x.shape}",
+        )
+        assert codes is not None and scale is not None
+        tokens, words = len(self.x), -(-self.x.shape[-1] // 128)
+        expect(
+            scale.shape in ((tokens, words), (tokens, 1)),
+            ShapeError,
+            f"x_scale has shape {scale.shape}; x {self.x.shape} needs {(tokens, words)} or {(tokens, 1)}",
+        )
+
     @property
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether tokens arrived in FP8 with one scale for more than 128 columns."""
+        return self.x_scale is not None and self.x_scale.shape[1] == 1 and self.x.shape[1] > 128
 
     def but(self, **changes: Any) -> StepDump:
         """A copy with other fields; names of settings go to the settings."""
@@ -175,7 +205,9 @@ def save_dump(path: str | Path, step: StepDump) -> None:
     --captured`.
     """
     arrays = {
-        name: getattr(step, name) for name in (*ARRAYS, "dout") if getattr(step, name) is not None
+        name: getattr(step, name)
+        for name in (*ARRAYS, *OPTIONAL)
+        if getattr(step, name) is not None
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,9 +231,8 @@ def load_dump(path: str | Path) -> StepDump:
     try:
         found = read_npz(Path(path))
         arrays = {name: found[name] for name in ARRAYS}
-        if "dout" in found:
-            arrays["dout"] = found["dout"]
-        require_numbers(arrays, integers=("indices",))
+        arrays |= {name: found[name] for name in OPTIONAL if name in found}
+        require_numbers(arrays, integers=("indices", "x_codes"))
         settings = StepSettings()
         if "settings" in found:
             settings = StepSettings.of(**json.loads(str(found["settings"])))

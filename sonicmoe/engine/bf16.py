@@ -54,9 +54,11 @@ from .interface import (
     ParameterTargets,
     PendingWgrad,
     Saved,
+    Tokens,
     check_dout,
     check_forward,
     check_weights,
+    plain_tokens,
 )
 
 Tensor = torch.Tensor
@@ -116,7 +118,7 @@ class Bf16Engine(Engine):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tokens,
         routing: RoutingMetadata,
         weights: EngineWeights,
         settings: EngineSettings,
@@ -124,7 +126,7 @@ class Bf16Engine(Engine):
         save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
         """Two GEMMs and a weighted gather-and-sum; `save=False` writes no z."""
-        check_forward(x, routing, weights, settings)
+        check_forward(x, routing, weights, settings, BF16)
         w1, w2 = _plain(weights.w1), _plain(weights.w2)
         expect(
             x.dtype == w1.dtype,
@@ -132,7 +134,7 @@ class Bf16Engine(Engine):
             f"x is {dtype_name(x.dtype)}; the weights are {dtype_name(w1.dtype)}, and one dtype is needed",
         )
         with plain_ops():
-            x = aligned(x)
+            x = plain_tokens(aligned(x))  # others were refused
             # The kernel writes z only where it is given memory for it.
             keeps_z = save and not settings.recompute_z
             z = _rows(routing, int(w1.shape[1]), x) if keeps_z else None
@@ -158,8 +160,7 @@ class Bf16Engine(Engine):
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
         """dgated with dprobs' row sums, dgrad, an unweighted gather-and-sum."""
         dout = check_dout(dout, saved)
-        settings, routing, x = saved.settings, saved.routing, saved.x
-        assert x is not None
+        settings, routing, x = saved.settings, saved.routing, plain_tokens(saved.x)
         with plain_ops():
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
@@ -206,6 +207,7 @@ class Bf16Engine(Engine):
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if routing.num_rows > 0 and places.are_wanted:
+            x = plain_tokens(x)
             gemms = _gemms_of_operands(x, dz, y1s, places, settings)
             with plain_ops(), _launch_scope(x):
                 rows = ExpertRows.of(routing)
@@ -328,10 +330,9 @@ def _restore_z(
     """z as forward wrote it, or computed again to the same bits."""
     if saved.z is not None:
         return _plain(saved.z)
-    assert saved.x is not None
-    w1 = _plain(weights.w1)
-    z = _rows(saved.routing, int(w1.shape[1]), saved.x)
-    gemms.up_again(saved.x, w1, z, weights.b1, rows.cu_rows, rows.gather_index)
+    x, w1 = plain_tokens(saved.x), _plain(weights.w1)
+    z = _rows(saved.routing, int(w1.shape[1]), x)
+    gemms.up_again(x, w1, z, weights.b1, rows.cu_rows, rows.gather_index)
     return z
 
 

@@ -20,17 +20,20 @@ from ..jit.plan import CompileJob
 from ..jit.toolchain import find_toolkit
 from ..kernels.quack_gemm import PACKAGES, MlpShape, all_kernels, expert_rows_source, wgrad_kernels
 from ..kernels.sm90 import engine_sources
-from ..quant.recipes import RECIPES
+from ..quant.recipes import RECIPES, rows
 from .settings import EngineSettings
 
 HOST = "host"  # in place of an architecture, where tensors are on no GPU
 
 
 class TokenFormat(Enum):
-    """How tokens reach an engine: plain in their dtype, or as e4m3 codes with 1x128 scales."""
+    """How tokens reach an engine: plain in their dtype, or quantised by their sender as e4m3 codes
+    with one scale per row and 128 columns, or one per row.
+    """
 
     PLAIN = "plain"
     E4M3_1X128 = "e4m3_1x128"
+    E4M3_ROW = "e4m3_row"
 
 
 class GradientTarget(Enum):
@@ -143,6 +146,7 @@ REFERENCE = EngineRecord(
     intermediate_multiple=1,
     biases=True,
     sets_parameters=True,
+    tokens=tuple(TokenFormat),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
 )
 BF16 = EngineRecord(
@@ -222,9 +226,7 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
     if workload.dtype not in record.dtypes:
         takes = " or ".join(record.dtypes)
         yield DTypeError, f"tokens are {workload.dtype}, and it takes {takes}"
-    if workload.tokens not in record.tokens:
-        formats = _values(record.tokens)
-        yield DTypeError, f"tokens come as {workload.tokens.value!r}, and it takes {formats}"
+    yield from _token_problems(record, workload)
     if workload.gradients not in record.gradients:
         adds = _values(record.gradients)
         wanted = workload.gradients.value
@@ -238,6 +240,27 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
         yield ShapeError, f"H is {sizes[0]} and I is {sizes[1]}, and {needs}"
     yield from _recipe_problems(record, workload.settings)
     yield from _activation_problems(record, workload.settings)
+
+
+def token_problem(record: EngineRecord, workload: Workload) -> str | None:
+    """Why this engine cannot take tokens in the workload's format, or None. Their values, in
+    bfloat16, it may still take.
+    """
+    return next((text for _, text in _token_problems(record, workload)), None)
+
+
+def _token_problems(record: EngineRecord, workload: Workload) -> Problems:
+    tokens, recipe = workload.tokens, workload.settings.recipe
+    if tokens not in record.tokens:
+        takes = _values(record.tokens)
+        yield DTypeError, f"tokens come as {tokens.value!r}, and it takes {takes}"
+    elif tokens is TokenFormat.PLAIN:
+        return
+    elif recipe is None:
+        yield ConfigError, f"tokens come as {tokens.value!r}, and FP8 is off"
+    elif tokens is TokenFormat.E4M3_1X128 and recipe.x != rows(128):
+        blocks = f"recipe {recipe.name!r} reads them in {recipe.x} blocks"
+        yield ConfigError, f"tokens come as {tokens.value!r}, and {blocks}"
 
 
 def _recipe_problems(record: EngineRecord, settings: EngineSettings) -> Problems:

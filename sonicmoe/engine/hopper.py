@@ -51,9 +51,11 @@ from .interface import (
     ParameterTargets,
     PendingWgrad,
     Saved,
+    Tokens,
     check_dout,
     check_forward,
     check_weights,
+    plain_tokens,
 )
 
 Tensor = torch.Tensor
@@ -103,7 +105,7 @@ class HopperEngine(Engine):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tokens,
         routing: RoutingMetadata,
         weights: EngineWeights,
         settings: EngineSettings,
@@ -111,9 +113,9 @@ class HopperEngine(Engine):
         save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
         """Quantise, two GEMMs, a weighted gather-and-sum; `save=False` stores no z."""
-        check_forward(x, routing, weights, settings)
+        check_forward(x, routing, weights, settings, HOPPER)
         with plain_ops():
-            x = aligned(x)
+            x = plain_tokens(aligned(x))  # others were refused
             layer = _Layer(x, routing, weights, settings)
             z = layer.empty_z() if save and not settings.recompute_z else None
             out = empty(tuple(x.shape), x.dtype, device_of(x))
@@ -126,9 +128,8 @@ class HopperEngine(Engine):
         """Quantise dout, dgated with dprobs' sums, dgrad, an unweighted gather-and-sum."""
         dout = check_dout(dout, saved)
         settings, routing = saved.settings, saved.routing
-        assert saved.x is not None
         with plain_ops():
-            x = aligned(saved.x)  # which may have been copied since forward
+            x = aligned(plain_tokens(saved.x))  # which may have been copied since forward
             dout = aligned(dout.to(x.dtype))
             layer = _Layer(x, routing, weights, settings)
             z = layer.restored_z(x, saved)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..enums import ActivationType, EngineName
-from ..errors import DTypeError, RoutingError, ShapeError, expect
+from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
 from ..interop import (
     dtype_name,
     is_cuda,
@@ -34,9 +34,17 @@ from ..interop import (
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape
+from ..quant.tokens import has_row_scales
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
-from .capabilities import RECORDS, EngineRecord, GradientTarget
+from .capabilities import (
+    RECORDS,
+    EngineRecord,
+    GradientTarget,
+    TokenFormat,
+    Workload,
+    token_problem,
+)
 from .settings import EngineSettings
 from .targets import (
     GradientTargets,
@@ -48,6 +56,7 @@ from .targets import (
 
 __all__ = [
     "TOKEN_DTYPES",
+    "BlockSpec",
     "Change",
     "Engine",
     "EngineSettings",
@@ -58,16 +67,20 @@ __all__ = [
     "PendingWgrad",
     "Saved",
     "SavedSpec",
+    "Tokens",
     "WeightTarget",
-    "ZSpec",
     "check_dout",
     "check_forward",
     "check_weights",
     "native_buffer",
+    "plain_tokens",
     "routing_checksum",
+    "token_dtype",
+    "token_format",
 ]
 
 Tensor = torch.Tensor
+Tokens = Tensor | BlockScaledTensor
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -126,12 +139,13 @@ class Saved:
     """The part of one forward that its backward needs. Fields are released (set to None) stage by
     stage when the settings ask for it.
 
-    x `[T, H]` as given; z `[R, N1]`: 8-bit codes, a plain tensor, or None when it is recomputed.
+    x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
+    it is recomputed.
     """
 
     settings: EngineSettings
     routing: RoutingMetadata
-    x: Tensor | None
+    x: Tokens | None
     z: BlockScaledTensor | Tensor | None
 
     def take_z(self) -> BlockScaledTensor | Tensor | None:
@@ -145,20 +159,27 @@ class Saved:
         """Flatten into tensors (for `save_for_backward`) and everything else."""
         assert self.x is not None
         # This order is the format that `SavedSpec.unpack` reads. x comes first, because the Paddle
-        # bridge asks it whether the caller freed it.
-        tensors = [self.x, *self.routing.tensors()]
-        z_spec: ZSpec | None = None
+        # bridge asks the caller's tensors whether they were freed or written.
+        x_spec: BlockSpec | None = None
+        if isinstance(self.x, BlockScaledTensor):
+            # The codes as the caller gave them, and not as bytes: a view would have another name.
+            tensors = [self.x.codes, self.x.scale_inv]
+            x_spec = BlockSpec(self.x.block, self.x.code)
+        else:
+            tensors = [self.x]
+        tensors += self.routing.tensors()
+        z_spec: BlockSpec | None = None
         if isinstance(self.z, BlockScaledTensor):
             tensors += [self.z.bytes, self.z.scale_inv]
-            z_spec = ZSpec(self.z.block, self.z.code)
+            z_spec = BlockSpec(self.z.block, self.z.code)
         elif self.z is not None:
             tensors.append(self.z)
-        return tensors, SavedSpec(self.settings, self.routing, z_spec)
+        return tensors, SavedSpec(self.settings, self.routing, x_spec, z_spec)
 
 
 @dataclass(frozen=True)
-class ZSpec:
-    """Static half of a block-scaled `z`."""
+class BlockSpec:
+    """Static half of a block-scaled tensor."""
 
     block: BlockShape
     code: Code
@@ -172,22 +193,38 @@ class SavedSpec:
 
     settings: EngineSettings
     sizes: dict[str, Any]
-    z: ZSpec | None
+    x: BlockSpec | None
+    z: BlockSpec | None
     routing_checksum: int | None
 
-    def __init__(self, settings: EngineSettings, routing: RoutingMetadata, z: ZSpec | None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        routing: RoutingMetadata,
+        x: BlockSpec | None,
+        z: BlockSpec | None,
+    ) -> None:
         """Keep the routing's numbers, drop its tensors."""
         # The class is frozen, so its fields are set through `object`.
         numbers = ("num_tokens", "topk", "num_experts", "alignment", "num_rows", "host_counts")
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "sizes", {name: getattr(routing, name) for name in numbers})
+        object.__setattr__(self, "x", x)
         object.__setattr__(self, "z", z)
         object.__setattr__(self, "routing_checksum", routing_checksum(routing))
+
+    @property
+    def given(self) -> int:
+        """How many of the tensors, counted from the first, came from the caller: x, or its codes
+        and scales.
+        """
+        return 1 if self.x is None else 2
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         """Inverse of `Saved.pack`."""
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
-        x, routing_tensors, rest = tensors[0], tensors[1 : 1 + n_routing], tensors[1 + n_routing :]
+        given, tensors = tensors[: self.given], tensors[self.given :]
+        routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
         fields: dict[str, Any] = dict(
             zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)
         )
@@ -195,6 +232,9 @@ class SavedSpec:
         # Under activation recompute the tensors come from a second forward and the spec from the
         # first.
         _check_same_routing(routing, self.routing_checksum)
+        x: Tokens = given[0]
+        if self.x is not None:
+            x = BlockScaledTensor(given[0], given[1], self.x.block, self.x.code)
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
             z = BlockScaledTensor.from_bytes(rest[0], rest[1], self.z.block, self.z.code)
@@ -243,7 +283,7 @@ class PendingWgrad:
 
     settings: EngineSettings
     routing: RoutingMetadata
-    x: Tensor | None
+    x: Tokens | None
     dout: Tensor | None
     dz: Any  # a tensor or a block-scaled one, the engine's own affair
     y1s: Any
@@ -307,7 +347,7 @@ class Engine(ABC):
     @abstractmethod
     def forward(
         self,
-        x: Tensor,
+        x: Tokens,
         routing: RoutingMetadata,
         weights: EngineWeights,
         settings: EngineSettings,
@@ -316,13 +356,16 @@ class Engine(ABC):
     ) -> tuple[Tensor, Saved | None]:
         """`out[t] = sum_k p[t,k] * (act(x_t W1_e) W2_e + b2_e)`, `[T, H]` in the dtype of `x`;
         `save=False` keeps nothing (inference).
+
+        Tokens that their sender quantised are read as they are, where the engine's record lists
+        their format, and stand for bfloat16. No row without a valid slot is read into a result.
         """
 
     @abstractmethod
     def backward_dx(
         self, dout: Tensor, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """`(dx [T, H] in x's dtype, dprobs fp32 [T, K], operands of the weight gradients)`; dprobs
+        """`(dx [T, H] in `token_dtype` of x, dprobs fp32 [T, K], operands of the weight gradients)`; dprobs
         is exactly 0 in invalid slots.
         """
 
@@ -394,20 +437,47 @@ def check_weights(
         )
 
 
+def token_format(x: Tokens) -> TokenFormat:
+    """The form in which an engine is handed these tokens."""
+    if not isinstance(x, BlockScaledTensor):
+        return TokenFormat.PLAIN
+    return TokenFormat.E4M3_ROW if has_row_scales(x) else TokenFormat.E4M3_1X128
+
+
+def token_dtype(x: Tokens) -> torch.dtype:
+    """The dtype of out and dx for these tokens: their own, or bfloat16 where they are quantised."""
+    return torch.bfloat16 if isinstance(x, BlockScaledTensor) else x.dtype
+
+
+def plain_tokens(x: Tokens | None) -> Tensor:
+    """The tokens, for an engine whose border lets plain ones pass only."""
+    assert x is not None and not isinstance(x, BlockScaledTensor)
+    return x
+
+
 def check_forward(
-    x: Any, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+    x: Any,
+    routing: RoutingMetadata,
+    weights: EngineWeights,
+    settings: EngineSettings,
+    record: EngineRecord,
 ) -> None:
-    """Check tokens and routing at the engine's border.
+    """Check tokens and routing at the border of the engine with this record.
 
     Raises:
-        DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here).
+        DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here),
+            or quantised in a form that the engine does not read.
+        ConfigError: `x` is quantised, and the recipe reads it in other blocks, or there is none.
         ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
     """
     # Asked at every forward, so messages are composed for errors only: `expect` would compose them
     # always.
-    require_framework_tensor(x, "x")
-    if x.dtype not in TOKEN_DTYPES:
-        raise DTypeError(f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
+    if isinstance(x, BlockScaledTensor):
+        _require_format(record, x, weights, settings)
+    else:
+        require_framework_tensor(x, "x")
+        if x.dtype not in TOKEN_DTYPES:
+            raise DTypeError(f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
     wanted = (routing.num_tokens, weights.hidden_size)
     if tuple(x.shape) != wanted:
         raise ShapeError(
@@ -428,7 +498,20 @@ def check_forward(
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
     w1 = weights.w1.codes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
-    require_same_device([("x", x), ("routing", routing.row_token), ("weights", w1)])
+    given = x.codes if isinstance(x, BlockScaledTensor) else x
+    require_same_device([("x", given), ("routing", routing.row_token), ("weights", w1)])
+
+
+def _require_format(
+    record: EngineRecord, x: BlockScaledTensor, weights: EngineWeights, settings: EngineSettings
+) -> None:
+    sizes = weights.hidden_size, weights.intermediate_size
+    reason = token_problem(record, Workload(settings, *sizes, tokens=token_format(x)))
+    if reason is not None:
+        kind = DTypeError if token_format(x) not in record.tokens else ConfigError
+        raise kind(
+            f"the {record.name.value} engine cannot read x: {reason}; needed: the values in bfloat16"
+        )
 
 
 def check_dout(dout: Any, saved: Saved) -> Tensor:

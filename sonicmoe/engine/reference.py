@@ -22,6 +22,7 @@ from ..interop import ieee_matmul, plain_ops
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
+from ..quant.tokens import has_row_scales
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .activations import activate, activate_backward
@@ -32,9 +33,11 @@ from .interface import (
     GradientTargets,
     PendingWgrad,
     Saved,
+    Tokens,
     check_dout,
     check_forward,
     check_weights,
+    token_dtype,
 )
 
 Tensor = torch.Tensor
@@ -83,7 +86,7 @@ class ReferenceEngine(Engine):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tokens,
         routing: RoutingMetadata,
         weights: EngineWeights,
         settings: EngineSettings,
@@ -93,26 +96,26 @@ class ReferenceEngine(Engine):
         """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per
         token.
         """
-        check_forward(x, routing, weights, settings)
+        check_forward(x, routing, weights, settings, self.record)
         with plain_ops(), ieee_matmul():
-            x = x.detach()
+            x, dtype = _detached(x), token_dtype(x)
             z = tap("z", _up_projection(x, routing, weights, settings))
             y1 = _operand(
                 activate(z, settings.activation, settings.activation_parameters),
                 "y1",
                 settings,
-                x.dtype,
+                dtype,
             )
             # The probability is applied in the sum per token and not here: y2 is rounded to the
             # dtype of the tokens before the weighting, as in the GPU engines.
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
             out = tap(
                 "out",
-                aggregate(tap("y2", _round(y2, x.dtype)), routing, weighted=True, dtype=x.dtype),
+                aggregate(tap("y2", _round(y2, dtype)), routing, weighted=True, dtype=dtype),
             )
             if not save:
                 return out, None
-            kept = None if settings.recompute_z else tap("z_saved", _save_z(z, settings, x.dtype))
+            kept = None if settings.recompute_z else tap("z_saved", _save_z(z, settings, dtype))
             return out, Saved(settings, routing, x, kept)
 
     def backward_dx(
@@ -125,6 +128,7 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             settings, routing, x = saved.settings, saved.routing, saved.x
             assert x is not None
+            dtype = token_dtype(x)
             # Backward computes with the decoded z and not with the exact one. y1 and dz then belong
             # to one pre-activation, and recomputing gives the same bits as storing.
             z = self._restore_z(saved, weights)
@@ -140,13 +144,13 @@ class ReferenceEngine(Engine):
             y1s = tap("y1s", y1 * routing.row_prob.unsqueeze(-1))
             del z, y1
             dx_rows = _grouped(
-                _operand(dz, "dz", settings, x.dtype),
+                _operand(dz, "dz", settings, dtype),
                 weights.w1_dgrad,
                 routing,
                 transpose_weight=False,
             )
-            dx_rows = tap("dx_rows", _round(dx_rows, x.dtype))
-            dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=x.dtype))
+            dx_rows = tap("dx_rows", _round(dx_rows, dtype))
+            dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if settings.frees_stagewise:
@@ -177,14 +181,14 @@ class ReferenceEngine(Engine):
                 del weighted
             # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist
             # after the gather.
-            left = _wgrad_operand(dout_rows, "wgrad_dout", settings, x.dtype)
-            right = _wgrad_operand(y1s, "wgrad_y1s", settings, x.dtype)
+            dtype = token_dtype(x)
+            left = _wgrad_operand(dout_rows, "wgrad_dout", settings, dtype)
+            right = _wgrad_operand(y1s, "wgrad_y1s", settings, dtype)
             products += [("dw2", _products(left, right, routing, targets, "dw2"))]
             del dout_rows, left, right, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-            right = _wgrad_operand(_gather_rows(x, routing), "wgrad_x", settings, x.dtype)
-            left = _wgrad_operand(dz, "wgrad_dz", settings, x.dtype)
+            left, right = _operands_of_dw1(dz, x, routing, settings)
             products += [("dw1", _products(left, right, routing, targets, "dw1"))]
             targets.adding = True
             for name, of_experts in products:
@@ -205,18 +209,27 @@ class ReferenceEngine(Engine):
             z = _up_projection(saved.x, saved.routing, weights, saved.settings)
             # A recomputed z takes the way through the codes too; without it the two modes would
             # differ.
-            kept = _save_z(z, saved.settings, saved.x.dtype)
+            kept = _save_z(z, saved.settings, token_dtype(saved.x))
         return _values(kept)
 
 
 def _up_projection(
-    x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+    x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
 ) -> Tensor:
     """fp32 `z [R, N1]`; padding rows are zero."""
-    x_values = _operand(x, "x", settings, x.dtype)  # quantised once per token, gathered after
+    values = _token_values(x, settings)
     return _grouped(
-        _gather_rows(x_values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1
+        _gather_rows(values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1
     )
+
+
+def _token_values(x: Tokens, settings: EngineSettings) -> Tensor:
+    """fp32 `[T, H]` as the up-projection reads it: quantised once per token, by the sender or here,
+    and gathered after.
+    """
+    if isinstance(x, BlockScaledTensor):
+        return dequantize(tap("x_fp8", x))
+    return _operand(x, "x", settings, x.dtype)
 
 
 def _dgated(
@@ -274,6 +287,38 @@ def _wgrad_operand(
     return _operand(
         values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype
     )
+
+
+def _operands_of_dw1(
+    dz: Tensor, x: Tokens, routing: RoutingMetadata, settings: EngineSettings
+) -> tuple[Tensor, Tensor]:
+    """dz and the gathered x as wgrad multiplies them."""
+    dtype = token_dtype(x)
+    if settings.fp8_wgrad and isinstance(x, BlockScaledTensor) and has_row_scales(x):
+        return _folded(dz, x, routing, settings)
+    # Tokens that were quantised for their rows are quantised again in the blocks of wgrad: rounded
+    # twice.
+    right = _wgrad_operand(_gather_rows(_values(x), routing), "wgrad_x", settings, dtype)
+    return _wgrad_operand(dz, "wgrad_dz", settings, dtype), right
+
+
+def _folded(
+    dz: Tensor, x: BlockScaledTensor, routing: RoutingMetadata, settings: EngineSettings
+) -> tuple[Tensor, Tensor]:
+    """`dz * s` quantised, and the codes of x as they came. `dw1[n, h] = sum_t dz[t, n] s[t] c[t, h]`
+    where a row of x is one scale s times its codes c, so the scale may stand with dz, and x is
+    rounded once in a step. These operands show themselves as no stage: their values are neither dz
+    nor x.
+    """
+    recipe = settings.recipe
+    assert recipe is not None
+    scaled = dz * _gather_rows(x.scale_inv, routing)
+    codes = _gather_rows(x.codes.to(torch.float32), routing)
+    return dequantize(_quantize(scaled, recipe.wgrad_dz, recipe)), codes
+
+
+def _detached(x: Tokens) -> Tokens:
+    return x if isinstance(x, BlockScaledTensor) else x.detach()
 
 
 def _save_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:

@@ -14,7 +14,16 @@ from ..enums import EngineName
 from ..errors import EngineUnavailableError
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
-from .capabilities import HOST, RECORDS, EngineRecord, Workload, missing_tool, problem
+from .capabilities import (
+    HOST,
+    RECORDS,
+    EngineRecord,
+    TokenFormat,
+    Workload,
+    missing_tool,
+    problem,
+    token_problem,
+)
 from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
@@ -35,13 +44,15 @@ class EngineChoice:
     """The engine to run and the reason, in words fit for a log line.
 
     falls_back: a faster one was wanted and cannot run. settings: what to run it with, where not
-    with the workload's own.
+    with the workload's own. dequantises: why the caller must hand it the values of quantised tokens
+    in bfloat16; None where it takes the workload's tokens as they are.
     """
 
     engine: Engine
     reason: str
     falls_back: bool = False
     settings: EngineSettings | None = None
+    dequantises: str | None = None
 
 
 def choose_engine(
@@ -50,10 +61,22 @@ def choose_engine(
     """Decide for tensors on `device` ("cpu", "cuda:0"); without a workload, for settings that every
     engine can compute.
 
+    The format of the tokens has no say in which engine runs: one that cannot read quantised tokens
+    reads their values, and is still faster than another engine.
+
     Raises:
         EngineUnavailableError: `requested` names an engine that this device or workload cannot use;
             the message says why.
     """
+    if workload is None or workload.tokens is TokenFormat.PLAIN:
+        return _choose(device, requested, workload)
+    choice = _choose(device, requested, replace(workload, tokens=TokenFormat.PLAIN))
+    computed = replace(workload, settings=choice.settings or workload.settings)
+    reason = token_problem(RECORDS[EngineName(choice.engine.name)], computed)
+    return replace(choice, dequantises=reason)
+
+
+def _choose(device: str, requested: EngineName, workload: Workload | None) -> EngineChoice:
     if requested is EngineName.AUTO:
         return _automatic(device, workload)
     reason = unavailable(requested, device, workload)
@@ -141,9 +164,19 @@ _LOGGED: set[tuple[str, str, str]] = set()
 
 
 def announce(choice: EngineChoice, device: str) -> None:
-    """Log the choice once per engine, device and reason; as a warning where it is a fallback."""
-    key = (choice.engine.name, device, choice.reason)
+    """Log the choice once per engine, device and reason; as a warning where it is a fallback.
+    Likewise that quantised tokens are dequantised for it, which is a warning: they were rounded to
+    8 bits, and the engine reads 16.
+    """
+    level = logging.WARNING if choice.falls_back else logging.INFO
+    _log_once(level, "engine %s on %s: %s", choice.engine.name, device, choice.reason)
+    if choice.dequantises is not None:
+        words = "engine %s on %s: tokens that arrive in FP8 are dequantised to bfloat16, because %s"
+        _log_once(logging.WARNING, words, choice.engine.name, device, choice.dequantises)
+
+
+def _log_once(level: int, words: str, engine: str, device: str, reason: str) -> None:
+    key = (engine, device, reason)
     if key not in _LOGGED:
         _LOGGED.add(key)
-        level = logging.WARNING if choice.falls_back else logging.INFO
-        logger.log(level, "engine %s on %s: %s", choice.engine.name, device, choice.reason)
+        logger.log(level, words, engine, device, reason)

@@ -12,7 +12,14 @@ import torch
 
 from ..config import SonicMoEConfig, active_config
 from ..engine.capabilities import Workload
-from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer, Saved
+from ..engine.interface import (
+    Engine,
+    EngineSettings,
+    EngineWeights,
+    NativeBuffer,
+    Saved,
+    plain_tokens,
+)
 from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
@@ -125,8 +132,7 @@ def backward(
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
     to `dtypes`.
     """
-    assert saved.x is not None
-    engine = plan.choose(saved.x, weights)
+    engine = plan.choose(plain_tokens(saved.x), weights)
     try:
         # fp32 accumulators of this call alone. Autograd, and not this package, adds gradients of
         # several calls.

@@ -14,10 +14,11 @@ from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
 from ..diagnostics.call_events import BackwardBegins, BackwardDone, ExpertCall, ForwardDone
 from ..diagnostics.stages import emit, is_awaited, stage
-from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved
+from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
 from ..gradients.routes import Addition, Route
 from ..interop import plain_ops, requires_grad
 from ..out_of_memory import raise_with_advice
+from ..quant.tokens import to_bfloat16, tokens_of
 from ..routing.build import route
 from ..weights.cache import Reading
 from .layer_state import LayerState
@@ -36,6 +37,8 @@ class MlpCall(DifferentiableCall):
     parameters: the layer's as this forward found them, which are the inputs of the autograd node.
     reading: the engine weights as this forward read them. This reference keeps them alive until the
         last backward.
+    dequantises: the engine is handed the values of tokens that arrived in FP8.
+    num_inputs: of the differentiable call; see `forward`.
     """
 
     state: LayerState
@@ -47,6 +50,8 @@ class MlpCall(DifferentiableCall):
     indices: Tensor
     tokens_per_expert: Any
     validate: bool
+    dequantises: bool = False
+    num_inputs: int = 2
 
     @property
     def releases_saved(self) -> bool:
@@ -57,9 +62,13 @@ class MlpCall(DifferentiableCall):
         raise_with_advice(error, during, self.settings, self.indices)
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
-        """Routing, then the engine, on `(x, probs)`."""
-        x, probs = inputs
+        """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in FP8,
+        and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. The gradient
+        of the tokens belongs to the first input, whichever it is.
+        """
+        probs = inputs[1]
         with self.config.activate(), plain_ops():  # once: inside, autocast costs nothing more
+            x = self._tokens(inputs)
             with stage("routing"):
                 routing = route(
                     self.indices,
@@ -78,6 +87,13 @@ class MlpCall(DifferentiableCall):
             emit(ForwardDone(self._described(), x, probs, out, saved))
         return out, saved
 
+    def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
+        if len(inputs) == 2:
+            return inputs[0]
+        codes = inputs[3] if len(inputs) > 3 else inputs[0]
+        tokens = tokens_of(codes.detach(), inputs[2].detach())
+        return to_bfloat16(tokens) if self.dequantises else tokens
+
     def backward(
         self,
         gradients: tuple[Tensor, ...],
@@ -86,7 +102,7 @@ class MlpCall(DifferentiableCall):
         reached: Sequence[bool] | None = None,
         collected: bool = False,
         following: Any = None,
-    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
         """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; the others are added
         to `main_grad`, or wait in the node.
         """
@@ -111,7 +127,7 @@ class MlpCall(DifferentiableCall):
             # Last, because everything that the caller's stream needs for dx must be launched before
             # weight gradients fill the GPU.
             self.state.wgrad_queue.launch_after(following)
-        return (dx, dprobs), returned
+        return (dx, dprobs, *(None,) * (self.num_inputs - 2)), returned
 
     def _backward(
         self, dout: Tensor, saved: Saved, trained: list[bool], collected: bool

@@ -21,7 +21,7 @@ from ..config import (
 from ..diagnostics.call_events import StepDone
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
-from ..engine.capabilities import Workload
+from ..engine.capabilities import TokenFormat, Workload
 from ..engine.interface import Engine, EngineSettings
 from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import ActivationType, EngineName, FlushMode, layer_parameters, member_of
@@ -47,6 +47,7 @@ from ..weights.parameters import (
     PerExpertParameters,
     StackedWeight,
 )
+from .fp8_tokens import check_token_gradient, inputs_of, token_form
 from .layer_state import LayerState
 from .mlp_call import MlpCall
 
@@ -220,8 +221,18 @@ class SonicMoEMlpNode:
         tokens_per_expert: Any = None,
         dispatched_indices: Any = None,
         dispatched_probs: Any = None,
+        *,
+        x_scale: Any = None,
+        dx_to: Any = None,
     ) -> Tensor:
-        return self.forward(x, tokens_per_expert, dispatched_indices, dispatched_probs)
+        return self.forward(
+            x,
+            tokens_per_expert,
+            dispatched_indices,
+            dispatched_probs,
+            x_scale=x_scale,
+            dx_to=dx_to,
+        )
 
     def forward(
         self,
@@ -229,21 +240,31 @@ class SonicMoEMlpNode:
         tokens_per_expert: Any = None,
         dispatched_indices: Any = None,
         dispatched_probs: Any = None,
+        *,
+        x_scale: Any = None,
+        dx_to: Any = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
         Args:
-            x: bf16 `[T, H]` (fp16 and fp32 where the engine has them), one row per received token;
-                T may be 0.
+            x: bf16 `[T, H]` (fp16 and fp32 where the engine has them), or, with `x_scale`, e4m3
+                codes; one row per received token; T may be 0.
             tokens_per_expert: E counts as DeepEP lists them, or a tensor, or None / [] to count
                 from the indices.
             dispatched_indices: int32 or int64 `[T, K]`, local expert id per slot; docs/design.md,
                 "Routing contract", says which ids are "not here".
             dispatched_probs: fp32 `[T, K]`; only values at valid slots count. Its gradient is
                 exactly 0 elsewhere.
+            x_scale: fp32 multipliers of tokens that were quantised by their sender,
+                `[T, ceil(H/128)]`, or `[T, 1]` with one per row. An engine that cannot read such
+                tokens gets their values in bf16, and the log says so once.
+            dx_to: the tensor that gets the gradient of such tokens: bf16 `[T, H]`, whose values are
+                never read, so one element that is expanded will do. Under Paddle it may be x itself
+                (docs/design.md, "Tokens that arrive in FP8"). None: nobody gets it.
 
         Returns:
-            `[T, H]` in x's dtype and row order; a token without a local expert gets exact zeros.
+            `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
+            exact zeros.
 
         Raises:
             DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument,
@@ -254,13 +275,15 @@ class SonicMoEMlpNode:
         """
         # First, because the outputs of other dispatch modes deserve a message of their own; the
         # general checks would call them a wrong shape.
-        check_dispatched_tokens(x, dispatched_indices, dispatched_probs, tokens_per_expert)
+        check_dispatched_tokens(x, dispatched_indices, dispatched_probs, tokens_per_expert, x_scale)
         require_framework_tensor(x, "x")
         check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
         self._check_tokens(x, dispatched_indices)
+        check_token_gradient(x, x_scale, dx_to)
         config, settings = self._current()
         with self._scope() as scope:
-            choice = self._choose(device_name(x), config, settings, dtype_name(x.dtype))
+            dtype, form = token_form(x, x_scale)
+            choice = self._choose(device_name(x), config, settings, dtype, form)
             # `auto` may have fallen back from FP8 to BF16, and then the engine has settings of its
             # own.
             settings = choice.settings or settings
@@ -269,6 +292,8 @@ class SonicMoEMlpNode:
             # the gradients.
             parameters = self._state.parameters.parameters()
             reading = self._read_weights(choice.engine, settings, parameters)
+        # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
+        inputs = inputs_of(x, dispatched_probs, x_scale, dx_to)
         call = MlpCall(
             state=self._state,
             config=scope,
@@ -279,9 +304,9 @@ class SonicMoEMlpNode:
             indices=dispatched_indices,
             tokens_per_expert=tokens_per_expert,
             validate=config.validate_dispatch,
+            dequantises=choice.dequantises is not None,
+            num_inputs=len(inputs),
         )
-        # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
-        inputs = (x.contiguous(), dispatched_probs)
         if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
             return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]
         try:
@@ -421,12 +446,18 @@ class SonicMoEMlpNode:
         return (self._explicit_config or active_config()).activate()
 
     def _choose(
-        self, device: str, config: ResolvedConfig, settings: EngineSettings, token_dtype: str
+        self,
+        device: str,
+        config: ResolvedConfig,
+        settings: EngineSettings,
+        token_dtype: str,
+        tokens: TokenFormat = TokenFormat.PLAIN,
     ) -> EngineChoice:
-        key = (device, config.engine, settings, token_dtype)
+        key = (device, config.engine, settings, token_dtype, tokens)
         # Asking for packages and devices takes longer than a launch.
         if self._chosen is None or self._chosen[0] != key:
-            workload = Workload(settings, self.hidden_size, self.intermediate_size, token_dtype)
+            sizes = self.hidden_size, self.intermediate_size
+            workload = Workload(settings, *sizes, token_dtype, tokens=tokens)
             self._chosen = (key, ready_engine(device, config.engine, workload))
             announce(self._chosen[1], device)
         return self._chosen[1]

@@ -189,7 +189,7 @@ class WgradQueue:
 
 def _writes_to(pending: PendingWgrad) -> list[int]:
     """How often the caller's tensors among the operands were written."""
-    return [writes_of(tensor) for tensor in (pending.x, pending.dout) if tensor is not None]
+    return [writes_of(tensor) for tensor in tensors_in((pending.x, pending.dout))]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

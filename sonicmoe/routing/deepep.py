@@ -57,23 +57,36 @@ def deepep_topk_to_sonic_metadata(
 
 
 def check_dispatched_tokens(
-    x: Any, dispatched_indices: Any, dispatched_probs: Any, tokens_per_expert: Any = None
+    x: Any,
+    dispatched_indices: Any,
+    dispatched_probs: Any,
+    tokens_per_expert: Any = None,
+    x_scale: Any = None,
 ) -> None:
     """Refuse the outputs of other dispatch modes by name, before any tensor is read;
     `tokens_per_expert`: for the hint alone.
 
     Raises:
-        DTypeError: `x` is FP8, or a (data, scale) pair, of an FP8 dispatch.
+        DTypeError: `x` is the (data, scale) pair of an FP8 dispatch, or FP8 without its scales, or
+            not FP8 with them.
         RoutingError: indices or probabilities are missing, as in a permuted dispatch.
     """
     if isinstance(x, tuple | list | dict):
         raise DTypeError(
-            f"x is a {type(x).__name__}, as an FP8 dispatch delivers (data and scales); the node quantises by itself: dispatch in bfloat16"
+            f"x is a {type(x).__name__}, as an FP8 dispatch delivers; needed: the codes as x and their scales as "
+            "x_scale, or bfloat16 tokens"
         )
-    if hasattr(x, "dtype") and "float8" in dtype_name(x.dtype):
-        raise DTypeError(
-            f"x is {dtype_name(x.dtype)} without its scales, from an FP8 dispatch; needed: bfloat16 tokens"
-        )
+    if hasattr(x, "dtype"):
+        found = dtype_name(x.dtype)
+        if "float8" in found and x_scale is None:
+            raise DTypeError(
+                f"x is {found} without its scales, from an FP8 dispatch; needed: x_scale, float32 [T, ceil(H/128)], or "
+                "bfloat16 tokens"
+            )
+        if "float8" not in found and x_scale is not None:
+            raise DTypeError(
+                f"x_scale came with x in {found}; needed: x in float8_e4m3fn, or no x_scale"
+            )
     # The usual slip of callers who left out the second argument: indices then arrive in its place.
     if dispatched_probs is None and len(getattr(tokens_per_expert, "shape", ())) == 2:
         raise RoutingError(

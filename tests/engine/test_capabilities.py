@@ -112,6 +112,19 @@ def test_what_hopper_computes(changes):
         ),
         (HOPPER, {"intermediate_size": 96}, "H is 2048 and I is 96", ShapeError),
         (HOPPER, {"tokens": TokenFormat.E4M3_1X128}, "tokens come as 'e4m3_1x128'", DTypeError),
+        (BF16, {"tokens": TokenFormat.E4M3_ROW}, "tokens come as 'e4m3_row', and it", DTypeError),
+        (
+            REFERENCE,
+            {"tokens": TokenFormat.E4M3_ROW, "recipe": None},
+            "tokens come as 'e4m3_row', and FP8 is off",
+            ConfigError,
+        ),
+        (
+            REFERENCE,
+            {"tokens": TokenFormat.E4M3_1X128, "recipe": RECIPES["wide256"]},
+            "tokens come as 'e4m3_1x128', and recipe 'wide256' reads them in 1x256 blocks",
+            ConfigError,
+        ),
         (
             replace(BF16, gradients=(GradientTarget.NATIVE,)),
             {"gradients": GradientTarget.MAIN_GRAD},

@@ -9,7 +9,7 @@ import framework  # noqa: F401  before anything of sonicmoe
 import pytest
 
 from sonicmoe.engine import select
-from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, Workload
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, TokenFormat, Workload
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import ENGINES, announce, choose_engine
@@ -230,3 +230,26 @@ class TestOnHopper:
             for workload, _ in (*BEYOND_HOPPER[:2], *BEYOND_HOPPER[:2]):
                 announce(choose_engine("cuda:0", workload=workload), "cuda:0")
         assert len(caplog.records) == 2
+
+    @pytest.mark.parametrize("tokens", [TokenFormat.E4M3_1X128, TokenFormat.E4M3_ROW])
+    def test_tokens_in_fp8_do_not_change_the_engine(self, hopper, caplog, monkeypatch, tokens):
+        """An engine that cannot read them is handed their values, and the log says so once."""
+        monkeypatch.setattr(select, "_LOGGED", set())
+        workload = replace(WORKLOAD, tokens=tokens)
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "hopper" and not choice.falls_back
+        assert choice.dequantises == f"tokens come as {tokens.value!r}, and it takes ['plain']"
+        assert choose_engine("cuda:0", EngineName.HOPPER, workload).dequantises is not None
+        assert choose_engine("cuda:0", workload=WORKLOAD).dequantises is None
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            for _ in range(3):
+                announce(choice, "cuda:0")
+        assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+        assert "engine hopper on cuda:0: tokens that arrive in FP8 are dequantised to bfloat16" in (
+            caplog.records[1].getMessage()
+        )
+
+    def test_the_reference_engine_reads_tokens_in_fp8(self):
+        for tokens in TokenFormat:
+            workload = replace(WORKLOAD, tokens=tokens)
+            assert choose_engine("cpu", workload=workload).dequantises is None

@@ -1,0 +1,95 @@
+"""Tokens that arrive in FP8: e4m3 codes with fp32 multipliers, quantised where they were sent.
+
+1x128   multipliers `[T, ceil(H/128)]`: one per row and 128 columns
+row     multipliers `[T, 1]`: one per row. Weight gradients then need no second rounding of x
+        (docs/design.md, "Tokens that arrive in FP8").
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import DTypeError, ShapeError, expect
+from ..interop import dtype_name, plain_ops, require_framework_tensor, require_same_device
+from .format import BlockScaledTensor, Code
+from .recipes import BlockShape, rows
+from .reference import dequantize
+
+Tensor = torch.Tensor
+
+WORD_COLUMNS = 128
+WORD_BLOCK = rows(WORD_COLUMNS)
+
+
+def is_fp8(x: Tensor) -> bool:
+    """Whether `x` has one of the 8-bit floating dtypes."""
+    return "float8" in dtype_name(x.dtype)
+
+
+def words_per_row(hidden: int) -> int:
+    """Multipliers of a row of `hidden` columns in the 1x128 form."""
+    return -(-hidden // WORD_COLUMNS)
+
+
+def token_block(hidden: int, multipliers: int) -> BlockShape:
+    """The block that `multipliers` per row of `hidden` columns belong to. Where both forms have
+    one, for H up to 128, it is the 1x128 form.
+    """
+    return WORD_BLOCK if multipliers == words_per_row(hidden) else rows(hidden)
+
+
+def has_row_scales(x: object) -> bool:
+    """Whether these are quantised tokens with one multiplier per row of more than 128 columns."""
+    return isinstance(x, BlockScaledTensor) and x.block.cols > WORD_COLUMNS
+
+
+def tokens_of(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
+    """e4m3 `[T, H]` and fp32 `[T, ceil(H/128)]` or `[T, 1]` as one type; shares both tensors."""
+    block = token_block(int(codes.shape[1]), int(scale_inv.shape[1]))
+    return BlockScaledTensor(codes, scale_inv, block, Code.E4M3)
+
+
+def to_bfloat16(x: BlockScaledTensor) -> Tensor:
+    """The values of quantised tokens, rounded to bf16; a new tensor."""
+    with plain_ops():
+        return dequantize(x, torch.bfloat16)
+
+
+def check_fp8_tokens(x: Tensor, x_scale: Tensor) -> None:
+    """Check codes and multipliers at a border, without reading device memory.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
+            is needed.
+    """
+    require_framework_tensor(x_scale, "x_scale")
+    found = dtype_name(x.dtype)
+    expect(
+        x.dtype == torch.float8_e4m3fn,
+        DTypeError,
+        f"x is {found} and x_scale was given; needed: x in float8_e4m3fn, or no x_scale",
+    )
+    expect(
+        x_scale.dtype == torch.float32,
+        DTypeError,
+        f"x_scale is {dtype_name(x_scale.dtype)}; needed: float32 multipliers (words of a carrier become such by "
+        "sonicmoe.fleet.carrier)",
+    )
+    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+    tokens, hidden = (int(size) for size in x.shape)
+    shape = tuple(int(size) for size in x_scale.shape)
+    expect(
+        shape in ((tokens, words_per_row(hidden)), (tokens, 1)),
+        ShapeError,
+        f"x_scale has shape {shape}; x {(tokens, hidden)} needs [T, ceil(H/128)] = "
+        f"{(tokens, words_per_row(hidden))}, or [T, 1] with one multiplier per row",
+    )
+    for name, value in (("x", x), ("x_scale", x_scale)):
+        # A dispatcher that hands multipliers on column by column is told so here. A silent copy
+        # would cost what the dispatch in FP8 has saved.
+        expect(
+            bool(value.is_contiguous()),
+            ShapeError,
+            f"{name} has strides {tuple(value.stride())}; needed: contiguous rows, as DeepEP delivers them",
+        )
+    require_same_device([("x", x), ("x_scale", x_scale)])
