@@ -12,8 +12,9 @@ import torch
 from ..errors import DTypeError, ShapeError, expect
 from ..interop import dtype_name, plain_ops, require_framework_tensor, require_same_device
 from .format import BlockScaledTensor, Code
+from .gpu import quantize_rows
 from .recipes import BlockShape, rows
-from .reference import dequantize
+from .reference import dequantize, quantize
 
 Tensor = torch.Tensor
 
@@ -47,6 +48,19 @@ def tokens_of(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
     """e4m3 `[T, H]` and fp32 `[T, ceil(H/128)]` or `[T, 1]` as one type; shares both tensors."""
     block = token_block(int(codes.shape[1]), int(scale_inv.shape[1]))
     return BlockScaledTensor(codes, scale_inv, block, Code.E4M3)
+
+
+def quantize_tokens(x: Tensor, *, row_scale: bool = False) -> BlockScaledTensor:
+    """Tokens bf16, fp16 or fp32 `[T, H]` as their sender quantises them: with one scale per row and
+    128 columns, which are the codes that the engines make themselves, or with one per row.
+
+    One scale per row waits for a GPU; the other form is one launch there.
+    """
+    with plain_ops():
+        hidden = int(x.shape[1])
+        if row_scale or hidden % 16:  # the kernel reads 16 columns at a time
+            return quantize(x, rows(hidden if row_scale else WORD_COLUMNS))
+        return quantize_rows(x)
 
 
 def to_bfloat16(x: BlockScaledTensor) -> Tensor:

@@ -1,0 +1,3 @@
+"""PaddleFleet's side of tokens in FP8: the quantiser that it calls on the sender (`quantizer`), and
+the int32 words in which scales travel (`carrier`).
+"""

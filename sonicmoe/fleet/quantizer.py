@@ -1,0 +1,118 @@
+"""The quantiser that PaddleFleet calls before it dispatches, under the name and with the parameters
+that it looks for in the signature.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, DTypeError, ShapeError, expect
+from ..interop import dtype_name, plain_ops, require_framework_tensor
+from ..quant.recipes import ScaleFormat, rows
+from ..quant.reference import quantize
+from ..quant.tokens import WORD_COLUMNS, quantize_tokens
+from .carrier import (
+    GROUP_COLUMNS,
+    Carrier,
+    declare_carrier,
+    declared_carrier,
+    pack_words,
+    words_of_bytes,
+)
+
+Tensor = torch.Tensor
+
+
+def quantize_activation_blockscaled_fast(
+    x: Tensor,
+    scale_dtype: Any = None,
+    pack_scale_words: bool = False,
+    *,
+    row_scale: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Tokens to send, as e4m3 codes and scales.
+
+    | `pack_scale_words` | `scale_dtype` | scales | quantised |
+    |---|---|---|---|
+    | True | None | int32 `[T, H/128]`, packed words of the declared carrier | as the carrier says |
+    | False | float32 | fp32 `[T, ceil(H/128)]`, or `[T, 1]` with `row_scale` | per 128 columns, or per row |
+    | False | int32 | int32 `[T, ceil(H/32)]`, one E8M0 byte per word | per 32 columns, powers of two |
+    | False | None | uint8 `[T, ceil(H/32)]`, E8M0 bytes | per 32 columns, powers of two |
+
+    Packing declares the carrier of this process, if nobody did: fp32 multipliers per 128 columns,
+    or per row with `row_scale`. A row with one scale spares wgrad the second rounding of x, and
+    costs accuracy where a row's magnitudes are far apart.
+
+    Args:
+        x: contiguous bf16 `[T, H]` (fp16 and fp32 too); H a multiple of 128 to pack.
+        row_scale: one fp32 scale per row; None follows the carrier, and is False where words are
+            not packed.
+
+    Raises:
+        ConfigError: a combination that is not in the table, or not that of the declared carrier.
+        DTypeError, ShapeError, FrameworkError: naming the argument, what came and what is needed.
+    """
+    require_framework_tensor(x, "x")
+    expect(
+        dtype_name(x.dtype) in ("bfloat16", "float16", "float32"),
+        DTypeError,
+        f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
+    )
+    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+    name = None if scale_dtype is None else dtype_name(scale_dtype)
+    if pack_scale_words:
+        return _packed(x, name, row_scale)
+    if name == "float32":
+        tokens = quantize_tokens(x, row_scale=bool(row_scale))
+        return tokens.codes, tokens.scale_inv
+    expect(
+        name in (None, "int32", "uint8"),
+        ConfigError,
+        f"scale_dtype is {name!r}; needed: None, float32, int32 or uint8",
+    )
+    expect(not row_scale, ConfigError, "row_scale with E8M0 bytes, which scale 32 columns each")
+    codes, exponents = _microscaled(x)
+    return codes, exponents if name == "int32" else exponents.to(torch.uint8)
+
+
+def _packed(x: Tensor, scale_dtype: str | None, row_scale: bool | None) -> tuple[Tensor, Tensor]:
+    expect(
+        scale_dtype in (None, "int32"),
+        ConfigError,
+        f"scale_dtype is {scale_dtype!r} with pack_scale_words; packed words are int32: needed: None",
+    )
+    count, hidden = (int(size) for size in x.shape)
+    expect(
+        hidden % WORD_COLUMNS == 0,
+        ShapeError,
+        f"x has shape {(count, hidden)}; packed words need [T, H] with H a multiple of {WORD_COLUMNS}",
+    )
+    carrier = _carrier(row_scale)
+    if carrier is not Carrier.E8M0_1X32:
+        tokens = quantize_tokens(x, row_scale=carrier is Carrier.FP32_ROW)
+        return tokens.codes, pack_words(tokens)
+    codes, exponents = _microscaled(x)
+    return codes, words_of_bytes(exponents.to(torch.uint8))
+
+
+def _carrier(row_scale: bool | None) -> Carrier:
+    """The declared carrier, which is declared here where it was not."""
+    declared = declared_carrier()
+    if row_scale is None and declared is not None:
+        return declared
+    return declare_carrier(Carrier.FP32_ROW if row_scale else Carrier.FP32_1X128)
+
+
+def _microscaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and biased exponents, int32 `[T, ceil(H/32)]`: the scale is the least power of two that
+    keeps the group within +-448. An infinity makes its group's exponent 255, which is NaN.
+    """
+    with plain_ops():
+        q = quantize(x, rows(GROUP_COLUMNS), scale_format=ScaleFormat.POW2)
+        if 0 in tuple(q.scale_inv.shape):
+            return q.codes, torch.zeros(
+                tuple(q.scale_inv.shape), dtype=torch.int32, device=x.device
+            )
+        return q.codes, q.scale_inv.view(torch.int32) >> 23  # no scale has a sign

@@ -1,0 +1,269 @@
+"""Scales on the wire: every form that PaddleFleet carries, byte for byte, and nothing guessed."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from framework import numpy, relative_rmse, tensor, torch
+from quant.naive_quantizer import E4M3_VALUES, encode_e4m3
+
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.fleet import carrier
+from sonicmoe.fleet.carrier import Carrier, declare_carrier, declared_carrier, tokens_from_carrier
+from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
+from sonicmoe.quant.recipes import rows
+from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.tokens import quantize_tokens, to_bfloat16
+
+
+@pytest.fixture(autouse=True)
+def undeclared(monkeypatch):
+    monkeypatch.setattr(carrier, "_declared", None)
+
+
+def values(tokens=6, hidden=256, seed=0, spread=0):
+    """bf16 values whose groups of 32 columns differ by up to `spread` octaves."""
+    rng = np.random.default_rng(seed)
+    groups = 2.0 ** rng.integers(-spread, 1, (tokens, -(-hidden // 32)))
+    x = rng.standard_normal((tokens, hidden)) * np.repeat(groups, 32, axis=1)[:, :hidden]
+    return tensor(x, torch.float32).to(torch.bfloat16)
+
+
+def code_bytes(codes):
+    return numpy(codes.view(torch.uint8).to(torch.int32))
+
+
+def exponents_by_hand(x):
+    """E8M0 bytes by the rule: the biased exponent of amax - 8, one more if the mantissa is above
+    1.75.
+    """
+    found = []
+    for row in numpy(x):
+        for group in np.split(row, range(32, len(row), 32)):
+            mantissa, exponent = np.frexp(np.abs(group).max())
+            found.append(int(exponent) - 1 + 127 - 8 + (2 * mantissa > 1.75))
+    return np.array(found).reshape(len(x), -1)
+
+
+def test_the_signature_is_what_fleet_looks_for():
+    parameters = inspect.signature(quantize_fast).parameters
+    assert [*parameters][:3] == ["x", "scale_dtype", "pack_scale_words"]
+    assert parameters["scale_dtype"].default is None
+    assert parameters["pack_scale_words"].default is False
+    assert all(p.kind is p.KEYWORD_ONLY for p in [*parameters.values()][3:])
+
+
+class TestOurWords:
+    def test_are_the_multipliers_bit_for_bit(self):
+        x = values()
+        codes, words = quantize_fast(x, pack_scale_words=True)
+        assert words.dtype == torch.int32 and tuple(words.shape) == (6, 2)
+        ours = quantize(x, rows(128))
+        np.testing.assert_array_equal(code_bytes(codes), code_bytes(ours.codes))
+        np.testing.assert_array_equal(numpy(words), numpy(ours.scale_inv.view(torch.int32)))
+        tokens, inexact = tokens_from_carrier(codes, words)
+        assert inexact is None and tokens.block == rows(128)
+        np.testing.assert_array_equal(numpy(tokens.scale_inv), numpy(ours.scale_inv))
+
+    def test_one_scale_per_row(self):
+        x = values()
+        codes, words = quantize_fast(x, pack_scale_words=True, row_scale=True)
+        assert declared_carrier() is Carrier.FP32_ROW
+        ours = quantize(x, rows(256))
+        np.testing.assert_array_equal(code_bytes(codes), code_bytes(ours.codes))
+        scale = numpy(ours.scale_inv.view(torch.int32))
+        np.testing.assert_array_equal(numpy(words), np.repeat(scale, 2, axis=1))
+        tokens, _ = tokens_from_carrier(codes, words)
+        assert tokens.block == rows(256) and tuple(tokens.scale_inv.shape) == (6, 1)
+        np.testing.assert_array_equal(numpy(dequantize(tokens)), numpy(dequantize(ours)))
+        # Later calls, in which nobody says it again, send what was declared.
+        np.testing.assert_array_equal(
+            numpy(quantize_fast(x, pack_scale_words=True)[1]), numpy(words)
+        )
+
+    def test_come_back_as_bytes(self):
+        """Fleet hands the words of a gradient on as uint8 `[T, H/32]`."""
+        codes, words = quantize_fast(values(), pack_scale_words=True)
+        tokens, _ = tokens_from_carrier(codes, words.view(torch.uint8))
+        np.testing.assert_array_equal(numpy(tokens.scale_inv.view(torch.int32)), numpy(words))
+
+    def test_travel_as_floats_without_a_declaration(self):
+        for row_scale in (False, True):
+            codes, scale = quantize_fast(values(), torch.float32, row_scale=row_scale)
+            tokens, inexact = tokens_from_carrier(codes, scale)
+            assert inexact is None and tuple(scale.shape) == (6, 1 if row_scale else 2)
+            assert tokens.block == rows(256 if row_scale else 128)
+        assert declared_carrier() is None
+
+    def test_of_no_tokens(self):
+        none = values()[:0]
+        for options in ({"pack_scale_words": True}, {"scale_dtype": torch.int32}, {}):
+            codes, scale = quantize_fast(none, **options)
+            tokens, _ = tokens_from_carrier(codes, scale)
+            assert tokens.shape == (0, 256) and tuple(tokens.scale_inv.shape) == (0, 2)
+
+
+class TestDeclaration:
+    def test_ambiguous_words_are_refused_without_one(self):
+        x = values()
+        codes, words = quantize_fast(x, pack_scale_words=True)
+        carrier._declared = None
+        for scale in (words, words.view(torch.uint8)):
+            with pytest.raises(ConfigError, match=r"packed words .* nobody declared"):
+                tokens_from_carrier(codes, scale)
+
+    def test_decides_what_words_mean(self):
+        codes, words = quantize_fast(values(), pack_scale_words=True)
+        carrier._declared = Carrier.E8M0_1X32
+        as_bytes, _ = tokens_from_carrier(codes, words)
+        raw = numpy(words.view(torch.uint8).to(torch.int32)).reshape(6, 2, 4).max(-1)
+        expected = np.where(raw == 255, np.nan, 2.0 ** (np.clip(raw, 1, 254) - 127.0))
+        np.testing.assert_array_equal(numpy(as_bytes.scale_inv), expected.astype(np.float32))
+
+    def test_is_made_once(self):
+        assert declare_carrier("fp32_1x128") is declare_carrier(Carrier.FP32_1X128)
+        with pytest.raises(ConfigError, match="carrier is 'e8m0_1x32', and this process declared"):
+            declare_carrier(Carrier.E8M0_1X32)
+        with pytest.raises(ConfigError, match="carrier is 'fp32_row', and this process declared"):
+            quantize_fast(values(), pack_scale_words=True, row_scale=True)
+        with pytest.raises(ConfigError, match=r"carrier is 'fp16'; needed: one of \['fp32_1x128'"):
+            declare_carrier("fp16")
+        assert declared_carrier() is Carrier.FP32_1X128
+
+
+FORMS = {
+    "packed": ({"pack_scale_words": True}, 256),
+    "one byte a word": ({"scale_dtype": torch.int32}, 256),
+    "one byte a word, odd H": ({"scale_dtype": torch.int32}, 208),
+    "bytes": ({}, 208),
+    "bytes of words": ({}, 256),
+}
+
+
+class TestE8M0:
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("spread", [0, 3])
+    def test_every_form_carries_the_same_values(self, form, spread):
+        """Groups a few octaves apart lose bits in few codes, and the count says in how many."""
+        declare_carrier(Carrier.E8M0_1X32)
+        options, hidden = FORMS[form]
+        x = values(hidden=hidden, spread=spread)
+        codes, scale = quantize_fast(x, **options)
+        exponents = exponents_by_hand(x)
+        sent = numpy(codes) * np.repeat(2.0 ** (exponents - 127), 32, axis=1)[:, :hidden]
+        tokens, inexact = tokens_from_carrier(codes, scale)
+        got = numpy(dequantize(tokens))
+        wrong = got != sent
+        assert wrong.sum() == int(inexact) and wrong.mean() < 0.12
+        assert relative_rmse(got, sent) < 1e-2
+        # Every loss is of a code that went below the normal range, by at most half a step there.
+        step = 2.0**-9 * np.repeat(numpy(tokens.scale_inv), 128, axis=1)[:, :hidden]
+        assert (np.abs(got - sent) <= step / 2).all()
+        largest = np.repeat(numpy(tokens.scale_inv), 4, axis=1)[:, : exponents.shape[1]]
+        assert (2.0 ** (exponents - 127) <= largest).all()
+
+    def test_bytes_follow_the_rule(self):
+        for amax, wanted in ((448.0, 127), (449.0, 128), (1.0, 119), (2.0**-10, 109)):
+            x = tensor(np.full((1, 32), amax), torch.float32)
+            assert numpy(quantize_fast(x)[1]).tolist() == [[wanted]]
+        x = values(hidden=160, spread=8)
+        np.testing.assert_array_equal(numpy(quantize_fast(x, torch.int32)[1]), exponents_by_hand(x))
+
+    def test_packed_words_hold_four_bytes_the_first_lowest(self):
+        declare_carrier(Carrier.E8M0_1X32)
+        x = values(spread=8)
+        words = numpy(quantize_fast(x, pack_scale_words=True)[1])
+        parts = exponents_by_hand(x).reshape(6, 2, 4)
+        np.testing.assert_array_equal(words, (parts << np.array([0, 8, 16, 24])).sum(-1))
+
+    def test_every_code_at_every_distance(self):
+        """All 254 finite codes, 0 to 20 octaves below the largest group: as fp64 rounds them."""
+        finite = np.concatenate([E4M3_VALUES, -E4M3_VALUES[1:]])
+        padded = np.zeros(256)
+        padded[: len(finite)] = finite
+        for octaves in range(21):
+            groups = np.full((8, 4), 100)
+            groups[:, 0] = 100 + octaves
+            row = np.zeros((8, 128))
+            row[:, 32:64] = padded.reshape(8, 32)
+            codes = tensor(row, torch.float32).to(torch.float8_e4m3fn)
+            tokens, inexact = tokens_from_carrier(codes, tensor(groups).to(torch.int32))
+            wanted = (row * 2.0**-octaves).astype(np.float32)
+            np.testing.assert_array_equal(code_bytes(tokens.codes)[:, 32:64] & 0x7F, encode_e4m3(wanted)[:, 32:64] & 0x7F)  # fmt: skip
+            exact = numpy(tokens.codes) == wanted
+            assert int(inexact) == (~exact).sum()
+            assert (octaves == 0) == exact.all() or octaves in (1, 2, 3)
+        assert not numpy(tokens.codes)[:, 32:64].any()
+
+    def test_nan_stays_where_it_is(self):
+        rows_of = numpy(values(hidden=256))
+        rows_of[0, 3], rows_of[1, 40] = np.nan, np.inf
+        tokens, _ = tokens_from_carrier(*quantize_fast(tensor(rows_of, torch.float32), torch.int32))
+        got = np.isnan(numpy(dequantize(tokens)))
+        assert got[0].sum() == 1 and got[0, 3]
+        assert got[1, :128].all() and not got[1, 128:].any() and not got[2:].any()
+
+    def test_zeros(self):
+        zero = tensor(np.zeros((2, 256)), torch.float32)
+        tokens, inexact = tokens_from_carrier(*quantize_fast(zero, torch.int32))
+        assert int(inexact) == 0 and not numpy(dequantize(tokens)).any()
+
+    def test_rows_do_not_touch_each_other(self):
+        """Rows that nobody wrote may hold any byte and any word."""
+        codes, scale = quantize_fast(values(), torch.int32)
+        clean = numpy(tokens_from_carrier(codes, scale).tokens.scale_inv)
+        raw, words = code_bytes(codes), numpy(scale)
+        raw[3], words[3] = 0x7F, -(2**31) + 7
+        codes = tensor(raw).to(torch.uint8).view(torch.float8_e4m3fn)
+        found = numpy(tokens_from_carrier(codes, tensor(words).to(torch.int32)).tokens.scale_inv)
+        others = np.arange(6) != 3
+        np.testing.assert_array_equal(found[others], clean[others])
+
+
+class TestRefusals:
+    def test_scales(self):
+        codes, _ = quantize_fast(values(hidden=208))
+        for scale, error, words in (
+            (
+                np.zeros((6, 2), np.int32),
+                ShapeError,
+                r"scale is int32 \(6, 2\); codes \(6, 208\) need",
+            ),
+            (np.zeros((6, 7), np.int64), DTypeError, "scale is int64; needed: float32, int32 or"),
+            (np.zeros((5, 2), np.float32), ShapeError, r"x_scale has shape \(5, 2\)"),
+            (np.zeros((5, 7), np.uint8), ShapeError, r"scale is uint8 \(5, 7\)"),
+        ):
+            with pytest.raises(error, match=words):
+                tokens_from_carrier(codes, tensor(scale))
+        with pytest.raises(DTypeError, match="codes are bfloat16"):
+            tokens_from_carrier(values(), tensor(np.zeros((6, 2), np.float32)))
+        with pytest.raises(TypeError, match="scale must be a"):
+            tokens_from_carrier(codes, None)
+
+    def test_the_quantiser(self):
+        for error, words, x, options in (
+            (ShapeError, "H a multiple of 128", values(hidden=208), {"pack_scale_words": True}),
+            (ConfigError, "scale_dtype is 'float32' with pack", values(), {"pack_scale_words": True, "scale_dtype": torch.float32}),
+            (ConfigError, "scale_dtype is 'int64'", values(), {"scale_dtype": torch.int64}),
+            (ConfigError, "row_scale with E8M0", values(), {"row_scale": True}),
+            (DTypeError, "x is int64", tensor(np.zeros((2, 128), np.int64)), {}),
+            (ShapeError, r"x has shape \(256,\)", values()[0], {}),
+        ):  # fmt: skip
+            with pytest.raises(error, match=words):
+                quantize_fast(x, **options)
+        declare_carrier(Carrier.E8M0_1X32)
+        with pytest.raises(ShapeError, match="H a multiple of 128"):
+            quantize_fast(values(hidden=208), pack_scale_words=True)
+
+
+@pytest.mark.parametrize("hidden", [80, 128, 200, 256])
+def test_tokens_are_quantised_as_the_engines_do(hidden):
+    x = values(hidden=hidden)
+    for row_scale in (False, True):
+        made = quantize_tokens(x, row_scale=row_scale)
+        wanted = quantize(x, rows(hidden if row_scale else 128))
+        np.testing.assert_array_equal(code_bytes(made.codes), code_bytes(wanted.codes))
+        np.testing.assert_array_equal(numpy(made.scale_inv), numpy(wanted.scale_inv))
+        assert relative_rmse(numpy(to_bfloat16(made)), numpy(x)) < 0.04
