@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..diagnostics.cases import DATA_KINDS, Case, Sizes, load_case, make_case
+from ..diagnostics.cases import DATA_KINDS, Case, Dispatch, Sizes, load_case, make_case
 from ..diagnostics.golden_stages import TENSORS
 from ..enums import ZCode
 from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
@@ -73,6 +73,14 @@ def _size(name: str, default: int) -> Any:
     "--data", list(DATA_KINDS), "Kind of generated inputs; none when only --captured is given"
 )
 @click.option(
+    "--dispatch",
+    multiple=True,
+    type=click.Choice([way.value for way in Dispatch]),
+    default=[Dispatch.BF16.value],
+    show_default=True,
+    help="How tokens reach the experts; may be repeated. Behind fp8 and fp8-row the bar is DeepSeek-V3's way alone.",
+)
+@click.option(
     "--captured",
     multiple=True,
     type=Location(),
@@ -104,6 +112,7 @@ def numerics(
     scales: tuple[str, ...],
     z: tuple[str, ...],
     data: tuple[str, ...],
+    dispatch: tuple[str, ...],
     captured: tuple[Path, ...],
     capture_steps: int | None,
     capture_dir: Path,
@@ -148,7 +157,8 @@ def numerics(
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
         # A generator, so that one case at a time is in memory.
         cases = (make_case(kind, problem, seed) for kind in kinds)
-        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, bar)
+        ways = [way for way in Dispatch if way.value in dispatch]
+        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, ways, bar)
     if as_json:
         click.echo(json.dumps(to_json(results, lost), indent=2, allow_nan=False))
     else:
@@ -194,19 +204,27 @@ def measure(
     count: int,
     recipes: list[Fp8Recipe],
     codes: list[ZCode],
+    ways: list[Dispatch],
     bar: Progress,
 ) -> tuple[list[Result], list[Octaves]]:
-    """Every case under every recipe and code; generated cases are made one at a time."""
+    """Every case under every recipe and code, behind every dispatch that the recipe can read;
+    generated cases are made one at a time.
+    """
     from ..diagnostics.numerics import evaluate, octaves
 
-    task = bar.add_task("measuring", total=(len(from_files) + count) * len(recipes) * len(codes))
+    pairs = len(recipes) * len(codes)
+    total = (len(from_files) + count) * len(ways) * pairs
+    task = bar.add_task("measuring", total=total)
     results: list[Result] = []
     lost: list[Octaves] = []
     for case in (*from_files, *generated):
         bar.update(task, description=case.name)
-        for result in evaluate(case, recipes, codes):
-            results.append(result)
-            bar.advance(task)
+        for way in ways:
+            before = len(results)
+            for result in evaluate(case, recipes, codes, way):
+                results.append(result)
+                bar.advance(task)
+            bar.advance(task, pairs - (len(results) - before))  # those that cannot read the tokens
         lost += octaves(case, recipes)
     return results, lost
 
@@ -254,7 +272,7 @@ def error_table(data: str, results: list[Result]) -> Table:
         tokens = " / ".join(f"{100 * result.scores[name].row_p99:.1f}" for name in ("out", "dx"))
         style = None if result.failures else "green"
         table.add_row(
-            result.recipe.name,
+            name_of(result),
             result.z.value,
             *cells,
             f"{least:.4f}",
@@ -263,6 +281,12 @@ def error_table(data: str, results: list[Result]) -> Table:
             style=style,
         )
     return table
+
+
+def name_of(result: Result) -> str:
+    """The recipe, and how tokens reached the experts if not in bf16: `iso128, fp8 dispatch`."""
+    way = result.dispatch
+    return result.recipe.name + ("" if way is Dispatch.BF16 else f", {way.value} dispatch")
 
 
 def verdict(result: Result) -> str:
@@ -299,8 +323,8 @@ def list_table(recipes: list[Fp8Recipe]) -> Table:
 
 def verdict_lines(results: list[Result]) -> Iterator[str]:
     """Which combinations met every bar on all data measured."""
-    pairs = dict.fromkeys((result.recipe.name, result.z.value) for result in results)
-    missed = {(result.recipe.name, result.z.value) for result in results if result.failures}
+    pairs = dict.fromkeys((name_of(result), result.z.value) for result in results)
+    missed = {(name_of(result), result.z.value) for result in results if result.failures}
     met = [f"{name} with {z} z" for name, z in pairs if (name, z) not in missed]
     yield "meets every bar on all of this data: " + (", ".join(met) or "nothing")
 
@@ -334,6 +358,7 @@ def to_json(results: list[Result], lost: list[Octaves]) -> dict[str, Any]:
                 "data": result.data,
                 "recipe": result.recipe.name,
                 "z": result.z.value,
+                "dispatch": result.dispatch.value,
                 "failures": list(result.failures),
                 "unresolved": list(result.unresolved),
                 "tensors": {name: score_json(score) for name, score in result.scores.items()},

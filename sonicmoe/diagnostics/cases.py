@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,18 @@ DATA_KINDS: dict[str, str] = {
     "row-spread": "normal, every token of x and of dout times 2^u, u uniform in [-10, 0]",
     "outliers": "normal, 1 % of the channels of x and of dout times 100",
 }
+
+
+class Dispatch(Enum):
+    """How tokens reach the experts' rank: in bf16, or quantised by their sender with one scale per
+    row and 128 columns, or per row.
+    """
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    FP8_ROW = "fp8-row"
+
+
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0
 _FP64 = 8  # the bytes of a number while a case is generated

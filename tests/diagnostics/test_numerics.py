@@ -17,6 +17,7 @@ from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.cases import (
     DATA_KINDS,
     CaseError,
+    Dispatch,
     Sizes,
     load_case,
     make_case,
@@ -71,6 +72,59 @@ def test_the_default_recipe_meets_every_bar(kind):
         for name, one in result.scores.items():
             assert 0.05 < one.overall.rmse <= RMSE_BARS[name] + 2 * one.overall.rmse_error, name
             assert one.overall.cosine >= COSINE_BAR - 2e-4, name
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch.FP8, Dispatch.FP8_ROW], ids=lambda d: d.value)
+@pytest.mark.parametrize("kind", DATA_KINDS)
+def test_behind_a_dispatch_in_fp8_no_tensor_is_worse_than_deepseeks_way(kind, dispatch):
+    """The bar is 3 % above 1x128 dispatch, dequantise, requantise 1x128, for each expert too. One
+    scale per row misses it where channels are outliers, and only there.
+    """
+    case = make_case(kind, SMALL, seed=0)
+    (result,) = evaluate(case, [DEFAULT_RECIPE], [DEFAULT_Z], dispatch)
+    assert result.dispatch is dispatch
+    if dispatch is Dispatch.FP8 or kind != "outliers":
+        assert result.failures == ()
+    else:
+        assert any(words.startswith("out ") for words in result.failures)
+    (plain,) = evaluate(case, [DEFAULT_RECIPE], [DEFAULT_Z])
+    once, here = (r.scores["dw1"].overall.rmse for r in (plain, result))
+    assert here != once
+    if dispatch is Dispatch.FP8:
+        assert 1.005 * once < here
+        for name in ("out", "dx", "ds", "dw2"):
+            assert result.scores[name].overall.rmse == plain.scores[name].overall.rmse
+
+
+def test_the_baseline_of_a_dispatch_in_fp8_rounds_twice_too():
+    """So its own ratio is 1, and it is worse than the baseline of a dispatch in bf16."""
+    case = make_case("gaussian", SMALL, seed=0)
+    (result,) = evaluate(case, [BASELINE[0]], [BASELINE[1]], Dispatch.FP8)
+    (plain,) = evaluate(case, [BASELINE[0]], [BASELINE[1]])
+    assert {one.overall.ratio for one in result.scores.values()} == {1.0}
+    assert result.scores["dw1"].overall.rmse > 1.02 * plain.scores["dw1"].overall.rmse
+    assert result.failures == () and plain.failures != ()
+
+
+def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
+    wider = dataclasses.replace(TINY, hidden=144)
+    for sizes, of_rows in ((TINY, 0), (wider, 1)):
+        case = make_case("gaussian", sizes, seed=0)
+        for dispatch, count in ((Dispatch.BF16, 1), (Dispatch.FP8, 0), (Dispatch.FP8_ROW, of_rows)):
+            found = [*evaluate(case, [RECIPES["wide256"]], [DEFAULT_Z], dispatch)]
+            assert len(found) == count, dispatch
+
+
+def test_the_command_says_which_dispatch():
+    options = ["--recipe", "iso128", "--recipe", "wide256", "--scales", "fp32", "--z", "int8"]
+    options += ["--data", "gaussian", "--dispatch", "fp8", "--dispatch", "bf16", *TINY_OPTIONS]
+    found = json.loads(run(*options, "--json").stdout)["results"]
+    assert [(one["recipe"], one["dispatch"]) for one in found] == [
+        ("iso128", "bf16"),
+        ("wide256", "bf16"),
+        ("iso128", "fp8"),
+    ]
+    assert "| iso128, fp8 dispatch | int8 |" in run(*options, "--markdown").stdout
 
 
 def test_the_baseline_misses_the_absolute_bars():
