@@ -257,25 +257,24 @@ def make_node(have, config, **options):
 
 
 def check_node(have, config: SonicMoEConfig, **options):
-    """Nothing changes but `main_grad`, and that in `step()` alone, or in backward where it flushes."""
+    """Nothing changes but `main_grad`, and that in `step()` alone where gradients wait for it."""
     node, parameters = make_node(have, config, **options)
     counts = [int((have.indices == e).sum()) for e in range(E)]
     listed, inputs = list(counts), named(have, "x", "indices", "probs", "dout") | parameters
     main_grads = {
         f"{name}.main_grad": parameter.main_grad for name, parameter in parameters.items()
     }
-    before_step = {} if options.get("flush") == "backward" else main_grads
+    waits = options.get("flush") == "step" or options.get("split_wgrad")
+    before_step = main_grads if waits else {}
     with untouched(**inputs):
         with untouched(**before_step):
             node.prequantize_weights()
             with torch.no_grad():
                 node(have.x, counts, have.indices, have.probs)
             for tokens_per_expert in (None, counts):
-                out = node(have.x, tokens_per_expert, have.indices, have.probs)
-                found = torch.autograd.grad(
-                    out, [have.x, have.probs, *parameters.values()], have.dout, allow_unused=True
-                )
-                results = [out.detach(), *found[:2]]
+                given = (have.x, tokens_per_expert, have.indices, have.probs)
+                results = differentiated(node(*given), [have.x, have.probs], have.dout)
+                node(*given).backward(have.dout, inputs=list(parameters.values()))
             node.finish_wgrad()
             node.invalidate_caches()
         node.step()

@@ -178,6 +178,7 @@ HOPPER = EngineRecord(
     intermediate_multiple=64,
     biases=False,
     sets_parameters=False,
+    tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     loads_with="apache-tvm-ffi",
     jobs=_hopper_jobs,

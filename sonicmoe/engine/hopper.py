@@ -13,6 +13,7 @@ by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..interop import (
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, to_scratch
+from ..quant.tokens import to_bfloat16
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
 from .bf16 import Bf16Engine
@@ -55,7 +57,7 @@ from .interface import (
     check_dout,
     check_forward,
     check_weights,
-    plain_tokens,
+    token_dtype,
 )
 
 Tensor = torch.Tensor
@@ -112,13 +114,15 @@ class HopperEngine(Engine):
         *,
         save: bool = True,
     ) -> tuple[Tensor, Saved | None]:
-        """Quantise, two GEMMs, a weighted gather-and-sum; `save=False` stores no z."""
+        """Quantise, two GEMMs, a weighted gather-and-sum; `save=False` stores no z. Tokens that come
+        quantised are read as they are.
+        """
         check_forward(x, routing, weights, settings, HOPPER)
         with plain_ops():
-            x = plain_tokens(aligned(x))  # others were refused
+            x = _aligned(x)
             layer = _Layer(x, routing, weights, settings)
             z = layer.empty_z() if save and not settings.recompute_z else None
-            out = empty(tuple(x.shape), x.dtype, device_of(x))
+            out = empty(tuple(x.shape), token_dtype(x), device_of(_anchor(x)))
             layer.forward(x, z, out)
             return tap("out", out), Saved(settings, routing, x, z) if save else None
 
@@ -129,8 +133,9 @@ class HopperEngine(Engine):
         dout = check_dout(dout, saved)
         settings, routing = saved.settings, saved.routing
         with plain_ops():
-            x = aligned(plain_tokens(saved.x))  # which may have been copied since forward
-            dout = aligned(dout.to(x.dtype))
+            assert saved.x is not None
+            x = _aligned(saved.x)  # which may have been copied since forward
+            dout = aligned(dout.to(token_dtype(x)))
             layer = _Layer(x, routing, weights, settings)
             z = layer.restored_z(x, saved)
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
@@ -155,10 +160,12 @@ class HopperEngine(Engine):
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if not settings.fp8_wgrad:
+            if isinstance(pending.x, BlockScaledTensor):
+                pending.x = to_bfloat16(pending.x)
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
-            passes = passes_on(device_name(pending.x), settings.activation)
+            passes = passes_on(device_name(_anchor(pending.x)), settings.activation)
             add = _add_one_by_one if settings.frees_stagewise else _add_both
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
@@ -183,6 +190,18 @@ def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
         )
 
 
+def _anchor(x: Tokens | None) -> Tensor:
+    """A tensor of these tokens, for questions about device and stream."""
+    assert x is not None
+    return x.codes if isinstance(x, BlockScaledTensor) else x
+
+
+def _aligned(x: Tokens) -> Tokens:
+    if not isinstance(x, BlockScaledTensor):
+        return aligned(x)  # type: ignore[no-any-return]
+    return replace(x, codes=aligned(x.codes), scale_inv=aligned(x.scale_inv))
+
+
 class _Layer:
     """The passes of one forward, or of one backward to the tokens, and what their arguments share.
 
@@ -191,10 +210,11 @@ class _Layer:
     """
 
     def __init__(
-        self, x: Tensor, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+        self, x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
     ) -> None:
-        self._device, self._stream = device_of(x), current_stream(x)
-        self._passes = passes_on(device_name(x), settings.activation)
+        anchor = _anchor(x)
+        self._device, self._stream = device_of(anchor), current_stream(anchor)
+        self._passes = passes_on(device_name(anchor), settings.activation)
         self._prepared = prepared = prepared_handle(self._passes, weights)
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self._routing, self._weights, self._settings = routing, weights, settings
@@ -204,7 +224,7 @@ class _Layer:
         shape = (self._routing.num_rows, 2 * self._prepared.inner)
         return BlockScaledTensor.empty(shape, Z_BLOCK, self._device, Code.INT8)
 
-    def restored_z(self, x: Tensor, saved: Saved) -> BlockScaledTensor:
+    def restored_z(self, x: Tokens, saved: Saved) -> BlockScaledTensor:
         """z as forward stored it, or computed again to the same bits."""
         if saved.z is None:
             z = self.empty_z()
@@ -213,7 +233,7 @@ class _Layer:
         assert isinstance(saved.z, BlockScaledTensor)
         return saved.z
 
-    def forward(self, x: Tensor, z: BlockScaledTensor | None, out: Tensor | None) -> None:
+    def forward(self, x: Tokens, z: BlockScaledTensor | None, out: Tensor | None) -> None:
         """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
         bytes_of = self.routed.bytes_of
         size = bytes_of.forward_to_z if out is None else bytes_of.forward
@@ -261,10 +281,10 @@ class _Layer:
         )
         return dz_scratch, dprobs, dz, y1s
 
-    def dgrad(self, dz_scratch: Tensor, x: Tensor) -> Tensor:
-        """dx `[T, H]` in the dtype of `x`, from the scratch that `dgated` left."""
+    def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
+        """dx `[T, H]` in `token_dtype` of `x`, from the scratch that `dgated` left."""
         weights = self._dgrad_order("w1")
-        dx = empty(tuple(x.shape), x.dtype, self._device)
+        dx = empty(tuple(x.shape), token_dtype(x), self._device)
         self._passes.dgrad(
             weights=weights,
             routing=self.routed.handle,
@@ -290,12 +310,12 @@ def _add_both(
 ) -> None:
     """Both weight gradients."""
     x, (handle, bytes_of, inner) = pending.x, pending.native
-    memory = scratch(bytes_of.wgrad, device_of(x))
+    memory = scratch(bytes_of.wgrad, device_of(_anchor(x)))
     targets.adding = True
     passes.wgrad(
         weights=None,
         routing=handle,
-        stream=current_stream(x),
+        stream=current_stream(_anchor(x)),
         shares_gpu=pending.shares_gpu,
         inner=inner,
         **token_arguments("x", x),
@@ -338,7 +358,7 @@ def _add_one_by_one(
     passes.dw1(
         weights=None,
         routing=handle,
-        stream=current_stream(x),
+        stream=current_stream(_anchor(x)),
         shares_gpu=pending.shares_gpu,
         inner=inner,
         **token_arguments("x", x),

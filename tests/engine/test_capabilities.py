@@ -111,7 +111,7 @@ def test_what_hopper_computes(changes):
             ShapeError,
         ),
         (HOPPER, {"intermediate_size": 96}, "H is 2048 and I is 96", ShapeError),
-        (HOPPER, {"tokens": TokenFormat.E4M3_1X128}, "tokens come as 'e4m3_1x128'", DTypeError),
+        (HOPPER, {"tokens": TokenFormat.E4M3_ROW}, "tokens come as 'e4m3_row'", DTypeError),
         (BF16, {"tokens": TokenFormat.E4M3_ROW}, "tokens come as 'e4m3_row', and it", DTypeError),
         (
             REFERENCE,

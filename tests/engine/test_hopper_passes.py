@@ -4,6 +4,7 @@ kernels computed on the host.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 from collections import Counter
@@ -38,8 +39,8 @@ from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
-from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import dequantize
+from sonicmoe.quant.recipes import RECIPES, rows
+from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.routing.build import build_routing
 
 pytestmark = [
@@ -67,6 +68,7 @@ REAL = {
     "sum_or_zero": routing_metadata_source,
     "gather_transpose_quantize": wgrad_operands_source,
     "gather_transpose_quantize_pair": wgrad_operands_source,
+    "gather_transpose_requantize": wgrad_operands_source,
     "grouped_wgrad": fp8_wgrad_source,
     "grouped_wgrad_into": fp8_wgrad_source,
 }
@@ -116,6 +118,15 @@ class Case:
         self.routing = with_spare_rows(
             build_routing(torch.where(drop, sentinel, ids), probs, E), spare_rows
         )
+
+    def quantised(self):
+        """The same with tokens as their sender quantised them; those without a valid slot are NaN."""
+        q, other = quantize(self.x.float(), rows(128)), copy.copy(self)
+        unused = torch.ones(len(self.x), dtype=torch.bool)
+        unused[self.routing.row_token[self.routing.row_token >= 0].long()] = False
+        q.bytes[unused], q.scale_inv[unused] = 0x7F, float("nan")
+        other.x = q
+        return other
 
     def run(self, engine, settings, **options):
         weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
@@ -179,6 +190,43 @@ def assert_close(got, wanted, tolerance=2e-5):
 def test_a_step_is_the_reference_engines(mode, activation):
     case, settings = Case(), replace(FP8, activation=activation, **MODES[mode])
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "plain operands of wgrad"])
+def test_tokens_that_come_quantised(mode):
+    """The reference engine's step, and out and dx of tokens that the engine quantises itself."""
+    settings = replace(FP8, **MODES.get(mode, {"fp8_wgrad": False}))
+    plain = Case(seed=12)
+    case = plain.quantised()
+    if "fp8_wgrad" in vars(settings) and not settings.fp8_wgrad:
+        weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+        out, saved = OURS.forward(case.x, case.routing, weights, settings)
+        dx, _, pending = OURS.backward_dx(case.dout, saved, weights)
+        got = {"out": out, "dx": dx}
+        assert isinstance(pending.x, BlockScaledTensor)
+    else:
+        got = case.run(OURS, settings)
+        assert_close(got, case.run(REFERENCE, settings), 1e-3)
+    itself = plain.run(OURS, FP8)
+    for name in ("out", "dx"):
+        assert torch.equal(got[name], itself[name]), name
+
+
+def test_quantised_tokens_and_values_exclude_each_other(native):
+    case = Case()
+    passes = hopper_passes.Passes(native, NAMES, KERNELS)
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+    prepared = hopper_passes.prepared_handle(passes, weights)
+    handle, bytes_of, _ = passes.routed(case.routing, H, I)
+    q = case.quantised().x
+    given = {"x": case.x, "x_codes": q.bytes, "x_scale": q.scale_inv}
+    for names in ((), ("x", "x_codes"), ("x", "x_scale"), ("x_codes",), ("x_scale",), tuple(given)):
+        arguments = {name: given[name] if name in names else None for name in given}
+        with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
+            passes.forward(
+                weights=prepared.handle, routing=handle, stream=0, activation=0, z=None, z_scale=None, out=None,
+                scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -564,8 +612,11 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
     passes = hopper_passes.Passes(native, NAMES, kernels)
     monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
+    case = Case()
+    if kernel == "gather_transpose_requantize":
+        case = case.quantised()
     with pytest.raises(Exception, match="must be on a CUDA device"):
-        Case().run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
+        case.run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
 
 
 def test_a_scratch_that_is_too_small_is_refused(native):

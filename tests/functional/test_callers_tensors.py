@@ -23,7 +23,9 @@ def test_calls_leave_their_callers_tensors_alone(face, fp8, spelling):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("options", [{}, {"flush": "backward"}, {"split_wgrad": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"flush": "step"}, {"flush": "backward"}, {"split_wgrad": True}], ids=str
+)
 @pytest.mark.parametrize("mode", ["off", "perf", "mem"])
 def test_the_node_writes_main_grad_alone(mode, options, spelling):
     check_node(given("cpu", spelling), SonicMoEConfig(fp8_mode=mode), **options)

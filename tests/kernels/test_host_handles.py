@@ -107,6 +107,7 @@ def fields_of(passes, head, name):
         "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
         "dw1": scales(E, 2 * I, H), "dw2": scales(E, H, I),
         "into_dw1": None, "into_dw2": None,
+        "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None,
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
     }  # fmt: skip
@@ -210,7 +211,7 @@ def test_handles_of_different_layers_contradict_each_other(passes, head):
         ("forward", "out", scales(T, H), r"out is float32 \[70, 272\], but other tokens are bfloat16"),
         ("forward", "x", tokens(H, T).T, "x is not contiguous"),
         ("forward", "z_scale", None, "z and z_scale must be given together"),
-        ("forward", "x", None, "x is None; needed: "),
+        ("forward", "x", None, "needed: either x, or x_codes"),
         ("dgated", "dz", None, "either dz and y1s, or dz_rows and y1s_rows"),
         ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and slot_row says K = 3"),
         ("dgated", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
