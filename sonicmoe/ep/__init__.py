@@ -5,6 +5,9 @@
     out = node(tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs)
     y = dispatcher.combine(out, tokens.handle)                # [T, H], the sum over ranks
 
+With `fp8=True` tokens travel quantised, and the node takes two arguments more:
+`x_scale=tokens.x_scale, dx_to=tokens.dx_to`.
+
 Every dispatcher keeps one contract (`interface.Dispatched`) and is differentiable with DeepEP's
 algebra: the backward of dispatch is a combine of dx that carries dprobs, the backward of combine is
 a cached dispatch of dout.

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..quant.format import BlockScaledTensor
 from ..routing.ids import count_experts, in_one_spelling
-from .interface import Received, Transport, zero_where_not_here
+from .interface import Received, Tokens, Transport, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -57,7 +58,7 @@ class CollectiveTransport(Transport):
         self.name = exchange.name
         self._exchange = exchange
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         # `sent` has one line per destination rank: the number of rows, then the slots of each of
         # its experts. Its width does not depend on the data, so it can travel before anybody knows
         # a size.
@@ -77,7 +78,11 @@ class CollectiveTransport(Transport):
             sum(row[1 + expert] for row in table[1]) for expert in range(self.num_local_experts)
         ]
         recv_idx, recv_weights = self._move_slots(topk_idx, topk_weights, ranks, plan)
-        return Received(self.dispatch_cached(x, plan), recv_idx, recv_weights, counts, plan)
+        if isinstance(x, BlockScaledTensor):
+            rows: Tokens = _unpacked(self.dispatch_cached(_packed(x), plan), x)
+        else:
+            rows = self.dispatch_cached(x, plan)
+        return Received(rows, recv_idx, recv_weights, counts, plan)
 
     def dispatch_cached(self, x: Tensor, handle: Plan) -> Tensor:
         # No size is exchanged any more: the plan has them all.
@@ -159,6 +164,28 @@ class CollectiveTransport(Transport):
         return total.to(rows.dtype)
 
 
+def _packed(x: BlockScaledTensor) -> Tensor:
+    """int32 `[T, ceil(H/4) + scales]`: codes and scales of a token in one row, one message. As
+    int32, because Paddle selects no rows of bytes on a host.
+    """
+    held, (tokens, hidden) = x.bytes, x.shape
+    if hidden % 4:
+        fill = torch.zeros([tokens, 4 - hidden % 4], dtype=torch.uint8, device=held.device)
+        held = torch.cat([held, fill], 1)
+    words = (held.contiguous(), x.scale_inv.contiguous())
+    return torch.cat([_reinterpret(part, torch.int32) for part in words], 1)
+
+
+def _unpacked(rows: Tensor, sent: BlockScaledTensor) -> BlockScaledTensor:
+    """The tokens of `_packed` rows; widths are those of the tokens that this rank sent."""
+    hidden = sent.shape[1]
+    words = -(-hidden // 4)
+    held = _reinterpret(rows[:, :words].contiguous(), torch.uint8)[:, :hidden].contiguous()
+    scales = _reinterpret(rows[:, words:].contiguous(), torch.float32)
+    codes = _reinterpret(held, torch.float8_e4m3fn)
+    return BlockScaledTensor(codes, scales, sent.block, sent.code)
+
+
 def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
     # An empty index is answered by a slice, which both frameworks accept.
     return torch.index_select(values, 0, rows) if int(rows.shape[0]) else values[:0]
@@ -171,10 +198,13 @@ def _reinterpret(values: Tensor, dtype: Any) -> Tensor:
     if values.dtype == dtype:
         return values
     if int(values.shape[0]) == 0:
+        # Paddle makes no zeros of e4m3, which is one byte wide.
+        made = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
         width = (
             int(values.shape[1])
             * values.element_size()
-            // torch.zeros([1], dtype=dtype).element_size()
+            // torch.zeros([1], dtype=made).element_size()
         )
-        return torch.zeros([0, width], dtype=dtype, device=values.device)
+        zeros = torch.zeros([0, width], dtype=made, device=values.device)
+        return zeros if made == dtype else zeros.to(dtype)
     return values.view(dtype)

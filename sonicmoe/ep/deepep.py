@@ -16,7 +16,9 @@ import torch
 
 from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name
-from .interface import Received, Transport
+from ..quant.format import BlockScaledTensor
+from ..quant.tokens import WORD_COLUMNS, has_row_scales
+from .interface import Received, Tokens, Transport
 
 Tensor = torch.Tensor
 MODULES = (
@@ -128,7 +130,7 @@ class _DeepEPTransport(Transport):
         expect(
             x.dtype == torch.bfloat16,
             DTypeError,
-            f"x is {dtype_name(x.dtype)}; DeepEP carries bfloat16 rows (the node quantises by itself)",
+            f"x is {dtype_name(x.dtype)}; DeepEP carries bfloat16 rows, and quantised ones with fp8=True",
         )
         hidden = int(x.shape[1])
         expect(
@@ -172,8 +174,9 @@ class LegacyTransport(_DeepEPTransport):
         super().__init__(num_experts, group, module)
         self._worst_tokens, self.exact_rows = worst_tokens, worst_tokens == 0
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        self._check(x)
+    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+        sent = self._as_sent(x)
+        # Sized for bf16 rows in either case: combine sends such.
         buffer = self._sized_buffer(int(x.shape[1]))
         ids = topk_idx.to(self._id_dtype)
         # The layout says which token goes to which rank and how many rows that makes. Without a
@@ -184,7 +187,7 @@ class LegacyTransport(_DeepEPTransport):
         )
         arguments = {} if self._worst_tokens == 0 else {"num_worst_tokens": self._worst_tokens}
         recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
-            x,
+            sent,
             topk_idx=ids,
             topk_weights=topk_weights,
             num_tokens_per_rank=per_rank,
@@ -194,7 +197,25 @@ class LegacyTransport(_DeepEPTransport):
             **arguments,
         )
         # The rest of the package knows int64 ids only.
-        return Received(recv_x, recv_idx.to(torch.int64), recv_weights, host_counts(counts), handle)
+        arrived = _as_arrived(recv_x, x) if isinstance(x, BlockScaledTensor) else recv_x
+        ids = recv_idx.to(torch.int64)
+        return Received(arrived, ids, recv_weights, host_counts(counts), handle)
+
+    def _as_sent(self, x: Tokens) -> Any:
+        """bf16 rows, or the pair of e4m3 codes and fp32 scales, one per row and 128 columns."""
+        if not isinstance(x, BlockScaledTensor):
+            self._check(x)
+            return x
+        tokens, hidden = x.shape
+        expect(
+            hidden % WORD_COLUMNS == 0,
+            ShapeError,
+            f"x has shape {(tokens, hidden)}; DeepEP carries FP8 rows whose length is a multiple of {WORD_COLUMNS}",
+        )
+        # It knows one form of scales. A row's own is repeated on the way.
+        if not has_row_scales(x):
+            return x.codes, x.scale_inv
+        return x.codes, torch.cat([x.scale_inv] * (hidden // WORD_COLUMNS), 1)
 
     def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
         self._check(x)
@@ -230,6 +251,7 @@ class ElasticTransport(_DeepEPTransport):
     """
 
     name = "DeepEP (ElasticBuffer)"
+    bf16_only = True
 
     def __init__(
         self,
@@ -249,7 +271,11 @@ class ElasticTransport(_DeepEPTransport):
         self._max_tokens = max_tokens
         self._wait_for_counts = self.exact_rows = wait_for_counts
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+        if isinstance(x, BlockScaledTensor):
+            raise ConfigError(
+                "fp8 was asked for, and an ElasticBuffer is used in bfloat16 only; needed: fp8=False, or DeepEP's Buffer"
+            )
         self._check(x)
         expect(
             int(x.shape[0]) <= self._max_tokens,
@@ -300,6 +326,13 @@ class ElasticTransport(_DeepEPTransport):
             # promises.
             deterministic=True,
         )
+
+
+def _as_arrived(pair: tuple[Tensor, Tensor], sent: BlockScaledTensor) -> BlockScaledTensor:
+    codes, scales = pair
+    if has_row_scales(sent):
+        scales = scales[:, :1].contiguous()
+    return BlockScaledTensor(codes, scales, sent.block, sent.code)
 
 
 def host_counts(counts: Any) -> list[int] | None:

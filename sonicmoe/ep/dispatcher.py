@@ -12,8 +12,17 @@ from .. import autograd
 from ..autograd import DifferentiableCall
 from ..errors import ShapeError, expect
 from ..interop import grad_enabled, plain_ops, require_framework_tensor, requires_grad
+from ..quant.format import BlockScaledTensor
+from ..quant.tokens import quantize_tokens
 from ..routing.ids import in_one_spelling
-from .interface import Dispatched, Transport, check_dispatch, zero_where_not_here
+from .interface import (
+    Dispatched,
+    Tokens,
+    Transport,
+    check_dispatch,
+    check_fp8,
+    zero_where_not_here,
+)
 from .lost_ranks import raise_lost_rank
 
 Tensor = torch.Tensor
@@ -27,9 +36,22 @@ class Dispatcher(ABC):
     num_experts: int
     num_local_experts: int
     name: str
+    fp8: bool | str = False
+
+    @property
+    def bf16_only(self) -> bool:
+        """Whether it refuses to send tokens in FP8."""
+        return False
 
     @abstractmethod
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        fp8: bool | str | None = None,
+    ) -> Dispatched:
         """Send every token to the ranks of its experts.
 
         Args:
@@ -37,6 +59,8 @@ class Dispatcher(ABC):
             topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row
                 (docs/design.md, "Routing contract", for all E experts of the group).
             topk_weights: fp32 `[T, K]`.
+            fp8: send e4m3 codes with one scale per row and 128 columns (True), or per row ("row");
+                None follows the dispatcher's own `fp8`. The way back, and gradients, are bf16.
 
         Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
         dropped.
@@ -106,14 +130,19 @@ class DispatchCall(DifferentiableCall):
     """One dispatch of `(x, topk_weights)`, whose route and counts are there once it has run. Under
     autograd a gradient that did not arrive counts as zeros: the collective of the backward runs on
     every rank or on none.
+
+    Tokens that travel in FP8 are no output, because autograd would cast their gradient to e4m3.
+    They are left in `tokens` for the caller to take away, and the output is a tensor of their shape
+    that stands for them.
     """
 
     route: Route
     tokens_per_expert: list[int] | None
+    tokens: BlockScaledTensor | None = None
 
-    def __init__(self, transport: Transport, topk_idx: Tensor) -> None:
+    def __init__(self, transport: Transport, topk_idx: Tensor, fp8: bool | str) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
-        self.transport, self.topk_idx = transport, topk_idx
+        self.transport, self.topk_idx, self.fp8 = transport, topk_idx, fp8
 
     def explain(self, error: Exception, during: str) -> None:
         _explain(self.transport, error, "dispatch" if during == "forward" else "combine of dx")
@@ -123,10 +152,15 @@ class DispatchCall(DifferentiableCall):
     ) -> tuple[tuple[Tensor, Tensor], None]:
         """`(x [R, H], probs [R, K])`."""
         x, topk_weights = inputs
+        self.dtype = x.dtype
         with plain_ops():
+            plain = x.detach().contiguous()
+            sent: Tokens = plain
+            if self.fp8:
+                sent = quantize_tokens(plain, row_scale=self.fp8 == "row")
             # Libraries read raw pointers and know nothing of strides or of autograd.
             received = self.transport.dispatch(
-                x.detach().contiguous(), self.topk_idx, topk_weights.detach().contiguous()
+                sent, self.topk_idx, topk_weights.detach().contiguous()
             )
             # Some transports deliver weights at other ranks' slots, and some leave them unwritten.
             # Callers get exact zeros.
@@ -135,13 +169,17 @@ class DispatchCall(DifferentiableCall):
             )
         self.tokens_per_expert = received.tokens_per_expert
         self.route = Route(self.transport, received.handle, self.topk_idx, received.topk_idx)
+        if isinstance(received.x, BlockScaledTensor):
+            self.tokens = received.x
+            return (stand_in(received.x), probs), None
         return (received.x, probs), None
 
     def backward(
         self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
         """A combine of dx that carries dprobs."""
-        return self.route.dispatch_backward(*gradients), []
+        dx, dweights = self.route.dispatch_backward(*gradients)
+        return (dx.to(self.dtype), dweights), []
 
 
 class CombineCall(DifferentiableCall):
@@ -167,23 +205,38 @@ class CombineCall(DifferentiableCall):
 class TransportDispatcher(Dispatcher):
     """DeepEP's algebra over a `Transport`."""
 
-    def __init__(self, transport: Transport) -> None:
-        """Stateless but for the transport."""
-        self.transport = transport
+    def __init__(self, transport: Transport, fp8: bool | str = False) -> None:
+        """Stateless but for the transport. fp8: how tokens travel where a dispatch does not say."""
+        check_fp8(fp8)
+        self.transport, self.fp8 = transport, fp8
         self.num_experts, self.num_local_experts = (
             transport.num_experts,
             transport.num_local_experts,
         )
         self.name = transport.name
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+    @property
+    def bf16_only(self) -> bool:
+        return self.transport.bf16_only
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        fp8: bool | str | None = None,
+    ) -> Dispatched:
         check_dispatch(x, topk_idx, topk_weights)
+        fp8 = self.fp8 if fp8 is None else fp8
+        check_fp8(fp8)
         # Callers may mark a dropped slot by any id outside [0, E). Transports know -1 only.
         ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
-        call = DispatchCall(self.transport, ids.contiguous())
+        call = DispatchCall(self.transport, ids.contiguous(), fp8)
         # Without gradients the autograd function is left out: no backward comes for which it would
         # have to keep the route.
-        if grad_enabled() and (requires_grad(x) or requires_grad(topk_weights)):
+        recorded = grad_enabled() and (requires_grad(x) or requires_grad(topk_weights))
+        if recorded:
             recv_x, probs = autograd.apply(call, (x, topk_weights))
         else:
             try:
@@ -191,8 +244,15 @@ class TransportDispatcher(Dispatcher):
             except Exception as error:
                 call.explain(error, "forward")
                 raise
-        route = call.route
-        return Dispatched(recv_x, call.tokens_per_expert, route.indices, probs, route)
+        route, counts = call.route, call.tokens_per_expert
+        # Taken away, because the call lives in the graph, and would keep the codes as long.
+        tokens, call.tokens = call.tokens, None
+        if tokens is None:
+            return Dispatched(recv_x, counts, route.indices, probs, route)
+        dx_to = recv_x if recorded else None
+        return Dispatched(
+            tokens.codes, counts, route.indices, probs, route, tokens.scale_inv, dx_to
+        )
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         require_framework_tensor(out, "out")
@@ -210,6 +270,16 @@ class TransportDispatcher(Dispatcher):
             except Exception as error:
                 handle.explain(error, "combine")
                 raise
+
+
+def stand_in(tokens: BlockScaledTensor) -> Tensor:
+    """A bf16 tensor of the tokens' shape and of 2 bytes, for their gradient; nobody reads it."""
+    rows, hidden = tokens.shape
+    codes = tokens.codes
+    if rows == 0:
+        return torch.zeros([0, hidden], dtype=torch.bfloat16, device=codes.device)
+    one = torch.zeros([1], dtype=torch.bfloat16, device=codes.device)
+    return one.as_strided([rows, hidden], [0, 0])  # `expand` copies under Paddle
 
 
 def _explain(transport: Transport, error: Exception, doing: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import DTypeError, ShapeError, expect
+from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import dtype_name
 from ..routing.ids import in_one_spelling
 from .deepep import group_shape, host_counts
@@ -63,14 +63,31 @@ class FleetDispatcher(Dispatcher):
 
     name = "PaddleFleet (fused_dispatch)"
 
+    @property
+    def bf16_only(self) -> bool:
+        return True
+
     def __init__(self, num_experts: int, group: Any, functions: FleetFunctions) -> None:
         """`group`: the expert-parallel communication group."""
         ranks, _ = group_shape(group)
         self.num_experts, self.num_local_experts = num_experts, num_experts // ranks
         self._group, self._functions = group, functions
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        fp8: bool | str | None = None,
+    ) -> Dispatched:
         check_dispatch(x, topk_idx, topk_weights)
+        expect(
+            not fp8,
+            ConfigError,
+            f"fp8 is {fp8!r}; this dispatcher calls Fleet's fused_dispatch in bfloat16 only: needed: fp8=False, or kind "
+            "'deepep' or 'collective'",
+        )
         expect(
             x.dtype == torch.bfloat16,
             DTypeError,

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import DTypeError, RoutingError, ShapeError, expect
+from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..quant.format import BlockScaledTensor
 from ..routing.ids import is_here
 
 Tensor = torch.Tensor
+Tokens = Tensor | BlockScaledTensor
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# How tokens travel: in their dtype, or quantised with one scale per row and 128 columns, or per row.
+FP8_FORMS = (False, True, "row")
 
 
 class Dispatched(NamedTuple):
@@ -31,6 +35,9 @@ class Dispatched(NamedTuple):
     dropped; slots keep their position.
     probs: fp32 `[R, K]`, exactly 0 where `indices` is -1.
     handle: the routes of this dispatch, for `combine`; opaque to callers.
+    x_scale, dx_to: of tokens that travelled in FP8, arguments of the node by these names: x is then
+        e4m3, and its gradient, which is that of the tokens before they were quantised, goes to
+        `dx_to` (None without autograd).
 
     Rows beyond the real ones (worst-case dispatch) have every index -1. Nobody may read their x,
     because no transport writes it.
@@ -41,13 +48,15 @@ class Dispatched(NamedTuple):
     indices: Tensor
     probs: Tensor
     handle: Any
+    x_scale: Tensor | None = None
+    dx_to: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """A transport's raw delivery; fields as in `Dispatched`."""
+    """A transport's raw delivery; fields as in `Dispatched`, but x as it was sent."""
 
-    x: Tensor
+    x: Tokens
     topk_idx: Tensor
     topk_weights: Tensor
     tokens_per_expert: list[int] | None
@@ -64,10 +73,12 @@ class Transport(ABC):
 
     Attributes:
         exact_rows: whether a delivery has no rows beyond the real ones.
+        bf16_only: whether it refuses quantised tokens.
     """
 
     name: str
     exact_rows: bool = True
+    bf16_only: bool = False
 
     def __init__(self, num_experts: int, world_size: int, rank: int) -> None:
         """Check the split.
@@ -87,9 +98,9 @@ class Transport(ABC):
         return self.num_experts // self.world_size
 
     @abstractmethod
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
-        `[T, K]` in `[0, E)`, or -1, which is dropped.
+        `[T, K]` in `[0, E)`, or -1, which is dropped. Quantised tokens arrive as they were sent.
         """
 
     @abstractmethod
@@ -145,6 +156,19 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     # Values are not checked: reading ids would wait for the device. Invalid ids count as dropped
     # instead.
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
+
+
+def check_fp8(fp8: Any) -> None:
+    """Refuse a form that is none of `FP8_FORMS`.
+
+    Raises:
+        ConfigError: naming what came and what is needed.
+    """
+    expect(
+        isinstance(fp8, bool) or fp8 == "row",
+        ConfigError,
+        f"fp8 is {fp8!r}; needed: one of {list(FP8_FORMS)}",
+    )
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Tensor:

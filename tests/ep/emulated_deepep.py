@@ -42,7 +42,8 @@ class _Emulation:
 
     def _deliver(self, x, ids, weights, num_experts):
         """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and ids.dtype == topk_idx_t
+        assert x.dtype in (torch.bfloat16, torch.uint8) and x.is_contiguous()
+        assert ids.dtype == topk_idx_t
         assert weights.dtype == torch.float32
         assert ((ids >= -1) & (ids < num_experts)).all(), "the library knows no other ids"
         local = num_experts // self.group_size
@@ -100,6 +101,21 @@ def with_tail(rows, size, value):
     )
 
 
+def fp8_rows(codes, scales):
+    """Codes and scales of a token as one row of bytes."""
+    assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
+    assert scales.dtype == torch.float32 and scales.is_contiguous()
+    assert codes.shape[1] % 128 == 0 and scales.shape == (len(codes), codes.shape[1] // 128)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+
+def fp8_pair(received, hidden, rows):
+    """The pair that arrives; rows beyond the real ones are NaN."""
+    codes = with_tail(received[:, :hidden], rows, 0x7F).contiguous().view(torch.float8_e4m3fn)
+    scales = received[:, hidden:].contiguous().view(torch.float32)
+    return codes, with_tail(scales.reshape(len(received), hidden // 128), rows, GARBAGE)
+
+
 class Buffer(_Emulation):
     """The legacy buffer: weights are 0 at foreign slots, worst-case rows have ids -1 and garbage
     elsewhere.
@@ -154,6 +170,10 @@ class Buffer(_Emulation):
         async_finish=False,
         allocate_on_comm_stream=False,
     ):
+        hidden = None
+        if isinstance(x, tuple):
+            assert handle is None
+            hidden, x = x[0].shape[1], fp8_rows(*x)
         assert x.shape[1] * x.element_size() * self.group_size <= self.num_nvl_bytes, (
             "the buffer is too small"
         )
@@ -170,8 +190,11 @@ class Buffer(_Emulation):
         counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
         rows = num_worst_tokens or len(recv_x)
         handle = (sources, len(x), rows)
+        recv_x = (
+            with_tail(recv_x, rows, GARBAGE) if hidden is None else fp8_pair(recv_x, hidden, rows)
+        )
         if num_worst_tokens:
-            recv_x, weights = with_tail(recv_x, rows, GARBAGE), with_tail(weights, rows, GARBAGE)
+            weights = with_tail(weights, rows, GARBAGE)
             recv_idx, counts = with_tail(recv_idx, rows, -1), []
         return recv_x, recv_idx, weights, counts, handle, None
 

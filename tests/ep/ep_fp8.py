@@ -1,0 +1,71 @@
+"""A layer wide enough for several scales per row, whose tokens travel in FP8."""
+
+from __future__ import annotations
+
+import numpy as np
+from ep_cases import EXPERTS, Source, cases
+from ep_layer import gradient
+from framework import numpy, parameter, tensor, torch
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+HIDDEN, INTERMEDIATE = 256, 24
+FORMS = (True, "row")
+CASES = ("uneven", "a rank without tokens", "a rank that receives nothing", "no tokens anywhere")
+
+
+def sources(case):
+    """The case's routing over wider tokens."""
+    rng = np.random.default_rng(3)
+
+    def wide(rows):
+        return rng.standard_normal((len(rows), HIDDEN)).astype(np.float32)
+
+    return [Source(wide(s.x), s.ids, s.weights, wide(s.x)) for s in cases(2)[case]]
+
+
+def experts_of(first, count):
+    """Two stacked parameters with zero fp32 `main_grad`."""
+    rng = np.random.default_rng(7)
+    up = rng.standard_normal((EXPERTS, HIDDEN, 2 * INTERMEDIATE)) * HIDDEN**-0.5
+    down = rng.standard_normal((EXPERTS, INTERMEDIATE, HIDDEN)) * INTERMEDIATE**-0.5
+    made = [parameter(each[first : first + count].astype(np.float32)) for each in (up, down)]
+    for weight in made:
+        weight.main_grad = tensor(np.zeros(tuple(weight.shape), np.float32))
+    return made
+
+
+def run_fp8(dispatcher, source, rank, form, says=True):
+    """Everything one rank sees of one forward and backward, by name, in numpy."""
+    count = dispatcher.num_local_experts
+    weights = experts_of(rank * count, count)
+    node = SonicMoEMlpNode.from_fused(
+        *weights, config=SonicMoEConfig(engine="reference", fp8_mode="perf")
+    )
+    leaf, probs = tensor(source.x, grad=True), tensor(source.weights, grad=True)
+    x = leaf.to(torch.bfloat16)
+    option = {"fp8": form} if says else {}
+    received = dispatcher.dispatch(x, tensor(source.ids), probs, **option)
+    assert received.x.dtype == torch.float8_e4m3fn and received.dx_to.dtype == torch.bfloat16
+    out = node(
+        received.x, received.tokens_per_expert, received.indices, received.probs,
+        x_scale=received.x_scale, dx_to=received.dx_to,
+    )  # fmt: skip
+    y = dispatcher.combine(out, received.handle)
+    y.backward(tensor(source.dout).to(y.dtype))
+    node.step()
+    here = numpy(received.indices).max(1, initial=-1) >= 0
+    codes = (
+        numpy(received.x.view(torch.uint8).to(torch.int32)) if len(here) else np.zeros((0, HIDDEN))
+    )
+    return {
+        "y": numpy(y),
+        "dx": gradient(leaf),
+        "dweights": gradient(probs),
+        "up": numpy(weights[0].main_grad),
+        "down": numpy(weights[1].main_grad),
+        "codes": codes[here],
+        "scales": numpy(received.x_scale)[here],
+        "format": np.array(numpy(received.x_scale).shape[1]),
+    }
