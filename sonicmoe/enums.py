@@ -149,7 +149,7 @@ ACTIVATIONS: Mapping[ActivationType, Activation] = {
     ActivationType.SWIGLU_CLAMP: Activation(
         "silu(min(gate, limit)) * clamp(up, -limit, limit)",
         "DeepSeek-V4; activation_func_clamp_value of PaddleFleet",
-        _BF16,
+        _BOTH,
         gated=True,
         parameters=(_bound("limit", 10.0),),
     ),
@@ -157,7 +157,7 @@ ACTIVATIONS: Mapping[ActivationType, Activation] = {
     ActivationType.SITU_GLU: Activation(
         "softcap(gate, beta) * sigmoid(gate) * softcap(up, linear_beta)",
         "situ_glu of PaddleFleet",
-        _BF16,
+        _BOTH,
         gated=True,
         parameters=(_bound("beta", 1.0), _bound("linear_beta", inf)),
     ),

@@ -188,7 +188,7 @@ cache = CompileCache(tree / "cache", tree / "local")
 print(*source.load(cache).activation_names())
 print(len(resource_usage(source.compile(cache))))
 try:
-    source.load(cache).touch(4)
+    source.load(cache).touch(6)
 except Exception as error:
     print(error)
 """
@@ -212,7 +212,7 @@ def test_a_new_activation(tmp_path):
 
     # The page with the table of the engines is asked to follow.
     result = pytest_on(tree, "tests/engine/test_capabilities.py", "-k", "table")
-    assert result.returncode == 1 and "`reglu`, `qgeglu`" in result.stdout, result.stdout
+    assert result.returncode == 1 and "`situ_glu`, `qgeglu`" in result.stdout, result.stdout
 
 
 @pytest.mark.slow
@@ -227,5 +227,6 @@ def test_a_new_activation_in_the_header(tmp_path):
     (tree / "small.cu").write_text(SMALL, encoding="utf-8")
     result = python(tree, "-c", NAMES)
     names, kernels, refusal = result.stdout.splitlines()[:3]
-    assert set(names.split()) == {"qgeglu", "swiglu", "geglu", "reglu"}, result.stderr
-    assert kernels == "4" and "activation is 4; needed: a place in the list" in refusal
+    known = {"swiglu", "geglu", "reglu", "swiglu_clamp", "situ_glu"}
+    assert set(names.split()) == {"qgeglu", *known}, result.stderr
+    assert kernels == "6" and "activation is 6; needed: a place in the list" in refusal

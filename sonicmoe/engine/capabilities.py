@@ -115,7 +115,8 @@ def _with_kernels_of(engine: EngineName) -> tuple[ActivationType, ...]:
 def _hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     """Its own kernels serve every model of an activation; unquantised weight gradients run on the BF16 GEMMs."""
     settings = EngineSettings() if workload is None else workload.settings
-    jobs: list[CompileJob] = [*engine_sources(arch, settings.activation)]
+    own = settings.activation_parameters
+    jobs: list[CompileJob] = [*engine_sources(arch, settings.activation, own)]
     if workload is not None and not workload.settings.fp8_wgrad:
         jobs += [expert_rows_source(arch), *wgrad_kernels(_mlp_shape(workload, arch))]
     return tuple(jobs)
@@ -177,7 +178,7 @@ HOPPER = EngineRecord(
     hidden_multiple=16,
     intermediate_multiple=64,
     biases=False,
-    sets_parameters=False,
+    sets_parameters=True,
     tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     loads_with="apache-tvm-ffi",

@@ -165,7 +165,7 @@ class HopperEngine(Engine):
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
-            passes = passes_on(device_name(_anchor(pending.x)), settings.activation)
+            passes = _passes_of(_anchor(pending.x), settings)
             add = _add_one_by_one if settings.frees_stagewise else _add_both
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
@@ -202,6 +202,11 @@ def _aligned(x: Tokens) -> Tokens:
     return replace(x, codes=aligned(x.codes), scale_inv=aligned(x.scale_inv))
 
 
+def _passes_of(anchor: Tensor, settings: EngineSettings) -> Passes:
+    own = settings.activation_parameters
+    return passes_on(device_name(anchor), settings.activation, own)
+
+
 class _Layer:
     """The passes of one forward, or of one backward to the tokens, and what their arguments share.
 
@@ -214,7 +219,7 @@ class _Layer:
     ) -> None:
         anchor = _anchor(x)
         self._device, self._stream = device_of(anchor), current_stream(anchor)
-        self._passes = passes_on(device_name(anchor), settings.activation)
+        self._passes = _passes_of(anchor, settings)
         self._prepared = prepared = prepared_handle(self._passes, weights)
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self._routing, self._weights, self._settings = routing, weights, settings

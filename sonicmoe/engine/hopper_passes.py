@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..diagnostics.stages import is_heard, is_observed, stage, tap
-from ..enums import ActivationType
+from ..enums import ActivationParameters, ActivationType
 from ..errors import ConfigError, ShapeError, expect
 from ..interop import empty, numel
 from ..kernels import aggregate_source, routing_metadata_source
@@ -228,15 +228,19 @@ def _check_numbers(built: Mapping[Any, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def passes_on(device: str, activation: ActivationType) -> Passes:
-    """The compiled passes over the compiled kernels of a device; errors as `CudaSource.load`."""
+def passes_on(
+    device: str, activation: ActivationType, parameters: ActivationParameters = ()
+) -> Passes:
+    """The compiled passes over the compiled kernels of a device, an activation and the parameters
+    that its layers set; errors as `CudaSource.load`.
+    """
     arch = arch_of(device)
     sources = (
         routing_metadata_source(arch),
         aggregate_source(arch),
         quantize_source(arch),
         wgrad_operands_source(arch),
-        *gemm_sources(arch, activation),
+        *gemm_sources(arch, activation, parameters),
     )
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
         source.load() for source in sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -41,7 +42,10 @@ from sonicmoe.quant.recipes import RECIPES
 FP8, PLAIN = EngineSettings(recipe=RECIPES["iso128"]), EngineSettings()
 HOPPER_LOAD, BF16_LOAD = Workload(FP8, 2048, 768), Workload(PLAIN, 2048, 768)
 # Those that compute the activation or its gradient.
-GATED_KERNELS = {EngineName.BF16: {"bf16_up", "bf16_dgated"}}
+GATED_KERNELS = {
+    EngineName.BF16: {"bf16_up", "bf16_dgated"},
+    EngineName.HOPPER: {"fp8_grouped_gemm", "fp8_dgated"},
+}
 
 
 def changed(workload: Workload, **changes) -> Workload:
@@ -71,6 +75,8 @@ def test_public_models_are_served(sizes):
         {"fp8_wgrad": False},
         {"activation": ActivationType.GEGLU},
         {"activation": ActivationType.REGLU},
+        {"activation": ActivationType.SWIGLU_CLAMP, "activation_parameters": (("limit", 7.0),)},
+        {"activation": ActivationType.SITU_GLU},
     ],
     ids=lambda changes: "".join(map(str, changes.items())),
 )
@@ -92,7 +98,7 @@ def test_what_hopper_computes(changes):
         (
             HOPPER,
             {"activation": ActivationType.SILU},
-            "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu']",
+            "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_clamp', ",
             ConfigError,
         ),
         (
@@ -225,7 +231,19 @@ class TestActivationsOfRecords:
         wanted = [f"{a.value} 2" for a in ActivationType if a in BF16.activations]
         assert sorted(done.stdout.split("\n")[:-1]) == sorted(wanted)
 
-    @pytest.mark.parametrize("record", [BF16], ids=lambda record: record.name.value)
+    def test_without_a_macro_hopper_has_the_defaults(self):
+        header = (ROOT / "sonicmoe/kernels/sm90/activations.cuh").read_text(encoding="utf-8")
+        found = dict(re.findall(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif$", header, re.M))
+        wanted = {
+            f"{activation.value}_{name}".upper(): (
+                "__builtin_huge_valf()" if value == math.inf else f"{value!r}f"
+            )
+            for activation in HOPPER.activations
+            for name, value in ACTIVATIONS[activation].values().items()
+        }
+        assert found == wanted
+
+    @pytest.mark.parametrize("record", [BF16, HOPPER], ids=lambda record: record.name.value)
     def test_parameters_of_a_layer_are_compiled_in(self, record):
         """Layers with equal parameters share their kernels; with other ones they do not."""
         activation = ActivationType.SWIGLU_CLAMP

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from activation_cases import OWN, gain_of
+from gpu.activation_cases import OWN, gain_of
 from public_models import EXPERT_SIZES
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows

@@ -8,10 +8,13 @@ import itertools
 
 import pytest
 import torch
+from gpu.activation_cases import gated
 from kernel_checks import block_errors, poisoned
 
+from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
-from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_wgrad_source
+from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_dgated_source, fp8_wgrad_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
@@ -20,7 +23,6 @@ from sonicmoe.routing.build import build_routing
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
-ACTIVATIONS = ("swiglu", "geglu", "reglu")
 # (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert,
 # many and empty ones
 SHAPES = [
@@ -103,12 +105,7 @@ class Backward:
         for e, (first, last) in enumerate(itertools.pairwise(routing.padded_offsets.tolist())):
             dy1[first:last] = rows_of_dout[first:last] @ weights[e].T
         z = dequantize(self.z)[:used].double().requires_grad_()
-        function = {
-            "swiglu": torch.nn.functional.silu,
-            "geglu": torch.nn.functional.gelu,
-            "reglu": torch.nn.functional.relu,
-        }[activation]
-        y1 = function(z[:, ::2]) * z[:, 1::2]
+        y1 = gated(activation, z[:, ::2], z[:, 1::2], PARAMETERS_OF_ALL.get(activation, ()))
         prob = routing.row_prob[:used].double().unsqueeze(1)
         (dz,) = torch.autograd.grad(y1, z, dy1 * prob)
         return dz, (y1 * prob).detach(), (dy1 * y1).sum(1).detach()
@@ -137,11 +134,11 @@ def check_quantised(name, got, wanted):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
 def test_dgated(dgated, shape, activation):
     case = Backward(shape)
     names = [str(name) for name in fp8_dgated_source("sm_90a").load().activation_names()]
-    case.run(dgated, names.index(activation))
+    case.run(dgated, names.index(activation.value))
     dz, y1s, dprob = case.golden(activation)
     got_dz, got_dz_t, got_y1s = case.outputs()
     assert torch.equal(got_dz, got_dz_t), "the two orders of dz hold other codes"
@@ -167,7 +164,7 @@ def test_dgated_with_unquantised_wgrad_operands(dgated, shape):
         poisoned((case.rows, inner), torch.bfloat16),
     )
     case.run(dgated, wide=wide)
-    dz, y1s, _ = case.golden("swiglu")
+    dz, y1s, _ = case.golden(ActivationType.SWIGLU)
     for got, wanted in zip(wide, (dz, y1s), strict=True):
         assert float(block_errors(got[: case.used], wanted).max()) < 3e-3
     check_quantised(
@@ -354,5 +351,6 @@ def test_wrong_arguments_are_named(wgrad, dgated):
             0,
         )
     case = Backward(SHAPES[0], seed=7)
-    with pytest.raises(Exception, match="activation is 3"):
-        case.run(dgated, 3)
+    beyond = len(HOPPER.activations)
+    with pytest.raises(Exception, match=f"activation is {beyond}"):
+        case.run(dgated, beyond)

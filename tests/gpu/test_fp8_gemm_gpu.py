@@ -8,10 +8,12 @@ import itertools
 
 import pytest
 import torch
+from gpu.activation_cases import gated
 from kernel_checks import block_errors, poisoned
 
+from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.interop import current_stream
-from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
+from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_grouped_gemm_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
 from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import dequantize, quantize
@@ -22,11 +24,6 @@ pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
 # relative RMSE of rounding to bf16 is 1.7e-3; the rest is the tensor cores' accumulation
 BF16_ROUNDING = 2.5e-3
-ACTIVATIONS = {
-    "swiglu": torch.nn.functional.silu,
-    "geglu": torch.nn.functional.gelu,
-    "reglu": torch.nn.functional.relu,
-}
 # (T, H, I, E, K): counts around the tile, odd tile pairs, a K tail (2880), scales not in fours
 # (768, 384), one expert, many
 SHAPES = [
@@ -113,15 +110,15 @@ def gathered(x, routing):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
 def test_up_projection(module, shape, activation):
-    function = ACTIVATIONS[activation]
-    number = [str(name) for name in module.activation_names()].index(activation)
+    number = [str(name) for name in module.activation_names()].index(activation.value)
     x, w1, _, routing = make_case(shape)
     xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
     z, y1 = up_projection(module, xq, wq, routing, number)
     wanted_z = golden(gathered(xq, routing), wq, routing)
-    wanted_y1 = function(wanted_z[:, ::2]) * wanted_z[:, 1::2]
+    pairs = wanted_z[:, ::2], wanted_z[:, 1::2]
+    wanted_y1 = gated(activation, *pairs, PARAMETERS_OF_ALL.get(activation, ()))
     used = wanted_z.shape[0]
     # The codes of exact values are the yardstick: the kernel may be one code off where its sum is a
     # little off.

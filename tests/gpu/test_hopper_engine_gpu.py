@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.activation_cases import OWN
 from gpu.hopper_cases import (
     FP8,
-    FUNCTIONS,
+    GATES,
     OURS,
     E,
     H,
@@ -64,6 +65,7 @@ def compiled():
     # The fused GEMMs are compiled for one activation.
     for activation in HOPPER.activations:
         jobs += tuple(engine_sources("sm_90a", activation))
+        jobs += tuple(engine_sources("sm_90a", activation, OWN.get(activation, ())))
     report = warm_up(
         spec, default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs))
     )
@@ -91,9 +93,18 @@ def test_settings_without_a_kernel_are_refused():
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("activation", FUNCTIONS, ids=lambda a: a.value)
+    @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
     def test_every_activation(self, activation):
         check(make_case(activation=activation))
+
+    @WGRADS
+    @pytest.mark.parametrize("activation", [a for a in OWN if a in GATES], ids=lambda a: a.value)
+    def test_parameters_of_a_layer(self, activation, settings):
+        case = make_case(activation=activation)
+        defaults = run(case)["out"].float()
+        case = replace(case, parameters=OWN[activation])
+        check(case, settings)
+        assert not torch.allclose(run(case)["out"].float(), defaults, rtol=0.1, atol=0.1)
 
     @pytest.mark.parametrize(("hidden", "intermediate"), EXPERT_SIZES.values(), ids=EXPERT_SIZES)
     def test_sizes_of_public_models(self, hidden, intermediate):
@@ -181,7 +192,7 @@ class TestSameBits:
     def test_memory_modes(self, case, wanted, change):
         assert_same_bits(run(case, settings=replace(FP8, **{change: True})), wanted)
 
-    @pytest.mark.parametrize("activation", FUNCTIONS, ids=lambda a: a.value)
+    @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
     def test_all_memory_modes_together(self, activation):
         case = make_case(333, activation=activation, seed=22)
         frugal = replace(FP8, recompute_z=True, iso_weight=True, frees_stagewise=True)

@@ -44,14 +44,14 @@ EXPORTS = {
 }
 # entry functions: {int32, int64}, the gather and its sum; 7 pairs of rows' and result's dtype x {3
 # vectors, 4 vectors, one element} ... rows and weights of 3 dtypes each, transposition, guard,
-# addresses ... the plain GEMM, {SwiGLU, GeGLU, ReGLU} x {with z, without}
-# ... {SwiGLU, GeGLU, ReGLU} x {FP8, plain} operands of wgrad ... one map, few, many
+# addresses ... the plain GEMM, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU, SiTU-GLU} x {with z, without}
+# ... the same five x {FP8, plain} operands of wgrad ... one map, few, many
 KERNELS = {
     "routing_metadata": 4,
     "aggregate": 21,
     "quantize": 9,
-    "fp8_grouped_gemm": 7,
-    "fp8_dgated": 6,
+    "fp8_grouped_gemm": 11,
+    "fp8_dgated": 10,
     "fp8_wgrad": 3,
 }
 

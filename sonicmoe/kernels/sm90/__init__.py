@@ -4,9 +4,10 @@ the `.cu` files.
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
-from ...enums import ActivationType
+from ...enums import ACTIVATIONS, ActivationParameters, ActivationType
 from ...jit.cuda_source import CudaSource
 from .. import cuda_sources
 from ..cuda_quantize import quantize_source
@@ -14,20 +15,31 @@ from ..cuda_wgrad import wgrad_operands_source
 from ..host import passes_source
 
 _HERE = Path(__file__).parent
+# Of a build of all activations, which tests use: every parameter is on, so no code is left out, and
+# z of unit scale reaches every bound.
+PARAMETERS_OF_ALL: dict[ActivationType, ActivationParameters] = {
+    ActivationType.SWIGLU_CLAMP: (("limit", 1.5),),
+    ActivationType.SITU_GLU: (("beta", 2.0), ("linear_beta", 2.5)),
+}
 
 
-def fp8_grouped_gemm_source(arch: str, activation: ActivationType | None = None) -> CudaSource:
+def fp8_grouped_gemm_source(
+    arch: str, activation: ActivationType | None = None, parameters: ActivationParameters = ()
+) -> CudaSource:
     """Exports `activation_names`, `grouped_gemm` and `gather_gated_gemm`. One artefact serves every
-    model of an activation (None: of any), because sizes are launch arguments.
+    model of an activation and its parameters (None: of any, as a test has it), because sizes are
+    launch arguments.
     """
-    return _gated_source("fp8_grouped_gemm", arch, activation)
+    return _gated_source("fp8_grouped_gemm", arch, activation, parameters)
 
 
-def fp8_dgated_source(arch: str, activation: ActivationType | None = None) -> CudaSource:
+def fp8_dgated_source(
+    arch: str, activation: ActivationType | None = None, parameters: ActivationParameters = ()
+) -> CudaSource:
     """Exports `activation_names` and `gather_dgated_gemm`. One artefact serves every model of an
-    activation (None: of any).
+    activation and its parameters (None: of any, as a test has it).
     """
-    return _gated_source("fp8_dgated", arch, activation)
+    return _gated_source("fp8_dgated", arch, activation, parameters)
 
 
 def fp8_wgrad_source(arch: str) -> CudaSource:
@@ -35,23 +47,44 @@ def fp8_wgrad_source(arch: str) -> CudaSource:
     return CudaSource.make("fp8_wgrad", _HERE / "fp8_wgrad.cu", arch=arch)
 
 
-def gemm_sources(arch: str, activation: ActivationType | None = None) -> tuple[CudaSource, ...]:
-    """Every GEMM source; for all activations, as the spill check wants them, or for one."""
-    gated = fp8_grouped_gemm_source(arch, activation), fp8_dgated_source(arch, activation)
-    return *gated, fp8_wgrad_source(arch)
+def gemm_sources(
+    arch: str, activation: ActivationType | None = None, parameters: ActivationParameters = ()
+) -> tuple[CudaSource, ...]:
+    """Every GEMM source; for all activations, as the spill check wants them, or for one and the
+    parameters that its layers set.
+    """
+    makers = fp8_grouped_gemm_source, fp8_dgated_source
+    return *(make(arch, activation, parameters) for make in makers), fp8_wgrad_source(arch)
 
 
-def engine_sources(arch: str, activation: ActivationType) -> tuple[CudaSource, ...]:
+def engine_sources(
+    arch: str, activation: ActivationType, parameters: ActivationParameters = ()
+) -> tuple[CudaSource, ...]:
     """Everything that the passes launch, and they themselves: what a run of engine `hopper` with
-    this activation loads whatever its other settings.
+    this activation and these parameters loads whatever its other settings.
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
-    return *gemm_sources(arch, activation), *others, passes_source(arch)
+    return *gemm_sources(arch, activation, parameters), *others, passes_source(arch)
 
 
-def _gated_source(name: str, arch: str, activation: ActivationType | None) -> CudaSource:
-    # A model needs one activation, and compiling all of them takes twice as long.
-    defines = {} if activation is None else {"ACTIVATION": activation.value}
+def _gated_source(
+    name: str, arch: str, activation: ActivationType | None, parameters: ActivationParameters
+) -> CudaSource:
+    # A model needs one activation, and compiling all of them takes three times as long.
+    if activation is not None:
+        defines = {"ACTIVATION": activation.value, **_macros(activation, parameters)}
+    else:
+        every = (_macros(kind, own) for kind, own in PARAMETERS_OF_ALL.items())
+        defines = dict(pair for macros in every for pair in macros.items())
     return CudaSource.make(
         name, _HERE / f"{name}.cu", defines=defines, arch=arch, effort_s=16.0, split=True
     )
+
+
+def _macros(activation: ActivationType, parameters: ActivationParameters) -> dict[str, str]:
+    """The parameters of an activation as `activations.cuh` reads them; one that is off has no
+    macro.
+    """
+    values = ACTIVATIONS[activation].values(parameters)
+    on = {name: value for name, value in values.items() if value != inf}
+    return {f"{activation.value}_{name}".upper(): f"{on[name]!r}f" for name in on}

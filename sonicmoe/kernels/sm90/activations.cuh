@@ -1,8 +1,11 @@
 // The gated activations of the FP8 GEMMs: their device code, and the one table that names them.
 //
-// A gated activation is `value(gate) * up`. Forward and dgated both include this table, and each
-// compiled module exports the names it was built with (`activation_names`): a number is a place in
-// that list and is agreed on nowhere else.
+// A gated activation is `value(gate) * up`, or `value(gate) * bounded(up)`. Forward and dgated both
+// include this table, and each compiled module exports the names it was built with
+// (`activation_names`): a number is a place in that list and is agreed on nowhere else.
+//
+// Parameters that a layer sets are macros of the build. Where it sets none they have the defaults of
+// the records (`enums.ACTIVATIONS`).
 #pragma once
 
 #include <tvm/ffi/container/array.h>
@@ -17,7 +20,19 @@
 #define SONICMOE_GATED_ACTIVATIONS(X) \
   X(swiglu, Silu)                     \
   X(geglu, Gelu)                      \
-  X(reglu, Relu)
+  X(reglu, Relu)                      \
+  X(swiglu_clamp, ClampedSilu)        \
+  X(situ_glu, Situ)
+
+#ifndef SWIGLU_CLAMP_LIMIT
+#define SWIGLU_CLAMP_LIMIT 10.0f
+#endif
+#ifndef SITU_GLU_BETA
+#define SITU_GLU_BETA 1.0f
+#endif
+#ifndef SITU_GLU_LINEAR_BETA
+#define SITU_GLU_LINEAR_BETA __builtin_huge_valf()
+#endif
 
 namespace sonicmoe::sm90 {
 
@@ -27,7 +42,22 @@ namespace sonicmoe::sm90 {
 //              scale is a constant of the row, so the epilogue multiplies by it once per row.
 //   kArgument  the epilogue passes argument_scale = kArgument * scale, so that a function of
 //              kArgument * x costs one multiplication; 1 where nobody reads it.
-struct Silu {
+//   up_value(u)   what the gate's value is multiplied by, for forward.
+//   up_both(...)  that, and its derivative by u, for backward.
+// Where bounds are compared with z (kBoundsUp), all of them get z in its own units and a scale of 1.
+struct PlainUp {
+  static constexpr bool kBoundsUp = false;
+  __device__ static __forceinline__ float up_value(float u) { return u; }
+  __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
+    value = u;
+    slope = 1.f;
+  }
+};
+struct BoundedUp {
+  static constexpr bool kBoundsUp = true;
+};
+
+struct Silu : PlainUp {
   static constexpr float kArgument = -1.4426950408889634f;
   __device__ static __forceinline__ float value(float x) {
     return x * reciprocal(1.f + exp2_approx(x * kArgument));
@@ -41,7 +71,7 @@ struct Silu {
 };
 // Exact GELU: the normal distribution by Abramowitz and Stegun 7.1.26, off by less than 8e-8; its
 // tail and density share a factor.
-struct Gelu {
+struct Gelu : PlainUp {
   static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float cdf(float x, float& gauss) {
     const float t = reciprocal(fmaf(fabsf(x), 0.23164190f, 1.f));  // 0.3275911 / sqrt(2)
@@ -64,7 +94,7 @@ struct Gelu {
     slope = fmaf(x * 0.39894228f, gauss, c);
   }
 };
-struct Relu {
+struct Relu : PlainUp {
   static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float value(float x) {
     return x > 0.f ? x : x * 0.f;
@@ -73,6 +103,68 @@ struct Relu {
                                               float& slope) {
     value = fmaxf(code, 0.f);  // a code is no NaN: a scale may be, and comes in later
     slope = code > 0.f ? 1.f : 0.f;
+  }
+};
+
+// silu(min(gate, limit)) and clamp(up, -limit, limit). A bound passes the gradient; beyond it there
+// is none. Comparisons with a NaN are false, so it stays.
+struct ClampedSilu : BoundedUp {
+  static constexpr float kLimit = SWIGLU_CLAMP_LIMIT, kArgument = Silu::kArgument;
+  __device__ static __forceinline__ float value(float x) {
+    return Silu::value(at_most(x, kLimit));
+  }
+  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
+    Silu::both(at_most(x, kLimit), 1.f, kArgument, value, slope);
+    if (x > kLimit) slope = 0.f;
+  }
+  __device__ static __forceinline__ float up_value(float u) {
+    return at_least(at_most(u, kLimit), -kLimit);
+  }
+  __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
+    value = up_value(u);
+    slope = fabsf(u) > kLimit ? 0.f : 1.f;
+  }
+};
+
+// bound * tanh(x / bound) and its derivative, which both follow from r = 1 / (1 + exp(2 |x| /
+// bound)): tanh is 1 - 2 r, and its derivative 4 r (1 - r) keeps its digits where tanh is flat.
+// Below a quarter of the bound 1 - 2 r would lose digits, and a polynomial takes over. Off by less
+// than 2^-19 of the value: e4m3 rounds at 2^-4, and `tanh.approx`, off by 2^-11, would make the
+// derivative of a flat tanh all error.
+__device__ __forceinline__ float softcap(float x, float bound, float& slope) {
+  const float r = reciprocal(1.f + exp2_approx(fabsf(x) * (2.8853900817779268f / bound)));
+  const float s = x * (1.f / bound), square = s * s;
+  // tanh(s) / s to the sixth power of s; the next term is 62/2835 s^8.
+  const float near = x * fmaf(square, fmaf(square, fmaf(square, -17.f / 315.f, 2.f / 15.f), -1.f / 3.f), 1.f);
+  const float far = copysignf(fmaf(-2.f * bound, r, bound), x);
+  slope = fmaf(-4.f * r, r, 4.f * r);
+  return fabsf(x) < 0.25f * bound ? near : far;
+}
+
+// softcap(gate, beta) * sigmoid(gate), and softcap(up, linear_beta), or up where that is infinite.
+struct Situ : BoundedUp {
+  static constexpr float kBeta = SITU_GLU_BETA, kLinearBeta = SITU_GLU_LINEAR_BETA,
+                         kArgument = Silu::kArgument;
+  static constexpr bool kCapsUp = kLinearBeta < __builtin_huge_valf();
+  __device__ static __forceinline__ float value(float x) {
+    float slope;
+    return softcap(x, kBeta, slope) * reciprocal(1.f + exp2_approx(x * kArgument));
+  }
+  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
+    float cap_slope;
+    const float cap = softcap(x, kBeta, cap_slope);
+    const float s = reciprocal(1.f + exp2_approx(x * kArgument));
+    value = cap * s;
+    slope = fmaf(value, 1.f - s, cap_slope * s);
+  }
+  __device__ static __forceinline__ float up_value(float u) {
+    float slope;
+    return kCapsUp ? softcap(u, kLinearBeta, slope) : u;
+  }
+  __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
+    value = u;
+    slope = 1.f;
+    if constexpr (kCapsUp) value = softcap(u, kLinearBeta, slope);
   }
 };
 

@@ -204,7 +204,9 @@ struct DgatedFp8 {
     float top[2], multiplier[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float scale = z.scale[h], argument_scale = Activation::kArgument * scale;
+      // In units of z's scale, but for an activation with bounds: it decodes every element.
+      const float scale = Activation::kBoundsUp ? 1.f : z.scale[h],
+                  argument_scale = Activation::kArgument * scale;
       float sum = 0.f;
       uint32_t largest_dz = 0, largest_y1 = 0;  // pairs
 #pragma unroll
@@ -220,12 +222,15 @@ struct DgatedFp8 {
         float y1[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float dy1 = acc[4 * (8 * kPiece + j) + 2 * h + c], dy1_up = dy1 * up[c];
-          float value, slope;
-          Activation::both(gate[c], scale, argument_scale, value, slope);
-          y1[c] = value * up[c];
+          float factor, factor_slope, value, slope;
+          Activation::up_both(Activation::kBoundsUp ? up[c] * z.scale[h] : up[c], factor,
+                              factor_slope);
+          const float dy1 = acc[4 * (8 * kPiece + j) + 2 * h + c], dy1_up = dy1 * factor;
+          Activation::both(Activation::kBoundsUp ? gate[c] * z.scale[h] : gate[c], scale,
+                           argument_scale, value, slope);
+          y1[c] = value * factor;
           sum = fmaf(dy1_up, value, sum);
-          dz[h][j][c] = bf16x2(dy1_up * slope, dy1 * value);
+          dz[h][j][c] = bf16x2(dy1_up * slope, dy1 * value * factor_slope);
           largest_dz = max_magnitudes(largest_dz, dz[h][j][c]);
         }
         y1s[h][j] = bf16x2(y1[0], y1[1]);

@@ -79,11 +79,13 @@ struct StoreBf16 : PatchEpilogue {
 
 // z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in
 // one quad's registers. `up`, and with it y1 until it is quantised, stays in units of the
-// accumulator's scale: maxima are scaled, not elements.
+// accumulator's scale: maxima are scaled, not elements. Where the activation bounds `up`, the
+// accumulators are scaled first, because a bound is in units of z.
 template <class Activation, bool kStoreZ>
 struct GatedFp8 : PatchEpilogue {
   static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are
                                            // neighbours: no exchange before they are stored
+  static constexpr bool kInUnitsOfZ = Activation::kBoundsUp;
   struct Params {
     float* y1_scale;  // [R, ceil(N / 256)]
     float* z_scale;   // [R, N / 128]
@@ -94,7 +96,7 @@ struct GatedFp8 : PatchEpilogue {
                                       int lane_)
       : PatchEpilogue(params, tensor_maps, s, warp, lane_), out(e) {}
 
-  __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
+  __device__ __forceinline__ void store(Accumulators& acc, const float (&acc_unit)[2][2], int row0,
                                         const OutputTile& tile) {
     if (tile.col + 128 >= p.n) {  // the second half lies behind the last column
 #pragma unroll
@@ -105,23 +107,27 @@ struct GatedFp8 : PatchEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f};
+      const float unit[2] = {kInUnitsOfZ ? 1.f : acc_unit[h][0], kInUnitsOfZ ? 1.f : acc_unit[h][1]};
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
-        const float gate = acc[j / 16][4 * (j % 16) + 2 * h],
-                    up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
+        float &gate = acc[j / 16][4 * (j % 16) + 2 * h], &up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
+        if constexpr (kInUnitsOfZ) gate *= acc_unit[h][j / 16], up *= acc_unit[h][j / 16];
         if constexpr (kStoreZ)
           top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
-        y[j] = Activation::value(gate * unit[h][j / 16]) * up;
-        top_y[j / 16] = fmaxf(top_y[j / 16], fabsf(y[j]));
+        y[j] = Activation::value(gate * unit[j / 16]) * Activation::up_value(up);
+        float& top = top_y[kInUnitsOfZ ? 0 : j / 16];  // in one unit, one maximum
+        top = fmaxf(top, fabsf(y[j]));
+        // The compiler then does not mix both halves, for which registers would not suffice.
+        if (kInUnitsOfZ && j == 15) __syncwarp();
       }
-      const float amax_y = quad_max(fmaxf(top_y[0] * unit[h][0], top_y[1] * unit[h][1]));
-      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[h][0]),
-                               quad_max_nan(top_z[1] * unit[h][1])};
+      const float amax_y = quad_max(fmaxf(top_y[0] * unit[0], top_y[1] * unit[1]));
+      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[0]),
+                               quad_max_nan(top_z[1] * unit[1])};
       const float multiply_y =
           scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h), tile.col, multiply_z[h]);
-      const float by[2] = {multiply_y * unit[h][0], multiply_y * unit[h][1]};
-      multiply_z[h][0] *= unit[h][0];
-      multiply_z[h][1] *= unit[h][1];
+      const float by[2] = {multiply_y * unit[0], multiply_y * unit[1]};
+      multiply_z[h][0] *= unit[0];
+      multiply_z[h][1] *= unit[1];
 #pragma unroll
       for (int m = 0; m < 8; ++m)
         y8[h][m] = e4m3x4(y[4 * m] * by[m / 4], y[4 * m + 1] * by[m / 4], y[4 * m + 2] * by[m / 4],

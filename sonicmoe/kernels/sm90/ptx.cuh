@@ -279,5 +279,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+// Unlike fminf and fmaxf these hand a NaN on.
+__device__ __forceinline__ float at_most(float x, float bound) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(bound));
+  return r;
+}
+__device__ __forceinline__ float at_least(float x, float bound) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(bound));
+  return r;
+}
 
 }  // namespace sonicmoe::sm90
