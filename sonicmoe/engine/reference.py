@@ -26,6 +26,7 @@ from ..quant.tokens import has_row_scales
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .activations import activate, activate_backward
+from .capabilities import REFERENCE
 from .interface import (
     Engine,
     EngineSettings,
@@ -96,7 +97,7 @@ class ReferenceEngine(Engine):
         """Up-projection, activation, down-projection per expert; then a weighted gather-and-sum per
         token.
         """
-        check_forward(x, routing, weights, settings, self.record)
+        check_forward(x, routing, weights, settings, REFERENCE)
         with plain_ops(), ieee_matmul():
             x, dtype = _detached(x), token_dtype(x)
             z = tap("z", _up_projection(x, routing, weights, settings))

@@ -123,11 +123,12 @@ class Backward:
 
 def check_quantised(name, got, wanted):
     """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little
-    off, moves few of them.
+    off, moves few of them. In a block of one row those few are a larger part.
     """
     yardstick = dequantize(quantize(wanted.float(), iso(128)))
     errors = block_errors(got, wanted)
-    assert bool((errors <= 1.03 * block_errors(yardstick, wanted) + 1e-4).all()), (
+    allowed = 1.03 if len(wanted) > 128 else 1.06
+    assert bool((errors <= allowed * block_errors(yardstick, wanted) + 1e-4).all()), (
         name,
         float(errors.max()),
     )
