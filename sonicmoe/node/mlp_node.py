@@ -221,7 +221,7 @@ class SonicMoEMlpNode:
         tokens_per_expert: Any = None,
         dispatched_indices: Any = None,
         dispatched_probs: Any = None,
-        *,
+        # Not keyword-only, which Paddle's re-entrant recompute refuses in whatever it calls.
         x_scale: Any = None,
         dx_to: Any = None,
     ) -> Tensor:
@@ -240,7 +240,6 @@ class SonicMoEMlpNode:
         tokens_per_expert: Any = None,
         dispatched_indices: Any = None,
         dispatched_probs: Any = None,
-        *,
         x_scale: Any = None,
         dx_to: Any = None,
     ) -> Tensor:
