@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import platformdirs
 
-from .enums import EngineName, ZCode
+from .enums import ACTIVATIONS, ActivationType, EngineName, Parameter, ZCode
 from .errors import ConfigError
 
 logger = logging.getLogger("sonicmoe")
@@ -93,6 +93,23 @@ def _parse_fp8_mode(text: str) -> str:
     if lowered in FP8_MODES:
         return lowered
     raise ValueError("'perf', 'mem', 'off' or unset")
+
+
+def _bound_of_situ(name: str) -> Values[float]:
+    """Values of a number of SiTU-GLU; infinity, spelt `none` too, where it may be left out."""
+    parameters = ACTIVATIONS[ActivationType.SITU_GLU].parameters
+    bound: Parameter = next(known for known in parameters if known.name == name)
+    off = ("none", "null", "off", "inf") if bound.default == math.inf else ()
+
+    def parse(text: str) -> float:
+        lowered = text.strip().lower()
+        try:
+            return bound.read(math.inf if lowered in off else float(lowered))
+        except (ValueError, ConfigError):
+            ranged = f"a number from {bound.low} to {bound.high}"
+            raise ValueError(ranged + (", or none" if off else "")) from None
+
+    return Values("a number > 0" + (", none" if off else ""), parse, (int, float))
 
 
 def _parse_processes(text: str) -> str:
@@ -395,6 +412,19 @@ class SonicMoEConfig:
         False,
         "check every routing precondition (distinct ids, finite probabilities, counts) and raise "
         "on the first violation",
+    )
+    situ_beta: Flag[float] = Flag(
+        "SONIC_MOE_SITU_BETA",
+        _bound_of_situ("beta"),
+        4.0,
+        "`beta` of SiTU-GLU where PaddleFleet's face (`sonicmoe.fleet`) gets that activation without "
+        "it; nodes and layers have `activation_parameters`",
+    )
+    situ_linear_beta: Flag[float] = Flag(
+        "SONIC_MOE_SITU_LINEAR_BETA",
+        _bound_of_situ("linear_beta"),
+        25.0,
+        "`linear_beta` likewise; `none`: the up half is not bounded",
     )
     use_quack_gemm: Flag[bool] = Flag(
         "USE_QUACK_GEMM",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import os
 import pickle
 import re
@@ -67,6 +68,8 @@ ACCEPTED = {
     "local_cache_dir": {"/node/local": Path("/node/local")},
     "compile_jobs": {"auto": "auto", "OFF": "off", "0": "off", "16": "16", " 08 ": "8"},
     "lock_timeout_s": {"1": 1.0, "2.5": 2.5, "1e3": 1000.0},
+    "situ_beta": {"1": 1.0, " 4.0 ": 4.0, "2.5e-3": 0.0025},
+    "situ_linear_beta": {"25": 25.0, "none": math.inf, " OFF ": math.inf, "inf": math.inf},
 }
 REFUSED = {
     "fp8_mode": ["perff", "1", "fp8"],
@@ -77,6 +80,8 @@ REFUSED = {
     "local_cache_dir": [""],
     "compile_jobs": ["", "-1", "1.5", "all", "\u0663"],
     "lock_timeout_s": ["0", "-1", "inf", "nan", "soon", ""],
+    "situ_beta": ["0", "-1", "1e-39", "1e39", "nan", "inf", "none", "True", ""],
+    "situ_linear_beta": ["0", "-1", "1e-39", "1e39", "nan", "-inf", ""],
 }
 
 

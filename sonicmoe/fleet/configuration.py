@@ -1,0 +1,337 @@
+"""The mutable configuration that PaddleFleet gets from `functional._refresh_fp8_config()`, one per
+expert layer, and what each of its fields means for this engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from ..config import FLAGS, SonicMoEConfig, active_config, environment
+from ..engine.capabilities import RECORDS
+from ..enums import (
+    ActivationParameters,
+    ActivationType,
+    EngineName,
+    ZCode,
+    layer_parameters,
+    member_of,
+)
+from ..errors import ConfigError, expect
+from .situ import beta_of, linear_beta_of, parse_situ_activation
+
+logger = logging.getLogger("sonicmoe")
+
+
+def _boolean(name: str, value: Any) -> bool:
+    expect(isinstance(value, bool), ConfigError, _got(name, value, "True, False or None"))
+    return bool(value)
+
+
+def _clamp(name: str, value: Any) -> float:
+    needed = "a number; 0, or less, for no clamp"
+    expect(_is_number(value), ConfigError, _got(name, value, needed))
+    return max(float(value), 0.0)
+
+
+def _multiprocessors(name: str, value: Any) -> int | None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    expect(whole, ConfigError, _got(name, value, "a whole number > 0, or None for no cap"))
+    return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _got(name: str, value: Any, needed: str) -> str:
+    return f"fp8_config.{name} is {value!r}; needed: {needed}"
+
+
+# How each field reads what it is given.
+_READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "enabled": _boolean,
+    "fp8_wgrad": _boolean,
+    "recompute_z": _boolean,
+    "save_z_fp8": _boolean,
+    "iso32_weight": _boolean,
+    "swiglu_clamp_value": _clamp,
+    "situ_beta": lambda name, value: beta_of(value, f"fp8_config.{name}"),
+    # None is a value, and no default: Fleet's `activation_situ_linear_beta` is None for "no bound".
+    "situ_linear_beta": lambda name, value: linear_beta_of(value, f"fp8_config.{name}"),
+    "gemm_num_sms": _multiprocessors,
+    "fused_gated": _boolean,
+    "fused_swiglu_quant": _boolean,
+    "fused_zy1_quant": _boolean,
+    "epilogue_quant": _boolean,
+    "fuse_y1_quant": _boolean,
+    "fuse_y1_bf16_trunc": _boolean,
+    "fused_weight_layout": _boolean,
+    "alignment_assumed": _boolean,
+    "stagewise_memory": _boolean,
+    "use_quack_gemm": _boolean,
+}
+# Names that the two configuration classes of Fleet's own engine have for one thing.
+_ALIASES = {"use_fp8": "enabled", "assume_aligned": "alignment_assumed"}
+FIELDS = (*_READERS, *_ALIASES)
+_NUM_SMS = "gemm_num_sms"
+
+
+class FP8Config:
+    """Settings of one expert layer under the names that PaddleFleet and its own engine use. Each
+    field can be set, read, and read as `resolve_<field>()`. None sets a field to its default.
+
+    | field | here |
+    |---|---|
+    | `enabled`, `use_fp8` | honoured where a call does not say it: `run_sonic_moe(fp8=...)` does |
+    | `fp8_wgrad` | honoured; off: weight gradients of unquantised operands |
+    | `recompute_z` | honoured, per call |
+    | `save_z_fp8` | honoured where the engine keeps z in BF16 for False, which is the default; \
+elsewhere z is kept in 8 bits, and the log says so once. A flag `save_z` that is set decides instead |
+    | `iso32_weight` | honoured as `iso_weight`: one FP8 copy of each weight |
+    | `swiglu_clamp_value` | honoured for SwiGLU, 0 for off; refused with other activations |
+    | `situ_beta`, `situ_linear_beta` | honoured where the activation comes without its numbers |
+    | `gemm_num_sms` | honoured where this package has that flag; else said once |
+    | `fused_gated`, `fused_swiglu_quant`, `epilogue_quant`, `fuse_y1_quant` | irrelevant: the \
+kernels always fuse activation and quantisation; False is said once |
+    | `fused_zy1_quant` | irrelevant: z and y1 are quantised in one kernel anyway |
+    | `fuse_y1_bf16_trunc` | irrelevant: y1 is quantised from fp32, without a rounding to BF16 |
+    | `fused_weight_layout` | irrelevant: weights are read in either layout |
+    | `alignment_assumed`, `assume_aligned` | irrelevant: every expert is padded |
+    | `use_quack_gemm` | irrelevant: the engine does not depend on it |
+    | `stagewise_memory` | irrelevant: it prints memory there; said once. The variable \
+`SONIC_MOE_STAGEWISE_MEMORY` means our flag, which frees z in the middle of backward |
+
+    A new object has the values of the configuration in force. Fields that nobody knows are refused.
+
+    Raises:
+        ConfigError: an unknown field, or a value that the field does not take.
+    """
+
+    enabled: bool
+    fp8_wgrad: bool
+    recompute_z: bool
+    save_z_fp8: bool
+    iso32_weight: bool
+    swiglu_clamp_value: float
+    situ_beta: float
+    situ_linear_beta: float | None
+    gemm_num_sms: int | None
+
+    def __init__(self) -> None:
+        self.__dict__.update(_defaults())
+
+    @classmethod
+    def disabled(cls) -> FP8Config:
+        """One with FP8 off."""
+        made = cls()
+        made.enabled = False
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = _ALIASES.get(name, name)
+        if name not in _READERS:
+            raise ConfigError(
+                f"fp8_config has no field {name!r}; known: {', '.join(sorted(FIELDS))}"
+            )
+        unset = value is None and name != "situ_linear_beta"
+        self.__dict__[name] = _defaults()[name] if unset else _READERS[name](name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """The second name of a field, and `resolve_<field>`; the fields themselves are found
+        before.
+        """
+        if name in _ALIASES:
+            return getattr(self, _ALIASES[name])
+        field = name.removeprefix("resolve_")
+        if field != name and field in FIELDS:
+            return lambda: getattr(self, field)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def resolve_wgrad(self, I: int) -> None:
+        """Nothing: `fp8_wgrad` does not depend on the intermediate size here."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FP8Config) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]  # it can change
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({fields})"
+
+    def node_config(self, *, fp8: bool | None = None, on_gpu: bool = False) -> SonicMoEConfig:
+        """The configuration for a node: these fields over the configuration in force here.
+
+        Equal arguments, fields and surroundings give the identical object.
+
+        Args:
+            fp8: whether operands are quantised; None: as `enabled` says.
+            on_gpu: where the weights lie, which tells the engine that `engine` leaves open.
+        """
+        fp8 = self.enabled if fp8 is None else fp8
+        around = active_config()
+        found = around.resolve()
+        mode = (found.fp8_mode if found.fp8 else "perf") if fp8 else "off"
+        engine = found.engine
+        if engine is EngineName.AUTO:
+            engine = EngineName.HOPPER if on_gpu else EngineName.REFERENCE
+        kept = tuple(self.__dict__.items())
+        return _node_config(around, mode, engine, _given_z(), kept)
+
+    def activation(
+        self, activation_type: Any = ActivationType.SWIGLU
+    ) -> tuple[ActivationType, ActivationParameters]:
+        """The activation of a call with the numbers of this layer, as a node takes them.
+
+        Args:
+            activation_type: a member or value of `ActivationType`, `swiglu_precise`, or a
+                description of SiTU-GLU (`sonicmoe.fleet.situ`), whose numbers precede the fields.
+
+        Raises:
+            ConfigError: an unknown activation, or a clamp with another one than SwiGLU.
+        """
+        name = getattr(activation_type, "value", activation_type)
+        limit = self.swiglu_clamp_value
+        situ = parse_situ_activation(name)
+        # The kernels have one sigmoid, in fp32.
+        name = "swiglu" if name == "swiglu_precise" else name
+        found = ActivationType.SITU_GLU if situ is not None else None
+        found = found or member_of(ActivationType, name, "activation_type")
+        clamps = (ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMP)
+        expect(
+            limit == 0 or found in clamps,
+            ConfigError,
+            f"swiglu_clamp_value is {limit} with activation {found.value!r}; needed: 0, or SwiGLU",
+        )
+        if limit and found in clamps:
+            found = ActivationType.SWIGLU_CLAMP
+            return found, layer_parameters(found, {"limit": limit})
+        if situ is None:
+            return found, ()
+        fields = {"beta": self.situ_beta, "linear_beta": self.situ_linear_beta}
+        return found, layer_parameters(found, fields | situ)
+
+
+def refresh_fp8_config() -> FP8Config:
+    """A fresh configuration from the one in force; Fleet knows it as `_refresh_fp8_config`."""
+    report_variables()
+    return FP8Config()
+
+
+def _defaults() -> dict[str, Any]:
+    config = active_config().resolve()
+    linear_beta = config.situ_linear_beta
+    return {
+        "enabled": config.fp8,
+        "fp8_wgrad": config.fp8_wgrad,
+        "recompute_z": config.recompute_z,
+        "save_z_fp8": _given_z() not in (None, ZCode.BF16),
+        "iso32_weight": config.iso_weight,
+        "swiglu_clamp_value": 0.0,
+        "situ_beta": config.situ_beta,
+        "situ_linear_beta": None if linear_beta == math.inf else linear_beta,
+        "gemm_num_sms": getattr(config, "gemm_num_sms", None),
+        "fused_gated": True,
+        "fused_swiglu_quant": True,
+        "fused_zy1_quant": False,
+        "epilogue_quant": True,
+        "fuse_y1_quant": True,
+        "fuse_y1_bf16_trunc": True,
+        "fused_weight_layout": True,
+        "alignment_assumed": config.fp8_assume_aligned,
+        "stagewise_memory": False,
+        "use_quack_gemm": config.use_quack_gemm,
+    }
+
+
+def _given_z() -> ZCode | None:
+    """The storage of z that somebody asked for by this package's own flag."""
+    return active_config().save_z or environment().save_z
+
+
+@lru_cache(maxsize=256)
+def _node_config(
+    around: SonicMoEConfig,
+    mode: str,
+    engine: EngineName,
+    given_z: ZCode | None,
+    kept: tuple[tuple[str, Any], ...],
+) -> SonicMoEConfig:
+    field = dict(kept)
+    own: dict[str, Any] = {
+        "fp8_mode": mode,
+        "fp8_wgrad": field["fp8_wgrad"],
+        "recompute_z": field["recompute_z"],
+        "iso_weight": field["iso32_weight"],
+    }
+    if mode != "off" and not field["recompute_z"]:
+        own["save_z"] = _z_code(field["save_z_fp8"], given_z, engine)
+    if field[_NUM_SMS] is not None:
+        if _NUM_SMS in _FLAGS:
+            own[_NUM_SMS] = field[_NUM_SMS]
+        else:
+            _say(f"gemm_num_sms={field[_NUM_SMS]} has no effect: the kernels use the whole GPU")
+    _say_what_has_no_effect(field)
+    return SonicMoEConfig(**{**around.given(), **own})
+
+
+_FLAGS = frozenset(flag.field for flag in FLAGS)
+
+
+def _z_code(in_fp8: bool, given: ZCode | None, engine: EngineName) -> ZCode | None:
+    """None leaves it to the default."""
+    if given is not None and in_fp8 == (given is not ZCode.BF16):
+        return given
+    if in_fp8:
+        return ZCode.INT8
+    if ZCode.BF16 in RECORDS[engine].z_codes:
+        return ZCode.BF16
+    _say(
+        f"save_z_fp8 is off, and the {engine.value} engine does not keep z in BF16: z is kept as "
+        f"{ZCode.INT8.value}, with a scale per 128 columns"
+    )
+    return None
+
+
+_FUSED = ("fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant")
+
+
+def _say_what_has_no_effect(field: Mapping[str, Any]) -> None:
+    if apart := [name for name in _FUSED if not field[name]]:
+        _say(f"{', '.join(apart)} off has no effect: activation and quantisation are always fused")
+    if field["stagewise_memory"]:
+        _say("stagewise_memory has no effect: this engine prints no memory; see sonicmoe doctor")
+
+
+# What a variable means to Fleet's own engine, where the flag of that name means something else here.
+_ELSEWHERE = {
+    "stagewise_memory": "frees the saved z in the middle of backward, and PaddleFleet's own engine "
+    "prints memory under that name",
+    "use_quack_gemm": "changes nothing: PaddleFleet's own engine needs it, and this one does not",
+}
+
+
+def report_variables() -> None:
+    """Log, once per process, the environment variables that mean something else here than in
+    PaddleFleet's own engine.
+    """
+    for flag in FLAGS:
+        if flag.field in _ELSEWHERE and getattr(environment(), flag.field):
+            _say(f"{flag.env}=1 {_ELSEWHERE[flag.field]}")
+
+
+_LOCK = threading.Lock()
+_said: set[str] = set()
+
+
+def _say(message: str) -> None:
+    with _LOCK:
+        known = message in _said
+        _said.add(message)
+    if not known:
+        logger.warning("PaddleFleet: %s", message)

@@ -1,0 +1,370 @@
+"""PaddleFleet's configuration object: what every field does here, and what is said about the rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import pickle
+import re
+
+import pytest
+
+from sonicmoe.config import FLAGS, SonicMoEConfig
+from sonicmoe.engine.capabilities import RECORDS
+from sonicmoe.enums import ActivationType, EngineName, ZCode
+from sonicmoe.errors import ConfigError
+from sonicmoe.fleet import configuration
+from sonicmoe.fleet.configuration import FIELDS, FP8Config, refresh_fp8_config
+from sonicmoe.fleet.situ import encode_situ_activation
+
+# FLEET's own names: those of its runtime configuration, and those that its user's configuration
+# adds.
+RUNTIME = {
+    "enabled", "fp8_wgrad", "fuse_y1_quant", "fuse_y1_bf16_trunc", "recompute_z",
+    "swiglu_clamp_value", "situ_beta", "situ_linear_beta", "epilogue_quant", "save_z_fp8",
+    "fused_gated", "fused_swiglu_quant", "alignment_assumed", "iso32_weight",
+    "fused_weight_layout",
+}  # fmt: skip
+USERS = {
+    "use_fp8", "use_quack_gemm", "fused_zy1_quant", "assume_aligned", "stagewise_memory",
+    "gemm_num_sms",
+}  # fmt: skip
+NUMBERS = {"swiglu_clamp_value", "situ_beta", "situ_linear_beta", "gemm_num_sms"}
+SWIGLU, CLAMPED = ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMP
+SITU = ActivationType.SITU_GLU
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing said yet, and no configuration made."""
+    monkeypatch.setattr(configuration, "_said", set())
+    configuration._node_config.cache_clear()
+    yield
+    configuration._node_config.cache_clear()
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, logger="sonicmoe")
+    return lambda: [r.getMessage() for r in caplog.records if "PaddleFleet" in r.getMessage()]
+
+
+def with_z(monkeypatch, engine, *codes):
+    record = dataclasses.replace(RECORDS[engine], z_codes=codes)
+    monkeypatch.setitem(RECORDS, engine, record)
+
+
+class TestFields:
+    def test_every_name_of_the_contract_is_there_as_attribute_and_method(self):
+        assert set(FIELDS) == RUNTIME | USERS
+        config = FP8Config()
+        for name in FIELDS:
+            assert getattr(config, f"resolve_{name}")() == getattr(config, name)
+
+    def test_the_docstring_says_what_each_does(self):
+        table = [line for line in FP8Config.__doc__.splitlines() if "| `" in line]
+        named = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table)))
+        assert named == set(FIELDS)
+        fates = ("honoured", "irrelevant")
+        assert all(line.split("|")[2].strip().startswith(fates) for line in table)
+
+    def test_what_fleet_sets_can_be_set(self):
+        config = refresh_fp8_config()
+        config.enabled = True
+        config.fp8_wgrad = False
+        config.fuse_y1_quant = True
+        config.fuse_y1_bf16_trunc = True
+        config.recompute_z = False
+        config.swiglu_clamp_value = 0.0
+        config.situ_beta = 1.0
+        config.situ_linear_beta = None
+        assert config.resolve_situ_linear_beta() is None and config.use_fp8
+
+    def test_two_names_of_one_field_are_one(self):
+        config = FP8Config()
+        config.use_fp8 = True
+        config.assume_aligned = True
+        assert config.enabled and config.alignment_assumed and config.resolve_assume_aligned()
+
+    def test_an_unknown_field_is_refused(self):
+        with pytest.raises(ConfigError, match="no field 'fuse_everything'; known: alignment"):
+            FP8Config().fuse_everything = True
+        for name in ("fuse_everything", "resolve_fuse_everything"):
+            with pytest.raises(AttributeError, match=name):
+                getattr(FP8Config(), name)
+
+    @pytest.mark.parametrize("name", sorted(set(FIELDS) - NUMBERS))
+    @pytest.mark.parametrize("bad", [1, "True", 0.5])
+    def test_a_switch_takes_switches(self, name, bad):
+        with pytest.raises(ConfigError, match=r"fp8_config\.\w+ is .*; needed: True, False"):
+            setattr(FP8Config(), name, bad)
+
+    @pytest.mark.parametrize(
+        ("name", "bad"),
+        [
+            ("swiglu_clamp_value", "10"),
+            ("swiglu_clamp_value", math.nan),
+            ("swiglu_clamp_value", True),
+            ("situ_beta", 0.0),
+            ("situ_beta", "none"),
+            ("situ_linear_beta", -1.0),
+            ("gemm_num_sms", 0),
+            ("gemm_num_sms", 1.5),
+            ("gemm_num_sms", True),
+        ],
+    )
+    def test_a_number_out_of_range_is_refused(self, name, bad):
+        with pytest.raises(ConfigError, match=rf"fp8_config\.{name}.* is {bad!r}; needed: a "):
+            setattr(FP8Config(), name, bad)
+
+    def test_none_is_the_default_but_of_the_linear_bound(self, monkeypatch):
+        config = FP8Config()
+        fresh = vars(FP8Config()).copy()
+        for name in FIELDS:
+            setattr(config, name, None)
+        assert vars(config) == fresh | {"situ_linear_beta": None}
+
+    def test_copies_and_pickles_are_equal(self):
+        config = FP8Config()
+        config.situ_beta, config.fp8_wgrad = 2.5, False
+        for other in (copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))):
+            assert other == config and other.resolve_situ_beta() == 2.5
+            other.situ_beta = 3.0
+            assert config.situ_beta == 2.5
+
+    def test_resolving_wgrad_changes_nothing(self):
+        config = FP8Config()
+        config.fp8_wgrad = False
+        config.resolve_wgrad(4096)
+        assert config.fp8_wgrad is False
+
+    def test_disabled(self):
+        with SonicMoEConfig(fp8_mode="perf").activate():
+            assert FP8Config().enabled and not FP8Config.disabled().enabled
+
+
+class TestDefaults:
+    def test_are_those_of_fleet(self):
+        config = FP8Config()
+        assert config.fp8_wgrad and config.epilogue_quant and config.fused_gated
+        assert config.fused_swiglu_quant and config.fuse_y1_quant and config.fused_weight_layout
+        assert not config.save_z_fp8 and not config.recompute_z and not config.enabled
+        assert (config.situ_beta, config.situ_linear_beta) == (4.0, 25.0)
+        assert config.swiglu_clamp_value == 0.0 and config.gemm_num_sms is None
+
+    def test_follow_the_environment(self, monkeypatch):
+        for name, text in {
+            "SONIC_MOE_SITU_BETA": "2",
+            "SONIC_MOE_SITU_LINEAR_BETA": "none",
+            "SONIC_MOE_FP8_WGRAD": "0",
+            "SONIC_MOE_FP8_RECOMPUTE_Z": "1",
+            "SONIC_MOE_FP8_ISO32_WEIGHT": "1",
+            "SONIC_MOE_FP8_SAVE_Z": "e4m3",
+        }.items():
+            monkeypatch.setenv(name, text)
+        config = refresh_fp8_config()
+        assert (config.situ_beta, config.situ_linear_beta) == (2.0, None)
+        assert config.recompute_z and config.iso32_weight and config.save_z_fp8
+        assert not config.fp8_wgrad
+
+    def test_follow_the_configuration_in_force(self):
+        with SonicMoEConfig(situ_beta=2, save_z="bf16", fp8_wgrad=False).activate():
+            config = refresh_fp8_config()
+        assert config.situ_beta == 2.0 and not config.save_z_fp8 and not config.fp8_wgrad
+
+
+class TestNodeConfig:
+    def test_equal_objects_give_the_identical_configuration(self):
+        one, other = FP8Config(), FP8Config()
+        assert one.node_config(fp8=True) is other.node_config(fp8=True)
+        other.recompute_z = True
+        assert other.node_config(fp8=True) is not one.node_config(fp8=True)
+        other.recompute_z = False
+        assert one.node_config(fp8=True) is other.node_config(fp8=True)
+        assert one.node_config(fp8=True) is not one.node_config(fp8=False)
+
+    @pytest.mark.parametrize("name", ["fp8_wgrad", "recompute_z"])
+    @pytest.mark.parametrize("value", [True, False])
+    def test_switches_arrive_over_the_environment(self, name, value, monkeypatch):
+        config = FP8Config()
+        monkeypatch.setenv(
+            "SONIC_MOE_" + "FP8_" + name.removeprefix("fp8_").upper(), str(int(not value))
+        )
+        setattr(config, name, value)
+        assert getattr(config.node_config(fp8=True).resolve(), name) is value
+
+    def test_iso32_is_one_copy_of_each_weight(self):
+        config = FP8Config()
+        config.iso32_weight = True
+        assert config.node_config(fp8=True).resolve().iso_weight
+
+    def test_a_call_says_whether_it_is_fp8_and_else_the_field_does(self):
+        config = FP8Config()
+        assert config.node_config(fp8=True).fp8_mode == "perf"
+        assert config.node_config().fp8_mode == "off"
+        config.enabled = True
+        assert config.node_config().fp8_mode == "perf"
+        assert config.node_config(fp8=False).fp8_mode == "off"
+
+    def test_the_mode_that_frees_memory_stays(self):
+        with SonicMoEConfig(fp8_mode="mem").activate():
+            assert FP8Config().node_config(fp8=True).fp8_mode == "mem"
+
+    def test_other_fields_of_the_configuration_in_force_stay(self):
+        with SonicMoEConfig(recipe="1x128", engine="reference").activate():
+            made = FP8Config().node_config(fp8=True)
+        assert made.recipe == "1x128" and made.engine is EngineName.REFERENCE
+        assert FP8Config().node_config(fp8=True).recipe is None
+
+    def test_the_cap_on_multiprocessors(self, monkeypatch, said):
+        config = FP8Config()
+        config.gemm_num_sms = 64
+        monkeypatch.setattr(configuration, "_FLAGS", frozenset())
+        config.node_config(fp8=True)
+        assert "gemm_num_sms=64 has no effect" in said()[-1]
+        if any(flag.field == "gemm_num_sms" for flag in FLAGS):
+            monkeypatch.undo()
+            configuration._node_config.cache_clear()
+            assert config.node_config(fp8=True).gemm_num_sms == 64
+
+    @pytest.mark.parametrize(
+        "name", ["fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant"]
+    )
+    def test_what_cannot_be_had_is_said_once(self, name, said):
+        config = FP8Config()
+        config.save_z_fp8 = True
+        config.node_config(fp8=True)
+        assert said() == []
+        setattr(config, name, False)
+        for fp8 in (True, False, True):
+            config.node_config(fp8=fp8)
+        assert len(said()) == 1 and f"{name} off has no effect" in said()[0]
+
+    def test_stagewise_memory_prints_there_and_frees_nothing_here(self, said):
+        config = FP8Config()
+        config.stagewise_memory = True
+        assert not config.node_config(fp8=True).resolve().stagewise_memory
+        assert "stagewise_memory has no effect" in said()[-1]
+
+
+class TestZ:
+    """`save_z_fp8` off, Fleet's default, keeps z in BF16."""
+
+    def test_is_bf16_where_the_engine_keeps_it(self, said):
+        assert FP8Config().node_config(fp8=True, on_gpu=False).save_z is ZCode.BF16
+        assert said() == []
+
+    def test_is_bf16_on_a_gpu_as_soon_as_that_engine_can(self, monkeypatch):
+        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8, ZCode.BF16)
+        assert FP8Config().node_config(fp8=True, on_gpu=True).save_z is ZCode.BF16
+
+    def test_stays_in_8_bits_elsewhere_and_the_log_says_so_once(self, monkeypatch, said):
+        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
+        for _ in range(2):
+            assert FP8Config().node_config(fp8=True, on_gpu=True).resolve().save_z is ZCode.INT8
+            configuration._node_config.cache_clear()
+        assert len(said()) == 1 and "z is kept as int8" in said()[0]
+
+    def test_is_asked_of_the_engine_that_was_named(self, monkeypatch):
+        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
+        with SonicMoEConfig(engine="reference").activate():
+            assert FP8Config().node_config(fp8=True, on_gpu=True).save_z is ZCode.BF16
+
+    @pytest.mark.parametrize("given", [None, "int8", "e4m3"])
+    def test_in_fp8_is_the_8_bit_code(self, given):
+        with SonicMoEConfig(save_z=given).activate():
+            config = FP8Config()
+            config.save_z_fp8 = True
+            assert config.node_config(fp8=True).save_z is ZCode(given or "int8")
+
+    @pytest.mark.parametrize("given", ["int8", "e4m3", "bf16"])
+    def test_is_what_the_flag_says_unless_the_field_is_set(self, given, monkeypatch, said):
+        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
+        monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", given)
+        for on_gpu in (False, True):
+            assert FP8Config().node_config(fp8=True, on_gpu=on_gpu).save_z is ZCode(given)
+        assert said() == []
+        config = FP8Config()
+        config.save_z_fp8 = given == "bf16"
+        other = ZCode.INT8 if given == "bf16" else ZCode.BF16
+        assert config.node_config(fp8=True).save_z is other
+
+    def test_is_left_alone_where_nothing_is_kept_in_a_code(self, monkeypatch, said):
+        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
+        config = FP8Config()
+        assert config.node_config(fp8=False, on_gpu=True).save_z is None
+        config.recompute_z = True
+        assert config.node_config(fp8=True, on_gpu=True).save_z is None
+        assert said() == []
+
+
+class TestActivation:
+    @pytest.mark.parametrize(
+        ("given", "wanted"),
+        [
+            (SWIGLU, SWIGLU),
+            ("swiglu", SWIGLU),
+            ("swiglu_precise", SWIGLU),
+            ("geglu", ActivationType.GEGLU),
+            (ActivationType.REGLU, ActivationType.REGLU),
+        ],
+    )
+    def test_without_numbers(self, given, wanted):
+        assert FP8Config().activation(given) == (wanted, ())
+
+    def test_is_swiglu_where_nobody_says(self):
+        assert FP8Config().activation() == (SWIGLU, ())
+
+    @pytest.mark.parametrize("given", [SWIGLU, "swiglu", "swiglu_precise", CLAMPED])
+    def test_a_clamp_makes_swiglu_the_clamped_one(self, given):
+        config = FP8Config()
+        config.swiglu_clamp_value = 7
+        assert config.activation(given) == (CLAMPED, (("limit", 7.0),))
+
+    @pytest.mark.parametrize("off", [0, 0.0, -1.0, None])
+    def test_no_clamp(self, off):
+        config = FP8Config()
+        config.swiglu_clamp_value = off
+        assert config.activation(SWIGLU) == (SWIGLU, ())
+
+    @pytest.mark.parametrize("given", ["geglu", SITU, "situ_glu:b=1.0:lb=none", "relu"])
+    def test_a_clamp_with_another_activation_is_refused(self, given):
+        config = FP8Config()
+        config.swiglu_clamp_value = 7.0
+        with pytest.raises(ConfigError, match=r"swiglu_clamp_value is 7\.0 with activation '\w+'"):
+            config.activation(given)
+
+    @pytest.mark.parametrize("given", [SITU, "situ_glu"])
+    def test_situ_has_the_numbers_of_the_layer(self, given):
+        config = FP8Config()
+        wanted = (("beta", 4.0), ("linear_beta", 25.0))
+        assert config.activation(given) == (SITU, wanted)
+        config.situ_beta, config.situ_linear_beta = 2.0, "none"
+        assert config.activation(given) == (SITU, (("beta", 2.0),))
+
+    @pytest.mark.parametrize("approx", ["", ":approx"])
+    def test_a_description_precedes_the_fields(self, approx):
+        config = FP8Config()
+        config.situ_beta, config.situ_linear_beta = 3.0, 5.0
+        word = encode_situ_activation(2.0, None) + approx
+        assert config.activation(word) == (SITU, (("beta", 2.0),))
+        assert config.activation("situ_glu:b=2.0") == (SITU, (("beta", 2.0), ("linear_beta", 5.0)))
+
+    @pytest.mark.parametrize("given", ["swish", None, 3, "situ_glu:q=1"])
+    def test_unknown_ones_are_named(self, given):
+        with pytest.raises(ConfigError, match=re.escape(f"activation_type is {given!r}")):
+            FP8Config().activation(given)
+
+
+class TestVariables:
+    @pytest.mark.parametrize("name", ["SONIC_MOE_STAGEWISE_MEMORY", "USE_QUACK_GEMM"])
+    def test_of_another_meaning_are_reported_once(self, name, monkeypatch, said):
+        refresh_fp8_config()
+        assert said() == []
+        monkeypatch.setenv(name, "1")
+        configuration.environment.cache_clear()
+        for _ in range(3):
+            refresh_fp8_config()
+        assert len(said()) == 1 and f"{name}=1" in said()[0]

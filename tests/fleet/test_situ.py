@@ -1,0 +1,91 @@
+"""SiTU-GLU as one word."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from sonicmoe.errors import ConfigError
+from sonicmoe.fleet.situ import encode_situ_activation, parse_situ_activation
+
+LOW, HIGH = 1.1754943508222875e-38, 8.507059173023462e37
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((), "situ_glu:b=4.0:lb=25.0"),
+        ((4, 25), "situ_glu:b=4.0:lb=25.0"),
+        ((1.0, None), "situ_glu:b=1.0:lb=none"),
+        ((1.0, False), "situ_glu:b=1.0:lb=none"),
+        ((1.0, " Off "), "situ_glu:b=1.0:lb=none"),
+        ((0.1, 1 / 3, False), "situ_glu:b=0.1:lb=0.3333333333333333:approx"),
+        ((LOW, HIGH), f"situ_glu:b={LOW}:lb={HIGH}"),
+    ],
+)
+def test_encoding(arguments, word):
+    assert encode_situ_activation(*arguments) == word
+
+
+@pytest.mark.parametrize("beta", [LOW, 0.1, 1 / 3, 4.0, HIGH])
+@pytest.mark.parametrize("linear_beta", [None, 1 / 3, 25.0])
+@pytest.mark.parametrize("precise", [True, False])
+def test_reading_is_the_inverse(beta, linear_beta, precise):
+    word = encode_situ_activation(beta, linear_beta, precise)
+    assert parse_situ_activation(word) == {"beta": beta, "linear_beta": linear_beta}
+
+
+@pytest.mark.parametrize(
+    ("word", "numbers"),
+    [
+        ("situ_glu", {}),
+        ("situ_glu:b=2", {"beta": 2.0}),
+        ("situ_glu:lb=none:approx", {"linear_beta": None}),
+        ("situ_glu:lb=NULL:precise", {"linear_beta": None}),
+        ("swiglu", None),
+        ("situ_glue", None),
+        ("situ", None),
+        (None, None),
+        (3, None),
+    ],
+)
+def test_parts_that_are_missing_stay_open(word, numbers):
+    assert parse_situ_activation(word) == numbers
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), 1e-39, 1e39, True, None, "4"])
+def test_a_beta_out_of_range_is_refused(bad):
+    with pytest.raises(ConfigError, match=r"beta is .*; needed: a number from"):
+        encode_situ_activation(bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), 1e-39, 1e39, True, "25"])
+def test_a_linear_beta_out_of_range_is_refused(bad):
+    with pytest.raises(ConfigError, match=r"linear_beta is .*; needed: a number from"):
+        encode_situ_activation(1.0, bad)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "situ_glu:",
+        "situ_glu:c=1",
+        "situ_glu:b",
+        "situ_glu:b=none",
+        "situ_glu:lb=",
+        "situ_glu:b=1:x",
+    ],
+)
+def test_a_word_that_is_not_understood_is_named(word):
+    with pytest.raises(ConfigError, match=word):
+        parse_situ_activation(word)
+
+
+def test_the_signature_is_what_fleet_calls():
+    parameters = inspect.signature(encode_situ_activation).parameters
+    assert [(p.name, p.default) for p in parameters.values()] == [
+        ("beta", 4.0),
+        ("linear_beta", 25.0),
+        ("precise", True),
+    ]
