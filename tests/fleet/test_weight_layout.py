@@ -1,0 +1,107 @@
+"""Weights between PaddleFleet's layouts: where every entry goes, and that nothing is lost."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from framework import numpy, parameter, tensor, torch
+
+from sonicmoe.errors import ShapeError
+from sonicmoe.fleet.weight_layout import (
+    fused_grouped_w1_to_sonic,
+    fused_sonic_w1_to_grouped,
+    fused_transpose_w2_layout,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8]
+E, H, I = 3, 5, 4
+
+
+def numbered(*shape, dtype=torch.float32):
+    return tensor(np.arange(np.prod(shape)).reshape(shape) % 251, torch.float32).to(dtype)
+
+
+def raw(value):
+    """The bytes of a tensor."""
+    return numpy(value.contiguous().view(torch.uint8).to(torch.int32))
+
+
+def test_every_column_of_a_grouped_w1_becomes_its_row():
+    grouped = numbered(E, H, 2 * I)
+    sonic = fused_grouped_w1_to_sonic(grouped)
+    assert tuple(sonic.shape) == (E, 2 * I, H) and sonic.is_contiguous()
+    found, given = numpy(sonic), numpy(grouped)
+    for i in range(I):
+        assert np.array_equal(found[:, 2 * i], given[:, :, i])
+        assert np.array_equal(found[:, 2 * i + 1], given[:, :, I + i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_round_trips_are_exact(dtype):
+    grouped, sonic = numbered(E, H, 2 * I, dtype=dtype), numbered(E, 2 * I, H, dtype=dtype)
+    down = numbered(E, I, H, dtype=dtype)
+    for there, back, value in (
+        (fused_grouped_w1_to_sonic, fused_sonic_w1_to_grouped, grouped),
+        (fused_sonic_w1_to_grouped, fused_grouped_w1_to_sonic, sonic),
+        (fused_transpose_w2_layout, fused_transpose_w2_layout, down),
+    ):
+        moved = there(value)
+        assert moved.dtype == dtype and moved.is_contiguous()
+        assert not np.array_equal(raw(moved), raw(value))
+        assert np.array_equal(raw(back(moved)), raw(value))
+
+
+@pytest.mark.parametrize("shape", [(0, H, 2 * I), (E, 0, 2 * I), (E, 1, 2), (1, 1, 2)])
+def test_small_and_empty_weights_come_in_fresh_memory(shape):
+    weight = numbered(*shape)
+    moved = fused_grouped_w1_to_sonic(weight)
+    assert tuple(moved.shape) == (shape[0], shape[2], shape[1])
+    assert np.array_equal(numpy(fused_sonic_w1_to_grouped(moved)), numpy(weight))
+    turned = fused_transpose_w2_layout(weight)
+    assert tuple(turned.shape) == (shape[0], shape[2], shape[1])
+    if 0 not in shape:
+        for result in (moved, turned):
+            result.fill_(250.0)
+            assert np.array_equal(numpy(weight), numpy(numbered(*shape)))
+
+
+def test_a_strided_weight_is_read_where_it_lies():
+    whole = numbered(E, H, 4 * I)
+    every_second = whole[:, :, ::2]
+    expected = fused_grouped_w1_to_sonic(every_second.contiguous())
+    assert np.array_equal(numpy(fused_grouped_w1_to_sonic(every_second)), numpy(expected))
+
+
+def test_a_trainable_parameter_gives_a_plain_tensor():
+    weight = parameter(np.ones((E, H, 2 * I)), torch.bfloat16)
+    for value in (fused_grouped_w1_to_sonic(weight), fused_transpose_w2_layout(weight)):
+        wants = (
+            getattr(value, "requires_grad", None) if torch.Tensor.__module__ == "torch" else None
+        )
+        assert not wants
+        assert getattr(value, "stop_gradient", True)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "needed"),
+    [
+        (fused_grouped_w1_to_sonic, (H, 2 * I), r"\[E, H, 2I\]"),
+        (fused_grouped_w1_to_sonic, (E, 4, 3), r"\[E, H, 2I\].*even"),
+        (fused_sonic_w1_to_grouped, (E, 3, 4), r"\[E, 2I, H\].*even"),
+        (fused_transpose_w2_layout, (E,), r"\[E, I, H\]"),
+    ],
+)
+def test_other_shapes_are_refused(function, shape, needed):
+    with pytest.raises(ShapeError, match=rf"weight has shape .*; needed: {needed}"):
+        function(numbered(*shape))
+
+
+def test_signatures():
+    for function in (
+        fused_grouped_w1_to_sonic,
+        fused_sonic_w1_to_grouped,
+        fused_transpose_w2_layout,
+    ):
+        assert [*inspect.signature(function).parameters] == ["weight"]
