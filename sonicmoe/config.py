@@ -121,6 +121,16 @@ def _parse_processes(text: str) -> str:
     raise ValueError("'auto', 'off' or a number of processes > 0")
 
 
+def _parse_multiprocessors(text: str) -> int:
+    lowered = text.strip().lower()
+    if lowered in {"all", "0", ""}:
+        return 0
+    # A cluster of the GEMMs takes two.
+    if lowered.isdecimal() and lowered.isascii() and int(lowered) >= 2:
+        return int(lowered)
+    raise ValueError("'all' or a number of multiprocessors >= 2")
+
+
 def _parse_recipe(text: str) -> str:
     # Importing `quant` where it is needed keeps this module free of a framework.
     from .quant.recipes import RECIPES
@@ -148,6 +158,7 @@ SECONDS = Values("seconds > 0", _parse_seconds, (int, float))
 DIRECTORY = Values("a directory", _parse_directory, (Path,))
 FP8_MODE = Values("perf, mem, off", _parse_fp8_mode)
 PROCESSES = Values("auto, off, processes > 0", _parse_processes, (int,))
+MULTIPROCESSORS = Values("all, multiprocessors >= 2", _parse_multiprocessors, (int,))
 RECIPE = Values("a name from `sonicmoe numerics --list`", _parse_recipe)
 
 
@@ -353,6 +364,13 @@ class SonicMoEConfig:
         False,
         "drop the saved `z` in the middle of backward; a second backward through the same graph is "
         "refused (node only)",
+    )
+    gemm_num_sms: Flag[int] = Flag(
+        "SONIC_MOE_GEMM_NUM_SMS",
+        MULTIPROCESSORS,
+        0,
+        "multiprocessors that the GEMMs of engines `hopper` and `bf16` may take, which leaves the "
+        "others to kernels of other streams, such as those of communication; `all` or 0: every one",
     )
     engine: Flag[EngineName] = Flag(
         "SONIC_MOE_ENGINE",

@@ -343,7 +343,7 @@ def _launches(
     """The GEMMs of these weights and the rows of this routing, on the caller's stream."""
     shape = _shape_of(_plain(weights.w1), _plain(weights.w2), settings, weights.b1 is not None)
     with _launch_scope(x):
-        yield grouped_gemms(shape, _gpu(device_name(x)).multiprocessors), ExpertRows.of(routing)
+        yield grouped_gemms(shape, _gpu(device_name(x)).lent(settings)), ExpertRows.of(routing)
 
 
 @contextmanager
@@ -363,7 +363,7 @@ def _gemms_of_operands(
     sizes, bias = (int(x.shape[1]), int(y1s.shape[1])), places.db1 is not None
     gpu = _gpu(device_name(x))
     shape = _shape(sizes, settings, dtype_name(dz.dtype), bias, gpu.arch)
-    return grouped_gemms(shape, gpu.multiprocessors)
+    return grouped_gemms(shape, gpu.lent(settings))
 
 
 def _shape_of(w1: Tensor, w2: Tensor, settings: EngineSettings, bias: bool) -> MlpShape:
@@ -402,6 +402,10 @@ class _Gpu(NamedTuple):
 
     arch: str
     multiprocessors: int
+
+    def lent(self, settings: EngineSettings) -> int:
+        """How many of its multiprocessors the GEMMs may take."""
+        return min(settings.gemm_num_sms or self.multiprocessors, self.multiprocessors)
 
 
 @lru_cache(maxsize=64)

@@ -28,6 +28,7 @@ class EngineSettings:
     recompute_z: bool = False
     frees_stagewise: bool = False
     iso_weight: bool = False
+    gemm_num_sms: int = 0
     activation_parameters: ActivationParameters = ()
 
     def __post_init__(self) -> None:

@@ -105,6 +105,7 @@ def gather_gated_gemm(
     y1_scale,
     activation,
     store_z,
+    multiprocessors,
     stream,
 ):
     index, w = at(row_token, "int32"), values(b, b_scale, BY_BLOCKS)
@@ -122,7 +123,7 @@ def gather_gated_gemm(
     put(quantize(activate(out, UP_ACTIVATIONS[activation]), BY_ROWS), y1, y1_scale, offsets[-1])
 
 
-def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, stream):
+def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, multiprocessors, stream):
     w, (r, k) = values(b, b_scale, BY_BLOCKS), tuple(a.shape)
     by_blocks = r > 0 and a_scale.shape[0] == r // 128
     assert tuple(a_scale.shape) == ((r // 128 if by_blocks else r), blocks(k))
@@ -139,7 +140,7 @@ def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
 
 def gather_dgated_gemm(
     dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
-    dz_t, dz_t_scale, y1s_t, y1s_t_scale, wide, activation, stream,
+    dz_t, dz_t_scale, y1s_t, y1s_t_scale, wide, activation, multiprocessors, stream,
 ):  # fmt: skip
     index, w = at(row_token, "int32"), values(w2, w2_scale, BY_BLOCKS)
     offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
@@ -213,7 +214,9 @@ def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
             yield expert, left[first:last].T @ right[first:last]
 
 
-def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, stream):
+def grouped_wgrad(
+    a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, multiprocessors, stream
+):
     total = at(accumulator, "float32")
     operands = a, a_scale, b, b_scale, padded_offsets
     for expert, gradient in wgrad_products(*operands, total.shape):
@@ -240,7 +243,9 @@ class Destination:
         held += gradient.reshape(sizes)
 
 
-def grouped_wgrad_into(a, a_scale, b, b_scale, padded_offsets, destination, shares_gpu, stream):
+def grouped_wgrad_into(
+    a, a_scale, b, b_scale, padded_offsets, destination, shares_gpu, multiprocessors, stream
+):
     operands = a, a_scale, b, b_scale, padded_offsets
     size = len(destination.places), *destination.size
     if any(destination.size):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from framework import torch
 
+from sonicmoe.engine import bf16
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.interface import Change, EngineSettings, EngineWeights
 from sonicmoe.enums import ActivationType
@@ -94,3 +95,8 @@ def test_tokens_of_another_dtype_than_the_weights_are_refused():
     routing = build_routing(torch.zeros([3, 1], dtype=torch.int64), torch.ones([3, 1]), 2)
     with pytest.raises(DTypeError, match="x is float16; the weights are bfloat16"):
         ENGINE.forward(torch.zeros([3, 16], dtype=torch.float16), routing, prepared, SETTINGS)
+
+
+@pytest.mark.parametrize(("wanted", "lent"), [(0, 132), (2, 2), (96, 96), (1000, 132)])
+def test_gemms_leave_multiprocessors_to_other_kernels(wanted, lent):
+    assert bf16._Gpu("sm_90a", 132).lent(EngineSettings(gemm_num_sms=wanted)) == lent

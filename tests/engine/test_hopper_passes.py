@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -224,7 +225,7 @@ def test_quantised_tokens_and_values_exclude_each_other(native):
         arguments = {name: given[name] if name in names else None for name in given}
         with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
             passes.forward(
-                weights=prepared.handle, routing=handle, stream=0, activation=0, z=None, z_scale=None, out=None,
+                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, z=None, z_scale=None, out=None,
                 scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
             )  # fmt: skip
 
@@ -329,7 +330,7 @@ def test_an_accumulator_and_a_destination_exclude_each_other(native):
     handle, bytes_of, _ = passes.routed(case.routing, H, I)
     sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
     arguments = {
-        "weights": None, "routing": handle, "stream": 0, "shares_gpu": 0, "inner": I,
+        "weights": None, "routing": handle, "stream": 0, "multiprocessors": 0, "shares_gpu": 0, "inner": I,
             **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
         "dz": torch.empty(bytes_of.dz, dtype=torch.uint8), "y1s": torch.empty(bytes_of.y1s, dtype=torch.uint8),
         "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw2": sums.dw2, "into_dw2": None,
@@ -619,6 +620,36 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
         case.run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
 
 
+@pytest.mark.parametrize("frees_stagewise", [False, True])
+def test_every_gemm_is_told_how_many_multiprocessors_it_may_take(
+    native, monkeypatch, frees_stagewise
+):
+    told = Counter()
+
+    def watched(name, launch):
+        position = list(inspect.signature(launch).parameters).index("multiprocessors")
+
+        def call(*arguments):
+            told[name, int(arguments[position])] += 1
+            return launch(*arguments)
+
+        return call
+
+    gemms = {name: watched(name, KERNELS[name]) for name in KERNELS if "gemm" in name}
+    gemms["grouped_wgrad"] = watched("grouped_wgrad", KERNELS["grouped_wgrad"])
+    passes = hopper_passes.Passes(native, NAMES, KERNELS | gemms)
+    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+    settings = replace(FP8, frees_stagewise=frees_stagewise)
+    capped = Case().run(OURS, replace(settings, gemm_num_sms=40))
+    # up, down and dx; dgated; dw1 and dw2
+    once = {"gather_gated_gemm": 1, "grouped_gemm": 2, "gather_dgated_gemm": 1, "grouped_wgrad": 2}
+    assert told == {(name, 40): count for name, count in once.items()}
+    told.clear()
+    free = Case().run(OURS, settings)
+    assert told == {(name, 0): count for name, count in once.items()}
+    assert all(torch.equal(capped[name], free[name]) for name in free)
+
+
 def test_a_scratch_that_is_too_small_is_refused(native):
     """Nothing is launched into memory that is not there."""
     case = Case()
@@ -627,7 +658,7 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     prepared = hopper_passes.prepared_handle(passes, weights)
     handle, bytes_of, _ = passes.routed(case.routing, H, I)
     arguments = {
-        "weights": prepared.handle, "routing": handle, "stream": 0, "activation": 0,
+        "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,
         **hopper_passes.token_arguments("x", case.x),
         "z": None, "z_scale": None, "out": None,
     }  # fmt: skip

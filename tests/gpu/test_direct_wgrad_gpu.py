@@ -159,11 +159,12 @@ class Operands:
         for left, right, sums in zip(self.left, self.right, self.native, strict=True):
             self.launch(module.grouped_wgrad, left, right, sums)
 
-    def launch(self, kernel, left, right, to, shares_gpu=False):
+    def launch(self, kernel, left, right, to, shares_gpu=False, multiprocessors=0):
         stream = current_stream(left[0])
-        kernel(*left, *right, self.routing.padded_offsets, to, shares_gpu, stream)
+        offsets = self.routing.padded_offsets
+        kernel(*left, *right, offsets, to, shares_gpu, multiprocessors, stream)
 
-    def add(self, targets, shares_gpu=False):
+    def add(self, targets, shares_gpu=False, multiprocessors=0):
         """As the passes do."""
         for weight, split, left, right in (
             (targets.up, targets.up.layout.split_half, self.left[0], self.right[0]),
@@ -171,7 +172,8 @@ class Operands:
         ):
             places = [number for place in weight.places(split) for number in place]
             to = self.module.wgrad_destination(*weight.native_size, split, places)
-            self.launch(self.module.grouped_wgrad_into, left, right, to, shares_gpu)
+            into = self.module.grouped_wgrad_into
+            self.launch(into, left, right, to, shares_gpu, multiprocessors)
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +193,16 @@ def operands(module):
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @EVERY_LAYOUT
 def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape):
-    """Twice, the second time beside other kernels' share of the GPU; all bytes around are as before."""
+    """Again beside other kernels' share of the GPU, and on an odd number of multiprocessors; all
+    bytes around are as before.
+    """
     given = operands(shape)
     dw1, dw2 = given.native
     memory = Memory(shape, layout, arrangement)
     assert memory.targets.problem(2 * shape[2], shape[1], shape[2], "cuda:0") is None
     assert memory.targets.copy_engine_problem() is None
-    for shares_gpu in (False, True):
-        given.add(memory.targets, shares_gpu)
+    for shares_gpu, multiprocessors in ((False, 0), (True, 0), (True, 37)):
+        given.add(memory.targets, shares_gpu, multiprocessors)
         memory.expect(dw1, dw2)
         memory.check()
     empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()

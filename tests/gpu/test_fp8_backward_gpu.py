@@ -84,13 +84,14 @@ class Backward:
         self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.parts = poisoned((-(-inner // 256), r), torch.float32)
 
-    def run(self, launch, activation=0, wide=None):
+    def run(self, launch, activation=0, wide=None, multiprocessors=0):
         dz_t, y1s_t = wide or (self.dz_t, self.y1s_t)
         routing = self.routing
         launch(
             self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, routing.row_token, routing.row_prob,
             routing.padded_offsets, self.z.codes, self.z.scale_inv, self.dz, self.dz_scale, self.parts,
-            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None, activation, current_stream(self.dz),
+            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None, activation, multiprocessors,
+            current_stream(self.dz),
         )  # fmt: skip
 
     def golden(self, activation):
@@ -182,10 +183,10 @@ def test_dgated_repeats_bit_for_bit(dgated):
     names = ("dz", "dz_scale", "dz_t", "dz_t_scale", "y1s_t", "y1s_t_scale", "parts")
     case = Backward((4096, 2048, 768, 8, 4), seed=2)
     results = []
-    for _ in range(10):
+    for multiprocessors in (0,) * 8 + (3, 37):
         for name in names:
             getattr(case, name).view(torch.uint8).fill_(0x7F)
-        case.run(dgated)
+        case.run(dgated, multiprocessors=multiprocessors)
         results.append({name: getattr(case, name).view(torch.uint8).clone() for name in names})
     for again in results[1:]:
         for name in names:
@@ -218,7 +219,7 @@ def wgrad_operands(shape, seed=0, spread=0.0):
     return quantize(a, iso(128)), quantize(b, iso(128)), routing
 
 
-def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False):
+def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False, multiprocessors=0):
     a_t, b_t = transpose_storage(a), transpose_storage(b)
     launch(
         a_t.codes,
@@ -228,6 +229,7 @@ def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False):
         routing.padded_offsets,
         accumulator,
         shares_gpu,
+        multiprocessors,
         current_stream(accumulator),
     )
 
@@ -306,6 +308,9 @@ def test_wgrad_beside_other_kernels_gives_the_same_bits(wgrad):
         run_wgrad(wgrad, a, b, routing, alone)
         run_wgrad(wgrad, a, b, routing, beside, shares_gpu=True)
         assert torch.equal(alone, beside) and bool(alone.any())
+        beside.zero_()
+        run_wgrad(wgrad, a, b, routing, beside, shares_gpu=True, multiprocessors=37)
+        assert torch.equal(alone, beside)
 
 
 def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
@@ -320,7 +325,7 @@ def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
         routing.padded_offsets * 4,
         accumulator,
     )
-    wgrad(*launch_args, False, current_stream(accumulator))
+    wgrad(*launch_args, False, 0, current_stream(accumulator))
     torch.cuda.synchronize()
     assert bool(torch.isfinite(accumulator).all())
 
@@ -339,6 +344,7 @@ def test_wrong_arguments_are_named(wgrad, dgated):
             accumulator,
             False,
             0,
+            0,
         )
     with pytest.raises(Exception, match="accumulator must have 32-bit"):
         wgrad(
@@ -349,6 +355,7 @@ def test_wrong_arguments_are_named(wgrad, dgated):
             routing.padded_offsets,
             accumulator.half(),
             False,
+            0,
             0,
         )
     case = Backward(SHAPES[0], seed=7)

@@ -65,7 +65,7 @@ def make_case(shape, seed=0, spread=0.0):
     return x, w1, w2, build_routing(indices, probs, experts)
 
 
-def up_projection(module, x, w1, routing, activation=0, store_z=True):
+def up_projection(module, x, w1, routing, activation=0, store_z=True, multiprocessors=0):
     """`(z, y1)` as block-scaled tensors."""
     r, n = routing.num_rows, w1.shape[1]
     z, y1 = poisoned((r, n), torch.int8), poisoned((r, n // 2), torch.uint8).view(E4M3)
@@ -75,18 +75,19 @@ def up_projection(module, x, w1, routing, activation=0, store_z=True):
     )
     module.gather_gated_gemm(
         x.codes, x.scale_inv, w1.codes, w1.scale_inv, routing.row_token, routing.padded_offsets, z, z_scale, y1, y1_scale,
-        activation, store_z, current_stream(z),
+        activation, store_z, multiprocessors, current_stream(z),
     )  # fmt: skip
     return BlockScaledTensor(z, z_scale, rows(128), Code.INT8), BlockScaledTensor(
         y1, y1_scale, rows(128), Code.E4M3
     )
 
 
-def grouped(module, a, w, routing):
+def grouped(module, a, w, routing, multiprocessors=0):
     out = poisoned((a.shape[0], w.shape[1]), torch.bfloat16)
     module.grouped_gemm(
-        a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, current_stream(out)
-    )
+        a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, multiprocessors,
+        current_stream(out),
+    )  # fmt: skip
     return out
 
 
@@ -198,8 +199,9 @@ def test_bit_exact_repetition(module):
     xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
     used = int(routing.padded_offsets[-1])
     first = up_projection(module, xq, wq, routing)
-    for _ in range(10):
-        again = up_projection(module, xq, wq, routing)
+    # The work that a CTA gets depends on how many there are; 3: one cluster takes everything.
+    for multiprocessors in (0,) * 8 + (3, 37, 100, 1000):
+        again = up_projection(module, xq, wq, routing, multiprocessors=multiprocessors)
         for a, b in zip(first, again, strict=True):
             assert torch.equal(a.codes[:used].view(torch.uint8), b.codes[:used].view(torch.uint8))
             assert torch.equal(a.scale_inv[:used], b.scale_inv[:used])
@@ -221,6 +223,7 @@ def test_offsets_beyond_the_rows_are_not_followed(module):
         w.scale_inv,
         routing.padded_offsets * 4,
         guarded[:256],
+        0,
         stream,
     )
     torch.cuda.synchronize()
@@ -236,8 +239,10 @@ def test_wrong_arguments_are_named(module):
     out = poisoned((routing.num_rows, w.shape[1]), torch.bfloat16)
     rest = (w.codes, w.scale_inv, routing.padded_offsets)
     with pytest.raises(Exception, match="a has K"):
-        module.grouped_gemm(a.codes[:, :128].contiguous(), a.scale_inv, *rest, out, 0)
+        module.grouped_gemm(a.codes[:, :128].contiguous(), a.scale_inv, *rest, out, 0, 0)
     with pytest.raises(Exception, match="out must have 16-bit"):
-        module.grouped_gemm(a.codes, a.scale_inv, *rest, out.float(), 0)
+        module.grouped_gemm(a.codes, a.scale_inv, *rest, out.float(), 0, 0)
+    with pytest.raises(Exception, match="multiprocessors is 1; needed: 0 for all of them"):
+        module.grouped_gemm(a.codes, a.scale_inv, *rest, out, 1, 0)
     with pytest.raises(Exception, match="a_scale has"):
-        module.grouped_gemm(a.codes, a.scale_inv[:1], *rest, out, 0)
+        module.grouped_gemm(a.codes, a.scale_inv[:1], *rest, out, 0, 0)

@@ -6,8 +6,9 @@
 //
 // This file holds no kernel and no architecture: the kernels are functions of other modules, which
 // check what they need themselves. A pass takes the handles of `handles.hpp`, an observer, the
-// stream, at most one setting, its destinations, and then its own tensors in the order of its
-// table. Python learns all those names from `argument_names` and passes everything by keyword.
+// stream, how many multiprocessors its GEMMs may take (0: all), at most one setting, its
+// destinations, and then its own tensors in the order of its table. Python learns all those names
+// from `argument_names` and passes everything by keyword.
 //
 // Weight gradients are added to an accumulator, dw1, or to a destination, into_dw1, which is an
 // object of the module whose kernel adds to it; nothing in here looks into it. One of the two is
@@ -176,7 +177,7 @@ class Run {
   std::array<Any, 2> destinations_;
 
  public:
-  static constexpr int kHead = 4;  // arguments before the setting: see `argument_names`
+  static constexpr int kHead = 5;  // arguments before the setting: see `argument_names`
 
   Run(const Pass& pass, const Kernels& kernels, const PackedArgs& all)
       : weights_(all[0].cast<Weights>()),
@@ -185,6 +186,7 @@ class Run {
         pass_(pass),
         kernel(kernels),
         stream(all[3].cast<int64_t>()),
+        multiprocessors(all[4].cast<int64_t>()),
         setting(pass.setting != nullptr ? all[kHead].cast<int64_t>() : 0),
         sizes(joined(weights_, routing_, inner(all))),
         call(*pass.table, all, first_destination() + pass.num_gradients(), sizes) {
@@ -199,7 +201,7 @@ class Run {
   Run(const Run&) = delete;
 
   const Kernels& kernel;
-  const int64_t stream, setting;
+  const int64_t stream, multiprocessors, setting;
   Sizes sizes;
   Call call;
 
@@ -300,7 +302,7 @@ void forward(const Run& run) {
     run.kernel["gather_gated_gemm"](
         x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"),
         run.route("row_token"), run.route("padded_offsets"), z.codes.view, z.scale.view,
-        t.y1.codes.view, t.y1.scale.view, run.setting, store_z, run.stream);
+        t.y1.codes.view, t.y1.scale.view, run.setting, store_z, run.multiprocessors, run.stream);
   });
   if (store_z) run.show("z", z);
   run.show("y1", t.y1);
@@ -309,7 +311,7 @@ void forward(const Run& run) {
   run.stage("down", [&] {
     run.kernel["grouped_gemm"](t.y1.codes.view, t.y1.scale.view, run.weight("w2"),
                                run.weight("w2_scale"), run.route("padded_offsets"), y2.view,
-                               run.stream);
+                               run.multiprocessors, run.stream);
   });
   run.show("y2", "bfloat16", y2);
   run.stage("aggregate_out", [&] {
@@ -340,7 +342,8 @@ void dgated(const Run& run) {
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
         run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), run.call["z"],
         run.call["z_scale"], t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
-        dz.scale.view, y1s.codes.view, y1s.scale.view, in_rows, run.setting, run.stream);
+        dz.scale.view, y1s.codes.view, y1s.scale.view, in_rows, run.setting, run.multiprocessors,
+        run.stream);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
                               run.stream);
   });
@@ -357,7 +360,7 @@ void dgrad(const Run& run) {
   run.stage("dx_gemm", [&] {
     run.kernel["grouped_gemm"](dz.codes.view, dz.scale.view, run.weight("w1_dgrad"),
                                run.weight("w1_dgrad_scale"), run.route("padded_offsets"),
-                               dx_rows.view, run.stream);
+                               dx_rows.view, run.multiprocessors, run.stream);
   });
   run.show("dx_rows", "bfloat16", dx_rows);
   run.stage("aggregate_dx", [&] {
@@ -371,7 +374,8 @@ void add_product(const Run& run, const char* gradient, const Quantized& left,
                  const Quantized& right) {
   const auto launch = [&](const char* kernel, const auto& to) {
     run.kernel[kernel](left.codes.view, left.scale.view, right.codes.view, right.scale.view,
-                       run.route("padded_offsets"), to, run.setting != 0, run.stream);
+                       run.route("padded_offsets"), to, run.setting != 0, run.multiprocessors,
+                       run.stream);
   };
   run.stage(gradient, [&] {
     const Any& destination = run.into(gradient);
@@ -492,7 +496,7 @@ Array<String> argument_names(const String& what) {
     append(names, what == "weights" ? kWeightsTable : kRoutingTable);
   } else {
     const Pass& pass = pass_named(what);
-    names = {"weights", "routing", "observer", "stream"};
+    names = {"weights", "routing", "observer", "stream", "multiprocessors"};
     if (pass.setting != nullptr) names.push_back(pass.setting);
     if (pass.num_gradients() > 0) names.push_back("inner");
     for (int i = 0; i < pass.num_gradients(); ++i)

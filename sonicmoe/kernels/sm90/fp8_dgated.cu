@@ -7,12 +7,12 @@ namespace {
 
 template <class Activation>
 void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::DgatedParams& more,
-                   int64_t stream) {
+                   int64_t multiprocessors, int64_t stream) {
   more.dz_wide == nullptr
-      ? launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, true>>, o.device,
-                          stream, maps, o.params, more)
+      ? launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, true>>,
+                          multiprocessors, o.device, stream, maps, o.params, more)
       : launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, false>>,
-                          o.device, stream, maps, o.params, more);
+                          multiprocessors, o.device, stream, maps, o.params, more);
 }
 
 // dout e4m3 [T, H] with 1x128 scales, gathered through row_token; w2 e4m3 [E, I, H] (dgrad's order)
@@ -22,13 +22,13 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::Dgated
 // of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place of dz_t and y1s_t, else e4m3 dz_t
 // [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and y1s_t_scale [ceil(I / 128), R /
 // 128]. activation: a place in `activation_names()`. Rows at and behind padded_offsets[E] are not
-// written.
+// written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         TensorView row_token, TensorView row_prob, TensorView padded_offsets,
                         TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
                         TensorView dprob_parts, TensorView dz_t, TensorView dz_t_scale,
                         TensorView y1s_t, TensorView y1s_t_scale, bool wide, int64_t activation,
-                        int64_t stream) {
+                        int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o = check_operands(dout, dout_scale, w2, w2_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
@@ -66,8 +66,9 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
     maps.c = matrix_map(dz_t_data, 2 * n, rows, 128);
     maps.d = matrix_map(y1s_t_data, n, rows, 128);
   }
-  with_activation(activation,
-                  [&](auto gate) { launch_dgated<decltype(gate)>(o, maps, more, stream); });
+  with_activation(activation, [&](auto gate) {
+    launch_dgated<decltype(gate)>(o, maps, more, multiprocessors, stream);
+  });
 }
 
 }  // namespace

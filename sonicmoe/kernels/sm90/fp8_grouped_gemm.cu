@@ -7,41 +7,43 @@ namespace {
 
 template <bool kGather, class Epilogue>
 void launch(const Operands& o, const TensorMaps& maps, const typename Epilogue::Params& more,
-            int64_t stream) {
-  launch_persistent(sm90::fp8_grouped_gemm<kGather, Epilogue>, o.device, stream, maps, o.params,
-                    more);
+            int64_t multiprocessors, int64_t stream) {
+  launch_persistent(sm90::fp8_grouped_gemm<kGather, Epilogue>, multiprocessors, o.device, stream,
+                    maps, o.params, more);
 }
 
 // out bf16 [R, N] = a * b^T; a e4m3 [R, K] in expert order, b e4m3 [E, N, K] with 128x128 scales.
 // a_scale [R, K / 128], or [R / 128, K / 128]: one per 128x128 block. Rows at and behind
-// padded_offsets[E] are not written.
+// padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                  TensorView padded_offsets, TensorView out, int64_t stream) {
+                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
+                  int64_t stream) {
   const int64_t rows = a.size(0);
   const Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
   void* data = checked<void>(out, "out", kDLBfloat, 16, o.device, rows * o.params.n);
   if (rows == 0) return;
   TensorMaps maps = operand_maps(o, rows, sm90::StoreBf16::kColumnGroup);
   maps.c = matrix_map(data, rows, o.params.n, 16, 2);
-  launch<false, sm90::StoreBf16>(o, maps, {}, stream);
+  launch<false, sm90::StoreBf16>(o, maps, {}, multiprocessors, stream);
 }
 
 template <class Activation>
 void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, float* z_scale,
-                  int64_t stream) {
-  z_scale != nullptr
-      ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale}, stream)
-      : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr}, stream);
+                  int64_t multiprocessors, int64_t stream) {
+  z_scale != nullptr ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale},
+                                                                      multiprocessors, stream)
+                     : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr},
+                                                                       multiprocessors, stream);
 }
 
 // z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up.
 // Writes z int8 [R, N] with z_scale [R, N / 128] unless `store_z` is false, and y1 e4m3 [R, N / 2]
 // with y1_scale [R, ceil(N / 256)]. activation: a place in `activation_names()`. Padding rows
-// (row_token -1) come out as zeros.
+// (row_token -1) come out as zeros. multiprocessors: how many at most; 0: all.
 void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                        TensorView row_token, TensorView padded_offsets, TensorView z,
                        TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,
-                       bool store_z, int64_t stream) {
+                       bool store_z, int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
@@ -60,7 +62,7 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
   maps.c = matrix_map(y1_data, rows, n / 2, 16);
   if (store_z) maps.d = matrix_map(z_data, rows, n, 16);
   with_activation(activation, [&](auto gate) {
-    launch_gated<decltype(gate)>(o, maps, y1_scales, z_scales, stream);
+    launch_gated<decltype(gate)>(o, maps, y1_scales, z_scales, multiprocessors, stream);
   });
 }
 

@@ -2,6 +2,8 @@
 // boxes follow the WGMMA tiles, and the two ways of launching a kernel.
 #pragma once
 
+#include <algorithm>
+
 #include "../host/tensor_map.hpp"
 #include "fp8_grouped_gemm.cuh"
 
@@ -77,15 +79,20 @@ void launch_clusters(Kernel kernel, int64_t clusters, DLDevice device, int64_t s
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
-// One CTA per SM, in whole clusters.
+// One CTA per SM, in whole clusters. `limit` > 0: on so many SMs at most, because kernels of
+// another stream are to have the rest.
 template <class Kernel, class... Arguments>
-void launch_persistent(Kernel kernel, DLDevice device, int64_t stream,
+void launch_persistent(Kernel kernel, int64_t limit, DLDevice device, int64_t stream,
                        const Arguments&... arguments) {
+  TVM_FFI_ICHECK(limit == 0 || limit >= sm90::kCluster)
+      << "multiprocessors is " << limit << "; needed: 0 for all of them, or at least "
+      << sm90::kCluster << ", a cluster";
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   int processors = 0;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
-  launch_clusters(kernel, processors / sm90::kCluster, device, stream, arguments...);
+  const int64_t used = limit > 0 ? std::min<int64_t>(limit, processors) : processors;
+  launch_clusters(kernel, used / sm90::kCluster, device, stream, arguments...);
 }
 
 // Clusters of a few tiles each, which the hardware hands to processors as they come free: beside
