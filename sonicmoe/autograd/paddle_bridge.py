@@ -27,6 +27,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from ..engine.interface import Saved
+from ..quant.tokens import is_fp8
 from .protocol import DifferentiableCall, refuse_second_derivative
 
 
@@ -39,6 +40,7 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         try:
             outputs, saved = call.forward(tensors[:num_inputs], save=True)
             _save(ctx, call, tensors, num_inputs, saved)
+            _take_gradients_as_they_come(ctx, outputs)
         except Exception as error:
             call.explain(error, "forward")
             raise
@@ -50,6 +52,7 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
         them.
         """
         refuse_second_derivative()
+        gradients = tuple(map(_in_dtype, gradients, ctx.dtypes))
         asked, named = _asked_for()
         reached = [wanted and (named is None or n in named) for n, wanted in ctx.parameters]
         try:
@@ -67,6 +70,20 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
             for gradient, about in zip(of_inputs, ctx.inputs, strict=True)
         )
         return (*kept, *of_parameters)
+
+
+def _take_gradients_as_they_come(ctx: Any, outputs: Any) -> None:
+    # Otherwise Paddle casts each to the dtype of its output before anybody sees it, also the codes
+    # of an e4m3 gradient, whose scales it does not know.
+    ctx.set_grad_in_dtype_consistent(False)
+    several = isinstance(outputs, (list, tuple))
+    ctx.dtypes = [output.dtype for output in (outputs if several else (outputs,))]
+
+
+def _in_dtype(gradient: Any, dtype: Any) -> Any:
+    """What Paddle would have delivered, but for codes."""
+    plain = gradient.dtype == dtype or is_fp8(gradient)
+    return gradient if plain else gradient.astype(dtype)
 
 
 def _save(ctx: Any, call: DifferentiableCall, tensors: Sequence[Any], num: int, saved: Any) -> None:

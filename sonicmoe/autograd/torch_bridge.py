@@ -97,9 +97,8 @@ def _asked_for(nodes: Sequence[Any]) -> tuple[list[bool], bool]:
     for node in nodes:
         try:
             reached.append(node is not None and will_run(node))
-        except (
-            RuntimeError
-        ):  # which is how it names a leaf that `torch.autograd.grad` was asked for
+        except RuntimeError:
+            # It raises for a leaf whose gradient `torch.autograd.grad` was asked for.
             reached.append(True)
             collected = True
     return reached, collected

@@ -50,10 +50,10 @@ class ForwardDone:
 
 @dataclass(frozen=True, eq=False)
 class BackwardBegins:
-    """A backward is about to run; `saved` still holds everything."""
+    """A backward is about to run on dout, as the engine takes it; `saved` still holds everything."""
 
     call: ExpertCall
-    dout: Tensor
+    dout: Tokens
     saved: Saved
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import SonicMoEError
 from ..interop import device_name
+from ..quant.tokens import anchor_of
 from .bisect import GOLDEN, Report, bisect
 from .bisect_report import text_of
 from .call_events import BackwardBegins, BackwardDone, CallEvent, ForwardDone
@@ -108,7 +109,7 @@ class _Watcher:
         for name, tensor in results:
             if not all_finite(tensor):
                 step = step_of_backward(f"call {self.calls}", begun)
-                self._fail(name, step, device_name(begun.dout))
+                self._fail(name, step, device_name(anchor_of(begun.dout)))
 
     def _fail(self, result: str, step: StepDump, device: str) -> None:
         engine = step.settings.engine

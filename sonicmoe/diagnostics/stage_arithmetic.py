@@ -105,8 +105,12 @@ class StageArithmetic:
         return self._stored(self._best(name), f"{name}_dgrad")
 
     def _x_fp8(self) -> Array:
-        # Tokens that arrived in FP8 are read as they came.
-        return self._stored(self._best("x"), "x") if self._step.x_codes is None else self._best("x")
+        return self._read("x")
+
+    def _read(self, tokens: str) -> Array:
+        """x or dout as the GEMMs read it: as it came, where it arrived in FP8."""
+        came = getattr(self._step, f"{tokens}_codes") is not None
+        return self._best(tokens) if came else self._stored(self._best(tokens), tokens)
 
     # No rounding here: engines keep z in fp32 in the accumulator, and its rounded form is the stage
     # `z_saved`.
@@ -142,7 +146,7 @@ class StageArithmetic:
         return summed(self._probability * self._best("y2"), self._token, len(self._step.x))
 
     def _dout_fp8(self) -> Array:
-        return self._stored(self._best("dout"), "dout")
+        return self._read("dout")
 
     def _dy1(self) -> Array:
         return grouped(
@@ -178,32 +182,36 @@ class StageArithmetic:
     # Weight gradients contract over tokens, so they have operands of their own, in the blocks that
     # the recipe names for them.
     def _wgrad_dout(self) -> Array:
-        return self._stored(gathered(self._best("dout"), self._token), "wgrad_dout")
+        return self._gathered_operand("dout")
 
     def _wgrad_y1s(self) -> Array:
-        return self._stored(self._best("y1s"), "wgrad_y1s")
+        return self._row_operand("y1s", "dout")
 
     def _dw2(self) -> Array:
         return outer(self._best("wgrad_dout"), self._best("wgrad_y1s"), self._owners)
 
-    # Where a row of x has one scale, it stands with dz, and x is rounded no second time.
-    def _folds(self) -> bool:
-        settings = self._step.settings
-        return (
-            settings.recipe is not None and settings.flags.fp8_wgrad and self._step.has_row_scales
-        )
-
     def _wgrad_x(self) -> Array:
-        rows = gathered(self._best("x"), self._token)
-        return rows if self._folds() else self._stored(rows, "wgrad_x")
+        return self._gathered_operand("x")
 
     def _wgrad_dz(self) -> Array:
-        dz = self._best("dz")
-        if not self._folds():
-            return self._stored(dz, "wgrad_dz")
-        assert self._step.x_scale is not None
-        scale = gathered(self._step.x_scale.astype(np.float64), self._token)
-        return self._stored(dz * scale, "wgrad_dz") / np.where(scale > 0, scale, 1.0)
+        return self._row_operand("dz", "x")
+
+    # Where a row of x (dout) has one scale, it stands with dz (y1s), and x is rounded no second time.
+    def _folds(self, tokens: str) -> bool:
+        settings, folded = self._step.settings, self._step.has_row_scales(tokens)
+        return settings.recipe is not None and settings.flags.fp8_wgrad and folded
+
+    def _gathered_operand(self, tokens: str) -> Array:
+        rows = gathered(self._best(tokens), self._token)
+        return rows if self._folds(tokens) else self._stored(rows, f"wgrad_{tokens}")
+
+    def _row_operand(self, rows: str, tokens: str) -> Array:
+        """dz or y1s, which meets x or dout in a product."""
+        values = self._best(rows)
+        if not self._folds(tokens):
+            return self._stored(values, f"wgrad_{rows}")
+        scale = gathered(getattr(self._step, f"{tokens}_scale").astype(np.float64), self._token)
+        return self._stored(values * scale, f"wgrad_{rows}") / np.where(scale > 0, scale, 1.0)
 
     def _dw1(self) -> Array:
         return outer(self._best("wgrad_dz"), self._best("wgrad_x"), self._owners)

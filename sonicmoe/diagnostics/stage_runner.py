@@ -116,10 +116,12 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     settings = engine_settings(step)
     dtype = getattr(torch, step.settings.dtype)
 
-    def given(name: str) -> Tensor:
+    def given(name: str) -> Any:
+        if getattr(step, f"{name}_codes", None) is not None:
+            return tap(name, _fp8_tokens(step, name, device))
         return tap(name, _tensor(getattr(step, name), device).to(dtype))
 
-    x = given("x") if step.x_codes is None else tap("x", _fp8_tokens(step, device))
+    x = given("x")
     w1, w2 = given("w1"), given("w2")
     probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
     # Counts come from the host, as a dispatcher lists them, so that the builder takes the same way
@@ -219,11 +221,11 @@ def _zero_parameter(shape: tuple[int, int], like: Tensor) -> Tensor:
     return made
 
 
-def _fp8_tokens(step: StepDump, device: str) -> BlockScaledTensor:
-    """The tokens as they arrived."""
-    assert step.x_codes is not None and step.x_scale is not None
-    codes = _tensor(step.x_codes.astype(np.uint8), device).view(torch.float8_e4m3fn)
-    return tokens_of(codes, _tensor(step.x_scale.astype(np.float32), device))
+def _fp8_tokens(step: StepDump, name: str, device: str) -> BlockScaledTensor:
+    """x or dout as it arrived."""
+    held, scale = getattr(step, f"{name}_codes"), getattr(step, f"{name}_scale")
+    codes = _tensor(held.astype(np.uint8), device).view(torch.float8_e4m3fn)
+    return tokens_of(codes, _tensor(scale.astype(np.float32), device))
 
 
 def _tensor(array: Array, device: str) -> Tensor:

@@ -77,31 +77,32 @@ def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
     # Backward keeps probabilities per row and not per slot, so they are brought back through the
     # routing.
     probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
-    return _step(name, event.call, saved.x, probs).but(dout=to_numpy(event.dout))
+    step = _step(name, event.call, saved.x, probs)
+    return step.but(**_arrays("dout", event.dout, step.indices, step.num_experts))
 
 
 def _step(name: str, call: ExpertCall, x: Tokens, probs: Array) -> StepDump:
     w1, w2 = (to_numpy(weight) for weight in call.native_weights())
     indices = to_numpy(call.indices)
-    if isinstance(x, BlockScaledTensor):
-        served = is_here(indices, len(w2)).any(1)
-        tokens = _arrived_in_fp8(x, served)
-    else:
-        tokens = {"x": to_numpy(x)}
+    tokens = _arrays("x", x, indices, len(w2))
     return StepDump(
         name, settings_of(call, x), indices=indices, probs=probs, w1=w1, w2=w2, **tokens
     )
 
 
-def _arrived_in_fp8(x: BlockScaledTensor, served: Array) -> dict[str, Array]:
-    """Values, codes and multipliers. Rows that nobody reads are zeros: no dispatcher writes them,
-    and what was in their memory would look like the first NaN of the step.
+def _arrays(name: str, tokens: Tokens, indices: Array, experts: int) -> dict[str, Array]:
+    """Fields of a `StepDump`: values, and where they arrived in FP8 codes and multipliers. Rows of
+    these that nobody reads are zeros: no dispatcher writes them, and what was in their memory would
+    look like the first NaN of the step.
     """
+    if not isinstance(tokens, BlockScaledTensor):
+        return {name: to_numpy(tokens)}
+    served = is_here(indices, experts).any(1)
     arrays = {
-        "x": to_numpy(dequantize(x)),
+        name: to_numpy(dequantize(tokens)),
         # Through int32: numpy knows no e4m3, and Paddle moves no uint8 of every kind.
-        "x_codes": to_numpy(x.bytes.to(torch.int32)).astype(np.uint8),
-        "x_scale": to_numpy(x.scale_inv),
+        f"{name}_codes": to_numpy(tokens.bytes.to(torch.int32)).astype(np.uint8),
+        f"{name}_scale": to_numpy(tokens.scale_inv),
     }
     for array in arrays.values():
         array[~served] = 0

@@ -22,7 +22,7 @@ from ..quant.recipes import RECIPES, Fp8Recipe
 Array = np.ndarray
 
 ARRAYS = ("x", "indices", "probs", "w1", "w2")
-OPTIONAL = ("dout", "x_codes", "x_scale")
+OPTIONAL = ("dout", "x_codes", "x_scale", "dout_codes", "dout_scale")
 TOKEN_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -118,7 +118,8 @@ class StepDump:
     fp32, indices int64 `[T, K]`.
 
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
-    multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values.
+    multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values. dout_codes,
+    dout_scale: the same of dout.
 
     Raises:
         ShapeError: the arrays do not belong together.
@@ -134,10 +135,13 @@ class StepDump:
     dout: Array | None = None
     x_codes: Array | None = None
     x_scale: Array | None = None
+    dout_codes: Array | None = None
+    dout_scale: Array | None = None
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
-        self._check_tokens()
+        for tokens in ("x", "dout"):
+            self._check_tokens(tokens)
         expect(
             self.w2.ndim == 3 and self.w2.size > 0,
             ShapeError,
@@ -164,32 +168,34 @@ class StepDump:
                 f"{name} has shape {getattr(found, 'shape', None)}; indices and w2 {self.w2.shape} need {shape}",
             )
 
-    def _check_tokens(self) -> None:
-        codes, scale = self.x_codes, self.x_scale
+    def _check_tokens(self, name: str) -> None:
+        codes, scale = getattr(self, f"{name}_codes"), getattr(self, f"{name}_scale")
         if codes is None and scale is None:
             return
+        values = getattr(self, name)
+        shape = None if values is None else values.shape
         expect(
-            codes is not None and scale is not None and codes.shape == self.x.shape,
+            codes is not None and scale is not None and codes.shape == shape,
             ShapeError,
-            f"x_codes has shape {getattr(codes, 'shape', None)} and x_scale {getattr(scale, 'shape', None)}; x needs both, "
-            f"and codes of its shape {self.x.shape}",
+            f"{name}_codes has shape {getattr(codes, 'shape', None)} and {name}_scale {getattr(scale, 'shape', None)}; "
+            f"{name} needs both, and codes of its shape {shape}",
         )
         assert codes is not None and scale is not None
-        tokens, words = len(self.x), -(-self.x.shape[-1] // 128)
+        tokens, words = len(values), -(-values.shape[-1] // 128)
         expect(
             scale.shape in ((tokens, words), (tokens, 1)),
             ShapeError,
-            f"x_scale has shape {scale.shape}; x {self.x.shape} needs {(tokens, words)} or {(tokens, 1)}",
+            f"{name}_scale has shape {scale.shape}; {name} {values.shape} needs {(tokens, words)} or {(tokens, 1)}",
         )
 
     @property
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
 
-    @property
-    def has_row_scales(self) -> bool:
-        """Whether tokens arrived in FP8 with one scale for more than 128 columns."""
-        return self.x_scale is not None and self.x_scale.shape[1] == 1 and self.x.shape[1] > 128
+    def has_row_scales(self, name: str) -> bool:
+        """Whether "x" or "dout" arrived in FP8 with one scale for more than 128 columns."""
+        scale = getattr(self, f"{name}_scale")
+        return scale is not None and scale.shape[1] == 1 and self.x.shape[1] > 128
 
     def but(self, **changes: Any) -> StepDump:
         """A copy with other fields; names of settings go to the settings."""
@@ -232,7 +238,7 @@ def load_dump(path: str | Path) -> StepDump:
         found = read_npz(Path(path))
         arrays = {name: found[name] for name in ARRAYS}
         arrays |= {name: found[name] for name in OPTIONAL if name in found}
-        require_numbers(arrays, integers=("indices", "x_codes"))
+        require_numbers(arrays, integers=("indices", "x_codes", "dout_codes"))
         settings = StepSettings()
         if "settings" in found:
             settings = StepSettings.of(**json.loads(str(found["settings"])))

@@ -156,15 +156,15 @@ class Bf16Engine(Engine):
             return out, Saved(settings, routing, x, z) if save else None
 
     def backward_dx(
-        self, dout: Tensor, saved: Saved, weights: EngineWeights
+        self, dout: Tokens, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
         """dgated with dprobs' row sums, dgrad, an unweighted gather-and-sum."""
-        dout = check_dout(dout, saved)
+        dout = check_dout(dout, saved, BF16)
         settings, routing, x = saved.settings, saved.routing, plain_tokens(saved.x)
         with plain_ops():
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
-            dout = aligned(dout.to(x.dtype))
+            dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
             w1 = _plain(weights.w1_dgrad)
             dz, y1s = (
                 _rows(routing, int(w1.shape[1]), x),
@@ -207,7 +207,7 @@ class Bf16Engine(Engine):
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         if routing.num_rows > 0 and places.are_wanted:
-            x = plain_tokens(x)
+            x, dout = plain_tokens(x), plain_tokens(dout)
             gemms = _gemms_of_operands(x, dz, y1s, places, settings)
             with plain_ops(), _launch_scope(x):
                 rows = ExpertRows.of(routing)

@@ -78,6 +78,7 @@ class EngineRecord:
             as constants of kernels that are compiled for them. The others have the defaults.
         loads_with: the package that loads and launches its kernels.
         packages: those that compile its kernels, with the version its builders are written for.
+        tokens: formats in which it reads tokens, and gradients of its output.
         jobs: its kernels for a workload and an architecture, as compile jobs. Without a workload,
             those of some workload, so that a missing compiler can be named.
     """
@@ -251,18 +252,32 @@ def token_problem(record: EngineRecord, workload: Workload) -> str | None:
     return next((text for _, text in _token_problems(record, workload)), None)
 
 
+def gradient_problem(
+    record: EngineRecord, settings: EngineSettings, form: TokenFormat
+) -> str | None:
+    """Why this engine cannot take the gradient of its output in this format, or None."""
+    problems = _format_problems(record, settings, form, "gradients", "dout")
+    return next((text for _, text in problems), None)
+
+
 def _token_problems(record: EngineRecord, workload: Workload) -> Problems:
-    tokens, recipe = workload.tokens, workload.settings.recipe
-    if tokens not in record.tokens:
-        takes = _values(record.tokens)
-        yield DTypeError, f"tokens come as {tokens.value!r}, and it takes {takes}"
-    elif tokens is TokenFormat.PLAIN:
+    yield from _format_problems(record, workload.settings, workload.tokens, "tokens", "x")
+
+
+def _format_problems(
+    record: EngineRecord, settings: EngineSettings, form: TokenFormat, what: str, operand: str
+) -> Problems:
+    """`operand`: the field of the recipe that says in which blocks they are read."""
+    recipe, come = settings.recipe, f"{what} come as {form.value!r}"
+    if form not in record.tokens:
+        yield DTypeError, f"{come}, and it takes {_values(record.tokens)}"
+    elif form is TokenFormat.PLAIN:
         return
     elif recipe is None:
-        yield ConfigError, f"tokens come as {tokens.value!r}, and FP8 is off"
-    elif tokens is TokenFormat.E4M3_1X128 and recipe.x != rows(128):
-        blocks = f"recipe {recipe.name!r} reads them in {recipe.x} blocks"
-        yield ConfigError, f"tokens come as {tokens.value!r}, and {blocks}"
+        yield ConfigError, f"{come}, and FP8 is off"
+    elif form is TokenFormat.E4M3_1X128 and getattr(recipe, operand) != rows(128):
+        blocks = f"recipe {recipe.name!r} reads them in {getattr(recipe, operand)} blocks"
+        yield ConfigError, f"{come}, and {blocks}"
 
 
 def _recipe_problems(record: EngineRecord, settings: EngineSettings) -> Problems:

@@ -31,7 +31,7 @@ from ..interop import (
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, to_scratch
-from ..quant.tokens import to_bfloat16
+from ..quant.tokens import anchor_of, to_bfloat16
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
 from .bf16 import Bf16Engine
@@ -122,20 +122,24 @@ class HopperEngine(Engine):
             x = _aligned(x)
             layer = _Layer(x, routing, weights, settings)
             z = layer.empty_z() if save and not settings.recompute_z else None
-            out = empty(tuple(x.shape), token_dtype(x), device_of(_anchor(x)))
+            out = empty(tuple(x.shape), token_dtype(x), device_of(anchor_of(x)))
             layer.forward(x, z, out)
             return tap("out", out), Saved(settings, routing, x, z) if save else None
 
     def backward_dx(
-        self, dout: Tensor, saved: Saved, weights: EngineWeights
+        self, dout: Tokens, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """Quantise dout, dgated with dprobs' sums, dgrad, an unweighted gather-and-sum."""
-        dout = check_dout(dout, saved)
+        """Quantise dout, dgated with dprobs' sums, dgrad, an unweighted gather-and-sum. A dout that
+        comes quantised is read as it is.
+        """
+        dout = check_dout(dout, saved, HOPPER)
         settings, routing = saved.settings, saved.routing
         with plain_ops():
             assert saved.x is not None
             x = _aligned(saved.x)  # which may have been copied since forward
-            dout = aligned(dout.to(token_dtype(x)))
+            if not isinstance(dout, BlockScaledTensor):
+                dout = dout.to(token_dtype(x))
+            dout = _aligned(dout)
             layer = _Layer(x, routing, weights, settings)
             z = layer.restored_z(x, saved)
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
@@ -162,10 +166,12 @@ class HopperEngine(Engine):
         if not settings.fp8_wgrad:
             if isinstance(pending.x, BlockScaledTensor):
                 pending.x = to_bfloat16(pending.x)
+            if isinstance(pending.dout, BlockScaledTensor):
+                pending.dout = to_bfloat16(pending.dout)
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
-            passes = _passes_of(_anchor(pending.x), settings)
+            passes = _passes_of(anchor_of(pending.x), settings)
             add = _add_one_by_one if settings.frees_stagewise else _add_both
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
@@ -190,12 +196,6 @@ def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
         )
 
 
-def _anchor(x: Tokens | None) -> Tensor:
-    """A tensor of these tokens, for questions about device and stream."""
-    assert x is not None
-    return x.codes if isinstance(x, BlockScaledTensor) else x
-
-
 def _aligned(x: Tokens) -> Tokens:
     if not isinstance(x, BlockScaledTensor):
         return aligned(x)  # type: ignore[no-any-return]
@@ -217,7 +217,7 @@ class _Layer:
     def __init__(
         self, x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
     ) -> None:
-        anchor = _anchor(x)
+        anchor = anchor_of(x)
         self._device, self._stream = device_of(anchor), current_stream(anchor)
         self._passes = _passes_of(anchor, settings)
         self._prepared = prepared = prepared_handle(self._passes, weights)
@@ -255,7 +255,7 @@ class _Layer:
             scratch=scratch(size, self._device),
         )
 
-    def dgated(self, dout: Tensor, z: BlockScaledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def dgated(self, dout: Tokens, z: BlockScaledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
         """
@@ -318,12 +318,12 @@ def _add_both(
 ) -> None:
     """Both weight gradients."""
     x, (handle, bytes_of, inner) = pending.x, pending.native
-    memory = scratch(bytes_of.wgrad, device_of(_anchor(x)))
+    memory = scratch(bytes_of.wgrad, device_of(anchor_of(x)))
     targets.adding = True
     passes.wgrad(
         weights=None,
         routing=handle,
-        stream=current_stream(_anchor(x)),
+        stream=current_stream(anchor_of(x)),
         multiprocessors=pending.settings.gemm_num_sms,
         shares_gpu=pending.shares_gpu,
         inner=inner,
@@ -347,13 +347,13 @@ def _add_one_by_one(
     dout, y1s = pending.dout, pending.y1s
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
-    memory = scratch(max(bytes_of.dw1, bytes_of.dw2), device_of(dout))
+    memory = scratch(max(bytes_of.dw1, bytes_of.dw2), device_of(anchor_of(dout)))
     targets.adding = True
     pending.dout = pending.y1s = None
     passes.dw2(
         weights=None,
         routing=handle,
-        stream=current_stream(dout),
+        stream=current_stream(anchor_of(dout)),
         multiprocessors=pending.settings.gemm_num_sms,
         shares_gpu=pending.shares_gpu,
         inner=inner,
@@ -368,7 +368,7 @@ def _add_one_by_one(
     passes.dw1(
         weights=None,
         routing=handle,
-        stream=current_stream(_anchor(x)),
+        stream=current_stream(anchor_of(x)),
         multiprocessors=pending.settings.gemm_num_sms,
         shares_gpu=pending.shares_gpu,
         inner=inner,

@@ -34,7 +34,7 @@ from ..interop import (
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape
-from ..quant.tokens import has_row_scales
+from ..quant.tokens import has_row_scales, is_fp8
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
 from .capabilities import (
@@ -43,6 +43,7 @@ from .capabilities import (
     GradientTarget,
     TokenFormat,
     Workload,
+    gradient_problem,
     token_problem,
 )
 from .settings import EngineSettings
@@ -284,7 +285,7 @@ class PendingWgrad:
     settings: EngineSettings
     routing: RoutingMetadata
     x: Tokens | None
-    dout: Tensor | None
+    dout: Tokens | None
     dz: Any  # a tensor or a block-scaled one, the engine's own affair
     y1s: Any
     shares_gpu: bool = False
@@ -363,10 +364,13 @@ class Engine(ABC):
 
     @abstractmethod
     def backward_dx(
-        self, dout: Tensor, saved: Saved, weights: EngineWeights
+        self, dout: Tokens, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
         """`(dx [T, H] in `token_dtype` of x, dprobs fp32 [T, K], operands of the weight gradients)`; dprobs
         is exactly 0 in invalid slots.
+
+        A dout that its sender quantised is read as it is, where the engine's record lists its
+        format. Its codes and scales are the operand of dgated, and their values that of wgrad.
         """
 
     @abstractmethod
@@ -387,7 +391,7 @@ class Engine(ABC):
 
     def backward(
         self,
-        dout: Tensor,
+        dout: Tokens,
         saved: Saved,
         weights: EngineWeights,
         targets: GradientTargets | None,
@@ -514,20 +518,46 @@ def _require_format(
         )
 
 
-def check_dout(dout: Any, saved: Saved) -> Tensor:
-    """Check the incoming gradient and return it contiguous.
+def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
+    """Check the gradient of the output at the border of the engine with this record, and return it
+    with contiguous rows.
 
     Raises:
-        DTypeError, ShapeError: it is FP8 without scales, or its shape is not that of `out`.
+        DTypeError: it is FP8 without scales, or quantised in a form that the engine does not read.
+        ConfigError: it is quantised, and the recipe reads it in other blocks, or there is none.
+        ShapeError, DeviceError: its shape is not that of `out`, or it lies elsewhere.
         RuntimeError: an earlier backward released the activations.
     """
-    require_framework_tensor(dout, "dout")
-    if dout.dtype not in TOKEN_DTYPES:
-        raise DTypeError(f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, float16 or float32")
+    quantised = isinstance(dout, BlockScaledTensor)
+    if not quantised:
+        require_framework_tensor(dout, "dout")
+        if dout.dtype not in TOKEN_DTYPES:
+            without = " without its scales" if is_fp8(dout) else ""
+            others = ", or a dout_source of the node that has them" if is_fp8(dout) else ""
+            raise DTypeError(
+                f"dout is {dtype_name(dout.dtype)}{without}; needed: bfloat16, float16 or float32{others}"
+            )
     if saved.x is None:
         raise RuntimeError(
             "activations of this forward were released by an earlier backward (stage-wise memory)"
         )
     if tuple(dout.shape) != tuple(saved.x.shape):
         raise ShapeError(f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}")
-    return dout.detach().contiguous()
+    if not quantised:
+        return dout.detach().contiguous()  # type: ignore[no-any-return]
+    _require_gradient_format(record, dout, saved.settings)
+    require_same_device(
+        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.row_token)]
+    )
+    return dout
+
+
+def _require_gradient_format(
+    record: EngineRecord, dout: BlockScaledTensor, settings: EngineSettings
+) -> None:
+    reason = gradient_problem(record, settings, token_format(dout))
+    if reason is not None:
+        kind = DTypeError if token_format(dout) not in record.tokens else ConfigError
+        raise kind(
+            f"the {record.name.value} engine cannot read dout: {reason}; needed: the values in bfloat16"
+        )

@@ -120,12 +120,12 @@ class ReferenceEngine(Engine):
             return out, Saved(settings, routing, x, kept)
 
     def backward_dx(
-        self, dout: Tensor, saved: Saved, weights: EngineWeights
+        self, dout: Tokens, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
         """dgated (dout x W2, activation backward, dprobs), then dgrad (dz x W1), then an unweighted
         gather-and-sum per token.
         """
-        dout = check_dout(dout, saved)
+        dout = check_dout(dout, saved, REFERENCE)
         with plain_ops(), ieee_matmul():
             settings, routing, x = saved.settings, saved.routing, saved.x
             assert x is not None
@@ -167,29 +167,25 @@ class ReferenceEngine(Engine):
                 "the operands of these weight gradients were released by an earlier backward_dw"
             )
         with plain_ops(), ieee_matmul():
-            # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
-            # are made, so the two never exist together.
-            dout_rows = _gather_rows(dout, routing)
             # Every product is made before the first is added: who runs out of memory in between
             # must find the sums as they were.
             products = []
             # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
             # because out = sum p * (y2 + b2).
             if "db1" in targets.named():
-                weighted = dout_rows * routing.row_prob.unsqueeze(-1)
+                weighted = _gather_rows(_values(dout), routing) * routing.row_prob.unsqueeze(-1)
                 products += [("db2", _sums_of_rows(weighted, routing))]
                 products += [("db1", _sums_of_rows(dz, routing))]
                 del weighted
-            # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist
-            # after the gather.
+            # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
+            # are made, so the two never exist together.
             dtype = token_dtype(x)
-            left = _wgrad_operand(dout_rows, "wgrad_dout", settings, dtype)
-            right = _wgrad_operand(y1s, "wgrad_y1s", settings, dtype)
+            left, right = _wgrad_operands(("dout", dout), ("y1s", y1s), routing, settings, dtype)
             products += [("dw2", _products(left, right, routing, targets, "dw2"))]
-            del dout_rows, left, right, dout, y1s
+            del left, right, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-            left, right = _operands_of_dw1(dz, x, routing, settings)
+            right, left = _wgrad_operands(("x", x), ("dz", dz), routing, settings, dtype)
             products += [("dw1", _products(left, right, routing, targets, "dw1"))]
             targets.adding = True
             for name, of_experts in products:
@@ -218,23 +214,23 @@ def _up_projection(
     x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
 ) -> Tensor:
     """fp32 `z [R, N1]`; padding rows are zero."""
-    values = _token_values(x, settings)
+    values = _token_values(x, "x", settings)
     return _grouped(
         _gather_rows(values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1
     )
 
 
-def _token_values(x: Tokens, settings: EngineSettings) -> Tensor:
-    """fp32 `[T, H]` as the up-projection reads it: quantised once per token, by the sender or here,
-    and gathered after.
+def _token_values(tokens: Tokens, name: str, settings: EngineSettings) -> Tensor:
+    """fp32 `[T, H]` as the GEMMs of x or dout read it (`name` is a field of the recipe): quantised
+    once per token, by the sender or here, and gathered after.
     """
-    if isinstance(x, BlockScaledTensor):
-        return dequantize(tap("x_fp8", x))
-    return _operand(x, "x", settings, x.dtype)
+    if isinstance(tokens, BlockScaledTensor):
+        return dequantize(tap(_STAGE_OF_OPERAND[name], tokens))
+    return _operand(tokens, name, settings, tokens.dtype)
 
 
 def _dgated(
-    dout: Tensor,
+    dout: Tokens,
     z: Tensor,
     routing: RoutingMetadata,
     weights: EngineWeights,
@@ -243,7 +239,7 @@ def _dgated(
     """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before
     weighting by the probability.
     """
-    dout_rows = _gather_rows(_operand(dout, "dout", settings, dout.dtype), routing)
+    dout_rows = _gather_rows(_token_values(dout, "dout", settings), routing)
     # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
     y1, dz = activate_backward(
@@ -255,7 +251,7 @@ def _dgated(
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:
         # The bias is not quantised, and so dout is not either in this product.
-        exact = _gather_rows(dout, routing)
+        exact = _gather_rows(_values(dout), routing)
         for expert, first, count, _ in _experts(routing):
             row_dprob[first : first + count] = (
                 row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
@@ -290,32 +286,45 @@ def _wgrad_operand(
     )
 
 
-def _operands_of_dw1(
-    dz: Tensor, x: Tokens, routing: RoutingMetadata, settings: EngineSettings
+def _wgrad_operands(
+    tokens: tuple[str, Tokens],
+    rows: tuple[str, Tensor],
+    routing: RoutingMetadata,
+    settings: EngineSettings,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """dz and the gathered x as wgrad multiplies them."""
-    dtype = token_dtype(x)
-    if settings.fp8_wgrad and isinstance(x, BlockScaledTensor) and has_row_scales(x):
-        return _folded(dz, x, routing, settings)
-    # Tokens that were quantised for their rows are quantised again in the blocks of wgrad: rounded
-    # twice.
-    right = _wgrad_operand(_gather_rows(_values(x), routing), "wgrad_x", settings, dtype)
-    return _wgrad_operand(dz, "wgrad_dz", settings, dtype), right
+    """Both operands of a weight gradient, by name: tokens `[T, H]` gathered (x or dout), and rows
+    `[R, .]` that are in expert order (dz or y1s).
+    """
+    (token_name, given), (row_name, beside) = tokens, rows
+    if settings.fp8_wgrad and isinstance(given, BlockScaledTensor) and has_row_scales(given):
+        return _folded(given, f"wgrad_{row_name}", beside, routing, settings)
+    # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist after the
+    # gather. Tokens that were quantised for their rows are so quantised again: rounded twice.
+    gathered = _gather_rows(_values(given), routing)
+    return (
+        _wgrad_operand(gathered, f"wgrad_{token_name}", settings, dtype),
+        _wgrad_operand(beside, f"wgrad_{row_name}", settings, dtype),
+    )
 
 
 def _folded(
-    dz: Tensor, x: BlockScaledTensor, routing: RoutingMetadata, settings: EngineSettings
+    tokens: BlockScaledTensor,
+    row_name: str,
+    rows: Tensor,
+    routing: RoutingMetadata,
+    settings: EngineSettings,
 ) -> tuple[Tensor, Tensor]:
-    """`dz * s` quantised, and the codes of x as they came. `dw1[n, h] = sum_t dz[t, n] s[t] c[t, h]`
+    """The codes as they came, and `rows * s` quantised. `dw1[n, h] = sum_t dz[t, n] s[t] c[t, h]`
     where a row of x is one scale s times its codes c, so the scale may stand with dz, and x is
-    rounded once in a step. These operands show themselves as no stage: their values are neither dz
-    nor x.
+    rounded once in a step; dout and y1s in dw2 likewise. These operands show themselves as no
+    stage: their values are neither those of the tokens nor those of the rows.
     """
     recipe = settings.recipe
     assert recipe is not None
-    scaled = dz * _gather_rows(x.scale_inv, routing)
-    codes = _gather_rows(x.codes.to(torch.float32), routing)
-    return dequantize(_quantize(scaled, recipe.wgrad_dz, recipe)), codes
+    scaled = rows * _gather_rows(tokens.scale_inv, routing)
+    codes = _gather_rows(tokens.codes.to(torch.float32), routing)
+    return codes, dequantize(_quantize(scaled, getattr(recipe, row_name), recipe))
 
 
 def _detached(x: Tokens) -> Tokens:

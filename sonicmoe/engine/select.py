@@ -175,6 +175,12 @@ def announce(choice: EngineChoice, device: str) -> None:
         _log_once(logging.WARNING, words, choice.engine.name, device, choice.dequantises)
 
 
+def announce_gradients(engine: str, device: str, reason: str) -> None:
+    """Log once that gradients which arrive in FP8 are dequantised for an engine."""
+    words = "engine %s on %s: gradients that arrive in FP8 are dequantised to bfloat16, because %s"
+    _log_once(logging.WARNING, words, engine, device, reason)
+
+
 def _log_once(level: int, words: str, engine: str, device: str, reason: str) -> None:
     key = (engine, device, reason)
     if key not in _LOGGED:

@@ -18,9 +18,10 @@ from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Toke
 from ..gradients.routes import Addition, Route
 from ..interop import plain_ops, requires_grad
 from ..out_of_memory import raise_with_advice
-from ..quant.tokens import to_bfloat16, tokens_of
+from ..quant.tokens import anchor_of, to_bfloat16, tokens_of
 from ..routing.build import route
 from ..weights.cache import Reading
+from .fp8_gradients import GradientSource, gradient_from
 from .layer_state import LayerState
 
 Tensor = torch.Tensor
@@ -39,6 +40,7 @@ class MlpCall(DifferentiableCall):
         last backward.
     dequantises: the engine is handed the values of tokens that arrived in FP8.
     num_inputs: of the differentiable call; see `forward`.
+    dout_source: asked for the gradient of the output by every backward; None: autograd has it.
     """
 
     state: LayerState
@@ -52,6 +54,7 @@ class MlpCall(DifferentiableCall):
     validate: bool
     dequantises: bool = False
     num_inputs: int = 2
+    dout_source: GradientSource | None = None
 
     @property
     def releases_saved(self) -> bool:
@@ -106,8 +109,11 @@ class MlpCall(DifferentiableCall):
         """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; the others are added
         to `main_grad`, or wait in the node.
         """
-        (dout,) = gradients
         assert saved is not None
+        dout: Tokens = gradients[0]
+        if self.dout_source is not None:
+            with self.config.activate(), plain_ops():
+                dout = gradient_from(self.dout_source, gradients[0], self.engine, self.settings)
         if is_awaited():
             emit(BackwardBegins(self._described(), dout, saved))
         trained = list(map(requires_grad, self.parameters))
@@ -116,7 +122,7 @@ class MlpCall(DifferentiableCall):
             # gradients that nobody asked for.
             trained = list(map(and_, trained, reached))
         # Several threads may run backwards of this layer, or of layers that share experts.
-        with self.state.gradients.alone(dout):
+        with self.state.gradients.alone(anchor_of(dout)):
             dx, dprobs, returned, route = self._backward(dout, saved, trained, collected)
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
@@ -130,7 +136,7 @@ class MlpCall(DifferentiableCall):
         return (dx, dprobs, *(None,) * (self.num_inputs - 2)), returned
 
     def _backward(
-        self, dout: Tensor, saved: Saved, trained: list[bool], collected: bool
+        self, dout: Tokens, saved: Saved, trained: list[bool], collected: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None], Route | None]:
         # An engine that updates in place may have overwritten the weights of this forward. It is
         # refused here, before anything is added.
@@ -142,7 +148,7 @@ class MlpCall(DifferentiableCall):
                 if collected:
                     state.gradients.check_collectable(self.parameters, trained)
                 addition = state.begin_backward(
-                    self.engine, self.settings, self.parameters, trained, dout
+                    self.engine, self.settings, self.parameters, trained, anchor_of(dout)
                 )
             dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
             if addition is None:

@@ -47,6 +47,7 @@ from ..weights.parameters import (
     PerExpertParameters,
     StackedWeight,
 )
+from .fp8_gradients import GradientSource, check_source
 from .fp8_tokens import check_token_gradient, inputs_of, token_form
 from .layer_state import LayerState
 from .mlp_call import MlpCall
@@ -224,6 +225,7 @@ class SonicMoEMlpNode:
         # Not keyword-only, which Paddle's re-entrant recompute refuses in whatever it calls.
         x_scale: Any = None,
         dx_to: Any = None,
+        dout_source: GradientSource | None = None,
     ) -> Tensor:
         return self.forward(
             x,
@@ -232,6 +234,7 @@ class SonicMoEMlpNode:
             dispatched_probs,
             x_scale=x_scale,
             dx_to=dx_to,
+            dout_source=dout_source,
         )
 
     def forward(
@@ -242,6 +245,7 @@ class SonicMoEMlpNode:
         dispatched_probs: Any = None,
         x_scale: Any = None,
         dx_to: Any = None,
+        dout_source: GradientSource | None = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
@@ -260,6 +264,8 @@ class SonicMoEMlpNode:
             dx_to: the tensor that gets the gradient of such tokens: bf16 `[T, H]`, whose values are
                 never read, so one element that is expanded will do. Under Paddle it may be x itself
                 (docs/design.md, "Tokens that arrive in FP8"). None: nobody gets it.
+            dout_source: who has the gradient of the output, where that arrives in FP8; see
+                `GradientSource`. None: autograd delivers it.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
@@ -279,6 +285,7 @@ class SonicMoEMlpNode:
         check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
         self._check_tokens(x, dispatched_indices)
         check_token_gradient(x, x_scale, dx_to)
+        check_source(dout_source)
         config, settings = self._current()
         with self._scope() as scope:
             dtype, form = token_form(x, x_scale)
@@ -305,6 +312,7 @@ class SonicMoEMlpNode:
             validate=config.validate_dispatch,
             dequantises=choice.dequantises is not None,
             num_inputs=len(inputs),
+            dout_source=dout_source,
         )
         if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
             return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]

@@ -28,6 +28,7 @@ import torch
 
 from ..engine.interface import PendingWgrad
 from ..interop import is_cuda, writes_of
+from ..quant.tokens import anchor_of
 
 Tensor = torch.Tensor
 
@@ -71,13 +72,13 @@ class WgradQueue:
         # A task of an earlier backward still waits where autograd ended before its hook fired. It
         # goes now, because it holds its operands alive.
         self.launch()
-        if pending.dout is None or not is_cuda(pending.dout):
+        if pending.dout is None or not is_cuda(anchor_of(pending.dout)):
             # On a host `compute` runs late and reads these two, which the caller owns and may
             # refill. Their version counters, taken now, show that at `finish`.
             self._waiting.append(_Task(compute, pending, None, [], _writes_to(pending)))
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device=pending.dout.device)
+            self._stream = torch.cuda.Stream(device=anchor_of(pending.dout).device)
         # Recorded on the caller's stream: at this point its kernels have produced every operand,
         # and have zeroed new accumulators.
         ready = torch.cuda.current_stream().record_event()

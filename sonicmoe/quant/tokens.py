@@ -63,47 +63,55 @@ def quantize_tokens(x: Tensor, *, row_scale: bool = False) -> BlockScaledTensor:
         return quantize_rows(x)
 
 
+def anchor_of(tokens: Tensor | BlockScaledTensor | None) -> Tensor:
+    """A tensor of these tokens, for questions about device and stream."""
+    assert tokens is not None
+    return tokens.codes if isinstance(tokens, BlockScaledTensor) else tokens
+
+
 def to_bfloat16(x: BlockScaledTensor) -> Tensor:
     """The values of quantised tokens, rounded to bf16; a new tensor."""
     with plain_ops():
         return dequantize(x, torch.bfloat16)
 
 
-def check_fp8_tokens(x: Tensor, x_scale: Tensor) -> None:
-    """Check codes and multipliers at a border, without reading device memory.
+def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
+    """Check codes and multipliers at a border, without reading device memory. name: what messages
+    call the tokens.
 
     Raises:
         DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
             is needed.
     """
-    require_framework_tensor(x_scale, "x_scale")
+    scale = f"{name}_scale"
+    require_framework_tensor(x_scale, scale)
     found = dtype_name(x.dtype)
     expect(
         x.dtype == torch.float8_e4m3fn,
         DTypeError,
-        f"x is {found} and x_scale was given; needed: x in float8_e4m3fn, or no x_scale",
+        f"{name} is {found} and {scale} was given; needed: {name} in float8_e4m3fn, or no {scale}",
     )
     expect(
         x_scale.dtype == torch.float32,
         DTypeError,
-        f"x_scale is {dtype_name(x_scale.dtype)}; needed: float32 multipliers (words of a carrier become such by "
+        f"{scale} is {dtype_name(x_scale.dtype)}; needed: float32 multipliers (words of a carrier become such by "
         "sonicmoe.fleet.carrier)",
     )
-    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+    expect(len(x.shape) == 2, ShapeError, f"{name} has shape {tuple(x.shape)}; needed: [T, H]")
     tokens, hidden = (int(size) for size in x.shape)
     shape = tuple(int(size) for size in x_scale.shape)
     expect(
         shape in ((tokens, words_per_row(hidden)), (tokens, 1)),
         ShapeError,
-        f"x_scale has shape {shape}; x {(tokens, hidden)} needs [T, ceil(H/128)] = "
+        f"{scale} has shape {shape}; {name} {(tokens, hidden)} needs [T, ceil(H/128)] = "
         f"{(tokens, words_per_row(hidden))}, or [T, 1] with one multiplier per row",
     )
-    for name, value in (("x", x), ("x_scale", x_scale)):
+    for argument, value in ((name, x), (scale, x_scale)):
         # A dispatcher that hands multipliers on column by column is told so here. A silent copy
         # would cost what the dispatch in FP8 has saved.
         expect(
             bool(value.is_contiguous()),
             ShapeError,
-            f"{name} has strides {tuple(value.stride())}; needed: contiguous rows, as DeepEP delivers them",
+            f"{argument} has strides {tuple(value.stride())}; needed: contiguous rows, as DeepEP delivers them",
         )
-    require_same_device([("x", x), ("x_scale", x_scale)])
+    require_same_device([(name, x), (scale, x_scale)])

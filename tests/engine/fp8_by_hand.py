@@ -102,8 +102,12 @@ def activation_of(problem, z):
     return a * up, a, da, up
 
 
-def by_hand(problem, settings, dtype, skip=(), exact=False, row_scale=None) -> Result:
-    """`row_scale [T]`: x is one scale per token times its codes, and wgrad multiplies the codes."""
+def by_hand(
+    problem, settings, dtype, skip=(), exact=False, row_scale=None, dout_scale=None
+) -> Result:
+    """`row_scale [T]`: x is one scale per token times its codes, and wgrad multiplies the codes;
+    `dout_scale`: the same of dout.
+    """
     hand = Hand(settings, dtype, skip, exact)
     alignment = settings.row_alignment
     w1, w2, _, _ = native_weights(problem)
@@ -145,13 +149,16 @@ def by_hand(problem, settings, dtype, skip=(), exact=False, row_scale=None) -> R
             result.out[t] += p[row, 0] * y2[row]
             result.dx[t] += dx_rows[row]
             result.dprobs[t, k] = dy1[row] @ y1[row]
-        dw2 = hand.operand(rows(problem.dout), "wgrad_dout").T @ hand.operand(p * y1, "wgrad_y1s")
-        if row_scale is None:
-            dw1 = hand.operand(dz, "wgrad_dz").T @ hand.operand(rows(problem.x), "wgrad_x")
-        else:
-            s = np.ones((padded, 1))
-            s[:n, 0] = row_scale[tokens]
-            dw1 = hand.operand(dz * s, "wgrad_dz").T @ (rows(problem.x) / s)
+
+        def product(given, name, scale, beside, other, rows=rows, tokens=tokens, n=n):
+            if scale is None:
+                return hand.operand(rows(given), name).T @ hand.operand(beside, other)
+            s = np.ones((len(beside), 1))
+            s[:n, 0] = scale[tokens]
+            return (rows(given) / s).T @ hand.operand(beside * s, other)
+
+        dw2 = product(problem.dout, "wgrad_dout", dout_scale, p * y1, "wgrad_y1s")
+        dw1 = product(problem.x, "wgrad_x", row_scale, dz, "wgrad_dz").T
         result.dw1[e][:, order] = dw1.T
         result.dw2[e] = dw2.T
     result.out, result.dx = hand.rounded(result.out), hand.rounded(result.dx)

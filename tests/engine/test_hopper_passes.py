@@ -26,6 +26,7 @@ from sonicmoe import interop
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
 from sonicmoe.diagnostics.stages import listening, ranges_on
 from sonicmoe.engine import hopper, hopper_passes
+from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
@@ -120,13 +121,17 @@ class Case:
             build_routing(torch.where(drop, sentinel, ids), probs, E), spare_rows
         )
 
-    def quantised(self):
-        """The same with tokens as their sender quantised them; those without a valid slot are NaN."""
-        q, other = quantize(self.x.float(), rows(128)), copy.copy(self)
+    def quantised(self, *names):
+        """The same with x, or what is named, as its sender quantised it; tokens without a valid
+        slot are NaN.
+        """
+        other = copy.copy(self)
         unused = torch.ones(len(self.x), dtype=torch.bool)
         unused[self.routing.row_token[self.routing.row_token >= 0].long()] = False
-        q.bytes[unused], q.scale_inv[unused] = 0x7F, float("nan")
-        other.x = q
+        for name in names or ("x",):
+            q = quantize(getattr(self, name).float(), rows(128))
+            q.bytes[unused], q.scale_inv[unused] = 0x7F, float("nan")
+            setattr(other, name, q)
         return other
 
     def run(self, engine, settings, **options):
@@ -193,24 +198,37 @@ def test_a_step_is_the_reference_engines(mode, activation):
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
 
 
-@pytest.mark.parametrize("mode", [*MODES, "plain operands of wgrad"])
-def test_tokens_that_come_quantised(mode):
-    """The reference engine's step, and out and dx of tokens that the engine quantises itself."""
-    settings = replace(FP8, **MODES.get(mode, {"fp8_wgrad": False}))
-    plain = Case(seed=12)
-    case = plain.quantised()
-    if "fp8_wgrad" in vars(settings) and not settings.fp8_wgrad:
-        weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
-        out, saved = OURS.forward(case.x, case.routing, weights, settings)
-        dx, _, pending = OURS.backward_dx(case.dout, saved, weights)
-        got = {"out": out, "dx": dx}
-        assert isinstance(pending.x, BlockScaledTensor)
-    else:
-        got = case.run(OURS, settings)
-        assert_close(got, case.run(REFERENCE, settings), 1e-3)
-    itself = plain.run(OURS, FP8)
-    for name in ("out", "dx"):
-        assert torch.equal(got[name], itself[name]), name
+SIDES = pytest.mark.parametrize("sides", [("x",), ("dout",), ("x", "dout")], ids="+".join)
+
+
+@SIDES
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_gradients_that_come_quantised(mode, sides):
+    """The reference engine's step, and the bits of tokens that the engine quantises itself."""
+    plain, settings = Case(seed=12), replace(FP8, **MODES[mode])
+    case = plain.quantised(*sides)
+    got, itself = case.run(OURS, settings), plain.run(OURS, FP8)
+    assert_close(got, case.run(REFERENCE, settings), 1e-3)
+    rounded_twice = {"x": "dw1", "dout": "dw2"}
+    for name in itself:
+        again = name in [rounded_twice[side] for side in sides]
+        assert torch.equal(got[name], itself[name]) != again, name
+
+
+@SIDES
+def test_unquantised_weight_gradients_of_what_came_quantised(monkeypatch, sides):
+    """The BF16 GEMMs, which a host has not, are handed values in bf16."""
+    plain, settings, seen = Case(seed=12), replace(FP8, fp8_wgrad=False), []
+    case = plain.quantised(*sides)
+    monkeypatch.setattr(
+        Bf16Engine, "backward_dw", lambda _, pending, __: seen.extend([pending.x, pending.dout])
+    )
+    case.run(OURS, settings)
+    for name, found in zip(("x", "dout"), seen, strict=True):
+        given = getattr(case, name)
+        quantised = isinstance(given, BlockScaledTensor)
+        values = dequantize(given).to(torch.bfloat16) if quantised else given
+        assert torch.equal(found.view(torch.int16), values.view(torch.int16)), name
 
 
 def test_quantised_tokens_and_values_exclude_each_other(native):

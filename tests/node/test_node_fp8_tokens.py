@@ -271,7 +271,7 @@ class TestDiagnostics:
         np.testing.assert_array_equal(step.x[served], numpy(dequantize(x))[served])
         np.testing.assert_array_equal(step.x_scale[served], numpy(x.scale_inv)[served])
         np.testing.assert_array_equal(step.x_codes[served], numpy(x.bytes.to(torch.int32))[served])
-        assert step.settings.dtype == "bfloat16" and step.has_row_scales == row
+        assert step.settings.dtype == "bfloat16" and step.has_row_scales("x") == row
         report = bisect(step, "reference")
         assert report.healthy, report.fault
         assert ("wgrad_x" in report.missing) == (row and fp8_wgrad)
