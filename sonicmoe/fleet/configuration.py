@@ -38,10 +38,14 @@ def _clamp(name: str, value: Any) -> float:
     return max(float(value), 0.0)
 
 
-def _multiprocessors(name: str, value: Any) -> int | None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    expect(whole, ConfigError, _got(name, value, "a whole number > 0, or None for no cap"))
-    return int(value)
+def _multiprocessors(name: str, value: Any) -> int:
+    # The flag of that name knows what the kernels can be held to.
+    needed = "a whole number >= 2, 0 for all, or None for what the flag says"
+    expect(isinstance(value, int), ConfigError, _got(name, value, needed))
+    try:
+        return SonicMoEConfig(gemm_num_sms=value).gemm_num_sms or 0  # type: ignore[arg-type]
+    except ConfigError:
+        raise ConfigError(_got(name, value, needed)) from None
 
 
 def _is_number(value: Any) -> bool:
@@ -78,7 +82,6 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
 # Names that the two configuration classes of Fleet's own engine have for one thing.
 _ALIASES = {"use_fp8": "enabled", "assume_aligned": "alignment_assumed"}
 FIELDS = (*_READERS, *_ALIASES)
-_NUM_SMS = "gemm_num_sms"
 
 
 class FP8Config:
@@ -95,7 +98,7 @@ elsewhere z is kept in 8 bits, and the log says so once. A flag `save_z` that is
     | `iso32_weight` | honoured as `iso_weight`: one FP8 copy of each weight |
     | `swiglu_clamp_value` | honoured for SwiGLU, 0 for off; refused with other activations |
     | `situ_beta`, `situ_linear_beta` | honoured where the activation comes without its numbers |
-    | `gemm_num_sms` | honoured where this package has that flag; else said once |
+    | `gemm_num_sms` | honoured; 0 for all multiprocessors, None for what the flag says |
     | `fused_gated`, `fused_swiglu_quant`, `epilogue_quant`, `fuse_y1_quant` | irrelevant: the \
 kernels always fuse activation and quantisation; False is said once |
     | `fused_zy1_quant` | irrelevant: z and y1 are quantised in one kernel anyway |
@@ -235,7 +238,7 @@ def _defaults() -> dict[str, Any]:
         "swiglu_clamp_value": 0.0,
         "situ_beta": config.situ_beta,
         "situ_linear_beta": None if linear_beta == math.inf else linear_beta,
-        "gemm_num_sms": getattr(config, "gemm_num_sms", None),
+        "gemm_num_sms": config.gemm_num_sms or None,
         "fused_gated": True,
         "fused_swiglu_quant": True,
         "fused_zy1_quant": False,
@@ -268,19 +271,12 @@ def _node_config(
         "fp8_wgrad": field["fp8_wgrad"],
         "recompute_z": field["recompute_z"],
         "iso_weight": field["iso32_weight"],
+        "gemm_num_sms": field["gemm_num_sms"],
     }
     if mode != "off" and not field["recompute_z"]:
         own["save_z"] = _z_code(field["save_z_fp8"], given_z, engine)
-    if field[_NUM_SMS] is not None:
-        if _NUM_SMS in _FLAGS:
-            own[_NUM_SMS] = field[_NUM_SMS]
-        else:
-            _say(f"gemm_num_sms={field[_NUM_SMS]} has no effect: the kernels use the whole GPU")
     _say_what_has_no_effect(field)
     return SonicMoEConfig(**{**around.given(), **own})
-
-
-_FLAGS = frozenset(flag.field for flag in FLAGS)
 
 
 def _z_code(in_fp8: bool, given: ZCode | None, engine: EngineName) -> ZCode | None:

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from sonicmoe.config import FLAGS, SonicMoEConfig
+from sonicmoe.config import SonicMoEConfig, reload_environment
 from sonicmoe.engine.capabilities import RECORDS
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError
@@ -110,7 +110,9 @@ class TestFields:
             ("situ_beta", 0.0),
             ("situ_beta", "none"),
             ("situ_linear_beta", -1.0),
-            ("gemm_num_sms", 0),
+            ("gemm_num_sms", 1),
+            ("gemm_num_sms", -2),
+            ("gemm_num_sms", "64"),
             ("gemm_num_sms", 1.5),
             ("gemm_num_sms", True),
         ],
@@ -218,16 +220,19 @@ class TestNodeConfig:
         assert made.recipe == "1x128" and made.engine is EngineName.REFERENCE
         assert FP8Config().node_config(fp8=True).recipe is None
 
-    def test_the_cap_on_multiprocessors(self, monkeypatch, said):
+    def test_the_cap_on_multiprocessors(self, monkeypatch):
         config = FP8Config()
+        assert config.node_config(fp8=True).gemm_num_sms is None
         config.gemm_num_sms = 64
-        monkeypatch.setattr(configuration, "_FLAGS", frozenset())
-        config.node_config(fp8=True)
-        assert "gemm_num_sms=64 has no effect" in said()[-1]
-        if any(flag.field == "gemm_num_sms" for flag in FLAGS):
-            monkeypatch.undo()
-            configuration._node_config.cache_clear()
-            assert config.node_config(fp8=True).gemm_num_sms == 64
+        assert config.node_config(fp8=True).gemm_num_sms == 64
+        monkeypatch.setenv("SONIC_MOE_GEMM_NUM_SMS", "32")
+        reload_environment()
+        assert FP8Config().gemm_num_sms == 32
+        assert config.node_config(fp8=True).resolve().gemm_num_sms == 64
+        config.gemm_num_sms = 0
+        assert config.node_config(fp8=True).resolve().gemm_num_sms == 0
+        config.gemm_num_sms = None
+        assert config.node_config(fp8=True).resolve().gemm_num_sms == 32
 
     @pytest.mark.parametrize(
         "name", ["fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant"]
@@ -364,7 +369,7 @@ class TestVariables:
         refresh_fp8_config()
         assert said() == []
         monkeypatch.setenv(name, "1")
-        configuration.environment.cache_clear()
+        reload_environment()
         for _ in range(3):
             refresh_fp8_config()
         assert len(said()) == 1 and f"{name}=1" in said()[0]
