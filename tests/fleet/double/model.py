@@ -1,0 +1,179 @@
+"""A language model of one MoE layer over the text of the licence, and the trainer's loop around it.
+
+The next character from this one and the last. Everything but the experts is fp32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from fleet.double import reference
+from fleet.double.optimizer import ShardingOptimizer
+from paddle import nn
+
+TEXT = (Path(__file__).resolve().parents[3] / "LICENSE").read_text(encoding="utf-8")
+LETTERS = sorted(set(TEXT))
+IDS = np.array([LETTERS.index(letter) for letter in TEXT], dtype=np.int64)
+
+
+class Widen(paddle.autograd.PyLayer):
+    """A bf16 parameter in fp32, whose gradient goes to `main_grad` unrounded."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.parameter = parameter
+        ctx.set_grad_in_dtype_consistent(False)
+        return parameter.astype("float32")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.parameter.main_grad.add_(gradient)
+
+
+class PlainExperts(nn.Layer):
+    """The same parameters, in grouped layout for ever, in a loop of plain Paddle."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts, hidden = config.n_routed_experts, config.hidden_size
+        inner = config.moe_intermediate_size
+        zeros = nn.initializer.Constant(0.0)
+        for name, shape in (
+            ("weight1", [experts, hidden, 2 * inner]),
+            ("weight2", [experts, inner, hidden]),
+        ):
+            made = paddle.create_parameter(shape, "bfloat16", default_initializer=zeros)
+            setattr(self, name, made)
+        self.activation = reference.swiglu(config.activation_func_clamp_value or 0.0)
+        if config.hidden_act == "situ":
+            self.activation = reference.situ(
+                config.activation_situ_beta, config.activation_situ_linear_beta
+            )
+
+    def forward(self, x, indices, scores):
+        weights = Widen.apply(self.weight1), Widen.apply(self.weight2)
+        out = reference.run_experts(x.astype("float32"), indices, scores, *weights, self.activation)
+        return out.astype("bfloat16")
+
+
+class PlainMoE(nn.Layer):
+    """Gate and plain experts, without a dispatcher."""
+
+    def __init__(self, config, router):
+        super().__init__()
+        self.gate, self.grouped_gemm_experts = router(config), PlainExperts(config)
+
+    def forward(self, x):
+        weights, indices = self.gate(x)
+        return self.grouped_gemm_experts(x, indices, weights)
+
+
+class Model(nn.Layer):
+    """Embeddings of two characters, the MoE layer beside them, a projection on letters."""
+
+    def __init__(self, moe, hidden):
+        super().__init__()
+        self.moe = moe
+        self.here = self.create_parameter([len(LETTERS), hidden])
+        self.before = self.create_parameter([len(LETTERS), hidden])
+        self.head = self.create_parameter([hidden, len(LETTERS)])
+
+    def forward(self, tokens):
+        """tokens int64 `[T + 2]` -> the mean loss of T predictions."""
+        x = F.embedding(tokens[1:-1], self.here) + F.embedding(tokens[:-2], self.before)
+        y = x + self.moe(normal(x).astype("bfloat16")).astype("float32")
+        return F.cross_entropy(normal(y) @ self.head, tokens[2:])
+
+
+def normal(x):
+    return x * paddle.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def initialise(model, seed=0):
+    """The same values for the same seed, by parameter name and not by order of creation."""
+    with paddle.no_grad():
+        for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            rng = np.random.default_rng([seed, number])
+            fan = {"weight1": -2, "weight2": -2, "here": None, "before": None}
+            last = name.rpartition(".")[2]
+            rows = fan.get(last, 0)
+            scale = 1.0 if rows is None else int(parameter.shape[rows]) ** -0.5
+            values = rng.standard_normal(parameter.shape).astype(np.float32) * scale
+            paddle.assign(paddle.to_tensor(values).astype(parameter.dtype), output=parameter)
+    return model
+
+
+def micro_batches(step, count, tokens, seed=0):
+    """int64 `[tokens + 2]` each, a pure function of (seed, step)."""
+    rng = np.random.default_rng([seed, step])
+    starts = rng.integers(0, len(IDS) - tokens - 2, count)
+    return [paddle.to_tensor(IDS[start : start + tokens + 2]) for start in starts]
+
+
+class Trainer:
+    """PaddleFormers' order of one step."""
+
+    def __init__(self, model, args, callbacks=(), lr=1e-2):
+        self.model, self.args, self.callbacks = model, args, callbacks
+        self.optimizer = ShardingOptimizer(model.parameters(), lr=lr)
+
+    def step(self, batches):
+        """The mean loss of the micro-batches."""
+        self._call("on_step_begin")
+        losses = []
+        for batch in batches:
+            loss = self.model(batch) / len(batches)
+            loss.backward()
+            losses.append(float(loss))
+        self._call("on_optimizer_begin")
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        return sum(losses)
+
+    def save(self):
+        """`name -> numpy`: parameters in the layout of checkpoints, masters and moments."""
+        shards = self.model.sharded_state_dict()
+        arrays = {
+            name: shard.local_tensor.astype("float32").numpy() for name, shard in shards.items()
+        }
+        for number, state in enumerate(self.optimizer.state()):
+            arrays[f"optimizer/{number}"] = state.numpy()
+        return arrays | {"steps": np.array(self.optimizer.steps)}
+
+    def load(self, arrays):
+        """What `save` returned."""
+        with paddle.no_grad():
+            for name, parameter in self.model.named_parameters():
+                value = paddle.to_tensor(arrays[name]).astype(parameter.dtype)
+                paddle.assign(value.reshape(parameter.shape), output=parameter)
+        count = len(arrays) - len(list(self.model.named_parameters())) - 1
+        state = [paddle.to_tensor(arrays[f"optimizer/{number}"]) for number in range(count)]
+        self.optimizer.take(state, int(arrays["steps"]))
+
+    def _call(self, event):
+        for callback in self.callbacks:
+            getattr(callback, event)(
+                self.args, None, None, model=self.model, optimizer=self.optimizer
+            )
+
+
+def one_rank():
+    return SimpleNamespace(nranks=1, rank=0)
+
+
+def sonic_trainer(fleet, config, group=None, lr=1e-2):
+    """A trainer of Fleet's layer with Fleet's callback; `group` None is one rank of DeepEP."""
+    moe = fleet.layer.MoELayer(config, one_rank() if group is None else group)
+    model = initialise(Model(moe, config.hidden_size))
+    args = SimpleNamespace(using_sonic_moe=True, fp8=config.fp8)
+    return Trainer(model, args, [fleet.callback.SonicMoELayoutSwitchCallback()], lr=lr)
+
+
+def plain_trainer(fleet, config, lr=1e-2):
+    """The same model on plain experts; `fleet` only lends its gate."""
+    model = initialise(Model(PlainMoE(config, fleet.layer.TopKRouter), config.hidden_size))
+    return Trainer(model, SimpleNamespace(using_sonic_moe=False, fp8=None), lr=lr)

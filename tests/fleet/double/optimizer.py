@@ -1,0 +1,135 @@
+"""AdamW with fp32 masters over one fused buffer per colour, as Paddle's sharding optimizer keeps
+them: parameters and `main_grad` are views, and the bf16 storage of a colour can be given up.
+
+The views are Paddle's own (`ShardingGradView`), because the order of its calls is what the experts
+have to live with.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+from paddle.distributed.fleet.utils.tensor_fusion_helper import ShardingGradView
+
+ALIGNMENT = 64  # elements
+
+
+class Fused:
+    """Parameters of one colour and one dtype in one buffer."""
+
+    def __init__(self, parameters):
+        self.parameters, self.starts, total = parameters, [], 0
+        for parameter in parameters:
+            self.starts.append(total)
+            total += -(-int(np.prod(parameter.shape)) // ALIGNMENT) * ALIGNMENT
+        self.storage = paddle.zeros([total], dtype=parameters[0].dtype)
+        self.grad = paddle.zeros([total], dtype="float32")
+        self.views = [
+            ShardingGradView(
+                p, self.storage, self.grad, start, -(-int(np.prod(p.shape)) // ALIGNMENT) * ALIGNMENT,
+                1, 0, use_main_grad=True,
+            )
+            for p, start in zip(parameters, self.starts, strict=True)
+        ]  # fmt: skip
+        self.master = None
+        self.moments = [paddle.zeros([total]) for _ in range(2)]
+
+    def keep_master(self):
+        if self.master is None:
+            self.master = self.storage.astype("float32")
+
+    def free(self):
+        self.storage._clear_to_zero_allocation()
+        for view in self.views:
+            view._clear_param_buffer()
+
+    def restore(self):
+        """New memory with anything in it."""
+        if self.storage._is_initialized():
+            return
+        fresh = paddle.full_like(self.storage, float("nan"))
+        fresh._share_buffer_to(self.storage)
+        for view in self.views:
+            view._reset_param_buffer(fresh)
+
+    def write(self):
+        paddle.assign(self.master.astype(self.storage.dtype), output=self.storage)
+
+
+class ShardingOptimizer:
+    """`_inner_opt._parameter_list` and `_master_weights` are what callbacks look at."""
+
+    def __init__(self, parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8):
+        parameters = list(parameters)
+        self._inner_opt = SimpleNamespace(_parameter_list=parameters)
+        self._master_weights = {}
+        self.lr, self.betas, self.eps, self.steps = lr, betas, eps, 0
+        colours = {}
+        for parameter in parameters:
+            colour = getattr(parameter, "color", None)
+            name = colour["color"] if isinstance(colour, dict) else None
+            colours.setdefault((name, parameter.dtype), []).append(parameter)
+        self.fused = {key: Fused(held) for key, held in colours.items()}
+        self.cleared = set()
+        # What the engine does not write straight into `main_grad` arrives by autograd's hook.
+        for parameter in parameters:
+            parameter._register_grad_hook(_into_main_grad(parameter))
+
+    @paddle.no_grad()
+    def clear_param_storage(self, colour):
+        for (name, _), fused in self.fused.items():
+            if name == colour:
+                self._keep_master(fused)
+                fused.free()
+        self.cleared.add(colour)
+
+    def _keep_master(self, fused):
+        fused.keep_master()
+        self._master_weights.update({p.name: fused.master for p in fused.parameters})
+
+    @paddle.no_grad()
+    def step(self):
+        self.steps += 1
+        for fused in self.fused.values():
+            self._keep_master(fused)
+            fused.restore()
+            first, second = fused.moments
+            for moment, beta, value in zip(
+                (first, second), self.betas, (fused.grad, fused.grad.square()), strict=True
+            ):
+                moment.scale_(beta).add_(value * (1 - beta))
+            corrected = [
+                moment / (1 - beta**self.steps)
+                for moment, beta in zip((first, second), self.betas, strict=True)
+            ]
+            fused.master.subtract_(self.lr * corrected[0] / (corrected[1].sqrt() + self.eps))
+            fused.write()
+
+    def state(self):
+        """Masters and moments, buffer by buffer."""
+        held = self.fused.values()
+        return [tensor for fused in held for tensor in (fused.master, *fused.moments)]
+
+    def take(self, state, steps):
+        """What `state` returned, after so many steps."""
+        self.steps = steps
+        for number, fused in enumerate(self.fused.values()):
+            fused.master, *fused.moments = state[3 * number : 3 * number + 3]
+            self._keep_master(fused)
+
+    @paddle.no_grad()
+    def clear_grad(self):
+        for fused in self.fused.values():
+            fused.grad.zero_()
+
+
+def _into_main_grad(parameter):
+    @paddle.no_grad()
+    def hook(gradient):
+        if gradient is not None and gradient._is_initialized():
+            parameter.main_grad.add_(gradient.astype("float32"))
+            gradient._clear_data()
+
+    return hook

@@ -1,0 +1,134 @@
+"""Gate, dispatch, experts, combine."""
+
+import paddle
+import paddle.nn.functional as F
+import paddlefleet_ops
+from paddle import nn
+
+from paddlefleet.transformer.dw_overlap import install_sonic_moe_dw_deferral
+
+from . import allgather, fused_a2a, moe_expert
+from .fused_a2a import DeepEPCombine, DeepEPDispatch
+
+
+class TopKRouter(nn.Layer):
+    """fp32 softmax over all experts; the weights of the best K sum to one."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.topk = config.num_experts_per_tok
+        self.weight = self.create_parameter([config.hidden_size, config.n_routed_experts])
+
+    def forward(self, hidden_states):
+        probs = F.softmax(hidden_states.astype("float32") @ self.weight, -1)
+        weights, indices = paddle.topk(probs, self.topk, axis=-1)
+        return weights / weights.sum(-1, keepdim=True), indices
+
+
+class MoELayer(nn.Layer):
+    """`group` has `nranks` and `rank`; None computes on one card, without a dispatcher."""
+
+    def __init__(self, config, group=None):
+        super().__init__()
+        self.config, self.group = config, group
+        if config.using_sonic_moe:
+            assert paddlefleet_ops.is_sonic_moe_available(), (
+                paddlefleet_ops.blocked_import_messages["paddlefleet_ops.sonicmoe"]
+            )
+            if hasattr(paddlefleet_ops, "load_sonic_moe"):
+                paddlefleet_ops.load_sonic_moe()
+                moe_expert._load_sonic_symbols()
+                fused_a2a._load_sonic_symbols()
+            install_sonic_moe_dw_deferral(config)
+        assert config.moe_expert_fusion and not (config.fp8 and not config.moe_use_fusion_node)
+        assert not (config.hidden_act == "situ" and config.fp8 and config.fp8_wgrad)
+        self.fp8_dispatch = bool(config.fp8)
+        self.fp8_dispatch_bwd = self.fp8_dispatch and config.fp8_wgrad
+        self.recompute_moe_gate_up = "moe_gate_up" in config.recompute_modules
+        ranks = 1 if group is None else group.nranks
+        self.shards_columns = config.moe_token_dispatcher_type in ("allgather", "ringmoe")
+        self.gate = TopKRouter(config)
+        experts, inner = config.n_routed_experts, config.moe_intermediate_size
+        self.grouped_gemm_experts = moe_expert.SonicMoEExpert(
+            experts if self.shards_columns else experts // ranks,
+            config.num_experts_per_tok,
+            config,
+            group,
+            inner // ranks if self.shards_columns else None,
+        )
+        if config.moe_token_dispatcher_type == "ringmoe":
+            self.grouped_gemm_experts.set_calls_per_micro_batch(ranks)
+
+    def forward(self, hidden_states):
+        weights, indices = self.gate(hidden_states)
+        if self.group is None:
+            return self.grouped_gemm_experts(
+                hidden_states,
+                indices,
+                weights,
+                self.config.fp8 is not None,
+                recompute_moe_gate_up=self.recompute_moe_gate_up,
+            ).cast(hidden_states.dtype)
+        if self.config.moe_token_dispatcher_type == "ringmoe":
+            return self._ring(hidden_states, weights, indices)
+        if self.shards_columns:
+            return self._allgather(hidden_states, weights, indices)
+        return self._deepep(hidden_states, weights, indices)
+
+    def _deepep(self, hidden_states, weights, indices):
+        recv_x, recv_probs, states, fp8_handle = DeepEPDispatch.apply(
+            hidden_states, indices, weights, self.config.n_routed_experts, self.group,
+            self.fp8_dispatch,
+        )  # fmt: skip
+        handle = {} if self.fp8_dispatch_bwd else None
+        out = self.grouped_gemm_experts(
+            recv_x,
+            states["dispatched_indices"],
+            recv_probs,
+            self.config.fp8 is not None,
+            tokens_per_expert=states["tokens_per_expert"],
+            fp8_scale=None if fp8_handle is None else fp8_handle["scale"],
+            recompute_moe_gate_up=self.recompute_moe_gate_up,
+            fp8_combine_grad_handle=handle,
+        )
+        return DeepEPCombine.apply(
+            out, self.group, states, fp8_dispatch=self.fp8_dispatch_bwd, combine_grad_handle=handle
+        )
+
+    def _allgather(self, hidden_states, weights, indices):
+        scale = None
+        x = allgather.GatherTokens.apply(hidden_states, self.group, self.fp8_dispatch)
+        if self.fp8_dispatch:
+            x, scale = x
+        ids = allgather.all_gather(indices.detach().cast("int32"), self.group)
+        probs = allgather.GatherWeights.apply(weights, self.group)
+        handle = {} if self.fp8_dispatch_bwd else None
+        out = self.grouped_gemm_experts(
+            x,
+            ids,
+            probs,
+            self.config.fp8 is not None,
+            tokens_per_expert=allgather.count_tokens(ids, self.config.n_routed_experts),
+            fp8_scale=scale,
+            recompute_moe_gate_up=self.recompute_moe_gate_up,
+            fp8_combine_grad_handle=handle,
+        )
+        return allgather.CombineTokens.apply(out, self.group, handle)
+
+    def _ring(self, hidden_states, weights, indices):
+        """bf16 only: the experts run once for the tokens of each rank."""
+        x = allgather.GatherTokens.apply(hidden_states, self.group, False)
+        ids = allgather.all_gather(indices.detach().cast("int32"), self.group)
+        probs = allgather.GatherWeights.apply(weights, self.group)
+        share = int(hidden_states.shape[0])
+        parts = [slice(n * share, (n + 1) * share) for n in range(self.group.nranks)]
+        outs = [
+            self.grouped_gemm_experts(
+                x[part], ids[part], probs[part], False,
+                tokens_per_expert=allgather.count_tokens(ids[part], self.config.n_routed_experts),
+            )
+            for part in parts
+        ]  # fmt: skip
+        # Paddle's CPU build has no concat of bf16 with a gradient.
+        out = paddle.concat([out.astype("float32") for out in outs]).astype("bfloat16")
+        return allgather.CombineTokens.apply(out, self.group)

@@ -1,0 +1,50 @@
+"""One of two ranks: Fleet's layer in every form that has ranks. Results to `<out>/<rank>.npz`.
+
+Arguments: rank, engine, directory.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import double_cases as cases
+import framework  # noqa: F401, before anything of the package
+import numpy as np
+import paddle
+from double_ranks import BATCHES, FORMS, TOKENS, own
+from fleet.double import model
+
+RANKS = 2
+
+
+def main(rank, engine, directory):
+    paddle.distributed.init_parallel_env()
+    group = paddle.distributed.get_group()
+    results = {}
+    with cases.engine(engine) as fleet:
+        for form, changes in FORMS.items():
+            config = cases.config_of(fleet, **changes)
+            layer = fleet.layer.MoELayer(config, group)
+            experts = layer.grouped_gemm_experts
+            whole = model.initialise(model.PlainMoE(config, fleet.layer.TopKRouter))
+            for name, parameter in layer.named_parameters():
+                full = dict(whole.named_parameters())[name]
+                part = own(form, name, cases.as_numpy(full), rank, RANKS)
+                paddle.assign(paddle.to_tensor(part).astype(parameter.dtype), output=parameter)
+            cases.give_main_grads(layer)
+            mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+            batches = [(x[mine], dout[mine]) for x, dout in BATCHES]
+            found = cases.run(layer, batches, after=experts.convert_weights_to_grouped_layout)
+            sent = fleet.fused_a2a.get_buffer(group).sent_bytes
+            results |= {f"{form}/{name}": value for name, value in found.items()}
+            results[f"{form}/sent"] = np.array(sent)
+            for name, shard in layer.sharded_state_dict().items():
+                key = f"{form}/saved/{name.rpartition('.')[2]}"
+                results[key] = cases.as_numpy(shard.local_tensor)
+                results[f"{key}/place"] = np.array([shard.global_shape, shard.global_offset])
+    np.savez(directory / f"{rank}.npz", **results)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

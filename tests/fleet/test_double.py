@@ -1,0 +1,196 @@
+"""Fleet's layer through the double: layouts, gradients against plain experts, what travels."""
+
+from __future__ import annotations
+
+import double_cases as cases
+import numpy as np
+import paddle
+import pytest
+from fleet.double import model
+from fleet.double.optimizer import ShardingOptimizer
+
+BOUNDS = {None: 1e-6, "e4m3": 0.06}
+FORMS = {
+    "deepep": {},
+    "deepep fp8": {"fp8": "e4m3"},
+    "deepep fp8 1x32": {"fp8": "e4m3", "fp8_weight_quant_format": "1x32"},
+    "deepep fp8 bf16 wgrad": {"fp8": "e4m3", "fp8_wgrad": False},
+    "clamp": {"activation_func_clamp_value": 0.5},
+    "situ": {"hidden_act": "situ", "activation_situ_beta": 2.0, "activation_situ_linear_beta": 3.0},
+    "recompute": {"recompute_modules": ["moe_gate_up"]},
+    "single card": {"single": True},
+    "single card fp8": {"single": True, "fp8": "e4m3"},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "allgather fp8": {"moe_token_dispatcher_type": "allgather", "fp8": "e4m3"},
+    "ring": {"moe_token_dispatcher_type": "ringmoe"},
+}
+
+
+def layer_of(fleet, config, single=False):
+    group = None if single else model.one_rank()
+    layer = model.initialise(fleet.layer.MoELayer(config, group))
+    cases.give_main_grads(layer)
+    return layer
+
+
+@pytest.fixture(params=cases.ENGINES, scope="module")
+def fleet(request):
+    with cases.engine(request.param) as modules:
+        yield modules
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_over_micro_batches(fleet, form):
+    changes = dict(FORMS[form])
+    single = changes.pop("single", False)
+    config = cases.config_of(fleet, **changes)
+    batches = cases.micro_batches()
+    layer = layer_of(fleet, config, single)
+    experts = layer.grouped_gemm_experts
+    found = cases.run(layer, batches, after=experts.convert_weights_to_grouped_layout)
+    wanted = cases.plain_results(fleet, config, batches)
+    for name, value in wanted.items():
+        assert cases.relative(found[name], value) <= BOUNDS[config.fp8], (form, name)
+
+
+def test_layouts_change_in_place(fleet):
+    layer = layer_of(fleet, cases.config_of(fleet))
+    experts = layer.grouped_gemm_experts
+    ShardingOptimizer(layer.parameters())
+    w1, w2 = experts.weight1, experts.weight2
+    paddle.assign(paddle.to_tensor(cases.values(3, *w1.shape)), output=w1.main_grad)
+    paddle.assign(paddle.to_tensor(cases.values(4, *w2.shape)), output=w2.main_grad)
+    held = [w1, w2, w1.main_grad, w2.main_grad]
+    before = [(t.data_ptr(), t.shape, cases.as_numpy(t)) for t in held]
+    experts.convert_weights_to_sonic_layout()
+    turned = np.stack(np.split(before[0][2].transpose(0, 2, 1), 2, 1), 2).reshape(4, 128, 128)
+    assert np.array_equal(cases.as_numpy(w1), turned) and w2.shape == [4, 128, 64]
+    assert np.array_equal(cases.as_numpy(w2.main_grad), before[3][2]), "stays as it is"
+    assert not np.array_equal(cases.as_numpy(w1.main_grad), before[2][2])
+    experts.convert_weights_to_grouped_layout()
+    for tensor, (address, shape, array) in zip(held, before, strict=True):
+        assert tensor.data_ptr() == address and tensor.shape == shape
+        assert np.array_equal(cases.as_numpy(tensor), array)
+
+
+def test_without_storage_only_the_shape_changes(fleet):
+    experts = layer_of(fleet, cases.config_of(fleet)).grouped_gemm_experts
+    for weight in experts.parameters():
+        weight._clear_to_zero_allocation()
+    experts.convert_weights_to_sonic_layout()
+    assert experts.weight1.shape == [4, 128, 128] and experts.weight2.shape == [4, 128, 64]
+    assert not any(weight._is_initialized() for weight in experts.parameters())
+
+
+@pytest.mark.parametrize("fp8", [None, "e4m3"])
+def test_order_of_a_step(fleet, fp8):
+    config = cases.config_of(fleet, fp8=fp8)
+    trainer = model.sonic_trainer(fleet, config)
+    experts = trainer.model.moe.grouped_gemm_experts
+    w1, w2 = experts.weight1, experts.weight2
+    seen = []
+
+    def state(event):
+        seen.append((event, w1._is_initialized(), w2.shape[1] == 128, has_copies()))
+
+    def has_copies():
+        return None not in (getattr(w1, "fp8", None), getattr(w2, "transposed_fp8", None))
+
+    def marked(event, call):
+        def instead(*arguments, **keywords):
+            result = call(*arguments, **keywords)
+            state(event)
+            return result
+
+        return instead
+
+    trainer._call, step = marked("callback", trainer._call), trainer.optimizer.step
+    experts.register_forward_post_hook(lambda *_: state("forward"))
+    trainer.optimizer.step = marked("optimizer", step)
+    for number in range(2):
+        trainer.step(model.micro_batches(number, 2, 16))
+    if fp8 is None:
+        one = [("callback", True, True, False), ("forward", True, True, False)]
+        one += [("forward", True, True, False), ("callback", True, False, False)]
+        assert seen == [*one, ("optimizer", True, False, False)] * 2
+        return
+    # The first step makes the masters, from the grouped layout; later ones stay in Sonic's.
+    first, later = (
+        [("callback", False, sonic, True), ("forward", False, True, True)]
+        for sonic in (False, True)
+    )
+    rest = [("forward", False, True, True), ("callback", False, False, False)]
+    rest += [("optimizer", True, False, False)]
+    assert seen == [*first, *rest, *later, *rest]
+
+
+def test_what_travels_in_fp8(fleet, monkeypatch):
+    """Widths of codes and of scales, forward and backward, and who says which form."""
+    for hidden, packs, words in ((256, True, 2), (160, True, 5), (256, False, 8)):
+        config = cases.config_of(fleet, fp8="e4m3", hidden_size=hidden)
+        monkeypatch.setattr(fleet.fused_a2a, "_SONIC_PACK_SCALE_WORDS_AVAILABLE", packs)
+        layer = layer_of(fleet, config)
+        experts = layer.grouped_gemm_experts
+        seen = watched(fleet.fused_a2a.get_buffer(layer.group))
+        batches = cases.micro_batches(1, hidden=hidden)
+        found = cases.run(layer, batches, after=experts.convert_weights_to_grouped_layout)
+        assert [(t.dtype, t.shape[1]) for t in seen] == [
+            (paddle.float8_e4m3fn, hidden),
+            (paddle.int32, words),
+        ] * 2
+        wanted = cases.plain_results(fleet, config, batches)
+        for name, value in wanted.items():
+            assert cases.relative(found[name], value) <= BOUNDS["e4m3"], (hidden, packs, name)
+
+
+def watched(buffer):
+    """A list that gets everything that the buffer sends."""
+    seen, move = [], buffer._move
+    buffer._move = lambda rows, handle: (seen.append(rows), move(rows, handle))[1]
+    return seen
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_deferred_weight_gradients(fleet, order):
+    """Both points wait; the hook of a weight fires once its gradient is there."""
+    points = ["moe_sonic_expert_up_gate_proj", "moe_sonic_expert_down_proj"]
+    config = cases.config_of(fleet, fp8="e4m3", p2p_overlap_dw_calc=points)
+    layer = layer_of(fleet, config)
+    experts = layer.grouped_gemm_experts
+    batches = cases.micro_batches(2)
+    outs = [layer(cases.leaf(x)) for x, _ in batches]
+    for n in order:
+        outs[n].backward(paddle.to_tensor(batches[n][1]).astype("bfloat16"))
+    assert not float(experts.weight1.main_grad.abs().sum() + experts.weight2.main_grad.abs().sum())
+    hooks = []
+    for weight in experts.parameters():
+        weight._register_backward_hook(
+            lambda *_, w=weight: hooks.append((w.name, float(w.main_grad.abs().sum()) > 0))
+        )
+    fired = fleet.dw_overlap.run_deferred()
+    down, up = experts.weight2, experts.weight1
+    assert [w.name for w in fired] == [down.name, up.name] * 2
+    assert hooks == [(w.name, True) for w in fired]
+    experts.convert_weights_to_grouped_layout()
+    wanted = cases.plain_results(fleet, config, batches)
+    for name in ("weight1", "weight2"):
+        found = cases.as_numpy(getattr(experts, name).main_grad)
+        assert cases.relative(found, wanted[name]) <= BOUNDS["e4m3"]
+
+
+def test_checkpoint_layouts(fleet):
+    """Grouped, whatever layout the experts are in at the time."""
+    for form, shapes in (
+        ("deepep", {"weight1": [512, 128], "weight2": [256, 128]}),
+        ("allgather", {"weight1": [4, 128, 2, 64], "weight2": [4, 64, 128]}),
+    ):
+        layer = layer_of(fleet, cases.config_of(fleet, moe_token_dispatcher_type=form))
+        experts = layer.grouped_gemm_experts
+        before = [cases.as_numpy(weight) for weight in experts.parameters()]
+        cases.run(layer, cases.micro_batches(1))
+        assert experts._is_sonic()
+        saved = layer.sharded_state_dict()
+        found = [saved[f"grouped_gemm_experts.{name}"].local_tensor for name in shapes]
+        assert [tensor.shape for tensor in found] == list(shapes.values())
+        for tensor, array in zip(found, before, strict=True):
+            assert np.array_equal(cases.as_numpy(tensor).ravel(), array.ravel())
