@@ -31,6 +31,10 @@ class LayoutError(SonicMoEError, ValueError):
     """A weight, or the object that holds it, does not have the layout the node reads."""
 
 
+class StaleWeightsError(SonicMoEError, RuntimeError):
+    """Prepared weights are older than the parameters, and cannot be made again from them."""
+
+
 class FrameworkError(SonicMoEError, ImportError):
     """Paddle or PyTorch is missing, too old, or reached the package through the wrong door."""
 

@@ -114,6 +114,21 @@ class EngineWeights:
         """
         return self.store is not None
 
+    @property
+    def two_orders(self) -> bool:
+        """Whether backward reads other memory than forward, so that forward's may go first."""
+        return self.w1_dgrad is not self.w1
+
+    def release_forward(self) -> None:
+        """Drop forward's pair; backward's stays, and can no longer be brought up to date. Only where
+        `two_orders`, and only when no forward and no recomputation of z is to come.
+        """
+        # Asked for the last time: they are read off the pair that goes.
+        assert self.two_orders and self.num_experts and self.hidden_size and self.intermediate_size
+        # `native` refers to all four tensors, and `store` to the buffers that it writes.
+        for name in ("w1", "w2", "store", "native"):
+            object.__setattr__(self, name, None)
+
     @functools.cached_property
     def num_experts(self) -> int:
         return int(self.w1.shape[0])

@@ -4,6 +4,7 @@ without a GPU.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 from ..config import ResolvedConfig
@@ -63,6 +64,13 @@ class EngineSettings:
             if field.name not in of_layer
         }
         return cls(activation, recipe, **flags, activation_parameters=parameters)
+
+    @functools.cached_property
+    def of_weights(self) -> EngineSettings:
+        """These settings as far as engine weights depend on them: equal for two calls that can read
+        the same ones, whatever each of them saves or recomputes.
+        """
+        return EngineSettings(self.activation, self.recipe, iso_weight=self.iso_weight)
 
     @property
     def row_alignment(self) -> int:

@@ -12,6 +12,7 @@ from ..enums import FlushMode
 from ..gradients.routes import Addition, Route
 from ..gradients.store import GradientStore
 from ..weights.cache import LayerWeights, Reading, Unannounced
+from ..weights.copies import WeightCopies
 from ..weights.parameters import ExpertParameters
 from .step_guard import StepGuard
 from .wgrad_queue import WgradQueue
@@ -41,10 +42,14 @@ class LayerState:
         self.wgrad_queue = WgradQueue() if split_wgrad else None
 
     def read_weights(
-        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor] | None = None
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor] | None = None,
+        copies: WeightCopies | None = None,
     ) -> Reading:
         """As `LayerWeights.read`; says so where weights were written and nobody announced it."""
-        reading = self.weights.read(engine, settings, parameters)
+        reading = self.weights.read(engine, settings, parameters, copies)
         if reading.unannounced is not None:
             # With gradients waiting, a changed weight means that an optimizer ran without them,
             # which the guard warns about. With none waiting it is harmless: the weights were
@@ -108,11 +113,11 @@ class LayerState:
     def end_step(self) -> None:
         """The parameters have their gradients, and an optimizer is about to write the weights."""
         self.guard.end_step()
-        self.invalidate()
+        self.invalidate("node.step() announced an optimizer step")
 
-    def invalidate(self) -> None:
-        """Have the next forward prepare the weights again."""
-        self.weights.invalidate()
+    def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:
+        """Have the next forward prepare the weights again, from this `event` on."""
+        self.weights.invalidate(event)
         self.guard.note_announcement()
 
     def discard(self) -> None:

@@ -30,6 +30,7 @@ from ..interop import (
     device_name,
     dtype_name,
     grad_enabled,
+    holds_memory,
     is_cuda,
     require_framework_tensor,
     requires_grad,
@@ -41,11 +42,13 @@ from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
 from ..weights.cache import Reading
+from ..weights.copies import WeightCopies
 from ..weights.parameters import (
     ExpertParameters,
     FusedParameters,
     PerExpertParameters,
     StackedWeight,
+    check_memory,
 )
 from .fp8_gradients import GradientSource, check_source
 from .fp8_tokens import check_token_gradient, inputs_of, token_form
@@ -212,7 +215,9 @@ class SonicMoEMlpNode:
         # An engine that was asked for by name is chosen now, so that the constructor raises if it
         # cannot run. `auto` waits for the first call, because the tokens' dtype decides too.
         weight = parameters.parameters()[0]
-        if resolved.engine is not EngineName.AUTO and is_cuda(weight):
+        # A freed weight names no device.
+        named = resolved.engine is not EngineName.AUTO
+        if named and holds_memory(weight) and is_cuda(weight):
             with self._scope():
                 self._choose(device_name(weight), resolved, settings, _token_dtype_for(weight))
 
@@ -226,6 +231,7 @@ class SonicMoEMlpNode:
         x_scale: Any = None,
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
+        copies: WeightCopies | None = None,
     ) -> Tensor:
         return self.forward(
             x,
@@ -235,6 +241,7 @@ class SonicMoEMlpNode:
             x_scale=x_scale,
             dx_to=dx_to,
             dout_source=dout_source,
+            copies=copies,
         )
 
     def forward(
@@ -246,6 +253,7 @@ class SonicMoEMlpNode:
         x_scale: Any = None,
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
+        copies: WeightCopies | None = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
@@ -266,6 +274,9 @@ class SonicMoEMlpNode:
                 (docs/design.md, "Tokens that arrive in FP8"). None: nobody gets it.
             dout_source: who has the gradient of the output, where that arrives in FP8; see
                 `GradientSource`. None: autograd delivers it.
+            copies: FP8 copies of the weights (`make_copies`), which are read in place of the
+                parameters, also where the memory of these has been freed. Where the engine that is
+                chosen computes without FP8, the parameters themselves are read.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
@@ -274,6 +285,7 @@ class SonicMoEMlpNode:
         Raises:
             DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument,
             what came and what is needed.
+            LayoutError, StaleWeightsError: the weights, or current copies, are nowhere in memory.
             OutOfMemoryError: nothing has changed; the message says what lowers the need.
 
         NaN in a token makes that token's rows NaN and no other token's.
@@ -297,7 +309,7 @@ class SonicMoEMlpNode:
             # at once the input of autograd, the source of the engine weights and the destination of
             # the gradients.
             parameters = self._state.parameters.parameters()
-            reading = self._read_weights(choice.engine, settings, parameters)
+            reading = self._read_weights(choice.engine, settings, parameters, copies)
         # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
         inputs = inputs_of(x, dispatched_probs, x_scale, dx_to)
         call = MlpCall(
@@ -398,6 +410,41 @@ class SonicMoEMlpNode:
             choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
             self._read_weights(choice.engine, choice.settings or settings, parameters)
 
+    def make_copies(self) -> WeightCopies:
+        """FP8 copies of the weights as they are now, for `forward(copies=)`.
+
+        The caller holds them, and may then free the parameters' memory: by
+        `_clear_to_zero_allocation()` under Paddle, by `untyped_storage().resize_(0)` under PyTorch.
+        `step()`, `invalidate_caches()` and, under PyTorch, a step of an optimizer of the parameters
+        make them stale (docs/design.md, "Weights without memory").
+
+        Raises:
+            ConfigError: the configuration, or the engine that `auto` chooses, computes without FP8.
+            LayoutError: the memory of a weight has been freed already.
+        """
+        config, settings = self._current()
+        parameters = self._state.parameters.parameters()
+        check_memory(parameters)
+        weight = parameters[0]
+        with self._scope():
+            choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
+            try:
+                return WeightCopies(
+                    choice.engine,
+                    choice.settings or settings,
+                    self._state.parameters,
+                    parameters,
+                )
+            except Exception as error:
+                raise_with_advice(error, "make_copies()", settings)
+                raise
+
+    def drop_caches(self) -> None:
+        """Free everything derived from the weights that this node holds; the next forward makes it
+        again.
+        """
+        self._state.weights.drop()
+
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the
         CPU). Allocates no gradients.
@@ -470,10 +517,14 @@ class SonicMoEMlpNode:
         return self._chosen[1]
 
     def _read_weights(
-        self, engine: Engine, settings: EngineSettings, parameters: list[Tensor]
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: list[Tensor],
+        copies: WeightCopies | None = None,
     ) -> Reading:
         try:
-            return self._state.read_weights(engine, settings, parameters)
+            return self._state.read_weights(engine, settings, parameters, copies)
         except Exception as error:
             raise_with_advice(error, "forward", settings)
             raise

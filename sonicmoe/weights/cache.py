@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
-from ..interop import data_ptr, grad_enabled, holds_memory, plain_ops
+from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, plain_ops
 from ..layouts import WeightSource
+from ..quant.format import BlockScaledTensor
 from ..stream_order import StreamOrder
-from .changes import Seen, look
+from .changes import Seen, announce_change, look
 from .parameters import ExpertParameters, check_memory
 
 Tensor = torch.Tensor
@@ -121,7 +122,7 @@ class WeightCache:
         """
         # `previous` is an offer to update in place. It is made only where the new weights may
         # replace the old ones for every reader.
-        key = (engine.name, settings, place)
+        key = (engine.name, settings.of_weights, place)
         previous = self.weights if key == self._place else None
         # Checksums and version counters prove a write. An optimizer step only makes one likely,
         # because the step may belong to another model.
@@ -147,6 +148,26 @@ class WeightCache:
             unannounced = Unannounced.WRITE if written else Unannounced.OPTIMIZER_STEP
         return Reading(self.weights, self, self.writes, unannounced)
 
+    def lend(self) -> None:
+        """A forward that starts now reads the weights as they are, without their source."""
+        assert self.weights is not None
+        held = self.weights.w2_dgrad
+        anchor = held.scale_inv if isinstance(held, BlockScaledTensor) else held
+        self._streams.enter(anchor)
+        self._streams.leave()
+
+
+class HeldCopies(Protocol):
+    """Engine weights that the caller holds: `copies.WeightCopies`."""
+
+    def read(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        layer: ExpertParameters,
+        parameters: Sequence[Tensor],
+    ) -> Reading: ...
+
 
 class LayerWeights:
     """The engine weights of one node, made once per optimizer step.
@@ -170,20 +191,40 @@ class LayerWeights:
         return not self._traceless
 
     def read(
-        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor] | None = None
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor] | None = None,
+        copies: HeldCopies | None = None,
     ) -> Reading:
-        """The weights for a forward that starts now. `parameters`: read from the layer a moment
-        ago, if they were.
+        """The weights for a forward that starts now.
+
+        Args:
+            engine, settings: as in `Engine.refresh`.
+            parameters: read from the layer a moment ago, if they were.
+            copies: what to read in place of the parameters, where the settings have an FP8 recipe.
 
         Raises:
-            LayoutError: the framework has freed the memory of a weight.
+            LayoutError: the framework has freed the memory of a weight, and it is to be read.
+            StaleWeightsError, ConfigError: see `WeightCopies.read`.
         """
+        if copies is not None and settings.recipe is not None:
+            # Weights that this layer has prepared before would lie beside the copies.
+            self._cache, self._stale, self._traceless = WeightCache(), True, False
+            parameters = parameters or self._parameters.parameters()
+            return copies.read(engine, settings, self._parameters, parameters)
         # Asked first, because `plain_ops` switches gradients off.
         training = grad_enabled()
         with plain_ops():
             parameters = parameters or self._parameters.parameters()
-            check_memory(parameters)
-            source, seen = self._parameters.source(parameters), look(parameters)
+            if IS_PADDLE:
+                check_memory(parameters)
+            source = self._parameters.source(parameters)
+            # PyTorch gives a weight without memory the address 0. The cache needs the addresses
+            # anyway, and asking every weight for its memory would take longer than a launch.
+            if not all(source.pointers):
+                check_memory(parameters)
+            seen = look(parameters)
             # In training `step()` must announce every write, so silence counts as no write. Nobody
             # calls `step()` in evaluation. Where the host sees no writes either (no marks: Paddle
             # on a GPU), silence proves nothing.
@@ -201,9 +242,16 @@ class LayerWeights:
         self._traceless = not (seen.marks or reading.weights.updated_in_place)
         return reading
 
-    def invalidate(self) -> None:
-        """Have the next forward make the engine weights again."""
+    def invalidate(self, event: str = "a write was announced") -> None:
+        """Have the next forward make the engine weights again, and no forward read copies that were
+        made before. `event`: the announcement, in words for a message.
+        """
         self._stale = True
+        announce_change(self._parameters.parameters(), event)
+
+    def drop(self) -> None:
+        """Free the engine weights; the next forward makes them again."""
+        self._cache, self._stale = WeightCache(), True
 
 
 def _lent(weights: EngineWeights, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,27 @@ class OptimizerWatcher(Protocol):
         """`updated`: ids of the parameters that the optimizer holds."""
 
 
+class ChangeWatcher(Protocol):
+    """Is told of writes to weights that somebody announces, while it is in `change_watchers`."""
+
+    def note_change(self, written: set[int], event: str) -> None:
+        """`written`: ids of the parameters. `event`: the announcement, in words for a message."""
+
+
 optimizer_watchers: WeakSet[OptimizerWatcher] = WeakSet()
+change_watchers: WeakSet[ChangeWatcher] = WeakSet()
+
+
+def announce_change(parameters: Sequence[Tensor], event: str) -> None:
+    """Somebody has written these parameters, or is about to."""
+    # Usually nobody watches, and this is called in every step of every layer.
+    watchers = list(change_watchers)
+    if watchers:
+        written = set(map(id, parameters))
+        for watcher in watchers:
+            watcher.note_change(written, event)
+
+
 _optimizer_steps = 0
 
 
@@ -102,6 +122,14 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
         sums.append((in_row * _odd_numbers(rows, 0)).sum())
     # One copy to the host for all parameters.
     return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
+
+
+def writes_so_far(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """PyTorch's version counters, wherever the weights lie and also where their memory was freed;
+    empty under Paddle, whose counters move when a layout is switched and not when an optimizer
+    writes.
+    """
+    return () if IS_PADDLE else _versions(parameters)
 
 
 def _versions(parameters: Sequence[Tensor]) -> tuple[int, ...]:

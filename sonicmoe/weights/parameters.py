@@ -23,7 +23,7 @@ from ..engine.interface import NativeBuffer, ParameterTargets
 from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import DTypeError, LayoutError, ShapeError, expect
-from ..interop import IS_PADDLE, dtype_name, require_framework_tensor
+from ..interop import IS_PADDLE, dtype_name, holds_memory, require_framework_tensor
 from ..layouts import WeightLayout, WeightSource
 
 Tensor = torch.Tensor
@@ -48,7 +48,10 @@ class ExpertParameters(ABC):
         """Every parameter, in a fixed order."""
 
     def native(self) -> tuple[Tensor, Tensor]:
-        """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype."""
+        """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype; `LayoutError` where
+        they hold no memory.
+        """
+        check_memory(self.parameters())
         return self.source().native()[:2]
 
     @abstractmethod
@@ -293,22 +296,20 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
     Raises:
         LayoutError: they are on the meta device, or the framework has freed some of them.
     """
-    if not IS_PADDLE:
-        if parameters[0].is_meta:
-            raise LayoutError(
-                "the experts' weights are on the meta device and hold no memory; needed: weights "
-                "made real before the forward, and a node of stacked parameters given them as (module, "
-                "name), or made after that, because it keeps the tensors it was given"
-            )
-        return
+    if not IS_PADDLE and parameters[0].is_meta:
+        raise LayoutError(
+            "the experts' weights are on the meta device and hold no memory; needed: weights "
+            "made real before the forward, and a node of stacked parameters given them as (module, "
+            "name), or made after that, because it keeps the tensors it was given"
+        )
     # Paddle's sharding frees the memory of a weight and keeps the tensor. Nothing else may be asked
     # of such a tensor, not even its device.
-    held: Iterator[bool] = (parameter._is_initialized() for parameter in parameters)  # type: ignore[attr-defined]
-    freed = [index for index, is_held in enumerate(held) if not is_held]
+    freed = [index for index, parameter in enumerate(parameters) if not holds_memory(parameter)]
     expect(
         not freed,
         LayoutError,
-        f"weights {freed} of the experts hold no memory; a forward needs all of them",
+        f"weights {freed} of the experts hold no memory; a forward needs all of them, or FP8 copies that were made before "
+        "their memory was freed",
     )
 
 

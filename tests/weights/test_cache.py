@@ -98,8 +98,18 @@ class TestCaches:
         engine, weights = CountingEngine(), LayerWeights(per_expert_source(*weight_arrays()))
         weights.read(engine, PLAIN)
         weights.read(engine, FP8)
-        weights.read(engine, EngineSettings(recipe=FP8.recipe, save_z=ZCode.E4M3))
+        weights.read(engine, EngineSettings(recipe=RECIPES["1x128"]))
         assert engine.prepared == 3
+
+    def test_settings_that_change_no_weight_share_them(self):
+        engine, weights = CountingEngine(), LayerWeights(per_expert_source(*weight_arrays()))
+        first = weights.read(engine, FP8).weights
+        others = (
+            EngineSettings(recipe=FP8.recipe, save_z=ZCode.E4M3, recompute_z=True),
+            EngineSettings(recipe=FP8.recipe, fp8_wgrad=False, frees_stagewise=True),
+        )
+        assert all(weights.read(engine, other).weights is first for other in others)
+        assert engine.prepared == 1
 
     def test_invalidate(self):
         engine, weights = CountingEngine(), LayerWeights(per_expert_source(*weight_arrays()))

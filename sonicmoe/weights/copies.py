@@ -1,0 +1,333 @@
+"""Quantised copies of a layer's weights, made at an event and used until the next one.
+
+    event ──► WeightCopies(engine, settings, layer) ──► read ──► forward ──► backward
+                 │ the trainer may free the parameters' memory here
+                 └── release_forward: backward's order only
+
+A cache looks at the parameters in every forward. Copies do so only where the parameters hold
+memory. Where it was freed there is nothing to look at, and the events decide: a write that somebody
+announces, or that PyTorch shows, makes copies stale.
+
+| parameters | copies | a forward |
+|---|---|---|
+| hold memory | as the host, or the engine on its device, sees: current | reads the copies |
+| hold memory | written since the event | has them made again in place, and the log says so |
+| freed | not stale | reads the copies |
+| freed | stale | raises `StaleWeightsError` |
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
+from ..enums import is_glu
+from ..errors import ConfigError, LayoutError, StaleWeightsError, expect
+from ..interop import IS_PADDLE, holds_memory, is_cuda, plain_ops
+from ..layouts import WeightSource
+from ..quant.format import BlockScaledTensor
+from ..quant.reference import transpose_storage
+from .cache import Reading, Unannounced, WeightCache
+from .changes import (
+    Seen,
+    change_watchers,
+    look,
+    optimizer_watchers,
+    weight_fingerprint,
+    writes_so_far,
+)
+from .parameters import ExpertParameters, check_memory
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+_events = itertools.count(1)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class CopiesReading(Reading):
+    """Copies as one forward read them.
+
+    copies: where they came from.
+    recomputes: the backward repeats the up-projection, so it needs forward's order too.
+    """
+
+    copies: WeightCopies | None = None
+    recomputes: bool = False
+
+    def check_current(self) -> None:
+        """As `Reading.check_current`; its backward counts as one of the copies'."""
+        # By name: a dataclass with slots is another class than the one that `super()` remembers.
+        Reading.check_current(self)
+        assert self.copies is not None
+        self.copies.backwards += 1
+
+
+class WeightCopies:
+    """Engine weights under an FP8 recipe, with the number of the event that made them.
+
+    The caller holds them, and hands them to the forwards that are to read them: a node keeps none.
+    They keep no parameter alive, and their buffers stay where they are when they are made again.
+
+    version: the number of the event, which is unique in the process and grows.
+    weights: the buffers.
+    backwards: how many backwards have read them since the event.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        layer: ExpertParameters,
+        parameters: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Quantise the weights of `layer` now. `parameters`: read from it a moment ago, if they
+        were.
+
+        Raises:
+            ConfigError: the settings have no FP8 recipe.
+            LayoutError: the memory of a weight has been freed already.
+        """
+        if settings.recipe is None:
+            raise ConfigError(
+                "copies of the weights are quantised, and these settings have no FP8 recipe; needed: fp8_mode='perf' or 'mem'"
+            )
+        with plain_ops():
+            parameters = parameters or layer.parameters()
+            check_memory(parameters)
+            self._engine, self._settings = engine.name, settings.of_weights
+            self._made_of = [weakref.ref(parameter) for parameter in parameters]
+            self._ids = set(map(id, parameters))
+            self._cache = WeightCache()
+            source = layer.source(parameters)
+            seen = _look(source, parameters)
+            made = self._cache.read(engine, self._settings, source, (), seen, Change.YES).weights
+            self.weights = self._cache.weights = _in_orders(made, settings.iso_weight)
+        self._place = _place(layer, source, parameters)
+        self._recomputing: weakref.WeakSet[CopiesReading] = weakref.WeakSet()
+        self._stale = ""
+        self._renew(parameters)
+        optimizer_watchers.add(self)
+        change_watchers.add(self)
+
+    @property
+    def iso_weight(self) -> bool:
+        """Whether forward and backward read one buffer."""
+        return not self.weights.two_orders
+
+    @property
+    def is_released(self) -> bool:
+        """Whether only backward's order is left."""
+        return self.weights.w1 is None
+
+    def are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether they were made of these very parameters."""
+        made_of = self._made_of
+        return len(made_of) == len(parameters) and all(
+            reference() is parameter
+            for reference, parameter in zip(made_of, parameters, strict=True)
+        )
+
+    def read(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        layer: ExpertParameters,
+        parameters: Sequence[Tensor],
+    ) -> Reading:
+        """The copies for a forward that starts now; see the table above.
+
+        Raises:
+            StaleWeightsError: the weights have been written since the event, or forward's order was
+                released, and the parameters hold no memory to make them again from.
+            ConfigError: they were made for another engine or recipe.
+            LayoutError: they were made of other parameters.
+        """
+        self._check_fit(engine, settings, parameters)
+        unannounced = None
+        if all(map(holds_memory, parameters)):
+            with plain_ops():
+                unannounced = self._bring_up_to_date(engine, layer, parameters)
+        else:
+            self._check_current(parameters)
+        cache = self._cache
+        cache.lend()
+        reading = CopiesReading(
+            self.weights,
+            cache,
+            cache.writes,
+            unannounced,
+            copies=self,
+            recomputes=settings.recompute_z,
+        )
+        if settings.recompute_z:
+            self._recomputing.add(reading)
+        return reading
+
+    def release_forward(self) -> str:
+        """Free forward's order, of which no forward is to come before the next event; backwards of
+        the forwards that are outstanding read the other one.
+
+        Returns:
+            Why it was kept, in words for a log line, or "" where it was freed.
+        """
+        weights = self.weights
+        if self.is_released:
+            return ""
+        if not weights.two_orders:
+            return "forward and backward read the same buffers (iso_weight, Fleet's format 32x32)"
+        if len(self._recomputing):
+            return f"{len(self._recomputing)} outstanding backward(s) recompute z from it"
+        forward = [q for q in (weights.w1, weights.w2) if isinstance(q, BlockScaledTensor)]
+        if not IS_PADDLE and is_cuda(forward[0].scale_inv):
+            if torch.cuda.is_current_stream_capturing():
+                return "a CUDA graph that is being captured reads it"
+            _outlive_current_stream(forward)
+        weights.release_forward()
+        return ""
+
+    def note_change(self, written: Set[int], event: str) -> None:
+        """Somebody has announced writes to parameters with these ids."""
+        if not self._ids.isdisjoint(written):
+            self.expire(event)
+
+    def note_optimizer_step(self, updated: Set[int]) -> None:
+        """A `torch.optim.Optimizer` of the parameters with these ids has stepped."""
+        self.note_change(updated, "an optimizer stepped")
+
+    def expire(self, event: str) -> None:
+        """Make them stale. `event`: what happened to the weights, in words for a message."""
+        self._stale = self._stale or event
+
+    def _renew(self, parameters: Sequence[Tensor]) -> None:
+        """The copies are those of the weights as they are now."""
+        self.version, self.backwards, self._stale = next(_events), 0, ""
+        self._writes = writes_so_far(parameters)
+
+    def _check_fit(
+        self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor]
+    ) -> None:
+        made, asked = (_fit(self._engine, self._settings), _fit(engine.name, settings))
+        if made != asked:
+            raise ConfigError(
+                f"the copies of the weights were made for {_named(*made)}, and this call computes with {_named(*asked)}; "
+                "needed: copies that were made with the configuration of the call"
+            )
+        expect(
+            self.are_of(parameters),
+            LayoutError,
+            "the copies were made of other parameters than this layer has; needed: copies of these",
+        )
+
+    def _check_current(self, parameters: Sequence[Tensor]) -> None:
+        """For parameters that were freed."""
+        reason = self._stale
+        if not reason and writes_so_far(parameters) != self._writes:
+            reason = "the weights were modified by an inplace operation"
+        if self.is_released:
+            reason = "forward's order was released after the last forward that was announced"
+        if reason:
+            raise StaleWeightsError(
+                f"the FP8 copies of the expert weights (event {self.version}) are stale: {reason}; and the parameters hold no "
+                "memory to make them again from. Needed: new copies, made after the weights change and before their memory is "
+                "freed"
+            )
+
+    def _bring_up_to_date(
+        self, engine: Engine, layer: ExpertParameters, parameters: Sequence[Tensor]
+    ) -> Unannounced | None:
+        """For parameters that hold memory. Returns the write that nobody announced, if the host has
+        seen one.
+        """
+        if self.is_released:
+            raise StaleWeightsError(
+                f"forward's order of the FP8 copies (event {self.version}) was released; needed: new copies for another forward"
+            )
+        source = layer.source(parameters)
+        seen, place = _look(source, parameters), _place(layer, source, parameters)
+        moved = place != self._place
+        told = Change.NO
+        if self._stale or moved:
+            told = Change.YES
+        elif not seen.marks:
+            # Nothing shows on the host: Paddle on a GPU. An engine that cannot look on the device
+            # makes them again.
+            told = Change.MAYBE
+        kept, cache = self.weights, self._cache
+        reading = cache.read(engine, self._settings, source, (), seen, told)
+        if reading.weights is not kept:
+            _overwrite(kept, reading.weights)
+            cache.weights = kept
+        # Backwards of earlier forwards must notice that these buffers have other codes.
+        cache.writes += moved
+        self._place = place
+        if self._stale:
+            logger.info("FP8 copies of expert weights were made again: %s", self._stale)
+        if self._stale or reading.unannounced is not None:
+            self._renew(parameters)
+        return reading.unannounced
+
+
+def _fit(engine: str, settings: EngineSettings) -> tuple[str, str | None, bool]:
+    """What copies depend on, apart from the number of buffers."""
+    recipe = settings.recipe
+    return engine, None if recipe is None else recipe.name, is_glu(settings.activation)
+
+
+def _named(engine: str, recipe: str | None, gated: bool) -> str:
+    kind = "a gated" if gated else "an ungated"
+    return f"engine {engine!r}, recipe {recipe!r} and {kind} activation"
+
+
+def _look(source: WeightSource, parameters: Sequence[Tensor]) -> Seen:
+    """As `look`. On a host of the native order, so that a switch of the parameters' layout is no
+    write.
+    """
+    if is_cuda(parameters[0]):
+        return look(parameters)
+    return Seen(weight_fingerprint(source.native()[:2]), 0)
+
+
+def _place(
+    layer: ExpertParameters, source: WeightSource, parameters: Sequence[Tensor]
+) -> tuple[object, ...]:
+    """Where and how the weights lie, for those whose writes version counters show: a counter says
+    nothing of values that came with other memory. Checksums on a host say all.
+    """
+    return (layer.layout, source.pointers) if is_cuda(parameters[0]) else ()
+
+
+def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
+    """With a buffer for each direction, unless `iso_weight`. The reference engine reads one in both
+    where the recipe allows that.
+    """
+    if iso_weight or made.two_orders:
+        return made
+    w1, w2 = made.w1, made.w2
+    assert isinstance(w1, BlockScaledTensor) and isinstance(w2, BlockScaledTensor)
+    return EngineWeights(w1, w2, transpose_storage(w1), transpose_storage(w2))
+
+
+def _overwrite(kept: EngineWeights, made: EngineWeights) -> None:
+    """Write the codes of `made` where those of `kept` lie."""
+    made = _in_orders(made, not kept.two_orders)
+    names = ("w1", "w2", "w1_dgrad", "w2_dgrad")[: 4 if kept.two_orders else 2]
+    for name in names:
+        into, values = getattr(kept, name), getattr(made, name)
+        into.bytes.copy_(values.bytes)
+        into.scale_inv.copy_(values.scale_inv)
+
+
+def _outlive_current_stream(buffers: Sequence[BlockScaledTensor]) -> None:
+    """Have PyTorch give this memory to nobody before the current stream has read it. The buffers
+    may belong to another stream, whose next allocation would not wait.
+    """
+    stream = torch.cuda.current_stream(buffers[0].scale_inv.device)
+    for q in buffers:
+        q.bytes.record_stream(stream)
+        q.scale_inv.record_stream(stream)
