@@ -216,12 +216,15 @@ class FlushMode(Enum):
     DIRECT: every backward adds straight into fp32 `main_grad`; refused where it cannot.
     STEP: they wait in fp32 accumulators for `step()`.
     BACKWARD: every backward hands them over itself: into `main_grad`, else through autograd.
+    PROMPT: as `AUTO`, but nothing waits for `step()`: as `BACKWARD` where the engine cannot add to
+        `main_grad`. For callers who never call `step()`.
     """
 
     AUTO = "auto"
     DIRECT = "direct"
     STEP = "step"
     BACKWARD = "backward"
+    PROMPT = "prompt"
 
 
 def member_of(enum: type[Named], value: Any, argument: str) -> Named:

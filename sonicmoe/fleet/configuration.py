@@ -273,13 +273,15 @@ def _node_config(
         "iso_weight": field["iso32_weight"],
         "gemm_num_sms": field["gemm_num_sms"],
     }
-    if mode != "off" and not field["recompute_z"]:
-        own["save_z"] = _z_code(field["save_z_fp8"], given_z, engine)
+    if mode != "off":  # also where z is recomputed, which then takes the way through the same code
+        own["save_z"] = _z_code(
+            field["save_z_fp8"], given_z, engine, is_kept=not field["recompute_z"]
+        )
     _say_what_has_no_effect(field)
     return SonicMoEConfig(**{**around.given(), **own})
 
 
-def _z_code(in_fp8: bool, given: ZCode | None, engine: EngineName) -> ZCode | None:
+def _z_code(in_fp8: bool, given: ZCode | None, engine: EngineName, is_kept: bool) -> ZCode | None:
     """None leaves it to the default."""
     if given is not None and in_fp8 == (given is not ZCode.BF16):
         return given
@@ -287,6 +289,8 @@ def _z_code(in_fp8: bool, given: ZCode | None, engine: EngineName) -> ZCode | No
         return ZCode.INT8
     if ZCode.BF16 in RECORDS[engine].z_codes:
         return ZCode.BF16
+    if not is_kept:
+        return None
     _say(
         f"save_z_fp8 is off, and the {engine.value} engine does not keep z in BF16: z is kept as "
         f"{ZCode.INT8.value}, with a scale per 128 columns"

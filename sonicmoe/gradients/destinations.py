@@ -57,8 +57,8 @@ def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
     where there is one.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape,
-            or on another device.
+        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape
+            (of stacked parameters in either layout), or on another device.
         LayoutError: it is the parameter's own memory.
     """
     main_grad = getattr(parameter, "main_grad", None)
@@ -69,10 +69,13 @@ def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
         DTypeError,
         f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32",
     )
+    shape = tuple(parameter.shape)
+    known = [shape, (shape[0], shape[2], shape[1])] if len(shape) == 3 else [shape]
     expect(
-        tuple(main_grad.shape) == tuple(parameter.shape),
+        tuple(main_grad.shape) in known,
         ShapeError,
-        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {tuple(parameter.shape)}",
+        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {shape}"
+        + (f", and {known[1]} in its other layout" if len(known) > 1 else ""),
     )
     require_same_device([("the gradient", gradient), ("main_grad", main_grad)])
     expect(

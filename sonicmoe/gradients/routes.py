@@ -7,6 +7,7 @@ what the parameters are then, so that freezing a weight later changes nothing.
 | `direct` | refused | `DIRECT` | refused |
 | `step` | `WAIT` | `WAIT` | `WAIT` |
 | `backward` | `AUTOGRAD` | `AUTOGRAD` | `AUTOGRAD` |
+| `prompt` | `AUTOGRAD` | `DIRECT` | `AUTOGRAD` |
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def direct_addition(
         for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
             if wanted and main_grads[index] is None:
                 if id(parameter) not in fresh:
-                    shape = tuple(parameter.shape)
+                    shape = layer.fresh_shape(index, parameter)
                     made = torch.empty(shape, dtype=torch.float32, device=dout.device)
                     fresh[id(parameter)] = (parameter, made)
                 main_grads[index] = fresh[id(parameter)][1]

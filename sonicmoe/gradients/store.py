@@ -13,7 +13,7 @@ ends early leaves every gradient either with its parameter or here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from operator import attrgetter, is_
@@ -53,6 +53,9 @@ from .routes import (
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
+
+_LOOKS_FOR_MAIN_GRAD = (FlushMode.AUTO, FlushMode.DIRECT, FlushMode.PROMPT)
+_RETURNS = (FlushMode.AUTO, FlushMode.BACKWARD, FlushMode.PROMPT)  # through autograd
 
 
 class GradientStore:
@@ -133,7 +136,7 @@ class GradientStore:
             RuntimeError: memory for a `main_grad` that is None would be made during a capture.
         """
         _check_leaves(parameters, trained, self._mode)
-        if self._mode in (FlushMode.AUTO, FlushMode.DIRECT):
+        if self._mode in _LOOKS_FOR_MAIN_GRAD:
             return self._begin_direct(engine, settings, parameters, trained, dout)
         accumulators = self.accumulators(engine, dout.device)
         if self._mode is FlushMode.STEP:
@@ -148,7 +151,7 @@ class GradientStore:
             RuntimeError: they would be added to `main_grad`, or wait for `step()`.
         """
         here = (p for p, wanted in zip(parameters, trained, strict=True) if wanted)
-        returned = self._mode in (FlushMode.AUTO, FlushMode.BACKWARD)
+        returned = self._mode in _RETURNS
         if not returned or any(hasattr(parameter, "main_grad") for parameter in here):
             raise RuntimeError(
                 "torch.autograd.grad or paddle.grad was asked for the gradient of an expert weight, and this node adds it to "
@@ -219,7 +222,7 @@ class GradientStore:
         if addition.route is Route.AUTOGRAD:
             returned = self.flush_through_autograd()
             # The next backward of this layer is far away, and other layers need the memory.
-            if self._mode is FlushMode.AUTO:
+            if self._mode in _LOOKS_FOR_MAIN_GRAD:
                 self._native = None
         for index, zeros in addition.stand_ins.items():
             addition.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -326,8 +329,11 @@ class GradientStore:
         if problem is not None:
             if self._mode is FlushMode.DIRECT:
                 raise ConfigError(f"flush='direct' with the {engine.name} engine: {problem}")
-            self._say(Route.WAIT, problem)
-            return Addition(Route.WAIT, parameters, trained, self.accumulators(engine, dout.device))
+            route = Route.AUTOGRAD if self._mode is FlushMode.PROMPT else Route.WAIT
+            self._say(route, problem)
+            accumulators = self.accumulators(engine, dout.device)
+            stand_ins = stand_ins_for(parameters, trained) if route is Route.AUTOGRAD else {}
+            return Addition(route, parameters, trained, accumulators, stand_ins=stand_ins)
         if is_capturing(dout):
             if addition.fresh:
                 raise RuntimeError(
@@ -344,7 +350,7 @@ class GradientStore:
         a line.
         """
         line = f"expert weight gradients {route.value}{': ' if reason else ''}{reason}"
-        if self._mode is FlushMode.AUTO and line not in _said:
+        if self._mode in (FlushMode.AUTO, FlushMode.PROMPT) and line not in _said:
             _said.add(line)
             logger.log(logging.WARNING if reason else logging.INFO, line)
 
@@ -378,7 +384,10 @@ class GradientStore:
         into_parameters = _into_parameters(device_name(native.dw1))
         with plain_ops():
             # Finding the kernel may compile and raise, so it comes before the first addition.
-            launch = destinations.one_launch(parameters, trained, native, through_autograd)
+            launch = None
+            # The kernel knows one layout for both projections.
+            if self._parameters.keeps_layout(parameters):
+                launch = destinations.one_launch(parameters, trained, native, through_autograd)
             self._additions.enter(native.dw1)
             into_parameters.enter(native.dw1)
             try:
@@ -416,12 +425,7 @@ class GradientStore:
         after the other. The accumulators are zeroed; the kernel does that while it reads.
         """
         # The layer's parameters may be others by now.
-        gradients: Iterator[tuple[Tensor, Tensor, Tensor]] = (
-            (parameter, gradient, accumulator)
-            for parameter, (_, gradient, accumulator) in zip(
-                parameters, self._parameters.user_gradients(native), strict=True
-            )
-        )
+        gradients = self._parameters.user_gradients(native, parameters)
         returned: list[Tensor | None] = [None] * len(parameters)
         if through_autograd:
             # A backward that runs out of memory must have handed over nothing, so all memory is
@@ -468,7 +472,7 @@ def _check_leaves(parameters: Sequence[Tensor], trained: Sequence[bool], mode: F
         return
     for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
         if wanted and not parameter.is_leaf:
-            returned = mode in (FlushMode.AUTO, FlushMode.BACKWARD)
+            returned = mode in _RETURNS
             expect(
                 returned and not hasattr(parameter, "main_grad"),
                 LayoutError,

@@ -30,7 +30,7 @@ class LayerState:
 
     def __init__(self, parameters: ExpertParameters, flush: FlushMode, split_wgrad: bool) -> None:
         """Wrap the parameters; reads and allocates nothing."""
-        self.parameters = parameters
+        self.parameters, self.flush_mode = parameters, flush
         self.num_experts = parameters.native_shapes()[0][0]
         self.weights = LayerWeights(parameters)
         # Weight gradients that are put off can go nowhere before step(): hooks, reductions and

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,14 @@ from ..diagnostics.step_capture import dump_next_step
 from ..engine.capabilities import TokenFormat, Workload
 from ..engine.interface import Engine, EngineSettings
 from ..engine.select import EngineChoice, announce, ready_engine
-from ..enums import ActivationType, EngineName, FlushMode, layer_parameters, member_of
+from ..enums import (
+    ActivationParameters,
+    ActivationType,
+    EngineName,
+    FlushMode,
+    layer_parameters,
+    member_of,
+)
 from ..errors import ConfigError, LayoutError, ShapeError, expect
 from ..interop import (
     device_name,
@@ -57,6 +65,15 @@ from .mlp_call import MlpCall
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
+_CHOICES = 4  # engine choices that a node remembers
+
+
+class _Settings(NamedTuple):
+    """What a configuration means for a node: `other` differs from `usual` in `recompute_z`."""
+
+    config: ResolvedConfig
+    usual: EngineSettings
+    other: EngineSettings
 
 
 class SonicMoEMlpNode:
@@ -94,6 +111,7 @@ class SonicMoEMlpNode:
             "step": they wait in fp32 accumulators of the node, and `step()` adds them to `main_grad`,
             or to `.grad`.
             "backward": every backward adds them to `main_grad`, or returns them through autograd.
+            "prompt": as "auto", and as "backward" where that would wait for `step()`.
             In all ways but "step" the framework's gradient hooks see complete gradients, once per
             weight and backward. Hooks that take a gradient get None for one in `main_grad`.
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
@@ -191,25 +209,53 @@ class SonicMoEMlpNode:
         flush: FlushMode | str,
         split_wgrad: bool,
     ) -> None:
+        mode = member_of(FlushMode, flush, "flush")
+        expect(
+            not split_wgrad or mode in (FlushMode.AUTO, FlushMode.STEP),
+            ConfigError,
+            f"split_wgrad with flush={mode.value!r}: gradients must be complete when a backward returns; "
+            "needed: flush='step', or 'auto', which then means 'step'",
+        )
+        state = LayerState(parameters, mode, split_wgrad)
+        self._init_over(state, parameters.activation, config, activation_parameters)
+
+    @classmethod
+    def over(
+        cls,
+        state: LayerState,
+        activation_type: ActivationType,
+        *,
+        config: SonicMoEConfig | None = None,
+        activation_parameters: ActivationParameters = (),
+    ) -> SonicMoEMlpNode:
+        """Another node of a layer: with settings of its own, and with the parameters, the weight
+        caches and the gradients of all nodes over `state`.
+        """
+        node = cls.__new__(cls)
+        node._init_over(state, activation_type, config, activation_parameters)
+        return node
+
+    def _init_over(
+        self,
+        state: LayerState,
+        activation: ActivationType,
+        config: SonicMoEConfig | None,
+        activation_parameters: Mapping[str, float | None] | ActivationParameters | None,
+    ) -> None:
         if config is not None and not isinstance(config, SonicMoEConfig):
             raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
         warn_unknown_flags()
-        self.flush_mode = member_of(FlushMode, flush, "flush")
-        expect(
-            not split_wgrad or self.flush_mode in (FlushMode.AUTO, FlushMode.STEP),
-            ConfigError,
-            f"split_wgrad with flush={self.flush_mode.value!r}: gradients must be complete when a backward returns; "
-            "needed: flush='step', or 'auto', which then means 'step'",
-        )
         self._explicit_config = config
-        self._state = LayerState(parameters, self.flush_mode, split_wgrad)
+        self._state = state
+        self.flush_mode = state.flush_mode
+        parameters = state.parameters
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = (
             parameters.native_shapes()
         )
-        self.activation_type = parameters.activation
-        self.activation_parameters = layer_parameters(parameters.activation, activation_parameters)
-        self._settings: tuple[ResolvedConfig, EngineSettings] | None = None
-        self._chosen: tuple[Any, EngineChoice] | None = None
+        self.activation_type = activation
+        self.activation_parameters = layer_parameters(activation, activation_parameters)
+        self._settings: _Settings | None = None
+        self._chosen: list[tuple[Any, EngineChoice]] = []
         # Settings that contradict each other are refused here and not in the first step.
         resolved, settings = self._current()
         # An engine that was asked for by name is chosen now, so that the constructor raises if it
@@ -232,6 +278,7 @@ class SonicMoEMlpNode:
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
         copies: WeightCopies | None = None,
+        recompute_z: bool | None = None,
     ) -> Tensor:
         return self.forward(
             x,
@@ -242,6 +289,7 @@ class SonicMoEMlpNode:
             dx_to=dx_to,
             dout_source=dout_source,
             copies=copies,
+            recompute_z=recompute_z,
         )
 
     def forward(
@@ -254,6 +302,7 @@ class SonicMoEMlpNode:
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
         copies: WeightCopies | None = None,
+        recompute_z: bool | None = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
@@ -277,6 +326,8 @@ class SonicMoEMlpNode:
             copies: FP8 copies of the weights (`make_copies`), which are read in place of the
                 parameters, also where the memory of these has been freed. Where the engine that is
                 chosen computes without FP8, the parameters themselves are read.
+            recompute_z: whether the backward of this call computes z again instead of keeping it;
+                None follows the configuration. All calls share one copy of the weights.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
@@ -298,7 +349,7 @@ class SonicMoEMlpNode:
         self._check_tokens(x, dispatched_indices)
         check_token_gradient(x, x_scale, dx_to)
         check_source(dout_source)
-        config, settings = self._current()
+        config, settings = self._current(recompute_z)
         with self._scope() as scope:
             dtype, form = token_form(x, x_scale)
             choice = self._choose(device_name(x), config, settings, dtype, form)
@@ -483,15 +534,21 @@ class SonicMoEMlpNode:
         """
         return self._state.gradients.nbytes
 
-    def _current(self) -> tuple[ResolvedConfig, EngineSettings]:
+    def _current(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
         config = current_config(self._explicit_config)
         # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
-        if self._settings is None or self._settings[0] is not config:
+        if self._settings is None or self._settings.config is not config:
             settings = EngineSettings.from_config(
                 config, self.activation_type, self.activation_parameters
             )
-            self._settings = config, settings
-        return self._settings
+            other = replace(settings, recompute_z=not settings.recompute_z)
+            self._settings = _Settings(config, settings, other)
+        held = self._settings
+        if recompute_z is None or recompute_z is held.usual.recompute_z:
+            return config, held.usual
+        if recompute_z is held.other.recompute_z:
+            return config, held.other
+        raise ConfigError(f"recompute_z is {recompute_z!r}; needed: True, False or None")
 
     def _scope(self) -> AbstractContextManager[SonicMoEConfig]:
         """The node's configuration in force: its cache directories and its ban on compiling hold
@@ -508,13 +565,18 @@ class SonicMoEMlpNode:
         tokens: TokenFormat = TokenFormat.PLAIN,
     ) -> EngineChoice:
         key = (device, config.engine, settings, token_dtype, tokens)
-        # Asking for packages and devices takes longer than a launch.
-        if self._chosen is None or self._chosen[0] != key:
-            sizes = self.hidden_size, self.intermediate_size
-            workload = Workload(settings, *sizes, token_dtype, tokens=tokens)
-            self._chosen = (key, ready_engine(device, config.engine, workload))
-            announce(self._chosen[1], device)
-        return self._chosen[1]
+        # Asking for packages and devices takes longer than a launch. Several answers are kept,
+        # because calls may differ from one to the next; a list, because settings are equal by
+        # identity nearly always, and their hash takes longer than that.
+        for known, choice in self._chosen:
+            if known == key:
+                return choice
+        sizes = self.hidden_size, self.intermediate_size
+        workload = Workload(settings, *sizes, token_dtype, tokens=tokens)
+        choice = ready_engine(device, config.engine, workload)
+        announce(choice, device)
+        self._chosen = [*self._chosen[-_CHOICES + 1 :], (key, choice)]
+        return choice
 
     def _read_weights(
         self,

@@ -231,7 +231,9 @@ class LayerWeights:
             told = Change.YES if self._stale else Change.NO
             if told is Change.NO and not seen.marks and not training:
                 told = Change.MAYBE
-            reading = self._cache.read(engine, settings, source, source.pointers, seen, told)
+            # A parameter that changes its layout in place keeps its addresses.
+            place = source.layout, *source.pointers
+            reading = self._cache.read(engine, settings, source, place, seen, told)
             lent = _lent(reading.weights, parameters)
             if lent and training:
                 reading.lent = lent, look(lent).marks

@@ -5,6 +5,7 @@
 | ERNIE's, Fleet's modules | E of `[H, 2I]`, gate first | E of `[I, H]` | `PerExpertParameters` |
 | fused | `[E, H, 2I]`, gate first | `[E, I, H]` | `FusedParameters` |
 | native | `[E, 2I, H]`, in turns | `[E, H, I]` | `FusedParameters` |
+| one or the other, by turns | | | `pair.PairParameters` |
 | the functional API's | stacked, as a `WeightLayout` says | the same | `WeightSource.stacked` |
 
 Parameters are never rebound, copied over or written; gradients are added in place.
@@ -24,7 +25,7 @@ from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import DTypeError, LayoutError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name, holds_memory, require_framework_tensor
-from ..layouts import WeightLayout, WeightSource
+from ..layouts import NATIVE, WeightLayout, WeightSource
 
 Tensor = torch.Tensor
 
@@ -65,10 +66,22 @@ class ExpertParameters(ABC):
         """
 
     @abstractmethod
-    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """`(parameter, its fp32 gradient in its own layout, the part of native it comes from)`, in
-        the order of `parameters()`; the gradients are fresh tensors, made one by one.
+    def user_gradients(
+        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """`(parameter, its fp32 gradient, the part of native it comes from)`, in the order of
+        `parameters()`; the gradients are fresh tensors, made one by one, in the layout of
+        `main_grad` where there is one, else in the parameter's. `parameters`: the layer's at the
+        backward, where it may have others by now.
         """
+
+    def fresh_shape(self, index: int, parameter: Tensor) -> tuple[int, ...]:
+        """The shape of a `main_grad` that is made for the parameter at this place."""
+        return tuple(parameter.shape)
+
+    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether every gradient goes to memory in the layout of its parameter."""
+        return True
 
     @abstractmethod
     def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
@@ -145,8 +158,8 @@ class PerExpertParameters(ExpertParameters):
             up_gate = _projection(expert, index, "up_gate_proj").weight
             down = _projection(expert, index, "down_proj").weight
             place = f"experts[{index}]"
-            _check_parameter(up_gate, f"{place}.up_gate_proj.weight", up_shape, "[H, 2I]")
-            _check_parameter(down, f"{place}.down_proj.weight", down_shape, "[I, H]")
+            check_parameter(up_gate, f"{place}.up_gate_proj.weight", up_shape, "[H, 2I]")
+            check_parameter(down, f"{place}.down_proj.weight", down_shape, "[I, H]")
         return local
 
     def parameters(self) -> list[Tensor]:
@@ -172,14 +185,17 @@ class PerExpertParameters(ExpertParameters):
         weights, experts = tuple(parameters or self.parameters()), len(self._experts)
         return WeightSource(weights[:experts], weights[experts:], self.layout)
 
-    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def user_gradients(
+        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """One per expert and projection."""
-        for index, expert in enumerate(self._experts):
+        weights, experts = parameters or self.parameters(), len(self._experts)
+        for index, weight in enumerate(weights[:experts]):
             dw1 = native.dw1[index]
-            yield expert.up_gate_proj.weight, self.layout.user_w1(dw1), dw1
-        for index, expert in enumerate(self._experts):
+            yield weight, self.layout.user_w1(dw1), dw1
+        for index, weight in enumerate(weights[experts:]):
             dw2 = native.dw2[index]
-            yield expert.down_proj.weight, self.layout.user_w2(dw2), dw2
+            yield weight, self.layout.user_w2(dw2), dw2
 
     def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
         """A matrix of each expert."""
@@ -188,6 +204,74 @@ class PerExpertParameters(ExpertParameters):
             WeightTarget.per_expert(memory[:experts], self.layout),
             WeightTarget.per_expert(memory[experts:], self.layout),
         )
+
+
+class StackedParameters(ExpertParameters):
+    """Two stacked parameters in one of two layouts: `[E, H, 2I]` (split-half, gate first) and
+    `[E, I, H]`, or native, `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`.
+
+    `main_grad` may have the other layout than its weight, each of the two by itself. Its shape
+    tells which. Where both layouts give one shape (H = 2I for the first weight, H = I for the
+    second), it is the layout of the weight.
+    """
+
+    def other_layout(self) -> WeightLayout:
+        """That of the two in which the weights are not."""
+        return NATIVE if self.layout.transposed else WeightLayout(True, is_glu(self.activation))
+
+    def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
+        """The layouts of the gradient of the weight at this place, in the order in which they are
+        tried; memory that is made for it has the first.
+        """
+        return self.layout, self.other_layout()
+
+    def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
+        """Of the first or of the second weight."""
+        experts, rows, columns = self.native_shapes()[index]
+        return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
+
+    def gradient_layout(self, index: int, memory: Tensor | None) -> WeightLayout:
+        """How the gradient of the first or the second weight lies in `memory`; the first of
+        `preferred` where there is none. Memory of another shape is refused by those who add there.
+        """
+        layouts = self.preferred(index)
+        if memory is None:
+            return layouts[0]
+        shape = tuple(memory.shape)
+        fitting = (layout for layout in layouts if self.shape_in(layout, index) == shape)
+        return next(fitting, self.layout)
+
+    def fresh_shape(self, index: int, parameter: Tensor) -> tuple[int, ...]:
+        return self.shape_in(self.preferred(index)[0], index)
+
+    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
+        return all(self._destined(*place) == self.layout for place in enumerate(parameters))
+
+    def _destined(self, index: int, parameter: Tensor) -> WeightLayout:
+        """The layout in which the gradient leaves; autograd and `.grad` want the parameter's."""
+        if not hasattr(parameter, "main_grad"):
+            return self.layout
+        return self.gradient_layout(index, parameter.main_grad)
+
+    def user_gradients(
+        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The two stacked gradients."""
+        weight1, weight2 = parameters or self.parameters()
+        layout1, layout2 = (self._destined(i, w) for i, w in enumerate((weight1, weight2)))
+        # The map of the native layout returns its argument, and the accumulators go on.
+        dw1, dw2 = native.dw1, native.dw2
+        yield weight1, layout1.user_w1(dw1) if layout1.transposed else dw1.clone(), dw1
+        yield weight2, layout2.user_w2(dw2) if layout2.transposed else dw2.clone(), dw2
+
+    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+        """Two stacked tensors, each in its own layout."""
+        experts = self.native_shapes()[0][0]
+        up, down = (
+            WeightTarget.stacked(tensor, experts, self.gradient_layout(index, tensor))
+            for index, tensor in enumerate(memory)
+        )
+        return ParameterTargets(up, down)
 
 
 StackedWeight = Tensor | tuple[Any, str]
@@ -199,7 +283,7 @@ def _current(weight: StackedWeight) -> Tensor:
     return getattr(*weight) if isinstance(weight, tuple) else weight  # type: ignore[no-any-return]
 
 
-class FusedParameters(ExpertParameters):
+class FusedParameters(StackedParameters):
     """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
     H]`; or, with the native layout, `weight1 [E, 2I, H]` (gate and up rows in turns) and `weight2
     [E, H, I]`.
@@ -238,8 +322,8 @@ class FusedParameters(ExpertParameters):
         down = (hidden, inner)
         if self.layout.transposed:
             up, down = up[::-1], down[::-1]
-        _check_parameter(weight1, "weight1", (experts, *up), first)
-        _check_parameter(weight2, "weight2", (experts, *down), second)
+        check_parameter(weight1, "weight1", (experts, *up), first)
+        check_parameter(weight2, "weight2", (experts, *down), second)
         return weight1, weight2
 
     def parameters(self) -> list[Tensor]:
@@ -270,24 +354,6 @@ class FusedParameters(ExpertParameters):
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """Views of each expert's matrices."""
         return WeightSource.stacked(*self._weights, layout=self.layout)
-
-    def user_gradients(self, native: NativeBuffer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The two stacked gradients."""
-        weight1, weight2 = self._weights
-        # The map of the native layout returns its argument, and the accumulators go on.
-        dw1, dw2 = native.dw1, native.dw2
-        moves = self.layout.transposed
-        yield weight1, self.layout.user_w1(dw1) if moves else dw1.clone(), dw1
-        yield weight2, self.layout.user_w2(dw2) if moves else dw2.clone(), dw2
-
-    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
-        """Two stacked tensors."""
-        up, down = memory
-        experts = int(self._weights[0].shape[0])
-        return ParameterTargets(
-            WeightTarget.stacked(up, experts, self.layout),
-            WeightTarget.stacked(down, experts, self.layout),
-        )
 
 
 def check_memory(parameters: Sequence[Tensor]) -> None:
@@ -328,7 +394,12 @@ def _projection(expert: Any, index: int, name: str) -> Any:
     raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
 
 
-def _check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
+def check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
+    """Refuse what is no contiguous leaf of this shape in a dtype that engines read.
+
+    Raises:
+        DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
+    """
     require_framework_tensor(weight, name)
     expect(
         weight.dtype in PARAMETER_DTYPES,

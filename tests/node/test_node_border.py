@@ -121,7 +121,7 @@ class TestConfiguration:
     def test_unknown_flush_mode(self):
         with pytest.raises(
             ConfigError,
-            match=r"flush is 'sometimes'; needed: one of \['auto', 'direct', 'step', 'backward'\]",
+            match=r"flush is 'sometimes'; needed: one of \['auto', 'direct', 'step', 'backward', 'prompt'\]",
         ):
             Layer(flush="sometimes")
 

@@ -1,0 +1,133 @@
+"""One layer per pair of parameters. PaddleFleet passes both weights to every call and keeps no object
+of ours, so the layer is found again by them.
+
+    (weight1, weight2) ──weak──► FleetLayer ──► LayerState: weight caches, the way of gradients
+                                     └─ a node over it for each configuration and activation
+
+Nothing here keeps a parameter alive, and nothing is written on one. A copied or loaded model has
+parameters, and therefore layers, of its own.
+
+Nobody calls `step()`. Weight gradients never wait for it (`FlushMode.PROMPT`). Writes to the weights
+are found by checksums on a host, and by version counters and optimizer steps on a GPU under PyTorch.
+On a GPU under Paddle no write leaves a trace: there `weights_changed` must be called between an
+optimizer step and the next forward. A change of the layout in place is always seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from ..config import SonicMoEConfig
+from ..enums import ActivationParameters, ActivationType, FlushMode, is_glu
+from ..errors import ConfigError, expect
+from ..node.layer_state import LayerState
+from ..node.mlp_node import SonicMoEMlpNode
+from ..weights.pair import PairParameters
+
+Tensor = torch.Tensor
+
+_NODES = 16  # of one layer; a program has one or two configurations
+
+
+class FleetLayer:
+    """The experts of one pair of parameters.
+
+    parameters: of the layer, in the layout that they have at each call.
+    state: what all nodes of the layer share.
+    """
+
+    def __init__(self, weight1: Tensor, weight2: Tensor, hidden: int) -> None:
+        self.parameters = PairParameters(weight1, weight2, hidden)
+        self.state = LayerState(self.parameters, FlushMode.PROMPT, split_wgrad=False)
+        (self.experts, _, self.hidden), _ = self.parameters.native_shapes()
+        self._nodes: dict[tuple[Any, ...], SonicMoEMlpNode] = {}
+        self._references: tuple[Any, ...] = ()
+
+    def node(
+        self,
+        config: SonicMoEConfig,
+        activation: ActivationType,
+        activation_parameters: ActivationParameters = (),
+    ) -> SonicMoEMlpNode:
+        """The node for these settings; found again for the identical `config`.
+
+        Raises:
+            ConfigError: the activation is not gated, or the settings contradict each other.
+        """
+        # By identity, because comparing two configurations takes as long as a launch. The node
+        # keeps its configuration alive, so the id stays its own.
+        key = (id(config), activation, activation_parameters)
+        node = self._nodes.get(key)
+        if node is None:
+            expect(
+                is_glu(activation),
+                ConfigError,
+                f"activation_type is {activation.value!r}; needed: a gated activation, whose w1 has 2I columns",
+            )
+            node = SonicMoEMlpNode.over(
+                self.state, activation, config=config, activation_parameters=activation_parameters
+            )
+            if len(self._nodes) >= _NODES:  # a caller who makes a configuration per call
+                self._nodes.clear()
+            self._nodes[key] = node
+        return node
+
+    def belongs_to(self, weight1: Tensor, weight2: Tensor) -> bool:
+        """Whether these are the parameters, and not others that took over their ids."""
+        first, second = self._references
+        return first() is weight1 and second() is weight2
+
+    def keep_until_dropped(self, key: tuple[int, int], weight1: Tensor, weight2: Tensor) -> None:
+        """Put the layer among those that are found, until a parameter goes."""
+
+        def forget(_reference: Any) -> None:
+            _layers.pop(key, None)
+
+        self._references = weakref.ref(weight1, forget), weakref.ref(weight2, forget)
+        _layers[key] = self
+
+
+_layers: dict[tuple[int, int], FleetLayer] = {}
+_making = threading.Lock()
+
+
+def layer_of(weight1: Tensor, weight2: Tensor, hidden: int) -> FleetLayer:
+    """The layer of two parameters, made at the first call; `hidden`: H of the tokens.
+
+    Raises:
+        ShapeError, DTypeError, LayoutError, FrameworkError: the weights fit no layout, or not H.
+    """
+    key = (id(weight1), id(weight2))
+    layer = _layers.get(key)
+    if layer is None or not layer.belongs_to(weight1, weight2):
+        with _making:
+            layer = _layers.get(key)
+            if layer is None or not layer.belongs_to(weight1, weight2):
+                layer = FleetLayer(weight1, weight2, hidden)
+                layer.keep_until_dropped(key, weight1, weight2)
+    return layer
+
+
+def known_layer(weight1: Tensor, weight2: Tensor) -> FleetLayer | None:
+    """The layer of two parameters; None before their first call."""
+    layer = _layers.get((id(weight1), id(weight2)))
+    return layer if layer is not None and layer.belongs_to(weight1, weight2) else None
+
+
+def weights_changed(weight1: Tensor, weight2: Tensor) -> None:
+    """Have the next forward on these parameters prepare its weights again. To be called after an
+    optimizer step, or after any other write to them.
+    """
+    layer = known_layer(weight1, weight2)
+    if layer is not None:
+        layer.state.invalidate()
+
+
+def all_weights_changed() -> None:
+    """`weights_changed` for every pair of parameters of this process."""
+    for layer in list(_layers.values()):
+        layer.state.invalidate()

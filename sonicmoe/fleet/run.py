@@ -1,0 +1,163 @@
+"""`run_sonic_moe`: the call that PaddleFleet makes for the experts of every micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..enums import ActivationType
+from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
+from ..interop import (
+    IS_PADDLE,
+    dtype_name,
+    grad_enabled,
+    is_cuda,
+    require_framework_tensor,
+    requires_grad,
+)
+from ..quant.tokens import is_fp8
+from ..routing.validation import INDEX_DTYPES
+from .carrier import tokens_from_carrier
+from .combine_grad import combine_gradient
+from .configuration import FP8Config
+from .layer import FleetLayer, layer_of
+
+Tensor = torch.Tensor
+
+
+def run_sonic_moe(
+    hidden_states: Tensor,
+    topk_indices: Tensor,
+    topk_scores: Tensor,
+    K: int,
+    E: int,
+    w1: Tensor,
+    w2: Tensor,
+    fp8: bool = False,
+    tokens_per_expert: Any = None,
+    fp8_scale: Tensor | None = None,
+    fp8_combine_grad_handle: Any = None,
+    fp8_config: FP8Config | None = None,
+    release_fp8_weights: bool = False,
+    activation_type: ActivationType | str = ActivationType.SWIGLU,
+) -> Tensor:
+    """`out[t] = sum_k topk_scores[t,k] * expert_{topk_indices[t,k]}(hidden_states[t])` over the
+    slots with a local expert.
+
+    Weight gradients are added to fp32 `main_grad` of `w1` and `w2` by each backward, in whichever
+    layout it has (`weights.pair`); without that attribute they go through autograd to `.grad`.
+
+    Args:
+        hidden_states: bf16 `[T, H]`, or e4m3 codes with `fp8_scale`; T may be 0. Under Paddle its
+            gradient is bf16 in both cases: e4m3 `hidden_states` must come from a PyLayer that takes
+            that (`ctx.set_grad_in_dtype_consistent(False)`). PyTorch has no such gradient, so there
+            e4m3 `hidden_states` must not want one.
+        topk_indices: int32 or int64 `[T, K]`, local expert ids; those outside 0..E-1, as -1, are no
+            slot.
+        topk_scores: fp32 `[T, K]`. Its gradient is exactly 0 where there is no slot.
+        K, E: slots of a token, and local experts.
+        w1, w2: `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`, or `[E, H, 2I]` (gate half
+            first) and `[E, I, H]`. Their shapes tell which, anew at each call.
+        fp8: whether operands are quantised.
+        tokens_per_expert: E counts as a list, or a tensor, or None. One on a GPU is never read.
+        fp8_scale: scales of e4m3 tokens in any form of `fleet.carrier`.
+        fp8_combine_grad_handle: where the combine's backward leaves the gradient of the output.
+        fp8_config: settings of the layer; None: the configuration in force.
+        release_fp8_weights: give up the copies of the weights that forward reads, after it.
+        activation_type: a gated member of `ActivationType`, its value, or a description of SiTU-GLU.
+
+    Returns:
+        bf16 `[T, H]`; a token without a slot gets exact zeros.
+
+    Raises:
+        ShapeError, DTypeError, RoutingError, ConfigError, DeviceError, FrameworkError: naming the
+            argument, what came and what is needed.
+        OutOfMemoryError: nothing has changed.
+    """
+    _check_tokens(hidden_states, fp8_scale)
+    layer = layer_of(w1, w2, int(hidden_states.shape[1]))
+    _check_routing(topk_indices, topk_scores, K, E, layer)
+    config = _config_of(fp8_config)
+    node = layer.node(
+        config.node_config(fp8=fp8, on_gpu=is_cuda(hidden_states)),
+        *config.activation(activation_type),
+    )
+    x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
+    source = combine_gradient(fp8_combine_grad_handle)
+    return node(x, tokens_per_expert, topk_indices, topk_scores, x_scale, dx_to, source)
+
+
+def _config_of(given: FP8Config | None) -> FP8Config:
+    if given is None:
+        return FP8Config()
+    expect(
+        isinstance(given, FP8Config),
+        ConfigError,
+        f"fp8_config is {type(given).__name__}; needed: what _refresh_fp8_config() returns, or None",
+    )
+    return given
+
+
+def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
+    require_framework_tensor(hidden_states, "hidden_states")
+    expect(
+        len(hidden_states.shape) == 2,
+        ShapeError,
+        f"hidden_states has shape {tuple(hidden_states.shape)}; needed: [T, H]",
+    )
+    if is_fp8(hidden_states) is (fp8_scale is not None):
+        return
+    found = dtype_name(hidden_states.dtype)
+    if fp8_scale is None:
+        raise DTypeError(
+            f"hidden_states is {found} and fp8_scale is None; needed: the scales of these codes as fp8_scale, or bfloat16"
+        )
+    raise DTypeError(
+        f"fp8_scale came with hidden_states in {found}; needed: float8_e4m3fn, or no fp8_scale"
+    )
+
+
+def _check_routing(indices: Any, scores: Any, topk: int, experts: int, layer: FleetLayer) -> None:
+    for name, value in (("topk_indices", indices), ("topk_scores", scores)):
+        require_framework_tensor(value, name)
+        shape = tuple(value.shape)
+        expect(
+            len(shape) == 2 and shape[1] == topk,
+            ShapeError,
+            f"{name} has shape {shape}; needed: [T, K] with K = {topk}",
+        )
+    expect(
+        indices.dtype in INDEX_DTYPES,
+        DTypeError,
+        f"topk_indices is {dtype_name(indices.dtype)}; needed: int32 or int64",
+    )
+    expect(
+        scores.dtype == torch.float32,
+        DTypeError,
+        f"topk_scores is {dtype_name(scores.dtype)}; needed: float32",
+    )
+    expect(
+        experts == layer.experts,
+        RoutingError,
+        f"E is {experts}, and w1 and w2 hold {layer.experts} experts; needed: as many local experts as weights",
+    )
+
+
+def _tokens_of(
+    hidden_states: Tensor, fp8_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`(x, x_scale, dx_to)` of the node."""
+    if fp8_scale is None:
+        return hidden_states, None, None
+    expect(
+        IS_PADDLE or not (grad_enabled() and requires_grad(hidden_states)),
+        DTypeError,
+        f"hidden_states in {dtype_name(hidden_states.dtype)} wants a gradient, and PyTorch would cast it to that; needed: "
+        "hidden_states.detach(), or a node with dx_to",
+    )
+    tokens, inexact = tokens_from_carrier(hidden_states, fp8_scale)
+    # Codes that nothing has moved stay the caller's tensor, whose writes the node sees.
+    moved = inexact is not None or not hidden_states.is_contiguous()
+    codes = tokens.codes if moved else hidden_states
+    return codes, tokens.scale_inv, hidden_states if IS_PADDLE else None

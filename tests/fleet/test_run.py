@@ -1,0 +1,458 @@
+"""`run_sonic_moe` against experts in fp64, in both layouts, from BF16 and from FP8 tokens."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from itertools import product
+
+import numpy as np
+import pytest
+from engine.moe_golden import assert_same_bits, golden, make_problem
+from engine.test_engine_fp8_tokens import poisoned, quantised
+from fleet.fleet_calls import LAYOUTS, Experts, overwrite
+from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
+from node.node_harness import Layer, assert_close, counts_of, want_gradient
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError, DTypeError, RoutingError, ShapeError
+from sonicmoe.fleet import carrier
+from sonicmoe.fleet import layer as layers
+from sonicmoe.fleet.carrier import Carrier, declare_carrier
+from sonicmoe.fleet.configuration import FP8Config
+from sonicmoe.fleet.layer import all_weights_changed, layer_of, weights_changed
+from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
+from sonicmoe.fleet.run import run_sonic_moe
+from sonicmoe.weights.pair import GROUPED, NATIVE, layout_of_pair
+
+if IS_PADDLE:
+    import paddle
+    from paddle.autograd import PyLayer
+
+# Fleet's engine keeps z in BF16 unless it is told otherwise.
+FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf", save_z="bf16")
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """H a multiple of 128, and tokens without a slot."""
+    made = make_problem(hidden=256, intermediate=64, topk=2, dtype=torch.bfloat16)
+    indices = made.indices.copy()
+    indices[::6] = -1
+    return made.but(indices=indices)
+
+
+@pytest.fixture
+def undeclared(monkeypatch):
+    monkeypatch.setattr(carrier, "_declared", None)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """How often weights were prepared."""
+    calls, original = [], ReferenceEngine.prepare_weights
+
+    def count(self, *arguments):
+        calls.append(1)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(ReferenceEngine, "prepare_weights", count)
+    return calls
+
+
+def test_the_signature_is_fleets():
+    parameters = inspect.signature(run_sonic_moe).parameters
+    assert list(parameters) == [
+        "hidden_states", "topk_indices", "topk_scores", "K", "E", "w1", "w2", "fp8",
+        "tokens_per_expert", "fp8_scale", "fp8_combine_grad_handle", "fp8_config",
+        "release_fp8_weights", "activation_type",
+    ]  # fmt: skip
+    defaults = [p.default for p in parameters.values()][7:]
+    assert defaults == [False, None, None, None, None, False, ActivationType.SWIGLU]
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@each_layout
+class TestBf16:
+    @pytest.mark.parametrize("main_grad", ["weight", "none", "absent"])
+    def test_equals_the_experts_in_fp64(self, problem, layout, main_grad):
+        experts = Experts(problem, layout, main_grad=main_grad)
+        result = experts.result(experts.call().backward())
+        assert_close(result, golden(problem), 0.01)
+        absent = (problem.indices < 0) | (problem.indices >= problem.num_experts)
+        assert absent.any() and (result.dprobs[absent] == 0.0).all()
+
+    def test_has_the_bits_of_the_node(self, problem, layout):
+        experts = Experts(problem, layout)
+        arrangement = "native" if layout == "sonic" else "fused"
+        node = Layer(problem, arrangement=arrangement, dtype=torch.bfloat16)
+        node.set_main_grad(0.0)
+        call = node.run()
+        assert_same_bits(experts.result(experts.call().backward()), node.result(call))
+
+    @pytest.mark.parametrize("kind", ["list", "int32", "none"])
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+    def test_counts_and_ids_in_every_form(self, problem, layout, kind, dtype):
+        given = counts_of(problem)
+        counts = {"list": given, "int32": tensor(given).to(torch.int32), "none": None}[kind]
+        experts, usual = Experts(problem, layout), Experts(problem, layout)
+        call = experts.call(counts=counts, index_dtype=dtype).backward()
+        assert_same_bits(experts.result(call), usual.result(usual.call().backward()))
+
+    def test_micro_batches_add_up_in_the_same_buffer(self, problem, layout):
+        experts = Experts(problem, layout)
+        buffers = [weight.main_grad for weight in experts.weights]
+        calls = [experts.call() for _ in range(3)]
+        for call in reversed(calls):
+            call.backward()
+        for weight, buffer in zip(experts.weights, buffers, strict=True):
+            assert weight.main_grad is buffer
+        for found, wanted in zip(
+            experts.gradients(), (golden(problem).dw1, golden(problem).dw2), strict=True
+        ):
+            assert relative_rmse(found, 3 * wanted) < 0.01
+
+    def test_no_tokens(self, problem, layout):
+        names = ("x", "indices", "probs", "dout")
+        empty = problem.but(**{name: getattr(problem, name)[:0] for name in names})
+        for fp8 in (False, True):
+            experts = Experts(empty, layout, fp8=fp8)
+            call = experts.call(counts=[0] * empty.num_experts)
+            assert tuple(call.out.shape) == (0, 80) and call.out.dtype == torch.bfloat16
+            call.backward()
+            assert not any(gradient.any() for gradient in experts.gradients())
+
+
+@each_layout
+class TestFp8:
+    def test_has_the_bits_of_the_node(self, wide, layout):
+        experts = Experts(wide, layout, fp8=True)
+        arrangement = "native" if layout == "sonic" else "fused"
+        node = Layer(wide, arrangement=arrangement, dtype=torch.bfloat16, config=FP8)
+        node.set_main_grad(0.0)
+        call = node.run()
+        assert_same_bits(experts.result(experts.call().backward()), node.result(call))
+
+    def test_weights_are_quantised_once(self, wide, layout, prepared):
+        experts = Experts(wide, layout, fp8=True)
+        config = FP8Config()
+        for again in (False, True, False):
+            config.recompute_z = again
+            experts.call(fp8_config=config).backward()
+        assert len(prepared) == 1
+
+    def test_recomputing_z_gives_the_same_bits(self, wide, layout):
+        results = []
+        for again in (False, True):
+            experts, config = Experts(wide, layout, fp8=True), FP8Config()
+            config.recompute_z = again
+            results.append(experts.result(experts.call(fp8_config=config).backward()))
+        assert_same_bits(*results)
+
+    def test_both_precisions_by_turns(self, wide, layout):
+        experts = Experts(wide, layout)
+        outs = [numpy(experts.call(fp8=fp8).out) for fp8 in (True, False, True, False)]
+        np.testing.assert_array_equal(outs[0], outs[2])
+        np.testing.assert_array_equal(outs[1], outs[3])
+        assert relative_rmse(outs[0], outs[1]) > 1e-3
+
+
+def fp8_tokens(problem, form):
+    """`(codes, scale in one of Fleet's forms, what they stand for)`."""
+    tokens = quantised(problem.x)
+    if form == "fp32":
+        return tokens.codes, tokens.scale_inv, tokens
+    if form == "words":
+        declare_carrier(Carrier.FP32_1X128)
+        return tokens.codes, tokens.scale_inv.view(torch.int32), tokens
+    x = tensor(problem.x, torch.float32).to(torch.bfloat16)
+    codes, exponents = quantize_fast(x, scale_dtype=torch.int32)
+    return codes, exponents, carrier.tokens_from_carrier(codes, exponents).tokens
+
+
+class TestFp8Tokens:
+    """Codes that arrive with their scales."""
+
+    @pytest.mark.parametrize("form", ["fp32", "words", "e8m0"])
+    @each_layout
+    def test_has_the_bits_of_the_node(self, wide, layout, form, undeclared):
+        codes, scale, tokens = fp8_tokens(wide, form)
+        experts = Experts(wide, layout, fp8=True)
+        call = experts.call(x=codes, fp8_scale=scale).backward()
+        node = Layer(wide, arrangement="native", dtype=torch.bfloat16, config=FP8)
+        node.set_main_grad(0.0)
+        scores = tensor(wide.probs, torch.float32, grad=True)
+        out = node.node(tokens.codes, None, tensor(wide.indices), scores, tokens.scale_inv)
+        out.backward(call.dout)
+        assert call.out.dtype == torch.bfloat16
+        np.testing.assert_array_equal(numpy(call.out), numpy(out))
+        np.testing.assert_array_equal(call.dprobs, numpy(scores.grad))
+        for one, other in zip(experts.gradients(), node.gradients("main_grad"), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_rows_without_a_slot_are_never_read(self, wide):
+        x, results = quantised(wide.x), []
+        for given in (x, poisoned(x, wide)):
+            experts = Experts(wide, fp8=True)
+            call = experts.call(x=given.codes, fp8_scale=given.scale_inv).backward()
+            results.append([numpy(call.out), call.dprobs, *experts.gradients()])
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts the gradient of an e4m3 tensor")
+    @pytest.mark.parametrize("form", ["fp32", "words", "e8m0"])
+    def test_the_gradient_of_the_codes_is_bf16(self, wide, form, undeclared):
+        codes, scale, tokens = fp8_tokens(wide, form)
+
+        class Dispatch(PyLayer):
+            @staticmethod
+            def forward(ctx, source):
+                ctx.set_grad_in_dtype_consistent(False)
+                return codes.clone()
+
+            @staticmethod
+            def backward(ctx, dx):
+                assert dx.dtype == paddle.bfloat16
+                return dx
+
+        source = tensor(wide.x, torch.float32).astype("bfloat16")
+        source.stop_gradient = False
+        experts = Experts(wide, fp8=True)
+        experts.call(x=Dispatch.apply(source), fp8_scale=scale).backward()
+        node, seen = Layer(wide, arrangement="native", dtype=torch.bfloat16, config=FP8), []
+        dx_to = tensor(wide.x, torch.float32, grad=True).to(torch.bfloat16)
+        dx_to.register_hook(seen.append)
+        scores = tensor(wide.probs, torch.float32)
+        out = node.node(tokens.codes, None, tensor(wide.indices), scores, tokens.scale_inv, dx_to)
+        out.backward(tensor(wide.dout, torch.float32).astype("bfloat16"))
+        np.testing.assert_array_equal(numpy(source.grad), numpy(seen[0]))
+
+    @pytest.mark.skipif(IS_PADDLE, reason="Paddle's tensors in FP8 take gradients in BF16")
+    def test_codes_that_want_a_gradient_are_refused_by_pytorch(self, wide):
+        codes = quantised(wide.x).codes.requires_grad_()
+        with pytest.raises(DTypeError, match="hidden_states in float8_e4m3fn wants a gradient"):
+            Experts(wide, fp8=True).call(x=codes, fp8_scale=quantised(wide.x).scale_inv)
+
+
+class TestLayouts:
+    """Shapes tell the layout, anew at each call."""
+
+    def test_every_pair_of_shapes_is_decided(self):
+        for h, i in product(range(1, 9), repeat=2):
+            sonic, grouped = ((3, 2 * i, h), (3, h, i)), ((3, h, 2 * i), (3, i, h))
+            assert layout_of_pair(*sonic, h) == NATIVE
+            assert layout_of_pair(*grouped, h) == GROUPED
+
+    @pytest.mark.parametrize(
+        "shapes",
+        [
+            ((3, 8, 16), (3, 16, 5)),
+            ((3, 8, 16), (2, 16, 4)),
+            ((3, 16, 8), (3, 16, 4)),
+            ((3, 8), (3, 16, 4)),
+            ((0, 8, 16), (0, 16, 4)),
+        ],
+    )
+    def test_shapes_that_fit_nothing_are_refused(self, shapes):
+        with pytest.raises(
+            ShapeError, match=r"w1 has shape .* and w2 .* H = 16; needed: \[E, 2I, H\]"
+        ):
+            layout_of_pair(*shapes, 16)
+
+    @pytest.mark.parametrize("fp8", [False, True])
+    @pytest.mark.parametrize(("hidden", "intermediate"), [(96, 48), (64, 64), (80, 48)])
+    def test_parameters_change_it_in_place_between_steps(self, hidden, intermediate, fp8):
+        """Also where one of them has one shape in both layouts."""
+        p = make_problem(hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16)
+        experts, expected = Experts(p, "grouped", fp8=fp8), None
+        layer = layer_of(*experts.weights, hidden)
+        for layout in ("grouped", "sonic", "grouped", "sonic"):
+            experts.convert(layout)
+            for weight in experts.weights:
+                weight.main_grad = None
+            call = experts.call().backward()
+            assert layer_of(*experts.weights, hidden) is layer
+            found = [numpy(call.out), call.dx, call.dprobs]
+            expected = expected or found
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    def test_a_change_of_the_layout_is_seen_where_no_write_is(self, wide, monkeypatch, prepared):
+        """As on a GPU under Paddle."""
+        from sonicmoe.weights import cache, changes
+
+        monkeypatch.setattr(cache, "look", lambda _weights: changes.Seen((), 0))
+        experts = Experts(wide, "grouped", fp8=True)
+        first = numpy(experts.call().out)
+        experts.convert("sonic")
+        np.testing.assert_array_equal(numpy(experts.call().out), first)
+        assert len(prepared) == 2
+
+    def test_other_sizes_in_the_same_parameters_are_refused(self, problem):
+        experts = Experts(problem)
+        experts.call()
+        overwrite(experts.weights[0], np.zeros((4, 2 * 40, 96)))
+        with pytest.raises(ShapeError, match="w1 has shape"):
+            experts.call()
+
+
+class TestTheLayerOfAPair:
+    def test_is_found_again_and_dropped_with_its_parameters(self, problem):
+        gc.collect()
+        before = len(layers._layers)
+        experts = Experts(problem)
+        experts.call().backward()
+        experts.call()
+        assert len(layers._layers) == before + 1
+        del experts
+        gc.collect()
+        assert len(layers._layers) == before
+
+    def test_no_parameter_waits_for_the_collector(self, problem):
+        gc.collect()
+        gc.disable()
+        try:
+            before = len(layers._layers)
+            experts = Experts(problem, fp8=True)
+            experts.call().backward()
+            del experts
+            assert len(layers._layers) == before
+        finally:
+            gc.enable()
+
+    def test_copied_parameters_have_their_own(self, problem):
+        experts = Experts(problem)
+        first = numpy(experts.call().out)
+        other = Experts(problem)
+        other.weights = copy.deepcopy(experts.weights)
+        np.testing.assert_array_equal(numpy(other.call().out), first)
+        assert layer_of(*other.weights, 80) is not layer_of(*experts.weights, 80)
+
+    def test_a_write_to_the_weights_is_seen(self, wide, prepared):
+        experts = Experts(wide, fp8=True)
+        first = numpy(experts.call().out)
+        overwrite(experts.weights[1], 2 * numpy(experts.weights[1]))
+        assert relative_rmse(numpy(experts.call().out), 2 * first) < 1e-6
+        assert len(prepared) == 2
+
+    @pytest.mark.parametrize("told", ["pair", "all"])
+    def test_an_announced_write_is_seen_where_none_shows(self, wide, monkeypatch, told):
+        """As on a GPU under Paddle."""
+        from sonicmoe.weights import cache, changes
+
+        monkeypatch.setattr(cache, "look", lambda _weights: changes.Seen((), 0))
+        experts = Experts(wide, fp8=True)
+        first = numpy(experts.call().out)
+        overwrite(experts.weights[1], 2 * numpy(experts.weights[1]))
+        if told == "pair":
+            weights_changed(*experts.weights)
+        else:
+            all_weights_changed()
+        assert relative_rmse(numpy(experts.call().out), 2 * first) < 1e-6
+
+    def test_weights_without_a_layer_have_nothing_to_forget(self, problem):
+        before = len(layers._layers)
+        weights_changed(*Experts(problem).weights)
+        assert len(layers._layers) == before
+
+    @pytest.mark.parametrize("main_grad", ["weight", "none"])
+    @each_layout
+    def test_nothing_waits_where_the_engine_cannot_add_to_main_grad(
+        self, problem, layout, main_grad, monkeypatch
+    ):
+        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
+        experts = Experts(problem, layout, main_grad=main_grad)
+        for _ in range(2):
+            call = experts.call().backward()
+        found = experts.result(call)
+        assert relative_rmse(found.dw1, 2 * golden(problem).dw1) < 0.01
+        assert relative_rmse(found.dw2, 2 * golden(problem).dw2) < 0.01
+        state = layer_of(*experts.weights, 80).state
+        assert state.gradients.waiting == 0 and state.gradients.nbytes == 0
+
+    def test_frozen_weights(self, problem):
+        experts = Experts(problem)
+        want_gradient(experts.weights[0], False)
+        experts.call().backward()
+        dw1, dw2 = experts.gradients()
+        assert not dw1.any() and relative_rmse(dw2, golden(problem).dw2) < 0.01
+
+
+class TestActivations:
+    @pytest.mark.parametrize(
+        ("activation", "parameters", "given"),
+        [
+            (ActivationType.GEGLU, (), {"activation_type": "geglu"}),
+            (ActivationType.SWIGLU_CLAMP, (("limit", 1.0),), {}),
+            (
+                ActivationType.SITU_GLU,
+                (("beta", 4.0), ("linear_beta", 25.0)),
+                {"activation_type": "situ_glu:b=4.0:lb=25.0"},
+            ),
+        ],
+    )
+    def test_equal_the_experts_in_fp64(self, activation, parameters, given):
+        p = make_problem(activation, dtype=torch.bfloat16, parameters=parameters)
+        config = FP8Config()
+        if activation is ActivationType.SWIGLU_CLAMP:
+            config.swiglu_clamp_value = 1.0
+        experts = Experts(p, fp8_config=config, **given)
+        assert_close(experts.result(experts.call().backward()), golden(p), 0.015)
+
+    def test_one_after_the_other_on_one_pair(self, problem):
+        experts = Experts(problem)
+        first = numpy(experts.call().out)
+        assert relative_rmse(numpy(experts.call(activation_type="geglu").out), first) > 0.01
+        np.testing.assert_array_equal(numpy(experts.call().out), first)
+
+
+class TestRefusals:
+    def refused(self, problem, error, words, **changes):
+        experts = Experts(problem)
+        given = {
+            "hidden_states": tensor(problem.x, torch.float32).to(torch.bfloat16),
+            "topk_indices": tensor(problem.indices),
+            "topk_scores": tensor(problem.probs, torch.float32),
+            "K": problem.indices.shape[1],
+            "E": problem.num_experts,
+            "w1": experts.weights[0],
+            "w2": experts.weights[1],
+        }
+        with pytest.raises(error, match=words):
+            run_sonic_moe(**(given | changes))
+
+    def test_sizes(self, problem):
+        self.refused(problem, ShapeError, r"topk_indices has shape \(37, 3\).* K = 4", K=4)
+        self.refused(problem, RoutingError, "E is 5, and w1 and w2 hold 4 experts", E=5)
+        x = tensor(problem.x, torch.float32).to(torch.bfloat16)
+        self.refused(
+            problem, ShapeError, r"hidden_states has shape \(1, 37, 80\)", hidden_states=x[None]
+        )
+        self.refused(problem, ShapeError, "and w2 .* with H = 40", hidden_states=x[:, :40])
+
+    def test_dtypes(self, problem, wide):
+        scores = tensor(problem.probs, torch.float32).to(torch.bfloat16)
+        self.refused(problem, DTypeError, "topk_scores is bfloat16", topk_scores=scores)
+        self.refused(
+            problem, DTypeError, "topk_indices is float32", topk_indices=scores.to(torch.float32)
+        )
+        codes, scale = quantised(wide.x).codes, quantised(wide.x).scale_inv
+        self.refused(wide, DTypeError, "float8_e4m3fn and fp8_scale is None", hidden_states=codes)
+        self.refused(
+            wide, DTypeError, "fp8_scale came with hidden_states in bfloat16", fp8_scale=scale
+        )
+
+    def test_other_things(self, problem):
+        self.refused(problem, TypeError, "hidden_states must be a", hidden_states=np.zeros((2, 80)))
+        self.refused(problem, TypeError, "w2 must be a", w2=np.zeros((4, 80, 48)))
+        self.refused(problem, ConfigError, "fp8_config is dict", fp8_config={})
+        self.refused(problem, ConfigError, "needed: a gated activation", activation_type="relu")
