@@ -6,7 +6,8 @@
     y = dispatcher.combine(out, tokens.handle)                # [T, H], the sum over ranks
 
 With `fp8=True` tokens travel quantised, and the node takes two arguments more:
-`x_scale=tokens.x_scale, dx_to=tokens.dx_to`.
+`x_scale=tokens.x_scale, dx_to=tokens.dx_to`. With `fp8_grad=True` the gradients of its output do,
+and it takes `dout_source=tokens.dout_source`.
 
 Every dispatcher keeps one contract (`interface.Dispatched`) and is differentiable with DeepEP's
 algebra: the backward of dispatch is a combine of dx that carries dprobs, the backward of combine is

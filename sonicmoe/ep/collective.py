@@ -78,15 +78,16 @@ class CollectiveTransport(Transport):
             sum(row[1 + expert] for row in table[1]) for expert in range(self.num_local_experts)
         ]
         recv_idx, recv_weights = self._move_slots(topk_idx, topk_weights, ranks, plan)
-        if isinstance(x, BlockScaledTensor):
-            rows: Tokens = _unpacked(self.dispatch_cached(_packed(x), plan), x)
-        else:
-            rows = self.dispatch_cached(x, plan)
-        return Received(rows, recv_idx, recv_weights, counts, plan)
+        return Received(self.dispatch_cached(x, plan), recv_idx, recv_weights, counts, plan)
 
-    def dispatch_cached(self, x: Tensor, handle: Plan) -> Tensor:
+    def dispatch_cached(self, x: Tokens, handle: Plan) -> Tokens:
+        if isinstance(x, BlockScaledTensor):
+            return _unpacked(self._send_rows(_packed(x), handle), x)
+        return self._send_rows(x, handle)
+
+    def _send_rows(self, x: Tensor, plan: Plan) -> Tensor:
         # No size is exchanged any more: the plan has them all.
-        return self._move(_take_rows(x, handle.tokens), handle.send_counts, handle.recv_counts)
+        return self._move(_take_rows(x, plan.tokens), plan.send_counts, plan.recv_counts)
 
     def combine(
         self, x: Tensor, handle: Plan, weights: Tensor | None = None

@@ -197,31 +197,32 @@ class LegacyTransport(_DeepEPTransport):
             **arguments,
         )
         # The rest of the package knows int64 ids only.
-        arrived = _as_arrived(recv_x, x) if isinstance(x, BlockScaledTensor) else recv_x
         ids = recv_idx.to(torch.int64)
-        return Received(arrived, ids, recv_weights, host_counts(counts), handle)
+        return Received(_as_arrived(recv_x, x), ids, recv_weights, host_counts(counts), handle)
 
     def _as_sent(self, x: Tokens) -> Any:
         """bf16 rows, or the pair of e4m3 codes and fp32 scales, one per row and 128 columns."""
         if not isinstance(x, BlockScaledTensor):
             self._check(x)
             return x
-        tokens, hidden = x.shape
-        expect(
-            hidden % WORD_COLUMNS == 0,
-            ShapeError,
-            f"x has shape {(tokens, hidden)}; DeepEP carries FP8 rows whose length is a multiple of {WORD_COLUMNS}",
-        )
         # It knows one form of scales. A row's own is repeated on the way.
         if not has_row_scales(x):
             return x.codes, x.scale_inv
-        return x.codes, torch.cat([x.scale_inv] * (hidden // WORD_COLUMNS), 1)
+        return x.codes, torch.cat([x.scale_inv] * (x.shape[1] // WORD_COLUMNS), 1)
 
-    def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
-        self._check(x)
+    def check_quantised(self, hidden: int) -> None:
+        expect(
+            hidden % WORD_COLUMNS == 0,
+            ShapeError,
+            f"x has {hidden} columns; DeepEP carries FP8 rows whose length is a multiple of {WORD_COLUMNS}",
+        )
+
+    def dispatch_cached(self, x: Tokens, handle: Any) -> Tokens:
+        sent = self._as_sent(x)
         # With a handle DeepEP sends rows along the recorded routes and returns no ids and no
         # weights.
-        return self._sized_buffer(int(x.shape[1])).dispatch(x, handle=handle)[0]
+        arrived = self._sized_buffer(int(x.shape[1])).dispatch(sent, handle=handle)[0]
+        return _as_arrived(arrived, x)
 
     def combine(
         self, x: Tensor, handle: Any, weights: Tensor | None = None
@@ -271,12 +272,14 @@ class ElasticTransport(_DeepEPTransport):
         self._max_tokens = max_tokens
         self._wait_for_counts = self.exact_rows = wait_for_counts
 
+    def check_quantised(self, hidden: int) -> None:
+        raise ConfigError(
+            "fp8 or fp8_grad was asked for, and an ElasticBuffer is used in bfloat16 only; needed: both False, or DeepEP's "
+            "Buffer"
+        )
+
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        if isinstance(x, BlockScaledTensor):
-            raise ConfigError(
-                "fp8 was asked for, and an ElasticBuffer is used in bfloat16 only; needed: fp8=False, or DeepEP's Buffer"
-            )
-        self._check(x)
+        x = self._plain(x)
         expect(
             int(x.shape[0]) <= self._max_tokens,
             ShapeError,
@@ -301,11 +304,18 @@ class ElasticTransport(_DeepEPTransport):
         )
         return Received(recv_x, recv_idx, recv_weights, counts, handle)
 
-    def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
+    def _plain(self, x: Tokens) -> Tensor:
+        if isinstance(x, BlockScaledTensor):
+            self.check_quantised(x.shape[1])
+        assert not isinstance(x, BlockScaledTensor)
         self._check(x)
+        return x
+
+    def dispatch_cached(self, x: Tokens, handle: Any) -> Tokens:
+        x = self._plain(x)
         # The number of experts sizes the launch before the library looks into the handle.
         buffer = self._sized_buffer(int(x.shape[1]))
-        return buffer.dispatch(x, num_experts=self.num_experts, handle=handle)[0]
+        return buffer.dispatch(x, num_experts=self.num_experts, handle=handle)[0]  # type: ignore[no-any-return]
 
     def combine(
         self, x: Tensor, handle: Any, weights: Tensor | None = None
@@ -328,8 +338,10 @@ class ElasticTransport(_DeepEPTransport):
         )
 
 
-def _as_arrived(pair: tuple[Tensor, Tensor], sent: BlockScaledTensor) -> BlockScaledTensor:
-    codes, scales = pair
+def _as_arrived(received: Any, sent: Tokens) -> Tokens:
+    if not isinstance(sent, BlockScaledTensor):
+        return received  # type: ignore[no-any-return]
+    codes, scales = received
     if has_row_scales(sent):
         scales = scales[:, :1].contiguous()
     return BlockScaledTensor(codes, scales, sent.block, sent.code)

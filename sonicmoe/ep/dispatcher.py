@@ -13,16 +13,9 @@ from ..autograd import DifferentiableCall
 from ..errors import ShapeError, expect
 from ..interop import grad_enabled, plain_ops, require_framework_tensor, requires_grad
 from ..quant.format import BlockScaledTensor
-from ..quant.tokens import quantize_tokens
 from ..routing.ids import in_one_spelling
-from .interface import (
-    Dispatched,
-    Tokens,
-    Transport,
-    check_dispatch,
-    check_fp8,
-    zero_where_not_here,
-)
+from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
+from .interface import Dispatched, Tokens, Transport, check_dispatch, zero_where_not_here
 from .lost_ranks import raise_lost_rank
 
 Tensor = torch.Tensor
@@ -37,13 +30,13 @@ class Dispatcher(ABC):
     num_local_experts: int
     name: str
     fp8: bool | str = False
+    fp8_grad: bool | str = False
 
     @property
     def bf16_only(self) -> bool:
-        """Whether it refuses to send tokens in FP8."""
+        """Whether it refuses to send rows in FP8."""
         return False
 
-    @abstractmethod
     def dispatch(
         self,
         x: Tensor,
@@ -51,6 +44,7 @@ class Dispatcher(ABC):
         topk_weights: Tensor,
         *,
         fp8: bool | str | None = None,
+        fp8_grad: bool | str | None = None,
     ) -> Dispatched:
         """Send every token to the ranks of its experts.
 
@@ -60,14 +54,31 @@ class Dispatcher(ABC):
                 (docs/design.md, "Routing contract", for all E experts of the group).
             topk_weights: fp32 `[T, K]`.
             fp8: send e4m3 codes with one scale per row and 128 columns (True), or per row ("row");
-                None follows the dispatcher's own `fp8`. The way back, and gradients, are bf16.
+                None follows the dispatcher's own `fp8`. The way back is bf16.
+            fp8_grad: the same of the gradient that the combine sends back to the experts; None
+                follows the dispatcher's own `fp8_grad`. The node then takes `dout_source`. The
+                gradient of x is bf16.
 
         Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
         dropped.
 
         Raises:
-            DTypeError, ShapeError, DeviceError: naming the argument, what came and what is needed.
+            ConfigError, DTypeError, ShapeError, DeviceError: naming the argument, what came and
+                what is needed.
         """
+        check_dispatch(x, topk_idx, topk_weights)
+        forms = Forms(
+            self.fp8 if fp8 is None else fp8, self.fp8_grad if fp8_grad is None else fp8_grad
+        )
+        check_fp8(forms.tokens)
+        check_fp8(forms.gradients, "fp8_grad")
+        # Callers may mark a dropped slot by any id outside [0, E). Others know -1 only.
+        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
+        return self._send(x, ids, topk_weights, forms)
+
+    @abstractmethod
+    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+        """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
 
     @abstractmethod
     def combine(self, out: Tensor, handle: Any) -> Tensor:
@@ -84,17 +95,20 @@ class Route:
     """One dispatch's way there and back.
 
     topk_idx int64 `[T, K]` as sent, indices int64 `[R, K]` as received: the masks of dropped and
-    foreign slots, which are -1 in both.
+    foreign slots, which are -1 in both. gradient: who is left the gradient that travels in FP8.
     """
 
     transport: Transport
     handle: Any
     topk_idx: Tensor
     indices: Tensor
+    gradient: SentGradient | None = None
 
     def dispatch_backward(self, dx: Tensor, dprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the received rows -> gradients of `x [T, H]` and `topk_weights [T, K]`."""
         transport = self.transport
+        if self.gradient is not None:
+            self.gradient.check_taken()
         # Gradients at slots of other ranks have no meaning here, and unwritten ones may hold NaN.
         # They must be zero before they are summed over ranks.
         weights = zero_where_not_here(
@@ -116,8 +130,19 @@ class Route:
         return self.transport.combine(out.contiguous(), self.handle)[0]
 
     def combine_backward(self, dout: Tensor) -> Tensor:
-        """`[T, H]` -> `[R, H]`; rows beyond the real ones are exact zeros."""
-        rows = self.transport.dispatch_cached(dout.contiguous(), self.handle)
+        """`[T, H]` -> `[R, H]`; rows beyond the real ones are exact zeros. Where gradients travel in
+        FP8 the result stands for them.
+        """
+        dout = dout.contiguous()
+        if self.gradient is not None:
+            with plain_ops():
+                sent = quantised(dout, self.gradient.form)
+                arrived = self.transport.dispatch_cached(sent, self.handle)
+                assert isinstance(arrived, BlockScaledTensor)
+                # Rows beyond the real ones stay as they are: engines read no row without a slot.
+                return self.gradient.leave(arrived, dout.dtype)
+        rows = self.transport.dispatch_cached(dout, self.handle)
+        assert not isinstance(rows, BlockScaledTensor)
         if self.transport.exact_rows:
             return rows
         # No transport writes rows beyond the real ones, so they hold what was in memory. A GEMM
@@ -140,9 +165,9 @@ class DispatchCall(DifferentiableCall):
     tokens_per_expert: list[int] | None
     tokens: BlockScaledTensor | None = None
 
-    def __init__(self, transport: Transport, topk_idx: Tensor, fp8: bool | str) -> None:
+    def __init__(self, transport: Transport, topk_idx: Tensor, forms: Forms) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
-        self.transport, self.topk_idx, self.fp8 = transport, topk_idx, fp8
+        self.transport, self.topk_idx, self.forms = transport, topk_idx, forms
 
     def explain(self, error: Exception, during: str) -> None:
         _explain(self.transport, error, "dispatch" if during == "forward" else "combine of dx")
@@ -156,8 +181,8 @@ class DispatchCall(DifferentiableCall):
         with plain_ops():
             plain = x.detach().contiguous()
             sent: Tokens = plain
-            if self.fp8:
-                sent = quantize_tokens(plain, row_scale=self.fp8 == "row")
+            if self.forms.tokens:
+                sent = quantised(plain, self.forms.tokens)
             # Libraries read raw pointers and know nothing of strides or of autograd.
             received = self.transport.dispatch(
                 sent, self.topk_idx, topk_weights.detach().contiguous()
@@ -168,7 +193,10 @@ class DispatchCall(DifferentiableCall):
                 received.topk_weights, received.topk_idx, self.transport.num_local_experts
             )
         self.tokens_per_expert = received.tokens_per_expert
-        self.route = Route(self.transport, received.handle, self.topk_idx, received.topk_idx)
+        gradient = SentGradient(self.forms.gradients) if self.forms.gradients else None
+        self.route = Route(
+            self.transport, received.handle, self.topk_idx, received.topk_idx, gradient
+        )
         if isinstance(received.x, BlockScaledTensor):
             self.tokens = received.x
             return (stand_in(received.x), probs), None
@@ -205,10 +233,15 @@ class CombineCall(DifferentiableCall):
 class TransportDispatcher(Dispatcher):
     """DeepEP's algebra over a `Transport`."""
 
-    def __init__(self, transport: Transport, fp8: bool | str = False) -> None:
-        """Stateless but for the transport. fp8: how tokens travel where a dispatch does not say."""
+    def __init__(
+        self, transport: Transport, fp8: bool | str = False, fp8_grad: bool | str = False
+    ) -> None:
+        """Stateless but for the transport. fp8, fp8_grad: how tokens and gradients travel where a
+        dispatch does not say.
+        """
         check_fp8(fp8)
-        self.transport, self.fp8 = transport, fp8
+        check_fp8(fp8_grad, "fp8_grad")
+        self.transport, self.fp8, self.fp8_grad = transport, fp8, fp8_grad
         self.num_experts, self.num_local_experts = (
             transport.num_experts,
             transport.num_local_experts,
@@ -219,20 +252,10 @@ class TransportDispatcher(Dispatcher):
     def bf16_only(self) -> bool:
         return self.transport.bf16_only
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        fp8: bool | str | None = None,
-    ) -> Dispatched:
-        check_dispatch(x, topk_idx, topk_weights)
-        fp8 = self.fp8 if fp8 is None else fp8
-        check_fp8(fp8)
-        # Callers may mark a dropped slot by any id outside [0, E). Transports know -1 only.
-        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
-        call = DispatchCall(self.transport, ids.contiguous(), fp8)
+    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+        if forms.any:
+            self.transport.check_quantised(int(x.shape[1]))
+        call = DispatchCall(self.transport, ids.contiguous(), forms)
         # Without gradients the autograd function is left out: no backward comes for which it would
         # have to keep the route.
         recorded = grad_enabled() and (requires_grad(x) or requires_grad(topk_weights))
@@ -247,12 +270,13 @@ class TransportDispatcher(Dispatcher):
         route, counts = call.route, call.tokens_per_expert
         # Taken away, because the call lives in the graph, and would keep the codes as long.
         tokens, call.tokens = call.tokens, None
-        if tokens is None:
-            return Dispatched(recv_x, counts, route.indices, probs, route)
-        dx_to = recv_x if recorded else None
-        return Dispatched(
-            tokens.codes, counts, route.indices, probs, route, tokens.scale_inv, dx_to
+        received = Dispatched(
+            recv_x, counts, route.indices, probs, route, dout_source=route.gradient
         )
+        if tokens is None:
+            return received
+        dx_to = recv_x if recorded else None
+        return received._replace(x=tokens.codes, x_scale=tokens.scale_inv, dx_to=dx_to)
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         require_framework_tensor(out, "out")
@@ -270,16 +294,6 @@ class TransportDispatcher(Dispatcher):
             except Exception as error:
                 handle.explain(error, "combine")
                 raise
-
-
-def stand_in(tokens: BlockScaledTensor) -> Tensor:
-    """A bf16 tensor of the tokens' shape and of 2 bytes, for their gradient; nobody reads it."""
-    rows, hidden = tokens.shape
-    codes = tokens.codes
-    if rows == 0:
-        return torch.zeros([0, hidden], dtype=torch.bfloat16, device=codes.device)
-    one = torch.zeros([1], dtype=torch.bfloat16, device=codes.device)
-    return one.as_strided([rows, hidden], [0, 0])  # `expand` copies under Paddle
 
 
 def _explain(transport: Transport, error: Exception, doing: str) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import dtype_name
-from ..routing.ids import in_one_spelling
 from .deepep import group_shape, host_counts
 from .dispatcher import Dispatcher
-from .interface import Dispatched, check_dispatch, zero_where_not_here
+from .fp8_rows import Forms
+from .interface import Dispatched, zero_where_not_here
 
 Tensor = torch.Tensor
 MODULE = "paddlefleet.transformer.moe.fused_a2a"
@@ -73,27 +73,18 @@ class FleetDispatcher(Dispatcher):
         self.num_experts, self.num_local_experts = num_experts, num_experts // ranks
         self._group, self._functions = group, functions
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        fp8: bool | str | None = None,
-    ) -> Dispatched:
-        check_dispatch(x, topk_idx, topk_weights)
+    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         expect(
-            not fp8,
+            not forms.any,
             ConfigError,
-            f"fp8 is {fp8!r}; this dispatcher calls Fleet's fused_dispatch in bfloat16 only: needed: fp8=False, or kind "
-            "'deepep' or 'collective'",
+            f"fp8 is {forms.tokens!r} and fp8_grad is {forms.gradients!r}; this dispatcher calls Fleet's fused_dispatch in "
+            "bfloat16 only: needed: both False, or kind 'deepep' or 'collective'",
         )
         expect(
             x.dtype == torch.bfloat16,
             DTypeError,
             f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16",
         )
-        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         recv_x, recv_probs, states, *_ = self._functions.dispatch(
             x, ids, topk_weights, self.num_experts, self._group
         )

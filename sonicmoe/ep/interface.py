@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
+from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, require_framework_tensor, require_same_device
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import is_here
+from .fp8_rows import SentGradient
 
 Tensor = torch.Tensor
 Tokens = Tensor | BlockScaledTensor
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# How tokens travel: in their dtype, or quantised with one scale per row and 128 columns, or per row.
-FP8_FORMS = (False, True, "row")
 
 
 class Dispatched(NamedTuple):
@@ -38,6 +37,7 @@ class Dispatched(NamedTuple):
     x_scale, dx_to: of tokens that travelled in FP8, arguments of the node by these names: x is then
         e4m3, and its gradient, which is that of the tokens before they were quantised, goes to
         `dx_to` (None without autograd).
+    dout_source: where gradients travel in FP8, the argument of the node by this name.
 
     Rows beyond the real ones (worst-case dispatch) have every index -1. Nobody may read their x,
     because no transport writes it.
@@ -50,6 +50,7 @@ class Dispatched(NamedTuple):
     handle: Any
     x_scale: Tensor | None = None
     dx_to: Tensor | None = None
+    dout_source: SentGradient | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,14 @@ class Transport(ABC):
     def num_local_experts(self) -> int:
         return self.num_experts // self.world_size
 
+    def check_quantised(self, hidden: int) -> None:  # noqa: B027  most send any
+        """Refuse quantised rows of `hidden` columns where it cannot send them; called before the
+        forward sends anything, because gradients follow in a backward.
+
+        Raises:
+            ConfigError, ShapeError: naming what came and what is needed.
+        """
+
     @abstractmethod
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
@@ -104,8 +113,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def dispatch_cached(self, x: Tensor, handle: Any) -> Tensor:
-        """Send `[T, H]` rows along the routes of an earlier dispatch -> `[R, H]`."""
+    def dispatch_cached(self, x: Tokens, handle: Any) -> Tokens:
+        """Send `[T, H]` rows along the routes of an earlier dispatch -> `[R, H]`, quantised ones as
+        they are.
+        """
 
     @abstractmethod
     def combine(
@@ -156,19 +167,6 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     # Values are not checked: reading ids would wait for the device. Invalid ids count as dropped
     # instead.
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
-
-
-def check_fp8(fp8: Any) -> None:
-    """Refuse a form that is none of `FP8_FORMS`.
-
-    Raises:
-        ConfigError: naming what came and what is needed.
-    """
-    expect(
-        isinstance(fp8, bool) or fp8 == "row",
-        ConfigError,
-        f"fp8 is {fp8!r}; needed: one of {list(FP8_FORMS)}",
-    )
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Tensor:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import autograd
 from ..autograd import DifferentiableCall
 from ..errors import ShapeError, expect
-from ..interop import grad_enabled, is_cuda, requires_grad
+from ..interop import grad_enabled, is_cuda, plain_ops, requires_grad
 from ..quant.format import BlockScaledTensor
-from ..quant.tokens import quantize_tokens
-from ..routing.ids import count_experts, in_one_spelling
-from .dispatcher import Dispatcher, stand_in
-from .interface import Dispatched, check_dispatch, check_fp8, zero_where_not_here
+from ..routing.ids import count_experts
+from .dispatcher import Dispatcher
+from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
+from .interface import Dispatched, zero_where_not_here
 
 Tensor = torch.Tensor
+
+
+class LocalHandle(NamedTuple):
+    """The number of rows delivered, and who is left a gradient that is quantised."""
+
+    rows: int
+    gradient: SentGradient | None
 
 
 class QuantizeCall(DifferentiableCall):
@@ -24,21 +31,46 @@ class QuantizeCall(DifferentiableCall):
 
     tokens: BlockScaledTensor | None = None
 
-    def __init__(self, row_scale: bool) -> None:
-        self.row_scale = row_scale
+    def __init__(self, form: bool | str, gradient: SentGradient | None) -> None:
+        self.form, self.gradient = form, gradient
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool = False) -> tuple[Tensor, None]:
         """`[T, H]`, which stands for the codes."""
         (x,) = inputs
         self.dtype = x.dtype
-        self.tokens = quantize_tokens(x.detach().contiguous(), row_scale=self.row_scale)
+        self.tokens = quantised(x.detach().contiguous(), self.form)
         return stand_in(self.tokens), None
 
     def backward(
         self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
     ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
         """dx of the codes is that of the tokens."""
+        if self.gradient is not None:
+            self.gradient.check_taken()
         return (gradients[0].to(self.dtype),), []
+
+
+class QuantizeGradientCall(DifferentiableCall):
+    """Quantises the gradient of its output in place of sending it."""
+
+    def __init__(self, gradient: SentGradient) -> None:
+        self.gradient = gradient
+
+    def forward(self, inputs: tuple[Tensor, ...], *, save: bool = False) -> tuple[Tensor, None]:
+        """A copy: an operation that returns its input is none to autograd, and callers may write to
+        the result in place, which a view would forbid.
+        """
+        (out,) = inputs
+        return out.detach().clone(), None
+
+    def backward(
+        self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
+        """What stands for the gradient."""
+        (dout,) = gradients
+        with plain_ops():
+            rows = quantised(dout.contiguous(), self.gradient.form)
+            return (self.gradient.leave(rows, dout.dtype),), []
 
 
 class LocalDispatcher(Dispatcher):
@@ -48,47 +80,50 @@ class LocalDispatcher(Dispatcher):
 
     name = "local"
 
-    def __init__(self, num_experts: int, fp8: bool | str = False) -> None:
-        """All experts are local. fp8: quantise tokens where a dispatch does not say otherwise."""
+    def __init__(
+        self, num_experts: int, fp8: bool | str = False, fp8_grad: bool | str = False
+    ) -> None:
+        """All experts are local. fp8, fp8_grad: quantise tokens and gradients where a dispatch does
+        not say otherwise.
+        """
         check_fp8(fp8)
-        self.fp8 = fp8
+        check_fp8(fp8_grad, "fp8_grad")
+        self.fp8, self.fp8_grad = fp8, fp8_grad
         self.num_experts = self.num_local_experts = num_experts
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        fp8: bool | str | None = None,
-    ) -> Dispatched:
-        """See `Dispatcher.dispatch`; `handle` is the number of rows."""
-        check_dispatch(x, topk_idx, topk_weights)
-        fp8 = self.fp8 if fp8 is None else fp8
-        check_fp8(fp8)
-        if fp8:
-            plain = self.dispatch(x, topk_idx, topk_weights, fp8=False)
-            call = QuantizeCall(fp8 == "row")
-            recorded = grad_enabled() and requires_grad(x)
-            dx_to = autograd.apply(call, (x,)) if recorded else call.forward((x,))[0]
-            tokens, call.tokens = call.tokens, None
-            assert tokens is not None
-            return plain._replace(
-                x=tokens.codes, x_scale=tokens.scale_inv, dx_to=dx_to if recorded else None
-            )
-        indices = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
-        # Without tokens the counts are known on any device, and there is nothing to select.
-        if int(x.shape[0]) == 0:
-            return Dispatched(x, [0] * self.num_experts, indices, topk_weights, 0)
-        probs = zero_where_not_here(topk_weights, indices, self.num_experts)
-        # Counting waits for a GPU; the routing metadata then counts on the device.
-        counts = None if is_cuda(indices) else count_experts(indices, self.num_experts).tolist()
-        return Dispatched(x, counts, indices, probs, int(x.shape[0]))
-
-    def combine(self, out: Tensor, handle: Any) -> Tensor:
-        expect(
-            int(out.shape[0]) == handle,
-            ShapeError,
-            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {handle} rows: needed [{handle}, H]",
+    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+        received = self._delivered(x, ids, topk_weights, forms)
+        if not forms.tokens:
+            return received
+        call = QuantizeCall(forms.tokens, received.dout_source)
+        recorded = grad_enabled() and requires_grad(x)
+        dx_to = autograd.apply(call, (x,)) if recorded else call.forward((x,))[0]
+        tokens, call.tokens = call.tokens, None
+        assert tokens is not None
+        return received._replace(
+            x=tokens.codes, x_scale=tokens.scale_inv, dx_to=dx_to if recorded else None
         )
-        return out
+
+    def _delivered(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+        rows = int(x.shape[0])
+        source = SentGradient(forms.gradients) if forms.gradients else None
+        handle = LocalHandle(rows, source)
+        # Without tokens the counts are known on any device, and there is nothing to select.
+        if rows == 0:
+            none = [0] * self.num_experts
+            return Dispatched(x, none, ids, topk_weights, handle, dout_source=source)
+        probs = zero_where_not_here(topk_weights, ids, self.num_experts)
+        # Counting waits for a GPU; the routing metadata then counts on the device.
+        counts = None if is_cuda(ids) else count_experts(ids, self.num_experts).tolist()
+        return Dispatched(x, counts, ids, probs, handle, dout_source=source)
+
+    def combine(self, out: Tensor, handle: LocalHandle) -> Tensor:
+        expect(
+            int(out.shape[0]) == handle.rows,
+            ShapeError,
+            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {handle.rows} rows: needed "
+            f"[{handle.rows}, H]",
+        )
+        if handle.gradient is None or not (grad_enabled() and requires_grad(out)):
+            return out
+        return autograd.apply(QuantizeGradientCall(handle.gradient), (out,))  # type: ignore[no-any-return]

@@ -20,7 +20,8 @@ from .deepep import (
 )
 from .dispatcher import Dispatcher, TransportDispatcher
 from .fleet import FleetDispatcher, find_fleet
-from .interface import Transport, check_fp8
+from .fp8_rows import check_fp8
+from .interface import Transport
 from .local import LocalDispatcher
 
 if IS_PADDLE:
@@ -42,6 +43,7 @@ def make_dispatcher(
     kind: str = "auto",
     max_tokens: int = 0,
     fp8: bool | str = False,
+    fp8_grad: bool | str = False,
 ) -> Dispatcher:
     """A dispatcher for `num_experts` experts over a group; one serves all MoE layers of a model.
 
@@ -54,22 +56,24 @@ def make_dispatcher(
             "collective", "deepep", "fleet".
         max_tokens: the most tokens that a rank dispatches at once, the same on all ranks. Only an
             ElasticBuffer needs it.
-        fp8: send tokens quantised, in the forward: True, or "row" for one scale per row; see
-            `Dispatcher.dispatch`. Fleet's own functions and an ElasticBuffer send bfloat16 only.
+        fp8, fp8_grad: send tokens quantised in the forward, and the gradients of the experts' output
+            in the backward: True, or "row" for one scale per row; see `Dispatcher.dispatch`. Fleet's
+            own functions and an ElasticBuffer send bfloat16 only.
 
     Raises:
-        ConfigError: an unknown kind, or one that does not fit the group or `fp8`.
+        ConfigError: an unknown kind, or one that does not fit the group, `fp8` or `fp8_grad`.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
     check_fp8(fp8)
+    check_fp8(fp8_grad, "fp8_grad")
     if group is None:
         expect(
             kind in ("auto", "local"),
             ConfigError,
             f"kind {kind!r} needs a group of ranks; group is None",
         )
-        return LocalDispatcher(num_experts, fp8)
+        return LocalDispatcher(num_experts, fp8, fp8_grad)
     expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
     level = logging.INFO
     if kind == "auto":
@@ -80,11 +84,12 @@ def make_dispatcher(
     else:
         dispatcher, why = _named(kind, num_experts, group, max_tokens), "as asked for"
     expect(
-        not (fp8 and dispatcher.bf16_only),
+        not ((fp8 or fp8_grad) and dispatcher.bf16_only),
         ConfigError,
-        f"fp8 is {fp8!r}, and {dispatcher.name} sends bfloat16 only; needed: fp8=False, or another kind than {kind!r}",
+        f"fp8 is {fp8!r}, fp8_grad is {fp8_grad!r}, and {dispatcher.name} sends bfloat16 only; needed: both False, or "
+        f"another kind than {kind!r}",
     )
-    dispatcher.fp8 = fp8
+    dispatcher.fp8, dispatcher.fp8_grad = fp8, fp8_grad
     logger.log(
         level,
         "expert parallelism over %s: %d experts, %d here (%s)",

@@ -172,7 +172,6 @@ class Buffer(_Emulation):
     ):
         hidden = None
         if isinstance(x, tuple):
-            assert handle is None
             hidden, x = x[0].shape[1], fp8_rows(*x)
         assert x.shape[1] * x.element_size() * self.group_size <= self.num_nvl_bytes, (
             "the buffer is too small"
@@ -181,7 +180,9 @@ class Buffer(_Emulation):
             assert topk_idx is None and topk_weights is None and num_worst_tokens == 0
             sources, _, rows = handle
             recv_x = self._redeliver(x, sources)
-            return with_tail(recv_x, rows, GARBAGE), None, None, None, None, None
+            plain = hidden is None
+            recv_x = with_tail(recv_x, rows, GARBAGE) if plain else fp8_pair(recv_x, hidden, rows)
+            return recv_x, None, None, None, None, None
         assert num_tokens_per_rank.tolist() == is_token_in_rank.sum(0).tolist()
         sources, recv_x, recv_idx, weights, counts = self._deliver(
             x, topk_idx, topk_weights, len(num_tokens_per_expert)

@@ -12,6 +12,8 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 HIDDEN, INTERMEDIATE = 256, 24
 FORMS = (True, "row")
+# Of tokens, and of gradients.
+BOTH = ((True, False), ("row", False), (False, True), (True, True), ("row", "row"))
 CASES = ("uneven", "a rank without tokens", "a rank that receives nothing", "no tokens anywhere")
 
 
@@ -36,7 +38,23 @@ def experts_of(first, count):
     return made
 
 
-def run_fp8(dispatcher, source, rank, form, says=True):
+class Spy:
+    """A source that remembers what it has given."""
+
+    def __init__(self, source):
+        self.source, self.rows = source, None
+
+    def take(self, gradient):
+        self.rows = self.source.take(gradient)
+        return self.rows
+
+
+def code_bytes(codes):
+    empty = 0 in tuple(codes.shape)  # which Paddle cannot view
+    return np.zeros((0, HIDDEN)) if empty else numpy(codes.view(torch.uint8).to(torch.int32))
+
+
+def run_fp8(dispatcher, source, rank, form, says=True, grads=False):
     """Everything one rank sees of one forward and backward, by name, in numpy."""
     count = dispatcher.num_local_experts
     weights = experts_of(rank * count, count)
@@ -45,27 +63,31 @@ def run_fp8(dispatcher, source, rank, form, says=True):
     )
     leaf, probs = tensor(source.x, grad=True), tensor(source.weights, grad=True)
     x = leaf.to(torch.bfloat16)
-    option = {"fp8": form} if says else {}
+    option = {"fp8": form, "fp8_grad": grads} if says else {}
     received = dispatcher.dispatch(x, tensor(source.ids), probs, **option)
-    assert received.x.dtype == torch.float8_e4m3fn and received.dx_to.dtype == torch.bfloat16
+    if form:
+        assert received.x.dtype == torch.float8_e4m3fn and received.dx_to.dtype == torch.bfloat16
+    assert (received.dout_source is not None) == bool(grads)
+    spy = Spy(received.dout_source)
     out = node(
         received.x, received.tokens_per_expert, received.indices, received.probs,
-        x_scale=received.x_scale, dx_to=received.dx_to,
+        x_scale=received.x_scale, dx_to=received.dx_to, dout_source=spy if grads else None,
     )  # fmt: skip
     y = dispatcher.combine(out, received.handle)
     y.backward(tensor(source.dout).to(y.dtype))
     node.step()
     here = numpy(received.indices).max(1, initial=-1) >= 0
-    codes = (
-        numpy(received.x.view(torch.uint8).to(torch.int32)) if len(here) else np.zeros((0, HIDDEN))
-    )
+    arrived = {}
+    if form:
+        arrived |= {"codes": code_bytes(received.x), "scales": numpy(received.x_scale)}
+    if grads:
+        arrived["dout codes"] = code_bytes(spy.rows.codes)
+        arrived["dout scales"] = numpy(spy.rows.scale_inv)
     return {
         "y": numpy(y),
         "dx": gradient(leaf),
         "dweights": gradient(probs),
         "up": numpy(weights[0].main_grad),
         "down": numpy(weights[1].main_grad),
-        "codes": codes[here],
-        "scales": numpy(received.x_scale)[here],
-        "format": np.array(numpy(received.x_scale).shape[1]),
+        **{name: array[here] for name, array in arrived.items()},
     }

@@ -1,4 +1,4 @@
-"""One of two ranks: a layer whose tokens travel in FP8, through every dispatcher. Results to
+"""One of two ranks: a layer whose tokens or gradients travel in FP8, through every dispatcher. Results to
 `<out>/<rank>.npz`.
 
 Arguments: rank, directory. The framework is the environment's SONICMOE_TEST_FRAMEWORK.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import framework
 import numpy as np
-from ep_fp8 import CASES, FORMS, run_fp8, sources
+from ep_fp8 import BOTH, CASES, run_fp8, sources
 from ep_worker import deepep_dispatchers, start
 
 from sonicmoe.ep import TransportDispatcher
@@ -30,14 +30,17 @@ def main(rank, directory):
             run_fp8(TransportDispatcher(made["elastic"]), source, rank, True)
         except ConfigError as error:
             refused = str(error)
+        try:
+            run_fp8(TransportDispatcher(made["elastic"]), source, rank, False, grads=True)
+        except ConfigError as error:
+            refused += str(error)
     results = {"refused": np.array(refused)}
     for case in CASES:
-        for form in FORMS:
+        for form, grads in BOTH:
             for name, transport in transports.items():
-                found = run_fp8(
-                    TransportDispatcher(transport, form), sources(case)[rank], rank, form
-                )
-                results |= {f"{name}/{form}/{case}/{key}": a for key, a in found.items()}
+                dispatcher = TransportDispatcher(transport, form, grads)
+                found = run_fp8(dispatcher, sources(case)[rank], rank, form, grads=grads)
+                results |= {f"{name}/{form}/{grads}/{case}/{key}": a for key, a in found.items()}
     np.savez(directory / f"{rank}.npz", **results)
 
 

@@ -456,7 +456,7 @@ def test_local_dispatch_moves_nothing():
     assert torch.equal(received.probs, torch.where(here, weights, 0.0))
     assert received.tokens_per_expert == [int((ids == e).sum()) for e in range(EXPERTS)]
     empty = dispatcher.dispatch(x[:0], ids[:0], weights[:0])
-    assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle == 0
+    assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle.rows == 0
     with pytest.raises(ShapeError, match=r"\(3, 32\).*delivered 12 rows"):
         dispatcher.combine(x[:3], received.handle)
 

@@ -1,0 +1,125 @@
+"""Rows that travel in FP8, and what stands for them in autograd, which would cast e4m3.
+
+Tokens: the codes are no output of the dispatch. A tensor of their shape is, and gets their gradient.
+Gradients: the combine's backward returns a tensor of their shape, and leaves codes and scales with
+the source that the node asks (`node/fp8_gradients.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ConfigError, expect
+from ..interop import IS_PADDLE, data_ptr
+from ..quant.format import BlockScaledTensor
+from ..quant.tokens import quantize_tokens
+
+Tensor = torch.Tensor
+# How rows travel: in their dtype, or quantised with one scale per row and 128 columns, or per row.
+FP8_FORMS = (False, True, "row")
+
+
+class Forms(NamedTuple):
+    """One of `FP8_FORMS` for tokens in the forward, and one for dout in the backward."""
+
+    tokens: bool | str
+    gradients: bool | str
+
+    @property
+    def any(self) -> bool:
+        """Whether something travels in FP8."""
+        return bool(self.tokens or self.gradients)
+
+
+def check_fp8(fp8: object, name: str = "fp8") -> None:
+    """Refuse a form that is none of `FP8_FORMS`.
+
+    Raises:
+        ConfigError: naming what came and what is needed.
+    """
+    expect(
+        isinstance(fp8, bool) or fp8 == "row",
+        ConfigError,
+        f"{name} is {fp8!r}; needed: one of {list(FP8_FORMS)}",
+    )
+
+
+def quantised(rows: Tensor, form: bool | str) -> BlockScaledTensor:
+    """`[T, H]` as its sender quantises it; `form` is not False."""
+    return quantize_tokens(rows, row_scale=form == "row")
+
+
+def stand_in(
+    rows: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16, value: float = 0.0
+) -> Tensor:
+    """A tensor of the rows' shape and of one element's memory, which nobody reads."""
+    count, hidden = rows.shape
+    codes = rows.codes
+    if count == 0:
+        return torch.zeros([0, hidden], dtype=dtype, device=codes.device)
+    one = torch.full([1], value, dtype=dtype, device=codes.device)
+    return one.as_strided([count, hidden], [0, 0])  # `expand` copies under Paddle
+
+
+class SentGradient:
+    """The `GradientSource` of one dispatch: holds codes and scales between the backward of the
+    combine, which receives them, and that of the node, which takes them.
+    """
+
+    def __init__(self, form: bool | str) -> None:
+        """Nothing has arrived yet. form: of the rows; not False."""
+        self.form = form
+        self._rows: BlockScaledTensor | None = None
+        self._stand_in: Tensor | None = None
+
+    def leave(self, rows: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
+        """Called by the combine's backward; what it returns is the gradient in autograd."""
+        # NaN, so that experts which do not know of the source train on no invented gradient. Where
+        # PyTorch looks for the first NaN it must not find this one.
+        value = 0.0 if _looks_for_nan() else float("nan")
+        self._rows, self._stand_in = rows, stand_in(rows, dtype, value)
+        return self._stand_in
+
+    def take(self, gradient: Tensor) -> BlockScaledTensor:
+        """See `GradientSource`.
+
+        Raises:
+            ConfigError: nothing has arrived, or `gradient` is not what the combine's backward
+                returned.
+        """
+        rows, expected = self._rows, self._stand_in
+        expect(
+            rows is not None,
+            ConfigError,
+            "dout_source has no gradient: this dispatch's combine has run no backward since the last one; needed: the "
+            "experts' output straight into combine(out, handle), with the handle of the same dispatch",
+        )
+        assert rows is not None and expected is not None
+        expect(
+            data_ptr(gradient) == data_ptr(expected),
+            ConfigError,
+            "the gradient of the experts' output is not the one that the combine of this dispatch returned; needed: the "
+            "experts' output straight into combine(out, handle), and nowhere else (an operation in between, a second use or "
+            "a hook cannot see a gradient that travels in FP8), or fp8_grad=False",
+        )
+        self._rows = self._stand_in = None
+        return rows
+
+    def check_taken(self) -> None:
+        """Called by the dispatch's backward, which comes after the experts'.
+
+        Raises:
+            ConfigError: nobody took the gradient.
+        """
+        expect(
+            self._rows is None,
+            ConfigError,
+            "the gradient of the experts' output came in FP8 (fp8_grad) and the experts did not ask for it; needed: "
+            "node(..., dout_source=received.dout_source), or fp8_grad=False",
+        )
+
+
+def _looks_for_nan() -> bool:
+    return not IS_PADDLE and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
