@@ -1,0 +1,5 @@
+"""PaddleFleet on this package's engine: `install()` before anything of `paddlefleet` is imported."""
+
+from ..fleet.install import install, uninstall
+
+__all__ = ["install", "uninstall"]

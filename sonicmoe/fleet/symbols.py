@@ -1,0 +1,180 @@
+"""Every name that PaddleFleet takes from `paddlefleet_ops.sonicmoe`, and the object that it gets."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from .. import __version__
+
+MOUNT = "paddlefleet_ops.sonicmoe"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One name.
+
+    Attributes:
+        module: where Fleet looks for it, below `paddlefleet_ops.sonicmoe`; "" is the top.
+        name: what it is called there.
+        target: our object, `module:name` below `sonicmoe`.
+        parameters: those that its callers pass, in this order; None where it is not called.
+        late: looked up at every access, because it changes, or because it can be absent.
+    """
+
+    module: str
+    name: str
+    target: str
+    parameters: tuple[str, ...] | None = None
+    late: bool = False
+
+    def get(self) -> Any:
+        """Our object."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(f"sonicmoe.{module}".rstrip(".")), name)
+
+
+_ROUTED = ("dispatched_indices", "dispatched_probs", "tokens_per_expert", "E")
+
+SYMBOLS: tuple[Symbol, ...] = (
+    # The expert, every micro-batch and at the events of its weights.
+    Symbol("functional", "_refresh_fp8_config", "fleet.configuration:refresh_fp8_config", ()),
+    Symbol(
+        "ernie_compat.weight_layout_fusion",
+        "fused_grouped_w1_to_sonic",
+        "fleet.weight_layout:fused_grouped_w1_to_sonic",
+        ("weight",),
+    ),
+    Symbol(
+        "ernie_compat.weight_layout_fusion",
+        "fused_sonic_w1_to_grouped",
+        "fleet.weight_layout:fused_sonic_w1_to_grouped",
+        ("weight",),
+    ),
+    Symbol(
+        "ernie_compat.weight_layout_fusion",
+        "fused_transpose_w2_layout",
+        "fleet.weight_layout:fused_transpose_w2_layout",
+        ("weight",),
+    ),
+    Symbol(
+        "quack_utils.activation_situ",
+        "encode_situ_activation",
+        "fleet.situ:encode_situ_activation",
+        ("beta", "linear_beta"),
+    ),
+    # The dispatchers. Fleet looks into this signature for `pack_scale_words`.
+    Symbol(
+        "quack_utils",
+        "quantize_activation_blockscaled_fast",
+        "fleet.quantizer:quantize_activation_blockscaled_fast",
+        ("x", "scale_dtype", "pack_scale_words"),
+    ),
+    # Its in-tree copy of `run_sonic_moe`, which binds them when it is imported.
+    Symbol("enums", "ActivationType", "enums:ActivationType"),
+    Symbol(
+        "ernie_compat.deepep_metadata",
+        "deepep_topk_to_sonic_metadata",
+        "fleet.metadata:deepep_topk_to_sonic_metadata",
+        (*_ROUTED, "device", "block"),
+    ),
+    Symbol(
+        "ernie_compat.deepep_metadata",
+        "deepep_topk_to_sonic_metadata_with_scales",
+        "fleet.metadata:deepep_topk_to_sonic_metadata_with_scales",
+        (*_ROUTED, "raw_scales", "cols", "device", "block"),
+    ),
+    Symbol(
+        "ernie_compat.mlp_node_v2",
+        "_differentiable_router_scores",
+        "fleet.metadata:differentiable_router_scores",
+        (
+            "dispatched_probs",
+            "dispatched_indices",
+            "naept",
+            "TK",
+            "TK_padded",
+            "E",
+            "score_src_idx",
+        ),
+    ),
+    Symbol("functional", "_UpProjection", "fleet.twin:UpProjection"),
+    Symbol("functional", "_DownProjection", "fleet.twin:DownProjection"),
+    Symbol(
+        "functional",
+        "attach_preallocated_gated_outputs",
+        "fleet.twin:attach_preallocated_gated_outputs",
+    ),
+    Symbol("functional.utils", "enable_fp8", "fleet.twin:enable_fp8", ("enable",)),
+    Symbol(
+        "quack_utils.blockscaled_fp8_gemm",
+        "_scatter_router_scores_i32",
+        "fleet.metadata:scatter_router_scores_i32",
+        ("scores", "idx", "n_total"),
+    ),
+    # Its tests. Three belong to the PyTorch face, which says so under Paddle.
+    Symbol("", "KernelBackendMoE", "enums:KernelBackendMoE"),
+    Symbol("", "ActivationType", "enums:ActivationType"),
+    Symbol("", "SonicMoEConfig", "config:SonicMoEConfig"),
+    Symbol("", "MoE", ":MoE", late=True),
+    Symbol("", "count_cumsum", ":count_cumsum", late=True),
+    Symbol("", "enable_quack_gemm", ":enable_quack_gemm", late=True),
+)
+
+
+class MountedModule(ModuleType):
+    """A module of Fleet's engine that has no file: its names are objects of this package."""
+
+
+def mounted_modules() -> dict[str, MountedModule]:
+    """Fresh modules by full name, parents first, each the attribute of its parent.
+
+    Nothing of this package is imported a second time: the names are bound to its own objects.
+    """
+    found: dict[str, MountedModule] = {}
+    for symbol in SYMBOLS:
+        module = _module(f"{MOUNT}.{symbol.module}".rstrip("."), found)
+        if not symbol.late:
+            setattr(module, symbol.name, symbol.get())
+    return found
+
+
+def _module(name: str, found: dict[str, MountedModule]) -> MountedModule:
+    if name not in found:
+        parent, _, last = name.rpartition(".")
+        above = None if name == MOUNT else _module(parent, found)
+        found[name] = module = MountedModule(
+            name, "Objects of `sonicmoe` under PaddleFleet's names."
+        )
+        # A package without a path: a submodule that is not mounted is not found, and the engine that
+        # Fleet ships is never executed.
+        module.__path__ = []
+        module.__package__ = name
+        module.__spec__ = ModuleSpec(name, None, origin="sonicmoe", is_package=True)
+        module.__version__ = __version__  # type: ignore[attr-defined]
+        module.__getattr__ = _getter(name)  # type: ignore[method-assign, assignment]
+        if above is not None:
+            setattr(above, last, module)
+    return found[name]
+
+
+def _getter(module: str) -> Callable[[str], Any]:
+    late = {
+        symbol.name: symbol
+        for symbol in SYMBOLS
+        if symbol.late and f"{MOUNT}.{symbol.module}".rstrip(".") == module
+    }
+
+    def get(name: str) -> Any:
+        if name in late:
+            return late[name].get()
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}: sonicmoe has the names that PaddleFleet takes, "
+            "and this is none of them"
+        )
+
+    return get

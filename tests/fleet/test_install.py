@@ -1,0 +1,377 @@
+"""The installer: what it changes, that it takes everything back, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from fleet import small_fleet
+from framework import IS_PADDLE
+
+from sonicmoe.ernie_compat import fleet
+from sonicmoe.errors import EngineUnavailableError, FrameworkError
+from sonicmoe.fleet import install as installer
+from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
+from sonicmoe.fleet.symbols import MOUNT, SYMBOLS
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_paddle = pytest.mark.skipif(not IS_PADDLE, reason="PaddleFleet runs under Paddle")
+
+
+@pytest.fixture(params=["eager", "lazy"])
+def loader(request, tmp_path):
+    """`paddlefleet_ops` with one of its loaders."""
+    reader = small_fleet.ASKS_AT_IMPORT if request.param == "eager" else small_fleet.ASKS_LATER
+    small_fleet.write(tmp_path, small_fleet.SOURCES[request.param], reader)
+    with small_fleet.importable(tmp_path):
+        yield request.param
+        fleet.uninstall()
+
+
+@pytest.fixture
+def ops(loader):
+    return importlib.import_module("paddlefleet_ops")
+
+
+@pytest.fixture
+def other_ops(tmp_path):
+    """`paddlefleet_ops` of a given source."""
+    with small_fleet.importable(tmp_path):
+
+        def make(source, reader=small_fleet.ASKS_AT_IMPORT):
+            small_fleet.write(tmp_path, source, reader)
+            importlib.invalidate_caches()
+
+        yield make
+        fleet.uninstall()
+
+
+def state(ops):
+    """Everything that an installation changes."""
+    return (
+        {name: module for name, module in sys.modules.items() if name.startswith(MOUNT)},
+        {name: value for name, value in vars(ops).items() if not name.startswith("__")},
+        dict(ops.blocked_import_messages),
+        [dict(getattr(finder, "error_messages", {})) for finder in sys.meta_path],
+        sys.meta_path[:],
+    )
+
+
+def install():
+    return fleet.install(reference=True)
+
+
+def test_under_pytorch_it_says_what_to_do():
+    if IS_PADDLE:
+        pytest.skip("this is about PyTorch")
+    with pytest.raises(FrameworkError, match=r"imported with PyTorch.*paddle\.enable_compat"):
+        install()
+
+
+@needs_paddle
+class TestMounting:
+    def test_fleet_finds_every_name(self, ops):
+        assert not ops.is_sonic_moe_available()
+        install()
+        assert ops.is_sonic_moe_available() is True
+        for symbol in SYMBOLS:
+            if not symbol.late:
+                module = importlib.import_module(f"{MOUNT}.{symbol.module}".rstrip("."))
+                assert getattr(module, symbol.name) is symbol.get()
+        from paddlefleet_ops import sonicmoe
+        from paddlefleet_ops.sonicmoe.functional import _refresh_fp8_config
+
+        assert sonicmoe is sys.modules[MOUNT]
+        _refresh_fp8_config().enabled = True
+
+    def test_a_function_that_was_bound_before_says_yes_too(self, ops):
+        bound = ops.is_sonic_moe_available
+        install()
+        assert bound() is True
+
+    def test_fleet_imported_afterwards_has_the_engine(self, loader):
+        install()
+        reader = importlib.import_module(small_fleet.READER)
+        if loader == "lazy":
+            reader._load_sonic_symbols()
+        found = reader.quantize_activation_blockscaled_fast
+        assert found is quantize_activation_blockscaled_fast
+
+    def test_names_that_are_not_mounted_are_not_looked_for_elsewhere(self, ops, tmp_path):
+        vendored = tmp_path / "paddlefleet_ops/sonicmoe"
+        vendored.mkdir()
+        (vendored / "__init__.py").write_text("raise SystemExit('the engine that Fleet ships')")
+        (vendored / "grouped_gemm.py").write_text("raise SystemExit('and a part of it')")
+        install()
+        with pytest.raises(ModuleNotFoundError, match="grouped_gemm"):
+            importlib.import_module(f"{MOUNT}.grouped_gemm")
+        with pytest.raises(ImportError, match=r"no attribute 'swish'|cannot import name 'swish'"):
+            from paddlefleet_ops.sonicmoe.functional import swish  # noqa: F401
+
+    def test_loading_is_idempotent_and_never_fleets_own(self, ops, loader):
+        install()
+        if loader == "lazy":
+            assert ops.load_sonic_moe() is ops.load_sonic_moe() is sys.modules[MOUNT]
+            assert ops._loaded == []
+
+    def test_other_blocked_libraries_stay_blocked(self, ops, loader):
+        if loader == "lazy":
+            pytest.skip("that stub blocks one library")
+        install()
+        with pytest.raises(RuntimeError, match="flash_mask not supported"):
+            importlib.import_module("paddlefleet_ops.flash_mask")
+
+    def test_one_line_says_what_was_done_once(self, loader, caplog):
+        caplog.set_level(logging.INFO, logger="sonicmoe")
+        line = install()
+        assert install() == line and "\n" not in line
+        assert [r.getMessage() for r in caplog.records].count(line) == 1
+        for part in (MOUNT, f"{len(SYMBOLS)} names", loader, "reference engine", "is True"):
+            assert part in line
+
+    def test_paddles_proxy_stays_on_for_this_package(self, ops):
+        import paddle
+
+        before, scope = (
+            sys.meta_path[:],
+            set(paddle.compat.proxy.TORCH_PROXY_FINDER._local_enabled_scope),
+        )
+        try:
+            while installer._proxies_this_package():
+                paddle.disable_compat()
+            install()
+            assert installer._proxies_this_package()
+            finders = sys.meta_path[:]
+            installer._keep_compat()
+            assert sys.meta_path == finders
+        finally:
+            paddle.enable_compat(scope=scope, silent=True)
+            sys.meta_path[:] = before
+
+    def test_threads_install_once(self, ops):
+        lines, barrier = [], threading.Barrier(8)
+
+        def run():
+            barrier.wait()
+            lines.append(install())
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(lines) == 8 and len(set(lines)) == 1
+        fleet.uninstall()
+        assert not ops.is_sonic_moe_available()
+
+
+@needs_paddle
+class TestTakingBack:
+    def test_leaves_what_was_found(self, ops):
+        before = state(ops)
+        for _ in range(2):
+            install()
+            assert state(ops) != before
+            fleet.uninstall()
+            assert state(ops) == before
+        with pytest.raises(RuntimeError):
+            importlib.import_module(MOUNT)
+
+    def test_without_an_installation_does_nothing(self):
+        assert "nothing was installed" in fleet.uninstall()
+
+    def test_names_the_modules_that_keep_the_engine(self, loader):
+        install()
+        assert small_fleet.READER not in fleet.uninstall()
+        install()
+        importlib.import_module(small_fleet.READER)
+        assert small_fleet.READER in fleet.uninstall()
+
+    @pytest.mark.parametrize("step", ["mounted_modules", "_mount", "_open_gates", "_verify"])
+    def test_a_failure_changes_nothing(self, ops, step, monkeypatch):
+        before, real = state(ops), getattr(installer, step)
+
+        def fails(*arguments):
+            real(*arguments)
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(installer, step, fails)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            install()
+        assert state(ops) == before
+        monkeypatch.undo()
+        install()
+
+    def test_what_others_changed_meanwhile_stays(self, ops):
+        install()
+        theirs = ModuleType(f"{MOUNT}.functional")
+        sys.modules[f"{MOUNT}.functional"] = theirs
+        fleet.uninstall()
+        assert sys.modules.pop(f"{MOUNT}.functional") is theirs
+
+    def test_modules_that_somebody_removed_can_be_installed_again(self, ops):
+        install()
+        for name in small_fleet.loaded():
+            del sys.modules[name]
+        install()
+        again = importlib.import_module("paddlefleet_ops")
+        assert again is not ops and again.is_sonic_moe_available()
+        assert not ops.is_sonic_moe_available()
+
+
+@needs_paddle
+class TestRefusals:
+    def refused(self, match, **arguments):
+        with pytest.raises(EngineUnavailableError, match=match):
+            fleet.install(**(arguments or {"reference": True}))
+        assert MOUNT not in sys.modules
+
+    def test_no_fleet(self):
+        self.refused("there is no paddlefleet_ops")
+
+    def test_an_error_inside_fleet_is_its_own(self, other_ops):
+        other_ops("import a_library_that_is_not_there")
+        with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
+            install()
+
+    @pytest.mark.parametrize(
+        "source",
+        ["", "def is_sonic_moe_available(): return False", "blocked_import_messages = {}"],
+    )
+    def test_a_fleet_of_an_unknown_shape(self, source, other_ops):
+        other_ops(source)
+        self.refused("not known to this package: it needs is_sonic_moe_available")
+
+    def test_another_engine_under_that_name(self, other_ops, monkeypatch):
+        other_ops(small_fleet.EAGER)
+        monkeypatch.setitem(sys.modules, f"{MOUNT}.functional", ModuleType("other"))
+        with pytest.raises(EngineUnavailableError, match="another engine is imported"):
+            install()
+        monkeypatch.undo()
+
+    def test_another_engine_as_an_attribute(self, other_ops):
+        other_ops(small_fleet.EAGER + "\nsonicmoe = sys")
+        self.refused("another engine is imported")
+
+    def test_a_gpu_that_fleets_own_engine_runs_on(self, other_ops):
+        other_ops(small_fleet.LAZY.replace("_AVAILABLE = False", "_AVAILABLE = True"))
+        self.refused(r"is True already: PaddleFleet's own engine")
+
+    @pytest.mark.parametrize("package", ["paddlefleet", "paddleformers.fleet"])
+    def test_fleet_imported_before(self, loader, package, monkeypatch):
+        """With the loader that imports on demand nothing is lost by then."""
+        module = ModuleType(f"{package}.transformer.moe.moe_expert")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        if loader == "eager":
+            self.refused(rf"{package}.transformer.moe.moe_expert imported already.*before anything")
+        else:
+            install()
+
+    @pytest.mark.parametrize("kept", ["load_sonic_moe", "HAVE_SONIC_MOE"])
+    def test_fleet_that_keeps_an_answer_from_before(self, other_ops, kept, monkeypatch):
+        other_ops(small_fleet.LAZY)
+        ops = importlib.import_module("paddlefleet_ops")
+        module = ModuleType("paddlefleet.transformer.moe.fused_a2a")
+        setattr(module, kept, getattr(ops, kept) if kept == "load_sonic_moe" else False)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        self.refused("fused_a2a imported already")
+
+    def test_a_check_that_stays_false(self, other_ops):
+        other_ops(small_fleet.EAGER.replace("return _SONIC_MOE_AVAILABLE", "return False"))
+        self.refused(r"is_sonic_moe_available\(\) stays False; this version")
+
+    def test_a_check_without_the_flag_is_replaced(self, other_ops):
+        other_ops(small_fleet.EAGER.replace("_SONIC_MOE_AVAILABLE", "_ANOTHER_FLAG"))
+        install()
+        ops = importlib.import_module("paddlefleet_ops")
+        assert ops.is_sonic_moe_available()
+        fleet.uninstall()
+        assert not ops.is_sonic_moe_available()
+
+    def test_an_old_python(self, monkeypatch):
+        monkeypatch.setattr(installer.sys, "version_info", (3, 10, 4))
+        with pytest.raises(EngineUnavailableError, match=r"Python 3\.10; needed: 3\.11"):
+            install()
+
+    def test_a_part_that_was_imported_with_pytorch(self, ops, monkeypatch):
+        module = ModuleType("sonicmoe.astray")
+        module.torch = SimpleNamespace(Tensor=object)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        with pytest.raises(FrameworkError, match=r"sonicmoe\.astray were imported with PyTorch"):
+            install()
+        assert MOUNT not in sys.modules and not ops.is_sonic_moe_available()
+
+    def test_no_gpu(self):
+        self.refused(r"no GPU is here.*needs 9\.0.*reference=True", reference=False)
+
+
+@needs_paddle
+class TestDevices:
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        import paddle
+
+        def pretend(capability, count=1):
+            monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+            cuda = SimpleNamespace(
+                device_count=lambda: count, get_device_capability=lambda: capability
+            )
+            monkeypatch.setattr(paddle.device, "cuda", cuda)
+
+        return pretend
+
+    def test_hopper_needs_no_permission(self, gpu):
+        gpu((9, 0))
+        assert installer._device(reference=False) == "compute capability 9.0"
+
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (9, 5)])
+    def test_others_do(self, gpu, capability):
+        gpu(capability)
+        found = f"{capability[0]}.{capability[1]}"
+        with pytest.raises(EngineUnavailableError, match=f"capability {found}, .* needs 9"):
+            installer._device(reference=False)
+        assert found in installer._device(reference=True)
+
+    def test_a_build_for_gpus_without_one(self, gpu):
+        gpu((9, 0), count=0)
+        with pytest.raises(EngineUnavailableError, match="no GPU is here"):
+            installer._device(reference=False)
+
+
+@needs_paddle
+def test_the_ten_lines_in_a_process_of_their_own(tmp_path):
+    """From nothing to an imported Fleet, with the proxy switched off again by `paddlefleet_ops`."""
+    small_fleet.write(
+        tmp_path,
+        small_fleet.EAGER
+        + "\nimport paddle\npaddle.enable_compat(scope={'triton'}, silent=True)\npaddle.disable_compat()\n"
+        + "paddle.disable_compat()\n",
+    )
+    program = (
+        "import paddle\n"
+        "paddle.enable_compat(scope={'sonicmoe'}, silent=True)\n"
+        "from sonicmoe.ernie_compat import fleet\n"
+        "print(fleet.install(reference=True))\n"
+        f"import {small_fleet.READER} as reader\n"
+        "x = paddle.ones([4, 256], dtype='bfloat16')\n"
+        "codes, words = reader.quantize_activation_blockscaled_fast(x, pack_scale_words=True)\n"
+        "print(codes.dtype, words.dtype, words.shape)\n"
+        "import sonicmoe.ep.collective as late\n"  # imports `torch` only now
+        "print('late', late.torch.Tensor is paddle.Tensor)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "paddle.float8_e4m3fn paddle.int32 paddle.Size([4, 2])" in result.stdout
+    assert "late True" in result.stdout

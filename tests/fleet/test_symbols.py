@@ -1,0 +1,137 @@
+"""The table of names: the objects are ours, once, and callable as PaddleFleet calls them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, tensor
+
+from sonicmoe.config import SonicMoEConfig, active_config
+from sonicmoe.errors import EngineUnavailableError, FrameworkError
+from sonicmoe.fleet.symbols import MOUNT, SYMBOLS, mounted_modules
+
+CALLED = [symbol for symbol in SYMBOLS if symbol.parameters is not None]
+
+# How Fleet calls: (positional arguments, keywords).
+CALLS = {
+    "_refresh_fp8_config": [(0, [])],
+    "fused_grouped_w1_to_sonic": [(1, [])],
+    "fused_sonic_w1_to_grouped": [(1, [])],
+    "fused_transpose_w2_layout": [(1, [])],
+    "encode_situ_activation": [(2, []), (0, ["beta", "linear_beta"])],
+    "quantize_activation_blockscaled_fast": [(1, ["scale_dtype"]), (1, ["pack_scale_words"])],
+    "deepep_topk_to_sonic_metadata": [(4, ["block"])],
+    "deepep_topk_to_sonic_metadata_with_scales": [
+        (6, ["block"]),
+        (6, ["block", "gated_output_prototype", "gated_n", "gated_allocate_z_scale"]),
+    ],
+    "_differentiable_router_scores": [(6, ["score_src_idx"])],
+    "enable_fp8": [(1, [])],
+    "_scatter_router_scores_i32": [(3, [])],
+}
+# Every name of the contract, by module.
+CONTRACT = {
+    "functional": {
+        "_refresh_fp8_config", "_UpProjection", "_DownProjection",
+        "attach_preallocated_gated_outputs",
+    },
+    "functional.utils": {"enable_fp8"},
+    "quack_utils": {"quantize_activation_blockscaled_fast"},
+    "quack_utils.activation_situ": {"encode_situ_activation"},
+    "quack_utils.blockscaled_fp8_gemm": {"_scatter_router_scores_i32"},
+    "ernie_compat.weight_layout_fusion": {
+        "fused_grouped_w1_to_sonic", "fused_sonic_w1_to_grouped", "fused_transpose_w2_layout",
+    },
+    "ernie_compat.deepep_metadata": {
+        "deepep_topk_to_sonic_metadata", "deepep_topk_to_sonic_metadata_with_scales",
+    },
+    "ernie_compat.mlp_node_v2": {"_differentiable_router_scores"},
+    "enums": {"ActivationType"},
+    "": {"count_cumsum", "KernelBackendMoE", "MoE", "enable_quack_gemm"},
+}  # fmt: skip
+
+
+def test_every_name_of_the_contract_is_in_the_table():
+    listed = {(symbol.module, symbol.name) for symbol in SYMBOLS}
+    assert len(listed) == len(SYMBOLS)
+    assert {(module, name) for module, names in CONTRACT.items() for name in names} <= listed
+
+
+@pytest.mark.parametrize("symbol", CALLED, ids=lambda symbol: symbol.name)
+def test_parameters_have_the_names_and_places_of_the_table(symbol):
+    parameters = inspect.signature(symbol.get()).parameters.values()
+    places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert tuple(places[: len(symbol.parameters)]) == symbol.parameters
+
+
+@pytest.mark.parametrize("symbol", CALLED, ids=lambda symbol: symbol.name)
+def test_fleets_calls_bind(symbol):
+    signature = inspect.signature(symbol.get())
+    for positional, keywords in CALLS[symbol.name]:
+        signature.bind(*range(positional), **dict.fromkeys(keywords))
+
+
+class TestModules:
+    def test_hold_our_own_objects_and_import_nothing_twice(self):
+        mounted_modules()
+        before = dict(sys.modules)
+        modules = mounted_modules()
+        assert sys.modules == before
+        for symbol in SYMBOLS:
+            module = modules[f"{MOUNT}.{symbol.module}".rstrip(".")]
+            if not symbol.late:
+                assert vars(module)[symbol.name] is symbol.get()
+
+    def test_are_attributes_of_their_parents(self):
+        modules = mounted_modules()
+        for name, module in modules.items():
+            parent, _, last = name.rpartition(".")
+            if name != MOUNT:
+                assert getattr(modules[parent], last) is module
+            assert module.__path__ == [] and module.__spec__.name == name
+
+    def test_say_what_they_do_not_have(self):
+        functional = mounted_modules()[f"{MOUNT}.functional"]
+        with pytest.raises(AttributeError, match=r"sonicmoe\.functional' has no attribute 'swish'"):
+            _ = functional.swish
+        assert not hasattr(functional, "__wrapped__")
+
+    def test_the_pytorch_face_answers_for_itself(self):
+        top = mounted_modules()[MOUNT]
+        if IS_PADDLE:
+            with pytest.raises(FrameworkError, match="are the PyTorch face"):
+                _ = top.MoE
+        else:
+            import sonicmoe
+
+            assert top.MoE is sonicmoe.MoE and top.count_cumsum is sonicmoe.count_cumsum
+
+
+class TestTwin:
+    """Names of Fleet's in-tree copy of `run_sonic_moe`."""
+
+    @pytest.mark.parametrize("name", ["_UpProjection", "_DownProjection"])
+    def test_projections_cannot_be_applied(self, name):
+        projection = getattr(mounted_modules()[f"{MOUNT}.functional"], name)
+        with pytest.raises(EngineUnavailableError, match=rf"{name} .*call .*run_sonic_moe"):
+            projection.apply(tensor(np.zeros(3)), fp8_config=None)
+
+    def test_nothing_is_prepared(self):
+        attach = mounted_modules()[f"{MOUNT}.functional"].attach_preallocated_gated_outputs
+        with pytest.raises(EngineUnavailableError, match="attach_preallocated_gated_outputs"):
+            attach(None, ())
+
+    def test_fp8_can_be_switched(self):
+        enable_fp8 = mounted_modules()[f"{MOUNT}.functional.utils"].enable_fp8
+        with SonicMoEConfig(fp8_mode="mem", recipe="1x128").activate():
+            with enable_fp8(False):
+                assert active_config().resolve().fp8_mode == "off"
+                with enable_fp8(True):
+                    assert active_config().resolve().fp8_mode == "perf"
+            with enable_fp8():
+                assert active_config().resolve().fp8_mode == "mem"
+                assert active_config().recipe == "1x128"
+        assert active_config().resolve().fp8_mode == "off"
