@@ -40,8 +40,15 @@ class Symbol:
 
 _ROUTED = ("dispatched_indices", "dispatched_probs", "tokens_per_expert", "E")
 
+_RUN = (
+    *("hidden_states", "topk_indices", "topk_scores", "K", "E", "w1", "w2", "fp8"),
+    *("tokens_per_expert", "fp8_scale", "fp8_combine_grad_handle", "fp8_config"),
+    *("release_fp8_weights", "activation_type"),
+)
+
 SYMBOLS: tuple[Symbol, ...] = (
     # The expert, every micro-batch and at the events of its weights.
+    Symbol("", "run_sonic_moe", "fleet.run:run_sonic_moe", _RUN),
     Symbol("functional", "_refresh_fp8_config", "fleet.configuration:refresh_fp8_config", ()),
     Symbol(
         "ernie_compat.weight_layout_fusion",

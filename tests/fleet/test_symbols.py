@@ -10,13 +10,19 @@ import pytest
 from framework import IS_PADDLE, tensor
 
 from sonicmoe.config import SonicMoEConfig, active_config
+from sonicmoe.enums import ActivationType
 from sonicmoe.errors import EngineUnavailableError, FrameworkError
 from sonicmoe.fleet.symbols import MOUNT, SYMBOLS, mounted_modules
 
 CALLED = [symbol for symbol in SYMBOLS if symbol.parameters is not None]
 
 # How Fleet calls: (positional arguments, keywords).
+_OF_EVERY_FORWARD = [
+    *("tokens_per_expert", "fp8_scale", "fp8_combine_grad_handle", "fp8_config"),
+    "release_fp8_weights",
+]
 CALLS = {
+    "run_sonic_moe": [(8, _OF_EVERY_FORWARD), (8, [*_OF_EVERY_FORWARD, "activation_type"])],
     "_refresh_fp8_config": [(0, [])],
     "fused_grouped_w1_to_sonic": [(1, [])],
     "fused_sonic_w1_to_grouped": [(1, [])],
@@ -50,7 +56,7 @@ CONTRACT = {
     },
     "ernie_compat.mlp_node_v2": {"_differentiable_router_scores"},
     "enums": {"ActivationType"},
-    "": {"count_cumsum", "KernelBackendMoE", "MoE", "enable_quack_gemm"},
+    "": {"run_sonic_moe", "count_cumsum", "KernelBackendMoE", "MoE", "enable_quack_gemm"},
 }  # fmt: skip
 
 
@@ -72,6 +78,25 @@ def test_fleets_calls_bind(symbol):
     signature = inspect.signature(symbol.get())
     for positional, keywords in CALLS[symbol.name]:
         signature.bind(*range(positional), **dict.fromkeys(keywords))
+
+
+def test_the_call_of_every_micro_batch_has_nothing_else_and_fleets_defaults():
+    run = mounted_modules()[MOUNT].run_sonic_moe
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(run).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    assert defaults == {
+        "fp8": False,
+        "tokens_per_expert": None,
+        "fp8_scale": None,
+        "fp8_combine_grad_handle": None,
+        "fp8_config": None,
+        "release_fp8_weights": False,
+        "activation_type": ActivationType.SWIGLU,
+    }
+    assert len(inspect.signature(run).parameters) == 14
 
 
 class TestModules:
