@@ -131,3 +131,11 @@ def all_weights_changed() -> None:
     """`weights_changed` for every pair of parameters of this process."""
     for layer in list(_layers.values()):
         layer.state.invalidate()
+
+
+def drop_weight_caches() -> None:
+    """Free what the layers of this process have prepared of their weights; copies that hang on
+    parameters are not theirs.
+    """
+    for layer in list(_layers.values()):
+        layer.state.weights.drop()

@@ -22,6 +22,7 @@ from .carrier import tokens_from_carrier
 from .combine_grad import combine_gradient
 from .configuration import FP8Config
 from .layer import FleetLayer, layer_of
+from .weight_copies import copies_of, release_forward_copies
 
 Tensor = torch.Tensor
 
@@ -58,13 +59,16 @@ def run_sonic_moe(
         topk_scores: fp32 `[T, K]`. Its gradient is exactly 0 where there is no slot.
         K, E: slots of a token, and local experts.
         w1, w2: `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`, or `[E, H, 2I]` (gate half
-            first) and `[E, I, H]`. Their shapes tell which, anew at each call.
+            first) and `[E, I, H]`. Their shapes tell which, anew at each call. With `fp8`, copies
+            that hang on them are read in their place (`fleet.weight_copies`), and their memory may
+            have been freed.
         fp8: whether operands are quantised.
         tokens_per_expert: E counts as a list, or a tensor, or None. One on a GPU is never read.
         fp8_scale: scales of e4m3 tokens in any form of `fleet.carrier`.
         fp8_combine_grad_handle: where the combine's backward leaves the gradient of the output.
         fp8_config: settings of the layer; None: the configuration in force.
-        release_fp8_weights: give up the copies of the weights that forward reads, after it.
+        release_fp8_weights: free the FP8 copies that forwards alone read, after this one
+            (`fleet.weight_copies`).
         activation_type: a gated member of `ActivationType`, its value, or a description of SiTU-GLU.
 
     Returns:
@@ -73,6 +77,7 @@ def run_sonic_moe(
     Raises:
         ShapeError, DTypeError, RoutingError, ConfigError, DeviceError, FrameworkError: naming the
             argument, what came and what is needed.
+        LayoutError, StaleWeightsError: w1 or w2 holds no memory, and has no copies, or old ones.
         OutOfMemoryError: nothing has changed.
     """
     _check_tokens(hidden_states, fp8_scale)
@@ -85,7 +90,11 @@ def run_sonic_moe(
     )
     x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
     source = combine_gradient(fp8_combine_grad_handle)
-    return node(x, tokens_per_expert, topk_indices, topk_scores, x_scale, dx_to, source)
+    copies = copies_of(w1, w2) if fp8 else None
+    out = node(x, tokens_per_expert, topk_indices, topk_scores, x_scale, dx_to, source, copies)
+    if fp8 and release_fp8_weights:
+        release_forward_copies(w1, w2, copies)
+    return out
 
 
 def _config_of(given: FP8Config | None) -> FP8Config:

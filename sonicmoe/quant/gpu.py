@@ -179,15 +179,8 @@ class QuantizedWeights:
     def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:
         experts, device = len(source.up), device_of(source.up[0])
         n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
-        self._forward = tuple(
-            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device)
-            for shape in ((experts, n1, hidden), (experts, hidden, inner))
-        )
-        self._dgrad = tuple(
-            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device, orientation=Orientation.COLUMNS)
-            for shape in ((experts, hidden, n1), (experts, inner, hidden))
-            if not self._iso_weight
-        )
+        if _codes_of(self._layout) != _codes_of(layout):
+            self._allocate_codes(experts, n1, hidden, inner, device)
         table = empty((2 * experts,), torch.int64, device)
         dtype = dtype_name(source.up[0].dtype)
         count = _kernels(device_name(table)).num_checksums(
@@ -201,6 +194,17 @@ class QuantizedWeights:
         outputs = written + [None] * (4 if self._iso_weight else 0)
         self._launch_buffers = (table, checksums, state, tuple(outputs), dtype)
         self._layout, self._pointers = layout, ()
+
+    def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
+        self._forward = tuple(
+            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device)
+            for shape in ((experts, n1, hidden), (experts, hidden, inner))
+        )
+        self._dgrad = tuple(
+            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device, orientation=Orientation.COLUMNS)
+            for shape in ((experts, hidden, n1), (experts, inner, hidden))
+            if not self._iso_weight
+        )
 
     def _update_on_host(self, source: WeightSource) -> None:
         self._forward = tuple(quantize(native, WEIGHT_BLOCK) for native in source.native()[:2])
@@ -252,6 +256,13 @@ def _layout_of(source: WeightSource) -> tuple[Any, ...]:
         source.up[0].dtype,
         device_name(source.up[0]),
     )
+
+
+def _codes_of(layout: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """What the codes depend on. Parameters that change their layout in place keep their codes'
+    memory, which callers and outstanding backwards hold.
+    """
+    return None if layout is None else (layout[:4], layout[-1])
 
 
 def _check_source(source: WeightSource) -> None:

@@ -47,6 +47,7 @@ from .parameters import ExpertParameters, check_memory
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
 _events = itertools.count(1)
+_live: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -95,7 +96,8 @@ class WeightCopies:
         """
         if settings.recipe is None:
             raise ConfigError(
-                "copies of the weights are quantised, and these settings have no FP8 recipe; needed: fp8_mode='perf' or 'mem'"
+                f"copies of the weights are quantised, and the {engine.name} engine computes without FP8 recipe here; needed: "
+                "fp8_mode='perf' or 'mem', and sizes that an FP8 engine takes"
             )
         with plain_ops():
             parameters = parameters or layer.parameters()
@@ -114,6 +116,7 @@ class WeightCopies:
         self._renew(parameters)
         optimizer_watchers.add(self)
         change_watchers.add(self)
+        _live.add(self)
 
     @property
     def iso_weight(self) -> bool:
@@ -271,6 +274,11 @@ class WeightCopies:
         if self._stale or reading.unannounced is not None:
             self._renew(parameters)
         return reading.unannounced
+
+
+def used_copies() -> list[WeightCopies]:
+    """All copies that a backward has read since their event."""
+    return [copies for copies in list(_live) if copies.backwards]
 
 
 def _fit(engine: str, settings: EngineSettings) -> tuple[str, str | None, bool]:

@@ -1,0 +1,363 @@
+"""FP8 copies on PaddleFleet's attributes, through the whole order of its events."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+
+import numpy as np
+import pytest
+from engine.moe_golden import make_problem
+from fleet.fleet_calls import Experts
+from fleet.fleet_steps import FleetExpert, same_bits, swap_freed, train
+from framework import IS_PADDLE, numpy, tensor, torch
+from node.node_harness import problems
+from weights.freed_memory import free, holds_memory
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.errors import ConfigError, LayoutError, ShapeError, StaleWeightsError
+from sonicmoe.fleet import weight_copies
+from sonicmoe.fleet.configuration import FP8Config
+from sonicmoe.fleet.layer import known_layer, weights_changed
+from sonicmoe.fleet.weight_copies import (
+    clear_all_fp8_weight_caches,
+    copies_of,
+    quantize_native_fp8_weights,
+)
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.recipes import iso
+from sonicmoe.quant.reference import dequantize
+
+FORMATS = ("32x32", "1x32")
+each_format = pytest.mark.parametrize("form", FORMATS)
+LARGE = {"hidden": 144, "intermediate": 136}  # partial blocks at both edges
+
+
+def plain_training(batches, steps=3):
+    """Without copies and without freeing: parameters in grouped layout, quantised by the node."""
+    expert = FleetExpert(batches[0])
+    found = []
+    for _ in range(steps):
+        calls = [expert.call(batch, fp8=True) for batch in batches]
+        for call in calls:
+            call.backward()
+            found += [numpy(call.out), call.dx, call.dprobs]
+        found += expert.gradients()
+        expert.optimizer_step()
+        found += [numpy(weight) for weight in expert.weights]
+    return found
+
+
+class TestOrderOfEvents:
+    @each_format
+    @pytest.mark.parametrize("has_master", [False, True])
+    @pytest.mark.parametrize("frees", [False, True])
+    def test_bits_are_those_of_training_without_it(self, form, has_master, frees):
+        batches = problems(3)
+        found = train(FleetExpert(batches[0], form), batches, frees=frees, has_master=has_master)
+        assert same_bits(found, plain_training(batches))
+
+    @each_format
+    def test_a_callback_that_never_runs_is_replaced_by_the_forwards(self, form, caplog):
+        """Fleet asks for the attributes' presence only; what hangs there is of the step before."""
+        batches = problems(2)
+        expert, found = FleetExpert(batches[0], form), []
+        for step in range(3):
+            with caplog.at_level(logging.INFO, logger="sonicmoe"):
+                calls = [expert.forward(batch) for batch in batches]
+            assert ("changed without step()" in caplog.text) is (step > 0)
+            caplog.clear()
+            for call in calls:
+                call.backward()
+                found += [numpy(call.out), call.dx, call.dprobs]
+            expert.to_layout("grouped")
+            found += expert.gradients()
+            expert.optimizer_step()
+            found += [numpy(weight) for weight in expert.weights]
+        assert same_bits(found, plain_training(batches))
+
+    @each_format
+    def test_two_layers_share_the_events(self, form):
+        """The second layer's quantisation clears all caches, and the first layer's copies stay."""
+        batches = problems(2)
+        experts = [FleetExpert(batch, form) for batch in batches]
+        for expert in experts:
+            expert.step_begin()
+        for expert, batch in zip(experts, batches, strict=True):
+            expert.forward(batch).backward()
+        assert copies_of(*experts[0].weights) is not copies_of(*experts[1].weights)
+
+    def test_buffers_keep_their_place_while_the_layout_changes(self):
+        expert = FleetExpert(make_problem())
+        expert.quant_weight()
+        copies = copies_of(*expert.weights)
+        buffers = [copies.weights.w1.bytes, copies.weights.w2.bytes]
+        for layout in ("grouped", "sonic", "grouped"):
+            expert.to_layout(layout)
+            expert.call(fp8=True)
+            assert copies_of(*expert.weights) is copies
+            assert [copies.weights.w1.bytes, copies.weights.w2.bytes][0] is buffers[0]
+            assert copies.weights.w2.bytes is buffers[1]
+        assert copies.version == expert_version(expert), "a switch of the layout is no write"
+
+    @each_format
+    def test_memory_goes_with_the_attributes(self, form):
+        batch = make_problem()
+        expert = FleetExpert(batch, form)
+        expert.step_begin()
+        expert.forward(batch).backward()
+        copies = copies_of(*expert.weights)
+        buffers = [weakref.ref(copies.weights.w1), weakref.ref(copies.weights.w2_dgrad)]
+        del copies
+        gc.collect()
+        gc.disable()
+        try:
+            expert.optimizer_begin()
+            # Without a collection of cycles.
+            assert [buffer() for buffer in buffers] == [None, None]
+        finally:
+            gc.enable()
+
+
+def expert_version(expert):
+    return copies_of(*expert.weights).version
+
+
+class TestStaleness:
+    def freed_after(self, event, form="32x32"):
+        batch = make_problem()
+        expert = FleetExpert(batch, form)
+        expert.quant_weight()
+        event(expert)
+        expert.to_layout("sonic")
+        free(*expert.weights)
+        return expert, batch
+
+    def test_an_announced_write(self):
+        expert, batch = self.freed_after(lambda e: weights_changed(*e.weights))
+        with pytest.raises(StaleWeightsError, match=r"announced a write; .* hold no memory"):
+            expert.forward(batch)
+
+    def test_clearing_after_a_backward_ends_what_the_backward_has_read(self):
+        """The trainer clears caches before its optimizer, and forgets the attributes."""
+
+        def used_and_cleared(expert):
+            expert.forward(expert.problem).backward()
+            clear_all_fp8_weight_caches()
+
+        expert, batch = self.freed_after(used_and_cleared)
+        with pytest.raises(StaleWeightsError, match="clear_all_fp8_weight_caches"):
+            expert.forward(batch)
+
+    @pytest.mark.parametrize("layers", [1, 2])
+    def test_a_layer_that_the_callback_does_not_reach(self, layers):
+        """Its attributes stay, and the optimizer frees its storage with that of the others."""
+        batch = make_problem()
+        unreached, *others = (FleetExpert(batch) for _ in range(1 + layers))
+        for expert in (unreached, *others):
+            expert.step_begin()
+            expert.forward(batch).backward()
+        for expert in others:
+            expert.optimizer_begin()
+        for expert in others:
+            expert.optimizer_step()
+            expert.step_begin()
+        with pytest.raises(StaleWeightsError, match="clear_all_fp8_weight_caches"):
+            unreached.forward(batch)
+
+    def test_another_layers_first_forward_in_the_middle_of_a_step_ends_nothing(self):
+        batch = make_problem()
+        expert, late = FleetExpert(batch), FleetExpert(batch)
+        expert.step_begin()
+        expert.forward(batch).backward()
+        late.forward(batch)
+        expert.forward(batch)
+
+    def test_clearing_before_any_backward_ends_nothing(self):
+        def cleared(expert):
+            expert.forward(expert.problem)
+            clear_all_fp8_weight_caches()
+
+        expert, batch = self.freed_after(cleared)
+        expert.forward(batch)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="its optimizers leave no trace")
+    def test_a_step_of_an_optimizer(self):
+        expert, batch = self.freed_after(lambda e: torch.optim.SGD(e.weights, lr=0.1).step())
+        with pytest.raises(StaleWeightsError, match="an optimizer stepped"):
+            expert.forward(batch)
+
+    def test_no_copies_and_no_memory(self):
+        expert, batch = self.freed_after(lambda e: e.clear_fp8_weights())
+        with pytest.raises(LayoutError, match=r"hold no memory; .*FP8 copies"):
+            expert.call(batch, fp8=True)
+        with pytest.raises(LayoutError, match="hold no memory"):
+            expert.quant_weight()
+
+    def test_bf16_reads_the_parameters_and_no_copies(self):
+        batch = make_problem()
+        expert = FleetExpert(batch)
+        expected = numpy(expert.call(fp8=False).out)
+        expert.quant_weight()
+        assert np.array_equal(numpy(expert.call(fp8=False).out), expected)
+        free(*expert.weights)
+        with pytest.raises(LayoutError, match="hold no memory"):
+            expert.call(fp8=False)
+
+
+class TestAttributes:
+    def test_copies_of_somebody_else_are_refused(self):
+        expert = FleetExpert(make_problem())
+        expert.quant_weight()
+        w1, _ = expert.weights
+        w1.fp8 = (w1.fp8[0].clone() if not IS_PADDLE else tensor(np.zeros(3)), w1.fp8[1])
+        with pytest.raises(LayoutError, match=r"w1\.fp8 holds .* has not made"):
+            expert.forward(expert.problem)
+
+    def test_copies_of_two_events_are_refused(self):
+        expert = FleetExpert(make_problem())
+        expert.quant_weight()
+        w1, _ = expert.weights
+        first = w1.fp8
+        expert.quant_weight()
+        w1.fp8 = first
+        with pytest.raises(LayoutError, match=r"two quantisations \(events \d+ and \d+\)"):
+            expert.forward(expert.problem)
+
+    def test_copies_of_other_parameters_are_refused(self):
+        one, other = FleetExpert(make_problem()), FleetExpert(make_problem())
+        one.quant_weight()
+        other.to_layout("sonic")
+        for given, taken in zip(one.weights, other.weights, strict=True):
+            taken.fp8, taken.transposed_fp8 = given.fp8, given.transposed_fp8
+        with pytest.raises(LayoutError, match="made of other parameters"):
+            other.forward(other.problem)
+
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_half_of_a_pair_is_none(self, missing):
+        expert = FleetExpert(make_problem())
+        expert.quant_weight()
+        expert.weights[missing].fp8 = None
+        assert copies_of(*expert.weights) is None
+
+    def test_nothing_hangs_there_at_first(self):
+        assert copies_of(*FleetExpert(make_problem()).weights) is None
+
+
+class TestPayload:
+    @pytest.mark.parametrize("layout", ["sonic", "grouped"])
+    @each_format
+    def test_shapes_and_values(self, layout, form):
+        problem = make_problem(**LARGE)
+        experts, hidden, inner = problem.num_experts, 144, 136
+        given = Experts(problem, layout)
+        native = Experts(problem, "sonic").weights
+        payload = quantize_native_fp8_weights(*given.weights, iso32=form == "32x32")
+        assert payload["format"] == ("iso32" if form == "32x32" else "1x32")
+        shapes = {"w1": (experts, 2 * inner, hidden), "w2": (experts, hidden, inner)}
+        for (name, shape), weight in zip(shapes.items(), native, strict=True):
+            codes, scale, *transposed = payload[name]
+            assert tuple(codes.shape) == shape and codes.dtype == torch.float8_e4m3fn
+            values = dequantize(BlockScaledTensor(codes, scale, iso(128), Code.E4M3))
+            error = np.abs(numpy(values) - numpy(weight)).max() / np.abs(numpy(weight)).max()
+            assert 0 < error < 0.04
+            assert np.array_equal(numpy(transposed[-1]), numpy(scale).transpose(0, 2, 1))
+            if form == "1x32":
+                back = BlockScaledTensor(*transposed, iso(128), Code.E4M3, Orientation.COLUMNS)
+                assert tuple(transposed[0].shape) == (shape[0], shape[2], shape[1])
+                assert np.array_equal(numpy(dequantize(back)), numpy(values))
+
+    def test_weights_that_are_no_pair_are_refused(self):
+        expert = FleetExpert(make_problem())
+        w1, w2 = expert.weights
+        with pytest.raises(ShapeError, match=r"needed: \[E, 2I, H\] and \[E, H, I\]"):
+            quantize_native_fp8_weights(w2, w1)
+        with pytest.raises(ShapeError, match="w1 has shape"):
+            quantize_native_fp8_weights(tensor(np.zeros((3, 4))), w2)
+        with pytest.raises(TypeError, match="w2 must be"):
+            quantize_native_fp8_weights(w1, None)
+
+    def test_a_recipe_that_needs_two_buffers(self):
+        w1, w2 = FleetExpert(make_problem()).weights
+        with SonicMoEConfig(recipe="1x128").activate():
+            with pytest.raises(ConfigError, match="iso_weight needs a recipe"):
+                quantize_native_fp8_weights(w1, w2, iso32=True)
+            assert quantize_native_fp8_weights(w1, w2, iso32=False)["format"] == "1x32"
+
+
+class TestRelease:
+    @pytest.fixture(autouse=True)
+    def nothing_said(self, monkeypatch):
+        monkeypatch.setattr(weight_copies, "_said", set())
+
+    def outstanding(self, form, caplog, **given):
+        batch = make_problem()
+        expert = FleetExpert(batch, form)
+        expert.step_begin()
+        copies = copies_of(*expert.weights)
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            calls = [
+                expert.call(batch, fp8=True, release_fp8_weights=last, **given)
+                for last in (False, True, True)[: 2 if form == "1x32" else 3]
+            ]
+        return expert, copies, calls
+
+    def test_forwards_order_goes_after_the_last_forward(self, caplog):
+        expert, copies, calls = self.outstanding("1x32", caplog)
+        assert copies.is_released
+        assert [weight.fp8 for weight in expert.weights] == [None, None]
+        assert all(weight.transposed_fp8 is not None for weight in expert.weights)
+        for call in calls:
+            call.backward()
+        assert "kept" not in caplog.text
+
+    def test_one_buffer_is_kept_and_said_once(self, caplog):
+        expert, copies, calls = self.outstanding("32x32", caplog)
+        assert not copies.is_released and expert.weights[0].fp8 is not None
+        for call in calls:
+            call.backward()
+        assert caplog.text.count("are kept: forward and backward read the same buffers") == 1
+
+    def test_a_backward_that_recomputes_z_keeps_it(self, caplog):
+        config = FP8Config()
+        config.recompute_z = True
+        _, copies, calls = self.outstanding("1x32", caplog, fp8_config=config)
+        assert not copies.is_released and "recompute z" in caplog.text
+        for call in calls:
+            call.backward()
+
+    def test_copies_that_the_engine_made_are_its_own(self, caplog):
+        expert = FleetExpert(make_problem(), "1x32")
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            expert.call(fp8=True, release_fp8_weights=True).backward()
+        assert "quantised the weights by itself" in caplog.text
+
+    def test_bf16_has_nothing_to_release(self, caplog):
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            FleetExpert(make_problem()).call(fp8=False, release_fp8_weights=True)
+        assert "kept" not in caplog.text
+
+
+def test_clearing_frees_what_the_engine_quantised_by_itself():
+    expert = FleetExpert(make_problem())
+    expert.call(fp8=True)
+    cache = known_layer(*expert.weights).state.weights._cache
+    buffer = weakref.ref(cache.weights.w1)
+    del cache
+    clear_all_fp8_weight_caches()
+    gc.collect()
+    assert buffer() is None
+    expert.call(fp8=True).backward()
+
+
+def test_a_freed_parameter_that_changes_its_shape_is_read_in_its_new_layout():
+    batch = make_problem()
+    expert = FleetExpert(batch)
+    expected = numpy(expert.call(fp8=True).out)
+    expert.step_begin(has_master=False)
+    assert expert.layout == "grouped" and not any(map(holds_memory, expert.weights))
+    assert np.array_equal(numpy(expert.call(fp8=True).out), expected), "grouped and freed"
+    for weight in expert.weights:
+        swap_freed(weight)
+    assert np.array_equal(numpy(expert.call(fp8=True).out), expected)
