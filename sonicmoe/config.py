@@ -33,6 +33,17 @@ PREFIX = "SONIC_MOE_"
 FP8_MODES = ("off", "perf", "mem")
 HONOURED_VARIABLES = ("TRITON_PTXAS_PATH", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "CUDA_HOME")
 
+_FUSED = "whether a kernel also quantises what it computes; here it always does"
+# Variables of the engine that PaddleFleet ships. They have no meaning here, and a user who comes
+# from there has them set.
+FLEETS_VARIABLES = {
+    "SONIC_MOE_FP8_SAVE_Z_FP8": "`1` keeps z in FP8 there; here `SONIC_MOE_FP8_SAVE_Z` names the code",
+    "SONIC_MOE_FP8_EPILOGUE_QUANT": _FUSED,
+    "SONIC_MOE_FP8_FUSED_GATED": _FUSED,
+    "SONIC_MOE_FP8_FUSED_SWIGLU_QUANT": _FUSED,
+    "SONIC_MOE_FP8_FUSED_ZY1_QUANT": _FUSED,
+}
+
 Value = TypeVar("Value")
 Member = TypeVar("Member", bound=Enum)
 
@@ -363,7 +374,7 @@ class SonicMoEConfig:
         BOOLEAN,
         False,
         "drop the saved `z` in the middle of backward; a second backward through the same graph is "
-        "refused (node only)",
+        "refused (node only). PaddleFleet's own engine prints memory under this name",
     )
     gemm_num_sms: Flag[int] = Flag(
         "SONIC_MOE_GEMM_NUM_SMS",
@@ -613,7 +624,7 @@ def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | N
     """Variables that look like a flag and are none, each with the nearest flag (or None).
 
     Every `SONIC_MOE_*` name counts, in any case, and others where a flag is near: `SONICMOE_FP8`,
-    `USE_QUACK_GEM`.
+    `USE_QUACK_GEM`. Those in `FLEETS_VARIABLES` are spelt right, so no flag is near to them.
     """
     names = os.environ if environ is None else environ
     found: dict[str, str | None] = {}
@@ -623,7 +634,7 @@ def unknown_flags(environ: Mapping[str, str] | None = None) -> dict[str, str | N
         # and comparing each with every flag takes long.
         if name in FLAGS_BY_ENV or not any(word in upper for word in _WORDS):
             continue
-        nearest = _nearest_flag(upper)
+        nearest = None if name in FLEETS_VARIABLES else _nearest_flag(upper)
         if nearest or upper.startswith(PREFIX):
             found[name] = nearest
     return found
@@ -651,4 +662,6 @@ def warn_unknown_flags() -> None:
         if name not in _WARNED:
             _WARNED.add(name)
             hint = f"; did you mean {suggestion}?" if suggestion else ""
+            if name in FLEETS_VARIABLES:
+                hint = f"; it is one of PaddleFleet's own engine: {FLEETS_VARIABLES[name]}"
             logger.warning("unknown environment variable %s is ignored%s", name, hint)

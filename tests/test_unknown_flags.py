@@ -8,7 +8,8 @@ from pathlib import Path
 import preloaded
 import pytest
 
-from sonicmoe.config import FLAGS_BY_ENV, unknown_flags
+from sonicmoe import config
+from sonicmoe.config import FLAGS_BY_ENV, FLEETS_VARIABLES, unknown_flags, warn_unknown_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSPELT = {"SONIC_MOE_FP8_MOD": "perf"}
@@ -74,7 +75,7 @@ def test_every_near_miss_of_every_flag_names_that_flag() -> None:
         ("SonicMoe_Engine", "SONIC_MOE_ENGINE"),
         ("USE_QUACK_GEM", "USE_QUACK_GEMM"),
         ("use_quack_gemm", "USE_QUACK_GEMM"),
-        ("SONIC_MOE_NOTHING_LIKE_IT_AT_ALL", None),
+        ("SONIC_MOE_UNLIKE_ANY_OTHER_WORD", None),
     ],
 )
 def test_what_people_typed_is_reported(typed: str, meant: str | None) -> None:
@@ -115,3 +116,16 @@ def test_compile_workers_do_not_repeat_it(tmp_path: Path) -> None:
         "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "local"),
     }
     assert errors_of(program, **MISSPELT, **folders).count(LINE) == 1
+
+
+@pytest.mark.parametrize("name", FLEETS_VARIABLES)
+def test_a_variable_of_fleets_own_engine_is_told_from_a_slip(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert name not in FLAGS_BY_ENV and unknown_flags({name: "1"}) == {name: None}
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(config, "_WARNED", set())
+    for _ in range(2):
+        warn_unknown_flags()
+    (message,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert message.endswith(f"it is one of PaddleFleet's own engine: {FLEETS_VARIABLES[name]}")

@@ -25,6 +25,7 @@ from .. import __version__
 from ..config import (
     DIRECTORY,
     FLAGS,
+    FLEETS_VARIABLES,
     HONOURED_VARIABLES,
     Flag,
     ResolvedConfig,
@@ -136,6 +137,7 @@ def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
     report.unknown_flags = unknown_flags(environ)
     for name, nearest in report.unknown_flags.items():
         remedy = f"did you mean {nearest}?" if nearest else "docs/env.md lists the flags; unset it"
+        remedy = FLEETS_VARIABLES.get(name, remedy)
         report.warning(f"{name} is not a flag of this package and is ignored", remedy)
     for name in HONOURED_VARIABLES:
         value = report.honoured[name] = environ.get(name)

@@ -199,25 +199,32 @@ kernels always fuse activation and quantisation; False is said once |
             ConfigError: an unknown activation, or a clamp with another one than SwiGLU.
         """
         name = getattr(activation_type, "value", activation_type)
-        limit = self.swiglu_clamp_value
-        situ = parse_situ_activation(name)
-        # The kernels have one sigmoid, in fp32.
-        name = "swiglu" if name == "swiglu_precise" else name
-        found = ActivationType.SITU_GLU if situ is not None else None
-        found = found or member_of(ActivationType, name, "activation_type")
-        clamps = (ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMP)
-        expect(
-            limit == 0 or found in clamps,
-            ConfigError,
-            f"swiglu_clamp_value is {limit} with activation {found.value!r}; needed: 0, or SwiGLU",
-        )
-        if limit and found in clamps:
-            found = ActivationType.SWIGLU_CLAMP
-            return found, layer_parameters(found, {"limit": limit})
-        if situ is None:
-            return found, ()
-        fields = {"beta": self.situ_beta, "linear_beta": self.situ_linear_beta}
-        return found, layer_parameters(found, fields | situ)
+        if not isinstance(name, str):
+            name = member_of(ActivationType, name, "activation_type").value
+        return _activation(name, self.swiglu_clamp_value, self.situ_beta, self.situ_linear_beta)
+
+
+@lru_cache(maxsize=256)  # every forward asks, with the same answer
+def _activation(
+    name: str, limit: float, beta: float, linear_beta: float | None
+) -> tuple[ActivationType, ActivationParameters]:
+    situ = parse_situ_activation(name)
+    # The kernels have one sigmoid, in fp32.
+    name = "swiglu" if name == "swiglu_precise" else name
+    found = ActivationType.SITU_GLU if situ is not None else None
+    found = found or member_of(ActivationType, name, "activation_type")
+    clamps = (ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMP)
+    expect(
+        limit == 0 or found in clamps,
+        ConfigError,
+        f"swiglu_clamp_value is {limit} with activation {found.value!r}; needed: 0, or SwiGLU",
+    )
+    if limit and found in clamps:
+        found = ActivationType.SWIGLU_CLAMP
+        return found, layer_parameters(found, {"limit": limit})
+    if situ is None:
+        return found, ()
+    return found, layer_parameters(found, {"beta": beta, "linear_beta": linear_beta} | situ)
 
 
 def refresh_fp8_config() -> FP8Config:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from sonicmoe.config import FLAGS, HONOURED_VARIABLES, PREFIX, Flag
+from sonicmoe.config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, PREFIX, Flag
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "env.md"
 
@@ -41,6 +41,12 @@ HONOURED_TEXT = """
 Honoured where the tool behind them runs; this package never sets or overwrites them.
 
 """
+FLEETS_TEXT = """
+## Variables of PaddleFleet's own engine
+
+Ignored, with a warning that says so.
+
+"""
 
 
 def table_row(flag: Flag[Any]) -> str:
@@ -53,7 +59,9 @@ def table_row(flag: Flag[Any]) -> str:
 def render() -> str:
     """The whole page."""
     honoured = "".join(f"* `{name}`\n" for name in HONOURED_VARIABLES)
-    return HEADER + "".join(table_row(flag) for flag in FLAGS) + HONOURED_TEXT + honoured
+    fleets = "".join(f"* `{name}`: {meaning}\n" for name, meaning in FLEETS_VARIABLES.items())
+    flags = "".join(table_row(flag) for flag in FLAGS)
+    return HEADER + flags + HONOURED_TEXT + honoured + FLEETS_TEXT + fleets
 
 
 @click.command(help=__doc__)
