@@ -51,6 +51,18 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("", "run_sonic_moe", "fleet.run:run_sonic_moe", _RUN),
     Symbol("functional", "_refresh_fp8_config", "fleet.configuration:refresh_fp8_config", ()),
     Symbol(
+        "functional",
+        "clear_all_fp8_weight_caches",
+        "fleet.weight_copies:clear_all_fp8_weight_caches",
+        (),
+    ),
+    Symbol(
+        "quack_utils",
+        "quantize_native_fp8_weights",
+        "fleet.weight_copies:quantize_native_fp8_weights",
+        ("w1", "w2", "iso32"),
+    ),
+    Symbol(
         "ernie_compat.weight_layout_fusion",
         "fused_grouped_w1_to_sonic",
         "fleet.weight_layout:fused_grouped_w1_to_sonic",

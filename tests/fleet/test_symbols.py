@@ -24,6 +24,8 @@ _OF_EVERY_FORWARD = [
 CALLS = {
     "run_sonic_moe": [(8, _OF_EVERY_FORWARD), (8, [*_OF_EVERY_FORWARD, "activation_type"])],
     "_refresh_fp8_config": [(0, [])],
+    "clear_all_fp8_weight_caches": [(0, [])],
+    "quantize_native_fp8_weights": [(2, ["iso32"])],
     "fused_grouped_w1_to_sonic": [(1, [])],
     "fused_sonic_w1_to_grouped": [(1, [])],
     "fused_transpose_w2_layout": [(1, [])],
@@ -42,10 +44,10 @@ CALLS = {
 CONTRACT = {
     "functional": {
         "_refresh_fp8_config", "_UpProjection", "_DownProjection",
-        "attach_preallocated_gated_outputs",
+        "attach_preallocated_gated_outputs", "clear_all_fp8_weight_caches",
     },
     "functional.utils": {"enable_fp8"},
-    "quack_utils": {"quantize_activation_blockscaled_fast"},
+    "quack_utils": {"quantize_activation_blockscaled_fast", "quantize_native_fp8_weights"},
     "quack_utils.activation_situ": {"encode_situ_activation"},
     "quack_utils.blockscaled_fp8_gemm": {"_scatter_router_scores_i32"},
     "ernie_compat.weight_layout_fusion": {
