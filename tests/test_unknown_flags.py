@@ -75,7 +75,7 @@ def test_every_near_miss_of_every_flag_names_that_flag() -> None:
         ("SonicMoe_Engine", "SONIC_MOE_ENGINE"),
         ("USE_QUACK_GEM", "USE_QUACK_GEMM"),
         ("use_quack_gemm", "USE_QUACK_GEMM"),
-        ("SONIC_MOE_UNLIKE_ANY_OTHER_WORD", None),
+        ("SONIC_MOE_COLOUR_OF_THE_LOGO_ON_THE_PAGE", None),
     ],
 )
 def test_what_people_typed_is_reported(typed: str, meant: str | None) -> None:
