@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
+from sonicmoe.ep import Dispatched, Dispatcher, LocalDispatcher, make_dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import EngineUnavailableError
 from sonicmoe.jit import no_compile
@@ -26,7 +26,9 @@ Tensor = torch.Tensor
 PRECISIONS = {
     "fp8": ("perf", "hopper"),
     "bf16": ("off", "bf16"),
+    "fp8-dispatch": ("perf", "hopper"),
 }  # FP8 mode, and the engine that a GPU must run it on
+TRAVELS_IN_FP8 = ("fp8-dispatch",)  # both ways to the experts: x, and dout
 POISON_BYTES = 1 << 30
 CHECKED_SHARE = 8
 WARM_UPS = 3
@@ -143,9 +145,9 @@ class World:
         """
         batch = self._batch(self.sizes, self.rank)
         node = self._node(dispatcher, precision)
-        stages = [self._staged(dispatcher, node, batch) for _ in range(repeats + WARM_UPS)][
-            WARM_UPS:
-        ]
+        stages = [
+            self._staged(dispatcher, node, batch, precision) for _ in range(repeats + WARM_UPS)
+        ][WARM_UPS:]
         medians = {name: _median([stage[name] for stage in stages]) for name in stages[0]}
         total = sum(medians.values())
         shares = {
@@ -164,28 +166,30 @@ class World:
         }
 
     def _staged(
-        self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch
+        self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch, precision: str
     ) -> dict[str, float]:
         """One forward and backward with the stages cut apart."""
         spent: dict[str, float] = {}
         x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
         with self._timed(spent, "dispatch"):
-            received = dispatcher.dispatch(x, batch.ids, weights)
-        tokens, probs = (
-            received.x.detach().requires_grad_(),
-            received.probs.detach().requires_grad_(),
-        )
+            received = _dispatched(dispatcher, x, batch.ids, weights, precision)
+        # The tensor that gets the gradient of the tokens: themselves, unless they came in FP8.
+        arrived = received.x if received.dx_to is None else received.dx_to
+        tokens, probs = arrived.detach().requires_grad_(), received.probs.detach().requires_grad_()
+        cut = received._replace(probs=probs)
+        cut = cut._replace(x=tokens) if received.dx_to is None else cut._replace(dx_to=tokens)
         with self._timed(spent, "expert"):
-            out = node(tokens, received.tokens_per_expert, received.indices, probs)
+            out = _experts(node, cut)
         rows = out.detach().requires_grad_()
         with self._timed(spent, "combine"):
             y = dispatcher.combine(rows, received.handle)
         with self._timed(spent, "dout_dispatch"):
-            y.backward(batch.dout)
+            # Not `rows.grad`: a leaf would copy what stands for a gradient that came in FP8.
+            (dout,) = torch.autograd.grad(y, rows, batch.dout)
         with self._timed(spent, "expert_backward"):
-            out.backward(rows.grad)
+            out.backward(dout)
         with self._timed(spent, "dx_combine"):
-            torch.autograd.backward([received.x, received.probs], [tokens.grad, probs.grad])
+            torch.autograd.backward([arrived, received.probs], [tokens.grad, probs.grad])
         node.step()
         return spent
 
@@ -205,7 +209,8 @@ class World:
                 )
                 spent: dict[str, float] = {}
                 with self._timed(spent, "layer"):
-                    self._forward(dispatcher, node, x, batch.ids, weights).backward(batch.dout)
+                    y = self._forward(dispatcher, node, x, batch.ids, weights, precision)
+                    y.backward(batch.dout)
                     node.finish_wgrad()
                 node.step()
                 times[split].append(spent["layer"])
@@ -227,7 +232,7 @@ class World:
         """y, dx, dweights of the rank's tokens and the gradients of its experts."""
         node = self._node(dispatcher, precision)
         x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
-        y = self._forward(dispatcher, node, x, batch.ids, weights)
+        y = self._forward(dispatcher, node, x, batch.ids, weights, precision)
         y.backward(batch.dout)
         node.step()
         up, down = (
@@ -242,11 +247,16 @@ class World:
         }
 
     def _forward(
-        self, dispatcher: Dispatcher, node: SonicMoEMlpNode, x: Tensor, ids: Tensor, weights: Tensor
+        self,
+        dispatcher: Dispatcher,
+        node: SonicMoEMlpNode,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        precision: str,
     ) -> Tensor:
-        received = dispatcher.dispatch(x, ids, weights)
-        out = node(received.x, received.tokens_per_expert, received.indices, received.probs)
-        return dispatcher.combine(out, received.handle)
+        received = _dispatched(dispatcher, x, ids, weights, precision)
+        return dispatcher.combine(_experts(node, received), received.handle)
 
     def _errors(
         self, mine: dict[str, Tensor], batches: list[Batch], precision: str
@@ -344,6 +354,20 @@ class World:
             ]
             torch.cuda.synchronize(self.device)
             del blocks
+
+
+def _dispatched(
+    dispatcher: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor, precision: str
+) -> Dispatched:
+    fp8 = precision in TRAVELS_IN_FP8
+    return dispatcher.dispatch(x, ids, weights, fp8=fp8, fp8_grad=fp8)
+
+
+def _experts(node: SonicMoEMlpNode, received: Dispatched) -> Tensor:
+    return node(
+        received.x, received.tokens_per_expert, received.indices, received.probs,
+        received.x_scale, received.dx_to, received.dout_source,
+    )  # fmt: skip
 
 
 def _block_sizes() -> list[int]:

@@ -31,7 +31,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RANK_PROGRAM = HERE / "multicard_rank.py"
 DISPATCHERS = ("collective", "deepep")
-PRECISIONS = ("fp8", "bf16")
+# Of the experts, with rows between ranks in bf16; "fp8-dispatch": FP8, and tokens and gradients
+# travel to the experts in FP8 too.
+PRECISIONS = ("fp8", "bf16", "fp8-dispatch")
 # Sizes of the layer on GPUs and on CPUs: what is timed on a CPU says nothing, so it is only big
 # enough to be checked.
 DEFAULTS = {
@@ -83,7 +85,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--dispatchers", nargs="*", choices=DISPATCHERS, default=list(DISPATCHERS))
-    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    usual = list(PRECISIONS[:2])
+    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=usual)
     for name, (gpu, cpu, text) in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, help=f"{text} (default {gpu}, on CPUs {cpu})")
     parser.add_argument(

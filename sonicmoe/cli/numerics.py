@@ -78,7 +78,8 @@ def _size(name: str, default: int) -> Any:
     type=click.Choice([way.value for way in Dispatch]),
     default=[Dispatch.BF16.value],
     show_default=True,
-    help="How tokens reach the experts; may be repeated. Behind fp8 and fp8-row the bar is DeepSeek-V3's way alone.",
+    help="How tokens reach the experts, and (-both) gradients of their output; may be repeated. Behind all but bf16 the bar "
+    "is DeepSeek-V3's way alone.",
 )
 @click.option(
     "--captured",

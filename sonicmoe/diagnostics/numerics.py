@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.capabilities import REFERENCE, TokenFormat, Workload, token_problem
+from ..engine.capabilities import (
+    REFERENCE,
+    TokenFormat,
+    Workload,
+    gradient_problem,
+    token_problem,
+)
 from ..engine.interface import EngineSettings, NativeBuffer, Tokens
 from ..engine.reference import ReferenceEngine
 from ..enums import ZCode
@@ -119,13 +125,14 @@ def evaluate(
     dispatch: Dispatch = Dispatch.BF16,
 ) -> Iterator[Result]:
     """Results of every recipe and code on one case, each judged against the bars and the
-    DeepSeek-V3 recipe with e4m3 z. Behind a dispatch in FP8 the baseline's tokens come in FP8 too,
-    one scale per row and 128 columns; recipes that read them in other blocks have no result.
+    DeepSeek-V3 recipe with e4m3 z. Behind a dispatch in FP8 the baseline's tokens, and gradients
+    where they do, come in FP8 too, one scale per row and 128 columns; recipes that read them in
+    other blocks have no result.
     """
     wanted = golden_tensors(case.step())
     # The baseline runs on the same case, so both errors share the data and their ratio is far more
     # certain than either.
-    theirs = Dispatch.BF16 if dispatch is Dispatch.BF16 else Dispatch.FP8
+    theirs = dispatch.of_baseline
     baseline = run_recipe(case, *BASELINE, theirs)
     for recipe in recipes:
         if not arrives(recipe, dispatch, case.x.shape[1]):
@@ -143,22 +150,25 @@ def evaluate(
 
 
 def arrives(recipe: Fp8Recipe, dispatch: Dispatch, hidden: int) -> bool:
-    """Whether the recipe reads tokens of `hidden` columns as this dispatch delivers them."""
+    """Whether the recipe reads rows of `hidden` columns as this dispatch delivers them."""
     if dispatch is Dispatch.BF16:
         return True
     # Up to 128 columns a row has one scale in both forms, and it is the 1x128 form.
-    per_row = dispatch is Dispatch.FP8_ROW and hidden > 128
+    per_row = dispatch.per_row and hidden > 128
     form = TokenFormat.E4M3_ROW if per_row else TokenFormat.E4M3_1X128
-    workload = Workload(EngineSettings(recipe=recipe), hidden, 128, tokens=form)
-    return token_problem(REFERENCE, workload) is None
+    settings = EngineSettings(recipe=recipe)
+    problems = [token_problem(REFERENCE, Workload(settings, hidden, 128, tokens=form))]
+    if dispatch.sends_gradients:
+        problems.append(gradient_problem(REFERENCE, settings, form))
+    return problems == [None] * len(problems)
 
 
 def sent(x: Tensor, recipe: Fp8Recipe | None, dispatch: Dispatch) -> Tokens:
-    """bf16 tokens `[T, H]` as they arrive, in the recipe's scale format."""
+    """bf16 rows `[T, H]` as they arrive, in the recipe's scale format."""
     if dispatch is Dispatch.BF16:
         return x
     assert recipe is not None
-    block = rows(int(x.shape[1]) if dispatch is Dispatch.FP8_ROW else 128)
+    block = rows(int(x.shape[1]) if dispatch.per_row else 128)
     q = quantize(x, block, scale_format=recipe.scale_format)
     return tokens_of(q.codes, q.scale_inv)
 
@@ -187,7 +197,8 @@ def run_recipe(
     out, saved = engine.forward(sent(x, recipe, dispatch), routing, weights, settings)
     assert saved is not None
     sums = NativeBuffer.zeros(experts, width, hidden, width // 2, bias=False, device=device)
-    dx, ds = engine.backward(dout, saved, weights, sums)
+    way_back = dispatch if dispatch.sends_gradients else Dispatch.BF16
+    dx, ds = engine.backward(sent(dout, recipe, way_back), saved, weights, sums)
     return {
         "out": to_fp64(out),
         "dx": to_fp64(dx),

@@ -84,6 +84,13 @@ def test_runs_over_gloo_and_reports():
     assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
 
 
+def test_rows_that_travel_in_fp8():
+    code, figures, said = run("--steps", "0", "--precisions", "fp8-dispatch", "--hidden", "256")
+    assert code == 0, said
+    (layer,) = figures["layers"]
+    assert layer["precision"] == "fp8-dispatch" and layer["times"]["dout_dispatch_ms"] > 0
+
+
 @pytest.mark.parametrize(
     "spoilt",
     [

@@ -74,7 +74,9 @@ def test_the_default_recipe_meets_every_bar(kind):
             assert one.overall.cosine >= COSINE_BAR - 2e-4, name
 
 
-@pytest.mark.parametrize("dispatch", [Dispatch.FP8, Dispatch.FP8_ROW], ids=lambda d: d.value)
+@pytest.mark.parametrize(
+    "dispatch", [way for way in Dispatch if way is not Dispatch.BF16], ids=lambda d: d.value
+)
 @pytest.mark.parametrize("kind", DATA_KINDS)
 def test_behind_a_dispatch_in_fp8_no_tensor_is_worse_than_deepseeks_way(kind, dispatch):
     """The bar is 3 % above 1x128 dispatch, dequantise, requantise 1x128, for each expert too. One
@@ -83,26 +85,33 @@ def test_behind_a_dispatch_in_fp8_no_tensor_is_worse_than_deepseeks_way(kind, di
     case = make_case(kind, SMALL, seed=0)
     (result,) = evaluate(case, [DEFAULT_RECIPE], [DEFAULT_Z], dispatch)
     assert result.dispatch is dispatch
-    if dispatch is Dispatch.FP8 or kind != "outliers":
+    if not dispatch.per_row or kind != "outliers":
         assert result.failures == ()
     else:
         assert any(words.startswith("out ") for words in result.failures)
     (plain,) = evaluate(case, [DEFAULT_RECIPE], [DEFAULT_Z])
-    once, here = (r.scores["dw1"].overall.rmse for r in (plain, result))
-    assert here != once
-    if dispatch is Dispatch.FP8:
-        assert 1.005 * once < here
-        for name in ("out", "dx", "ds", "dw2"):
-            assert result.scores[name].overall.rmse == plain.scores[name].overall.rmse
+    rounded_again = {"dw1", "dw2"} if dispatch.sends_gradients else {"dw1"}
+    for name in TENSORS:
+        once, here = (r.scores[name].overall.rmse for r in (plain, result))
+        if name in rounded_again:
+            assert here != once, name
+            # By measurement: where dout has outlier channels, rounding again costs dw2 nothing.
+            if not dispatch.per_row and (name, kind) != ("dw2", "outliers"):
+                assert 1.005 * once < here, name
+        elif not dispatch.per_row:
+            assert here == once, name
 
 
-def test_the_baseline_of_a_dispatch_in_fp8_rounds_twice_too():
+@pytest.mark.parametrize("dispatch", [Dispatch.FP8, Dispatch.FP8_BOTH], ids=lambda d: d.value)
+def test_the_baseline_of_a_dispatch_in_fp8_rounds_twice_too(dispatch):
     """So its own ratio is 1, and it is worse than the baseline of a dispatch in bf16."""
     case = make_case("gaussian", SMALL, seed=0)
-    (result,) = evaluate(case, [BASELINE[0]], [BASELINE[1]], Dispatch.FP8)
+    (result,) = evaluate(case, [BASELINE[0]], [BASELINE[1]], dispatch)
     (plain,) = evaluate(case, [BASELINE[0]], [BASELINE[1]])
     assert {one.overall.ratio for one in result.scores.values()} == {1.0}
-    assert result.scores["dw1"].overall.rmse > 1.02 * plain.scores["dw1"].overall.rmse
+    for name in ("dw1", "dw2"):
+        worse = result.scores[name].overall.rmse > 1.02 * plain.scores[name].overall.rmse
+        assert worse == (name == "dw1" or dispatch.sends_gradients)
     assert result.failures == () and plain.failures != ()
 
 
@@ -110,9 +119,10 @@ def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
     wider = dataclasses.replace(TINY, hidden=144)
     for sizes, of_rows in ((TINY, 0), (wider, 1)):
         case = make_case("gaussian", sizes, seed=0)
-        for dispatch, count in ((Dispatch.BF16, 1), (Dispatch.FP8, 0), (Dispatch.FP8_ROW, of_rows)):
+        for dispatch in Dispatch:
             found = [*evaluate(case, [RECIPES["wide256"]], [DEFAULT_Z], dispatch)]
-            assert len(found) == count, dispatch
+            wanted = 1 if dispatch is Dispatch.BF16 else of_rows if dispatch.per_row else 0
+            assert len(found) == wanted, dispatch
 
 
 def test_the_command_says_which_dispatch():

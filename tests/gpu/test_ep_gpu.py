@@ -28,9 +28,12 @@ SIZES = {
     "repeats": 5,
     "steps": 20,
 }
+PRECISIONS = ("fp8", "bf16", "fp8-dispatch")
 OPTIONS = [
     "--device",
     "cuda",
+    "--precisions",
+    *PRECISIONS,
     *(word for n, size in SIZES.items() for word in (f"--{n}", str(size))),
 ]
 STAGES = ("dispatch", "expert", "combine")
@@ -79,7 +82,7 @@ def test_layer_equals_one_gpu(smoke, dispatcher, kind):
         assert kind == "deepep", "NCCL is always there"
         pytest.skip(f"DeepEP did NOT run: {figures['skipped'][kind]}")
     layers = layers_of(figures, dispatcher)
-    assert {layer["precision"] for layer in layers} == {"fp8", "bf16"}, said[-4000:]
+    assert {layer["precision"] for layer in layers} == {*PRECISIONS}, said[-4000:]
     for layer in layers:
         for case in (layer["even"], layer["idle_rank"]):
             assert set(case["errors"]) == {"y", "dx", "dweights", "up_gate", "down"}
