@@ -352,8 +352,8 @@ class SonicMoEConfig:
         members_of(ZCode),
         ZCode.INT8,
         "storage of the pre-activation `z` kept for backward in the FP8 modes; the 8-bit codes use "
-        "one scale per 128 columns. Engine `reference` has all three, `hopper` `int8`; without "
-        "FP8, z has the dtype of the tokens",
+        "one scale per 128 columns. Engine `reference` has all three, `hopper` `int8` and `bf16`; "
+        "without FP8, z has the dtype of the tokens",
         in_steps=True,
     )
     recompute_z: Flag[bool] = Flag(

@@ -117,7 +117,7 @@ def _hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]
     """Its own kernels serve every model of an activation; unquantised weight gradients run on the BF16 GEMMs."""
     settings = EngineSettings() if workload is None else workload.settings
     own = settings.activation_parameters
-    jobs: list[CompileJob] = [*engine_sources(arch, settings.activation, own)]
+    jobs: list[CompileJob] = [*engine_sources(arch, settings.activation, own, settings.save_z)]
     if workload is not None and not workload.settings.fp8_wgrad:
         jobs += [expert_rows_source(arch), *wgrad_kernels(_mlp_shape(workload, arch))]
     return tuple(jobs)
@@ -175,7 +175,7 @@ HOPPER = EngineRecord(
     dtypes=("bfloat16",),
     recipes=("iso128",),
     activations=_with_kernels_of(EngineName.HOPPER),
-    z_codes=(ZCode.INT8,),
+    z_codes=(ZCode.INT8, ZCode.BF16),
     hidden_multiple=16,
     intermediate_multiple=64,
     biases=False,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..diagnostics.stages import stage, tap
+from ..enums import ZCode
 from ..errors import ShapeError
 from ..interop import (
     aligned,
@@ -38,11 +39,13 @@ from .bf16 import Bf16Engine
 from .capabilities import HOPPER, Workload, require
 from .hopper_passes import (
     Z_BLOCK,
+    KeptZ,
     Passes,
     passes_on,
     prepared_handle,
     scratch,
     token_arguments,
+    z_arguments,
 )
 from .interface import (
     Change,
@@ -204,7 +207,7 @@ def _aligned(x: Tokens) -> Tokens:
 
 def _passes_of(anchor: Tensor, settings: EngineSettings) -> Passes:
     own = settings.activation_parameters
-    return passes_on(device_name(anchor), settings.activation, own)
+    return passes_on(device_name(anchor), settings.activation, own, settings.save_z)
 
 
 class _Layer:
@@ -224,21 +227,22 @@ class _Layer:
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self._routing, self._weights, self._settings = routing, weights, settings
 
-    def empty_z(self) -> BlockScaledTensor:
+    def empty_z(self) -> KeptZ:
         """Unwritten `[R, 2I]`."""
         shape = (self._routing.num_rows, 2 * self._prepared.inner)
+        if self._settings.save_z is ZCode.BF16:
+            return empty(shape, torch.bfloat16, self._device)  # type: ignore[no-any-return]
         return BlockScaledTensor.empty(shape, Z_BLOCK, self._device, Code.INT8)
 
-    def restored_z(self, x: Tokens, saved: Saved) -> BlockScaledTensor:
+    def restored_z(self, x: Tokens, saved: Saved) -> KeptZ:
         """z as forward stored it, or computed again to the same bits."""
         if saved.z is None:
             z = self.empty_z()
             self.forward(x, z, None)
             return z
-        assert isinstance(saved.z, BlockScaledTensor)
         return saved.z
 
-    def forward(self, x: Tokens, z: BlockScaledTensor | None, out: Tensor | None) -> None:
+    def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None) -> None:
         """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
         bytes_of = self.routed.bytes_of
         size = bytes_of.forward_to_z if out is None else bytes_of.forward
@@ -249,13 +253,12 @@ class _Layer:
             multiprocessors=self._settings.gemm_num_sms,
             activation=self._passes.up_activations[self._settings.activation],
             **token_arguments("x", x),
-            z=None if z is None else z.bytes,
-            z_scale=None if z is None else z.scale_inv,
+            **z_arguments(z),
             out=out,
             scratch=scratch(size, self._device),
         )
 
-    def dgated(self, dout: Tokens, z: BlockScaledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def dgated(self, dout: Tokens, z: KeptZ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
         """
@@ -276,8 +279,7 @@ class _Layer:
             multiprocessors=self._settings.gemm_num_sms,
             activation=self._passes.dgated_activations[self._settings.activation],
             **token_arguments("dout", dout),
-            z=z.bytes,
-            z_scale=z.scale_inv,
+            **z_arguments(z),
             dz=None if in_rows else dz,
             y1s=None if in_rows else y1s,
             dz_rows=dz if in_rows else None,

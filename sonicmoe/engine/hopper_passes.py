@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..diagnostics.stages import is_heard, is_observed, stage, tap
-from ..enums import ActivationParameters, ActivationType
+from ..enums import ActivationParameters, ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
 from ..interop import empty, numel
 from ..kernels import aggregate_source, routing_metadata_source
@@ -34,6 +34,7 @@ from .interface import EngineWeights
 from .targets import GradientTargets, ParameterTargets, WeightTarget, native_buffer
 
 Tensor = torch.Tensor
+KeptZ = BlockScaledTensor | Tensor  # INT8 codes, or bf16
 SCALE_BLOCK = RECIPES["iso128"].w1.rows  # `Passes` refuses kernels that were built for another
 Z_BLOCK = RECIPES["iso128"].z
 MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
@@ -171,6 +172,13 @@ def token_arguments(name: str, tokens: Tensor | BlockScaledTensor | None) -> dic
     return {name: tokens, f"{name}_codes": None, f"{name}_scale": None}
 
 
+def z_arguments(z: KeptZ | None) -> dict[str, Any]:
+    """The arguments of a pass for z: codes and scales, or bf16 rows, or none that is kept."""
+    if isinstance(z, BlockScaledTensor):
+        return {"z": z.bytes, "z_scale": z.scale_inv, "z_rows": None}
+    return {"z": None, "z_scale": None, "z_rows": z}
+
+
 def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
     """The handle of prepared weights, made once and kept beside the tensors it refers to, so that
     it lives as long as they do and no longer.
@@ -229,10 +237,13 @@ def _check_numbers(built: Mapping[Any, Any]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def passes_on(
-    device: str, activation: ActivationType, parameters: ActivationParameters = ()
+    device: str,
+    activation: ActivationType,
+    parameters: ActivationParameters = (),
+    z: ZCode = ZCode.INT8,
 ) -> Passes:
-    """The compiled passes over the compiled kernels of a device, an activation and the parameters
-    that its layers set; errors as `CudaSource.load`.
+    """The compiled passes over the compiled kernels of a device, an activation, the parameters that
+    its layers set, and a form of z; errors as `CudaSource.load`.
     """
     arch = arch_of(device)
     sources = (
@@ -240,7 +251,7 @@ def passes_on(
         aggregate_source(arch),
         quantize_source(arch),
         wgrad_operands_source(arch),
-        *gemm_sources(arch, activation, parameters),
+        *gemm_sources(arch, activation, parameters, z),
     )
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
         source.load() for source in sources

@@ -112,7 +112,9 @@ def gather_gated_gemm(
     offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
-    if store_z:
+    if store_z and str(z.dtype) == "bfloat16":
+        at(z, "bfloat16", out.shape)[: offsets[-1]] = out[: offsets[-1]].to(torch.bfloat16)
+    elif store_z:
         found, scales = (
             at(z, "int8|uint8", out.shape),
             at(z_scale, "float32", (r, blocks(int(out.shape[1])))),
@@ -146,7 +148,10 @@ def gather_dgated_gemm(
     offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
     prob, last = at(row_prob, "float32", [r]).unsqueeze(1), offsets[-1]
     dy1 = grouped(gather(values(dout, dout_scale, BY_ROWS), index), w, offsets)
-    kept = values(z, z_scale, BY_ROWS, Code.INT8)
+    if str(z.dtype) == "bfloat16":
+        kept = at(z, "bfloat16", (r, 2 * inner)).to(torch.float32).clone()
+    else:
+        kept = values(z, z_scale, BY_ROWS, Code.INT8)
     kept[last:] = 0
     y1, gradient = activate_backward(
         kept, dy1 * torch.where(prob > 0, prob, 0.0), DGATED_ACTIVATIONS[activation]

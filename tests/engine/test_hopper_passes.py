@@ -31,7 +31,7 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.targets import ParameterTargets, WeightTarget
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
@@ -57,6 +57,8 @@ MODES = {
     "recompute_z": {"recompute_z": True},
     "stagewise": {"frees_stagewise": True},
     "iso_weight": {"iso_weight": True},
+    "z in bf16": {"save_z": ZCode.BF16},
+    "z in bf16, recomputed": {"save_z": ZCode.BF16, "recompute_z": True},
     "everything": {"recompute_z": True, "frees_stagewise": True, "iso_weight": True},
 }
 
@@ -207,7 +209,7 @@ def test_tokens_and_gradients_that_come_quantised(mode, sides):
     """The reference engine's step, and the bits of tokens that the engine quantises itself."""
     plain, settings = Case(seed=12), replace(FP8, **MODES[mode])
     case = plain.quantised(*sides)
-    got, itself = case.run(OURS, settings), plain.run(OURS, FP8)
+    got, itself = case.run(OURS, settings), plain.run(OURS, replace(FP8, save_z=settings.save_z))
     assert_close(got, case.run(REFERENCE, settings), 1e-3)
     rounded_twice = {"x": "dw1", "dout": "dw2"}
     for name in itself:
@@ -243,15 +245,17 @@ def test_quantised_tokens_and_values_exclude_each_other(native):
         arguments = {name: given[name] if name in names else None for name in given}
         with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
             passes.forward(
-                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, z=None, z_scale=None, out=None,
+                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, z=None, z_scale=None, z_rows=None,
+                out=None,
                 scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
             )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_and_repeats_give_equal_bits(mode):
-    case = Case(seed=1)
-    first, other = case.run(OURS, FP8), case.run(OURS, replace(FP8, **MODES[mode]), shares_gpu=True)
+    case, settings = Case(seed=1), replace(FP8, **MODES[mode])
+    first = case.run(OURS, replace(FP8, save_z=settings.save_z))
+    other = case.run(OURS, settings, shares_gpu=True)
     for name, tensor in first.items():
         assert torch.equal(tensor, other[name]), name
 
@@ -678,7 +682,7 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     arguments = {
         "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,
         **hopper_passes.token_arguments("x", case.x),
-        "z": None, "z_scale": None, "out": None,
+        "z": None, "z_scale": None, "z_rows": None, "out": None,
     }  # fmt: skip
     needed = bytes_of.forward_to_z
     small = torch.empty(needed - 1, dtype=torch.uint8)

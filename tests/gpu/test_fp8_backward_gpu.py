@@ -12,7 +12,7 @@ from gpu.activation_cases import gated
 from kernel_checks import block_errors, poisoned
 
 from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_dgated_source, fp8_wgrad_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
@@ -60,7 +60,7 @@ def make_routing(shape, generator):
 class Backward:
     """Operands and poisoned outputs of one dgated launch."""
 
-    def __init__(self, shape, seed=0, spread=0.0):
+    def __init__(self, shape, seed=0, spread=0.0, z=torch.int8):
         tokens, hidden, inner, experts, _ = shape
         generator = torch.Generator("cuda").manual_seed(seed)
         self.routing = make_routing(shape, generator)
@@ -72,8 +72,10 @@ class Backward:
         )
         # native w2 [E, H, I]; dgrad reads it as [E, I, H]
         self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, iso(128))
-        z = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
-        self.z = quantize(z, rows(128), Code.INT8)
+        values = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
+        q = quantize(values, rows(128), Code.INT8)
+        self.z, self.z_scale = q.codes if z is torch.int8 else values.to(z), q.scale_inv
+        self.z_values = dequantize(q) if z is torch.int8 else self.z
         self.dz, self.dz_t = (
             poisoned((r, 2 * inner), torch.uint8),
             poisoned((2 * inner, r), torch.uint8),
@@ -89,7 +91,7 @@ class Backward:
         routing = self.routing
         launch(
             self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, routing.row_token, routing.row_prob,
-            routing.padded_offsets, self.z.codes, self.z.scale_inv, self.dz, self.dz_scale, self.parts,
+            routing.padded_offsets, self.z, self.z_scale, self.dz, self.dz_scale, self.parts,
             dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None, activation, multiprocessors,
             current_stream(self.dz),
         )  # fmt: skip
@@ -105,7 +107,7 @@ class Backward:
         dy1 = torch.zeros((used, weights.shape[1]), dtype=torch.float64, device="cuda")
         for e, (first, last) in enumerate(itertools.pairwise(routing.padded_offsets.tolist())):
             dy1[first:last] = rows_of_dout[first:last] @ weights[e].T
-        z = dequantize(self.z)[:used].double().requires_grad_()
+        z = self.z_values[:used].double().requires_grad_()
         y1 = gated(activation, z[:, ::2], z[:, 1::2], PARAMETERS_OF_ALL.get(activation, ()))
         prob = routing.row_prob[:used].double().unsqueeze(1)
         (dz,) = torch.autograd.grad(y1, z, dy1 * prob)
@@ -155,6 +157,29 @@ def test_dgated(dgated, shape, activation):
     assert bool((case.dz[case.used :] == 0x7F).all()) and bool(
         (case.dz_t[:, case.used :] == 0x7F).all()
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
+def test_dgated_with_z_in_bf16(shape, activation):
+    source = fp8_dgated_source("sm_90a", z=ZCode.BF16)
+    case, module = Backward(shape, seed=10, z=torch.bfloat16), source.load()
+    number = [str(name) for name in module.activation_names()].index(activation.value)
+    case.run(module.gather_dgated_gemm, number)
+    dz, y1s, dprob = case.golden(activation)
+    got_dz, got_dz_t, got_y1s = case.outputs()
+    assert torch.equal(got_dz, got_dz_t)
+    check_quantised("dz", got_dz, dz)
+    check_quantised("y1s", got_y1s, y1s)
+    got_dprob = case.parts.double().sum(0)[: case.used]
+    assert float((got_dprob - dprob).norm() / dprob.norm().clamp(min=1e-30)) < 3e-3
+    wide = (
+        poisoned((case.rows, 2 * shape[2]), torch.bfloat16),
+        poisoned((case.rows, shape[2]), torch.bfloat16),
+    )
+    case.run(module.gather_dgated_gemm, number, wide=wide)
+    for got, wanted in zip(wide, (dz, y1s), strict=True):
+        assert float(block_errors(got[: case.used], wanted).max()) < 3e-3
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)

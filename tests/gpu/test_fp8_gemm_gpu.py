@@ -5,6 +5,7 @@ and per 128-row block.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gpu.activation_cases import gated
 from kernel_checks import block_errors, poisoned
 
 from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.enums import ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_grouped_gemm_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
@@ -41,6 +43,11 @@ def module():
     return fp8_grouped_gemm_source("sm_90a").load()
 
 
+@pytest.fixture(scope="module")
+def module_z_in_bf16():
+    return fp8_grouped_gemm_source("sm_90a", z=ZCode.BF16).load()
+
+
 def make_case(shape, seed=0, spread=0.0):
     """Tokens, native w1 and w2, routing; `spread` octaves of random scale per token and 128
     channels.
@@ -65,10 +72,12 @@ def make_case(shape, seed=0, spread=0.0):
     return x, w1, w2, build_routing(indices, probs, experts)
 
 
-def up_projection(module, x, w1, routing, activation=0, store_z=True, multiprocessors=0):
-    """`(z, y1)` as block-scaled tensors."""
+def up_projection(
+    module, x, w1, routing, activation=0, store_z=True, multiprocessors=0, z_dtype=torch.int8
+):
+    """`(z, y1)` as block-scaled tensors; z in bf16 is a plain one."""
     r, n = routing.num_rows, w1.shape[1]
-    z, y1 = poisoned((r, n), torch.int8), poisoned((r, n // 2), torch.uint8).view(E4M3)
+    z, y1 = poisoned((r, n), z_dtype), poisoned((r, n // 2), torch.uint8).view(E4M3)
     z_scale, y1_scale = (
         poisoned((r, n // 128), torch.float32),
         poisoned((r, n // 256), torch.float32),
@@ -77,9 +86,8 @@ def up_projection(module, x, w1, routing, activation=0, store_z=True, multiproce
         x.codes, x.scale_inv, w1.codes, w1.scale_inv, routing.row_token, routing.padded_offsets, z, z_scale, y1, y1_scale,
         activation, store_z, multiprocessors, current_stream(z),
     )  # fmt: skip
-    return BlockScaledTensor(z, z_scale, rows(128), Code.INT8), BlockScaledTensor(
-        y1, y1_scale, rows(128), Code.E4M3
-    )
+    kept = BlockScaledTensor(z, z_scale, rows(128), Code.INT8) if z_dtype is torch.int8 else z
+    return kept, BlockScaledTensor(y1, y1_scale, rows(128), Code.E4M3)
 
 
 def grouped(module, a, w, routing, multiprocessors=0):
@@ -137,6 +145,31 @@ def test_up_projection(module, shape, activation):
     assert bool((dequantize(z)[:used][padding] == 0).all()) and bool(
         (dequantize(y1)[:used][padding] == 0).all()
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
+def test_z_in_bf16(module, module_z_in_bf16, shape, activation):
+    number = [str(name) for name in module.activation_names()].index(activation.value)
+    x, w1, _, routing = make_case(shape, seed=8)
+    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    launch = partial(up_projection, module_z_in_bf16, xq, wq, routing, number)
+    z, y1 = launch(z_dtype=torch.bfloat16)
+    wanted = golden(gathered(xq, routing), wq, routing)
+    used = wanted.shape[0]
+    assert float(block_errors(z[:used], wanted).max()) <= BF16_ROUNDING
+    assert bool((z[:used][routing.row_token[:used] < 0] == 0).all())
+    assert bool(torch.isnan(z[used:]).all()), "rows that no expert owns were written"
+    without, y1_alone = launch(z_dtype=torch.bfloat16, store_z=False)
+    assert bool(torch.isnan(without).all())
+    for one, other in ((y1.codes, y1_alone.codes), (y1.scale_inv, y1_alone.scale_inv)):
+        assert torch.equal(one[:used].view(torch.uint8), other[:used].view(torch.uint8))
+    # The same y1 as beside INT8, but for the rounding of one product.
+    _, beside_int8 = up_projection(module, xq, wq, routing, number)
+    codes = [q.codes[:used].view(torch.uint8) for q in (y1, beside_int8)]
+    assert float((codes[0] != codes[1]).float().mean()) < 1e-3
+    with pytest.raises(Exception, match="z must have 16-bit elements"):
+        launch()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

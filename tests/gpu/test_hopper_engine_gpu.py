@@ -37,7 +37,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.capabilities import HOPPER, Workload
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.select import unavailable
-from sonicmoe.enums import ActivationType, EngineName
+from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit import default_cache, no_compile
 from sonicmoe.jit.plan import ModelSpec
@@ -66,6 +66,7 @@ def compiled():
     for activation in HOPPER.activations:
         jobs += tuple(engine_sources("sm_90a", activation))
         jobs += tuple(engine_sources("sm_90a", activation, OWN.get(activation, ())))
+        jobs += tuple(engine_sources("sm_90a", activation, z=ZCode.BF16))
     report = warm_up(
         spec, default_cache(), jobs=os.cpu_count(), compile_jobs=tuple(dict.fromkeys(jobs))
     )
@@ -96,6 +97,17 @@ class TestNumbers:
     @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
     def test_every_activation(self, activation):
         check(make_case(activation=activation))
+
+    @WGRADS
+    @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
+    def test_z_kept_in_bf16(self, activation, settings):
+        case, settings = (
+            make_case(activation=activation, seed=9),
+            replace(settings, save_z=ZCode.BF16),
+        )
+        check(case, settings)
+        again = run(case, settings=replace(settings, recompute_z=True))
+        assert_same_bits(again, run(case, settings=settings), ("out", "dx", "dprobs"))
 
     @WGRADS
     @pytest.mark.parametrize("activation", [a for a in OWN if a in GATES], ids=lambda a: a.value)

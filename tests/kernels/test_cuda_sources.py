@@ -11,7 +11,7 @@ from kernels.ptxas_report import performance_losses, require_no_spills, resource
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import BUILD_LOG
 from sonicmoe.jit.toolchain import find_toolkit
@@ -19,7 +19,13 @@ from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.sm90 import gemm_sources
 
-SOURCES = (*cuda_sources("sm_90a"), quantize_source("sm_90a"), *gemm_sources("sm_90a"))
+Z_IN_BF16 = gemm_sources("sm_90a", z=ZCode.BF16)[:2]
+SOURCES = (
+    *cuda_sources("sm_90a"),
+    quantize_source("sm_90a"),
+    *gemm_sources("sm_90a"),
+    *Z_IN_BF16,
+)
 
 EXPORTS = {
     "routing_metadata": (
@@ -55,13 +61,18 @@ KERNELS = {
     "fp8_wgrad": 3,
 }
 
+
+def label(source) -> str:
+    return f"{source.name}, z in bf16" if source in Z_IN_BF16 else source.name
+
+
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
     pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
 ]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", SOURCES, ids=label)
 def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> None:
     artefact = source.compile(artefacts)
     resources = resource_usage(artefact)
@@ -76,7 +87,7 @@ def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> 
     assert all(item.stack_bytes == 0 for item in resources)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", SOURCES, ids=label)
 def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
     module = source.load(artefacts)
     for name in EXPORTS[source.name]:

@@ -87,7 +87,7 @@ struct Field {
   }
 };
 
-constexpr int kMaxFields = 12;
+constexpr int kMaxFields = 13;
 
 struct FieldTable {
   std::string_view handle;  // what messages call it

@@ -18,6 +18,8 @@
 // 128 columns of a row (x_codes, x_scale) that somebody has quantised before. One of the two is
 // given.
 //
+// z is kept in INT8 codes (z, z_scale) or in bf16 (z_rows): the kernels are built for one of them.
+//
 // An observer is called with
 //   "begin" | "end", stage                             around the launches of a stage
 //   "show", stage, dtype, MATRIX                        a plain matrix that later launches read
@@ -58,6 +60,7 @@ constexpr FieldTable kForwardTable{
         {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
         {"z", Element::kCodes, {R, TwoI}, kOptional},  // None: not stored
         {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
+        {"z_rows", Element::kBfloat, {R, TwoI}, kOptional},
         {"out", Element::kTokens, {T, H}, kOptional},  // None: the pass ends at z
         scratch_field<UpScratch>("scratch"),           // with `out` that of ForwardScratch
     }}};
@@ -69,8 +72,9 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"dout", Element::kTokens, {T, H}, kOptional},
                                       {"dout_codes", Element::kCodes, {T, H}, kOptional},
                                       {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
-                                      {"z", Element::kCodes, {R, TwoI}},
-                                      {"z_scale", Element::kFloat, {R, TwoIBlocks}},
+                                      {"z", Element::kCodes, {R, TwoI}, kOptional},
+                                      {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
+                                      {"z_rows", Element::kBfloat, {R, TwoI}, kOptional},
                                       scratch_field<WgradDz>("dz", kOptional),
                                       scratch_field<WgradY1s>("y1s", kOptional),
                                       {"dz_rows", Element::kBfloat, {R, TwoI}, kOptional},
@@ -287,17 +291,23 @@ Quantized quantised(const Run& run, const TokenFields& fields, const Quantized& 
   return q;
 }
 
+// z as the caller gave it; what it lacks is `unread`, which no kernel looks at.
+Quantized kept_z(const Run& run, const Quantized& unread) {
+  const bool codes = run.call.has("z"), rows = run.call.has("z_rows");
+  if (run.call.has("z_scale") != codes || (codes && rows))
+    TVM_FFI_THROW(ValueError) << run.name() << ": needed: z and z_scale, or z_rows";
+  if (codes) return {run.given("z"), run.given("z_scale"), &kZFormat};
+  return {rows ? run.given("z_rows") : unread.codes, unread.scale, nullptr};
+}
+
 // x, then z and y1, then y2, then out. Without `out` it ends at z, which a backward that saved none
 // asks for.
 void forward(const Run& run) {
-  const bool store_z = run.call.has("z"), whole = run.call.has("out");
-  if (store_z != run.call.has("z_scale"))
-    TVM_FFI_THROW(ValueError) << "forward: z and z_scale must be given together";
+  const bool store_z = run.call.has("z") || run.call.has("z_rows"), whole = run.call.has("out");
   Arena arena("scratch", run.call["scratch"]);
   const UpScratch t(arena, run.sizes);
   const Quantized x = quantised(run, kX, t.x);
-  const Quantized z =
-      store_z ? Quantized{run.given("z"), run.given("z_scale"), &kZFormat} : t.y1;  // or not read
+  const Quantized z = kept_z(run, t.y1);
   run.stage("up", [&] {
     run.kernel["gather_gated_gemm"](
         x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"),
@@ -333,6 +343,9 @@ void dgated(const Run& run) {
   const Quantized dout = quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
   // In rows the operands have no scales; the kernel is handed something that it does not look at.
   const Matrix unread = t.dprob_parts;
+  if (!run.call.has("z") && !run.call.has("z_rows"))
+    TVM_FFI_THROW(ValueError) << "dgated: needed: z and z_scale, or z_rows";
+  const Quantized z = kept_z(run, {unread, unread, nullptr});
   const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
                                : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes).dz;
   const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
@@ -340,8 +353,8 @@ void dgated(const Run& run) {
   run.stage("dgated", [&] {
     run.kernel["gather_dgated_gemm"](
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
-        run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), run.call["z"],
-        run.call["z_scale"], t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
+        run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
+        z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
         dz.scale.view, y1s.codes.view, y1s.scale.view, in_rows, run.setting, run.multiprocessors,
         run.stream);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import inf
 from pathlib import Path
 
-from ...enums import ACTIVATIONS, ActivationParameters, ActivationType
+from ...enums import ACTIVATIONS, ActivationParameters, ActivationType, ZCode
 from ...jit.cuda_source import CudaSource
 from .. import cuda_sources
 from ..cuda_quantize import quantize_source
@@ -24,22 +24,28 @@ PARAMETERS_OF_ALL: dict[ActivationType, ActivationParameters] = {
 
 
 def fp8_grouped_gemm_source(
-    arch: str, activation: ActivationType | None = None, parameters: ActivationParameters = ()
+    arch: str,
+    activation: ActivationType | None = None,
+    parameters: ActivationParameters = (),
+    z: ZCode = ZCode.INT8,
 ) -> CudaSource:
     """Exports `activation_names`, `grouped_gemm` and `gather_gated_gemm`. One artefact serves every
-    model of an activation and its parameters (None: of any, as a test has it), because sizes are
-    launch arguments.
+    model of an activation, its parameters (None: of any, as a test has it) and a form of z, because
+    sizes are launch arguments.
     """
-    return _gated_source("fp8_grouped_gemm", arch, activation, parameters)
+    return _gated_source("fp8_grouped_gemm", arch, activation, parameters, z)
 
 
 def fp8_dgated_source(
-    arch: str, activation: ActivationType | None = None, parameters: ActivationParameters = ()
+    arch: str,
+    activation: ActivationType | None = None,
+    parameters: ActivationParameters = (),
+    z: ZCode = ZCode.INT8,
 ) -> CudaSource:
     """Exports `activation_names` and `gather_dgated_gemm`. One artefact serves every model of an
     activation and its parameters (None: of any, as a test has it).
     """
-    return _gated_source("fp8_dgated", arch, activation, parameters)
+    return _gated_source("fp8_dgated", arch, activation, parameters, z)
 
 
 def fp8_wgrad_source(arch: str) -> CudaSource:
@@ -48,34 +54,49 @@ def fp8_wgrad_source(arch: str) -> CudaSource:
 
 
 def gemm_sources(
-    arch: str, activation: ActivationType | None = None, parameters: ActivationParameters = ()
+    arch: str,
+    activation: ActivationType | None = None,
+    parameters: ActivationParameters = (),
+    z: ZCode = ZCode.INT8,
 ) -> tuple[CudaSource, ...]:
     """Every GEMM source; for all activations, as the spill check wants them, or for one and the
     parameters that its layers set.
     """
     makers = fp8_grouped_gemm_source, fp8_dgated_source
-    return *(make(arch, activation, parameters) for make in makers), fp8_wgrad_source(arch)
+    return *(make(arch, activation, parameters, z) for make in makers), fp8_wgrad_source(arch)
 
 
 def engine_sources(
-    arch: str, activation: ActivationType, parameters: ActivationParameters = ()
+    arch: str,
+    activation: ActivationType,
+    parameters: ActivationParameters = (),
+    z: ZCode = ZCode.INT8,
 ) -> tuple[CudaSource, ...]:
     """Everything that the passes launch, and they themselves: what a run of engine `hopper` with
-    this activation and these parameters loads whatever its other settings.
+    this activation, these parameters and this form of z loads whatever its other settings.
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
-    return *gemm_sources(arch, activation, parameters), *others, passes_source(arch)
+    return *gemm_sources(arch, activation, parameters, z), *others, passes_source(arch)
 
 
 def _gated_source(
-    name: str, arch: str, activation: ActivationType | None, parameters: ActivationParameters
+    name: str,
+    arch: str,
+    activation: ActivationType | None,
+    parameters: ActivationParameters,
+    z: ZCode,
 ) -> CudaSource:
     # A model needs one activation, and compiling all of them takes three times as long.
     if activation is not None:
-        defines = {"ACTIVATION": activation.value, **_macros(activation, parameters)}
+        defines: dict[str, int | str] = {
+            "ACTIVATION": activation.value,
+            **_macros(activation, parameters),
+        }
     else:
         every = (_macros(kind, own) for kind, own in PARAMETERS_OF_ALL.items())
         defines = dict(pair for macros in every for pair in macros.items())
+    if z is ZCode.BF16:
+        defines["Z_BF16"] = 1
     return CudaSource.make(
         name, _HERE / f"{name}.cu", defines=defines, arch=arch, effort_s=16.0, split=True
     )

@@ -1,5 +1,5 @@
-// dy1 = dout * W2 leaves as the gradients that follow from it: with z = (gate, up) decoded from
-// INT8 and p the row's probability
+// dy1 = dout * W2 leaves as the gradients that follow from it: with z = (gate, up) as it was kept
+// and p the row's probability
 //   y1 = act(gate) up,  dz = (p dy1 up act'(gate), p dy1 act(gate)),  y1s = p y1,  dprob = <dy1,
 //   y1>.
 // dz goes out as e4m3 in 128x128 blocks, by rows for dgrad and transposed for wgrad (the same
@@ -15,8 +15,8 @@
 namespace sonicmoe::sm90 {
 
 struct DgatedParams {
-  const uint8_t* z;        // int8 [R, 2I], gate and up interleaved
-  const float* z_scale;    // [R, I / 64]
+  const uint8_t* z;        // int8 or bf16 [R, 2I], gate and up interleaved
+  const float* z_scale;    // [R, I / 64], of int8
   const float* row_prob;   // [R]
   uint8_t* dz;             // e4m3 [R, 2I]
   float* dz_scale;         // [R / 128, I / 64]
@@ -81,11 +81,6 @@ struct SharedTiles {
   }
 };
 
-__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 __device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
@@ -112,10 +107,11 @@ __device__ __forceinline__ float biased_byte(uint32_t word) {
 template <class Activation, bool kWgradFp8>
 struct DgatedFp8 {
   using Params = DgatedParams;
-  // INT8 codes of 64 columns of dy1: of each row, 32 columns at a time, word j holds (gate, up) of
-  // columns 8 (lane % 4) + 2 j and + 1.
+  // z of 64 columns of dy1: of each row, 32 columns at a time. In INT8 word j holds (gate, up) of
+  // columns 8 (lane % 4) + 2 j and + 1, in bf16 of column 8 (lane % 4) + j.
+  static constexpr int kZChunks = kZIsBf16 ? 2 : 1;  // of 16 bytes
   struct ZWords {
-    uint4 word[2][2];
+    uint4 word[2][2][kZChunks];
     float scale[2];
   };
   static constexpr bool kAdjacentRows = true, kNeedsRegisters = true;
@@ -178,12 +174,36 @@ struct DgatedFp8 {
 
  private:
   __device__ __forceinline__ void load_z(int row, int col) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    load_row_of_z(0, row, col);
+    load_row_of_z(1, row, col);
+  }
+  __device__ __forceinline__ void load_row_of_z(int h, int row, int col) {
+    z.scale[h] = 1.f;
+    if constexpr (!kZIsBf16)
       z.scale[h] = load_early(e.z_scale + static_cast<int64_t>(row + h) * (p.n / 64) + col / 64);
 #pragma unroll
-      for (int g = 0; g < 2; ++g)
-        z.word[h][g] = load_early_16(e.z + chunk_offset(row + h, col + 32 * g));
+    for (int g = 0; g < 2; ++g)
+#pragma unroll
+      for (int i = 0; i < kZChunks; ++i)
+        z.word[h][g][i] =
+            load_early_16(e.z + kZChunks * chunk_offset(row + h, col + 32 * g) + 16 * i);
+  }
+  // gate and up of columns 8 (lane % 4) + 2 (j % 4) and + 1 of 32, in units of z's scale.
+  __device__ __forceinline__ void decode(int h, int j, float (&gate)[2], float (&up)[2]) const {
+    if constexpr (kZIsBf16) {
+      const uint4& words = z.word[h][j / 4][kZChunks * (j % 4) / 4];
+      const uint32_t pair[2] = {j % 2 == 0 ? words.x : words.z, j % 2 == 0 ? words.y : words.w};
+#pragma unroll
+      for (int c = 0; c < 2; ++c) gate[c] = low_of(pair[c]), up[c] = high_of(pair[c]);
+    } else {
+      const uint4& words = z.word[h][j / 4][0];
+      const uint32_t word = (j % 4 == 0   ? words.x
+                             : j % 4 == 1 ? words.y
+                             : j % 4 == 2 ? words.z
+                                          : words.w) ^
+                            0x80808080u;
+      gate[0] = biased_byte<0>(word), gate[1] = biased_byte<2>(word);
+      up[0] = biased_byte<1>(word), up[1] = biased_byte<3>(word);
     }
   }
   // Where this thread's 16 bytes of 32 columns lie in [R, 2I]; in units of 16 bytes 32 bits are
@@ -211,15 +231,8 @@ struct DgatedFp8 {
       uint32_t largest_dz = 0, largest_y1 = 0;  // pairs
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const uint4& words = z.word[h][j / 4];
-        const uint32_t word = (j % 4 == 0   ? words.x
-                               : j % 4 == 1 ? words.y
-                               : j % 4 == 2 ? words.z
-                                            : words.w) ^
-                              0x80808080u;
-        const float gate[2] = {biased_byte<0>(word), biased_byte<2>(word)},
-                    up[2] = {biased_byte<1>(word), biased_byte<3>(word)};
-        float y1[2];
+        float gate[2], up[2], y1[2];
+        decode(h, j, gate, up);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float factor, factor_slope, value, slope;
@@ -242,7 +255,11 @@ struct DgatedFp8 {
       y1s_unit[h] = prob[h] * scale * scale;
       top_y = fmaxf(top_y, larger_magnitude(largest_y1) * fabsf(y1s_unit[h]));
     }
-    if (col + 64 < end) load_z(row, col + 64);
+    // z of the next 64 columns: the second row only when gradients have left their registers, where
+    // both would not suffice.
+    const bool more = col + 64 < end;
+    if (more) load_row_of_z(0, row, col + 64);
+    if (more && !kZIsBf16) load_row_of_z(1, row, col + 64);
     const BlockScale block =
         exchange(fmaxf(top[0] * fabsf(multiplier[0]), top[1] * fabsf(multiplier[1])));
     const int row_block = tile.row / kTileM, z_blocks = p.n / 64;
@@ -259,6 +276,7 @@ struct DgatedFp8 {
         codes[h][j] =
             e4m3x4(low_of(dz[h][j][0]) * multiplier[h], high_of(dz[h][j][0]) * multiplier[h],
                    low_of(dz[h][j][1]) * multiplier[h], high_of(dz[h][j][1]) * multiplier[h]);
+    if (more && kZIsBf16) load_row_of_z(1, row, col + 64);
     if constexpr (kWgradFp8) {
       if (tiles.elected()) e.dz_t_scale[col / 64 * (e.rows / kTileM) + row_block] = block.scale_inv;
       transpose_dz(codes);

@@ -1,10 +1,18 @@
-// What happens to a tile's accumulators: bf16 rows, or the gated activation with FP8 y1 and INT8 z.
+// What happens to a tile's accumulators: bf16 rows, or the gated activation with FP8 y1 and z as it
+// is kept for the backward.
 #pragma once
 
 #include "activations.cuh"
 #include "fp8_grouped_gemm.cuh"
 
 namespace sonicmoe::sm90 {
+
+// How z is kept: INT8 codes with a scale for 128 columns of a row, or plain bf16.
+#ifdef Z_BF16
+constexpr bool kZIsBf16 = true;
+#else
+constexpr bool kZIsBf16 = false;
+#endif
 
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -25,6 +33,11 @@ __device__ __forceinline__ float quad_max_nan(float v) {
 __device__ __forceinline__ uint32_t e4m3x2(float low, float high) {
   uint16_t r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 // The low byte is x * by rounded to the nearest even integer; |x * by| < 2^22.
@@ -68,7 +81,7 @@ struct StoreBf16 : PatchEpilogue {
           const float scale = unit[h][j / 16];
           const float low = acc[j / 16][4 * (j % 16) + 2 * h] * scale,
                       high = acc[j / 16][4 * (j % 16) + 2 * h + 1] * scale;
-          asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w[m]) : "f"(high), "f"(low));
+          w[m] = bf16x2(low, high);
         }
         stmatrix_x4(chunk_address(patch, lane / 8 % 2 * 8 + lane % 8, 2 * i + lane / 16), w);
       }
@@ -80,12 +93,13 @@ struct StoreBf16 : PatchEpilogue {
 // z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in
 // one quad's registers. `up`, and with it y1 until it is quantised, stays in units of the
 // accumulator's scale: maxima are scaled, not elements. Where the activation bounds `up`, the
-// accumulators are scaled first, because a bound is in units of z.
+// accumulators are scaled first, because a bound is in units of z; and where z is kept in bf16.
 template <class Activation, bool kStoreZ>
 struct GatedFp8 : PatchEpilogue {
   static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are
                                            // neighbours: no exchange before they are stored
-  static constexpr bool kInUnitsOfZ = Activation::kBoundsUp;
+  static constexpr bool kInUnitsOfZ = Activation::kBoundsUp || kZIsBf16;
+  static constexpr bool kQuantisesZ = kStoreZ && !kZIsBf16;
   struct Params {
     float* y1_scale;  // [R, ceil(N / 256)]
     float* z_scale;   // [R, N / 128]
@@ -107,12 +121,14 @@ struct GatedFp8 : PatchEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f};
-      const float unit[2] = {kInUnitsOfZ ? 1.f : acc_unit[h][0], kInUnitsOfZ ? 1.f : acc_unit[h][1]};
+      const float unit[2] = {kInUnitsOfZ ? 1.f : acc_unit[h][0],
+                             kInUnitsOfZ ? 1.f : acc_unit[h][1]};
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
-        float &gate = acc[j / 16][4 * (j % 16) + 2 * h], &up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
+        float &gate = acc[j / 16][4 * (j % 16) + 2 * h],
+              &up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
         if constexpr (kInUnitsOfZ) gate *= acc_unit[h][j / 16], up *= acc_unit[h][j / 16];
-        if constexpr (kStoreZ)
+        if constexpr (kQuantisesZ)
           top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
         y[j] = Activation::value(gate * unit[j / 16]) * Activation::up_value(up);
         float& top = top_y[kInUnitsOfZ ? 0 : j / 16];  // in one unit, one maximum
@@ -121,8 +137,7 @@ struct GatedFp8 : PatchEpilogue {
         if (kInUnitsOfZ && j == 15) __syncwarp();
       }
       const float amax_y = quad_max(fmaxf(top_y[0] * unit[0], top_y[1] * unit[1]));
-      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[0]),
-                               quad_max_nan(top_z[1] * unit[1])};
+      const float amax_z[2] = {quad_max_nan(top_z[0] * unit[0]), quad_max_nan(top_z[1] * unit[1])};
       const float multiply_y =
           scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h), tile.col, multiply_z[h]);
       const float by[2] = {multiply_y * unit[0], multiply_y * unit[1]};
@@ -134,7 +149,8 @@ struct GatedFp8 : PatchEpilogue {
                           y[4 * m + 3] * by[m / 4]);
     }
     store_y1(y8, tile.col / 2, row0);
-    if constexpr (kStoreZ) store_z(acc, multiply_z, tile.col, row0);
+    if constexpr (kQuantisesZ) store_z(acc, multiply_z, tile.col, row0);
+    if constexpr (kStoreZ && kZIsBf16) store_plain_z(acc, tile.col, row0);
   }
 
  private:
@@ -144,14 +160,14 @@ struct GatedFp8 : PatchEpilogue {
                                                  int64_t row, int col,
                                                  float (&multiply_z)[2]) const {
     const int q = lane % 4;
-    const float limit = kStoreZ && q > 0 ? 127.f : kE4m3Max;
-    const float amax = max_nan(!kStoreZ || q == 0 ? amax_y
-                               : q == 1           ? amax_z[0]
-                                                  : amax_z[1],
+    const float limit = kQuantisesZ && q > 0 ? 127.f : kE4m3Max;
+    const float amax = max_nan(!kQuantisesZ || q == 0 ? amax_y
+                               : q == 1               ? amax_z[0]
+                                                      : amax_z[1],
                                kAmaxFloor);
     const float multiply = __fdiv_rn(limit, amax), scale = __fdiv_rn(amax, limit);
     if (q == 0) out.y1_scale[row * ((p.n + 255) / 256) + col / 256] = scale;
-    if constexpr (kStoreZ) {
+    if constexpr (kQuantisesZ) {
       const int block = col / 128 + q - 1;
       if ((q == 1 || q == 2) && block < p.n / 128) out.z_scale[row * (p.n / 128) + block] = scale;
 #pragma unroll
@@ -195,6 +211,28 @@ struct GatedFp8 : PatchEpilogue {
                           w[3]);
         }
       way_out.publish(&maps.d, col + 128 * half, row0, lane);
+    }
+  }
+
+  __device__ __forceinline__ void store_plain_z(const Accumulators& acc, int col, int row0) {
+    const int q = lane % 4;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {  // 64 columns, 16 a thread
+      const uint32_t patch = way_out.acquire(lane);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t w[8];
+#pragma unroll
+        for (int m = 0; m < 8; ++m) {
+          const float* v = &acc[g / 2][4 * (8 * (g % 2) + m) + 2 * h];
+          w[m] = bf16x2(v[0], v[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 2 * q + i), w[4 * i], w[4 * i + 1],
+                          w[4 * i + 2], w[4 * i + 3]);
+      }
+      way_out.publish(&maps.d, col + 64 * g, row0, lane);
     }
   }
 };

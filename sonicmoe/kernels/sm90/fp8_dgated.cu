@@ -16,13 +16,13 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::Dgated
 }
 
 // dout e4m3 [T, H] with 1x128 scales, gathered through row_token; w2 e4m3 [E, I, H] (dgrad's order)
-// with 128x128 scales; z int8 [R, 2I] with z_scale [R, I / 64]; row_prob fp32 [R], 0 in padding
-// rows. Writes dz e4m3 [R, 2I] with one scale per 128x128 block (dz_scale [R / 128, I / 64]),
-// dprob_parts fp32 [ceil(I / 256), R], whose sum over its first axis is <dy1, y1>, and the operands
-// of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place of dz_t and y1s_t, else e4m3 dz_t
-// [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and y1s_t_scale [ceil(I / 128), R /
-// 128]. activation: a place in `activation_names()`. Rows at and behind padded_offsets[E] are not
-// written. multiprocessors: how many at most; 0: all.
+// with 128x128 scales; z int8 [R, 2I] with z_scale [R, I / 64], or, built with Z_BF16, bf16 [R,
+// 2I]; row_prob fp32 [R], 0 in padding rows. Writes dz e4m3 [R, 2I] with one scale per 128x128
+// block (dz_scale [R / 128, I / 64]), dprob_parts fp32 [ceil(I / 256), R], whose sum over its first
+// axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place
+// of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and
+// y1s_t_scale [ceil(I / 128), R / 128]. activation: a place in `activation_names()`. Rows at and
+// behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         TensorView row_token, TensorView row_prob, TensorView padded_offsets,
                         TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
@@ -42,8 +42,12 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
   sm90::DgatedParams more{};
   more.rows = rows;
-  more.z = aligned_16(checked_bytes(z, "z", o.device, rows * 2 * n), "z");
-  more.z_scale = checked_f32(z_scale, "z_scale", o.device, rows * (n / 64));
+  if (sm90::kZIsBf16) {
+    more.z = aligned_16(checked<uint8_t>(z, "z", kDLBfloat, 16, o.device, rows * 2 * n), "z");
+  } else {
+    more.z = aligned_16(checked_bytes(z, "z", o.device, rows * 2 * n), "z");
+    more.z_scale = checked_f32(z_scale, "z_scale", o.device, rows * (n / 64));
+  }
   more.row_prob = checked_f32(row_prob, "row_prob", o.device, rows);
   more.dz = aligned_16(checked_bytes(dz, "dz", o.device, rows * 2 * n), "dz");
   more.dz_scale = checked_f32(dz_scale, "dz_scale", o.device, rows / 128 * (n / 64));

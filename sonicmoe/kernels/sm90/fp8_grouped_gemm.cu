@@ -29,16 +29,17 @@ void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_s
 
 template <class Activation>
 void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, float* z_scale,
-                  int64_t multiprocessors, int64_t stream) {
-  z_scale != nullptr ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale},
-                                                                      multiprocessors, stream)
-                     : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr},
-                                                                       multiprocessors, stream);
+                  bool store_z, int64_t multiprocessors, int64_t stream) {
+  store_z ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale},
+                                                           multiprocessors, stream)
+          : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr},
+                                                            multiprocessors, stream);
 }
 
 // z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up.
-// Writes z int8 [R, N] with z_scale [R, N / 128] unless `store_z` is false, and y1 e4m3 [R, N / 2]
-// with y1_scale [R, ceil(N / 256)]. activation: a place in `activation_names()`. Padding rows
+// Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N / 128], or, built with Z_BF16,
+// bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)].
+// activation: a place in `activation_names()`. Padding rows
 // (row_token -1) come out as zeros. multiprocessors: how many at most; 0: all.
 void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                        TensorView row_token, TensorView padded_offsets, TensorView z,
@@ -55,14 +56,20 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
   o.params.row_token = checked_i32(row_token, "row_token", o.device, rows);
   float* y1_scales = checked_f32(y1_scale, "y1_scale", o.device, rows * ceil_div(n, 256));
   const uint8_t* y1_data = checked_bytes(y1, "y1", o.device, rows * (n / 2));
-  float* z_scales = store_z ? checked_f32(z_scale, "z_scale", o.device, rows * (n / 128)) : nullptr;
-  const uint8_t* z_data = store_z ? checked_bytes(z, "z", o.device, rows * n) : nullptr;
+  float* z_scales = nullptr;
+  const void* z_data = nullptr;
+  if (store_z && sm90::kZIsBf16) {
+    z_data = checked<void>(z, "z", kDLBfloat, 16, o.device, rows * n);
+  } else if (store_z) {
+    z_data = checked_bytes(z, "z", o.device, rows * n);
+    z_scales = checked_f32(z_scale, "z_scale", o.device, rows * (n / 128));
+  }
   if (rows == 0 || a.size(0) == 0) return;
   TensorMaps maps = operand_maps(o, 0, sm90::GatedFp8<sm90::Silu, true>::kColumnGroup);
   maps.c = matrix_map(y1_data, rows, n / 2, 16);
-  if (store_z) maps.d = matrix_map(z_data, rows, n, 16);
+  if (store_z) maps.d = matrix_map(z_data, rows, n, 16, sm90::kZIsBf16 ? 2 : 1);
   with_activation(activation, [&](auto gate) {
-    launch_gated<decltype(gate)>(o, maps, y1_scales, z_scales, multiprocessors, stream);
+    launch_gated<decltype(gate)>(o, maps, y1_scales, z_scales, store_z, multiprocessors, stream);
   });
 }
 
