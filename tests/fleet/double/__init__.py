@@ -35,7 +35,8 @@ def load(loader="eager", on=None, install=None):
     sys.path[:0] = [str(HERE / loader), str(HERE / "site")]
     machine.current = machine.HOPPER if on is None else on
     try:
-        undo = None if install is None else install()
+        if install is not None:
+            install()
         yield SimpleNamespace(
             ops=importlib.import_module("paddlefleet_ops"),
             config=importlib.import_module("paddlefleet.transformer.transformer_config"),
@@ -45,8 +46,6 @@ def load(loader="eager", on=None, install=None):
             layer=importlib.import_module("paddlefleet.transformer.moe.moe_layer"),
             callback=importlib.import_module("paddlefleet.trainer.trainer_callback"),
         )
-        if undo is not None:
-            undo()
     finally:
         sys.path[:], machine.current = before
         sys.meta_path[:] = [

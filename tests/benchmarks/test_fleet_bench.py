@@ -1,0 +1,113 @@
+"""The benchmark of PaddleFleet's flow runs where there is no GPU, and what its figures come from is
+right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import preloaded
+import pytest
+import torch
+from worlds import environment
+
+from sonicmoe.fleet import carrier
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "fleet_bench.py"
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr(carrier, "_declared", None)
+    import fleet_layer
+
+    return fleet_layer
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_figures(ranks):
+    command = [str(SCRIPT), "--device", "cpu", "--ranks", str(ranks), "--repeats", "1", "--json"]
+    process = preloaded.run("torch", command, environment(), ROOT, timeout=240)
+    assert process.returncode == 0, process.stderr
+    figures = json.loads(process.stdout.splitlines()[-1])
+    assert figures["ranks"] == ranks and "host_us" not in figures
+    errors = figures["errors"]
+    assert set(errors) == {"bf16 dispatch", "fp8 dispatch"}
+    assert errors["fp8 dispatch"]["y"] == errors["bf16 dispatch"]["y"], "the same codes"
+    for arm, stages in figures["stages_us"].items():
+        total = stages.pop("total")
+        assert len(stages) == 6 and min(stages.values()) > 0, arm
+        assert total == pytest.approx(sum(stages.values()))
+
+
+def test_fleets_call_on_freed_weights(layer):
+    """The flow of the GPU tests on the reference engine."""
+    sizes = layer.Sizes(40, 128, 64, 4, 2)
+    batch = layer.Batch.random(sizes, "cpu", 0)
+    weights = layer.weights_of(sizes, "cpu")
+    before = [weight.detach().clone() for weight in weights]
+
+    def call():
+        for weight in weights:
+            weight.main_grad.zero_()
+        found = layer.call_fleet(weights, batch, "reference")
+        return {name: value.clone() for name, value in found.items()}
+
+    wanted = call()
+    layer.take_copies(weights)
+    layer.give_copies(weights)
+    with layer.freed(weights):
+        assert all(weight.untyped_storage().nbytes() == 0 for weight in weights)
+        found = call()
+    for weight, values in zip(weights, before, strict=True):
+        assert torch.equal(weight, values)
+    layer.take_copies(weights)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    arm = layer.ARMS["fp8 dispatch"]
+    from sonicmoe.ep import LocalDispatcher
+
+    experts = layer.Experts(weights, arm, "reference")
+    through_node = layer.run(LocalDispatcher(sizes.experts), experts, batch, arm)
+    assert all(torch.equal(through_node[name], wanted[name]) for name in wanted)
+
+
+def test_a_parameter_of_one_rank_is_its_part_of_the_whole(layer):
+    sizes = layer.Sizes(8, 32, 16, 6, 2)
+    whole = layer.weights_of(sizes, "cpu")
+    parts = [layer.weights_of(sizes, "cpu", rank, 3) for rank in range(3)]
+    for n, weight in enumerate(whole):
+        assert torch.equal(torch.cat([part[n] for part in parts]), weight)
+
+
+def test_the_launch_of_the_first_gemm(monkeypatch):
+    """Of a trace: by correlation, inside the range, and no other kernel."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.delitem(sys.modules, "fleet_bench", raising=False)
+    import fleet_bench
+
+    def event(cat, name, ts, dur=1.0, correlation=None):
+        arguments = {} if correlation is None else {"correlation": correlation}
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": arguments}
+
+    events = [
+        event("kernel", "fp8_grouped_gemm<..>", 90, correlation=9),
+        event("cuda_runtime", "cudaLaunchKernel", 40, correlation=9),  # before the range
+        event("user_annotation", fleet_bench.RANGE, 100, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 110, correlation=1),
+        event("kernel", "build_metadata", 130, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 120, correlation=2),
+        event("kernel", "void fp8_grouped_gemm<..>", 140, correlation=2),
+        event("cuda_driver", "cuLaunchKernelEx", 125, correlation=3),
+        event("kernel", "kernel_cutlass_GemmSm90", 150, correlation=3),
+        event("user_annotation", fleet_bench.RANGE, 200, 50),
+        event("cuda_driver", "cuLaunchKernelEx", 215.5, correlation=4),
+        event("kernel", "kernel_cutlass_GemmSm90", 260, correlation=4),
+    ]
+    assert fleet_bench.until_first_gemm({"traceEvents": events}) == [20.0, 15.5]
+    for broken in (events[:4], events[:2]):
+        with pytest.raises(RuntimeError):
+            fleet_bench.until_first_gemm({"traceEvents": broken})
