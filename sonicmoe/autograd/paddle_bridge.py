@@ -69,7 +69,16 @@ class _CallPyLayer(PyLayer):  # type: ignore[misc]
             gradient if _wants(asked, *about) else None
             for gradient, about in zip(of_inputs, ctx.inputs, strict=True)
         )
-        return (*kept, *of_parameters)
+        return (*kept, *(of_parameters if ctx.call.attaches_parameters else ()))
+
+
+class _Unattached:
+    """What a backward asks a parameter for that is no input of its node: no tensor to Paddle."""
+
+    __slots__ = ("name", "stop_gradient")
+
+    def __init__(self, parameter: Any) -> None:
+        self.name, self.stop_gradient = parameter.name, parameter.stop_gradient
 
 
 def _take_gradients_as_they_come(ctx: Any, outputs: Any) -> None:
@@ -203,4 +212,6 @@ def apply(call: DifferentiableCall, inputs: Sequence[Any], parameters: Sequence[
     """The outputs of `call` on `inputs`, under autograd."""
     # The parameters are arguments although forward does not use them: as inputs of the node they
     # get their hooks fired, also where all other inputs are frozen.
+    if not call.attaches_parameters:
+        parameters = [_Unattached(parameter) for parameter in parameters]
     return _CallPyLayer.apply(call, len(inputs), *inputs, *parameters)

@@ -34,6 +34,14 @@ class DifferentiableCall(ABC):
         """
         return False
 
+    @property
+    def attaches_parameters(self) -> bool:
+        """Whether the parameters are inputs of the autograd node, so that the framework fires their
+        hooks at the end of each backward. False: the call adds their gradients, now or later, and
+        sees to their hooks. The PyTorch bridge attaches them always.
+        """
+        return True
+
     def explain(self, error: Exception, during: str) -> None:  # noqa: B027  most have nothing to add
         """Raise a more helpful error than `error`, which came in "forward" or "backward", if there
         is one; a bridge asks before it lets `error` pass.

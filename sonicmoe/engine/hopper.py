@@ -175,7 +175,8 @@ class HopperEngine(Engine):
             return
         with plain_ops():
             passes = _passes_of(anchor_of(pending.x), settings)
-            add = _add_one_by_one if settings.frees_stagewise else _add_both
+            both = targets.wants("dw1") and targets.wants("dw2")
+            add = _add_both if both and not settings.frees_stagewise else _add_one_by_one
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
@@ -343,7 +344,7 @@ def _add_one_by_one(
     passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
 ) -> None:
     """The same, one product after the other: each frees its operands before the next begins, so
-    that the other's need not lie beside its own.
+    that the other's need not lie beside its own. A product that nobody wants is left out.
     """
     handle, bytes_of, inner = pending.native
     dout, y1s = pending.dout, pending.y1s
@@ -352,32 +353,34 @@ def _add_one_by_one(
     memory = scratch(max(bytes_of.dw1, bytes_of.dw2), device_of(anchor_of(dout)))
     targets.adding = True
     pending.dout = pending.y1s = None
-    passes.dw2(
-        weights=None,
-        routing=handle,
-        stream=current_stream(anchor_of(dout)),
-        multiprocessors=pending.settings.gemm_num_sms,
-        shares_gpu=pending.shares_gpu,
-        inner=inner,
-        **token_arguments("dout", dout),
-        dw2=gradients["dw2"],
-        into_dw2=gradients["into_dw2"],
-        y1s=y1s,
-        scratch=memory,
-    )
+    if targets.wants("dw2"):
+        passes.dw2(
+            weights=None,
+            routing=handle,
+            stream=current_stream(anchor_of(dout)),
+            multiprocessors=pending.settings.gemm_num_sms,
+            shares_gpu=pending.shares_gpu,
+            inner=inner,
+            **token_arguments("dout", dout),
+            dw2=gradients["dw2"],
+            into_dw2=gradients["into_dw2"],
+            y1s=y1s,
+            scratch=memory,
+        )
     del dout, y1s
     x = pending.x
-    passes.dw1(
-        weights=None,
-        routing=handle,
-        stream=current_stream(anchor_of(x)),
-        multiprocessors=pending.settings.gemm_num_sms,
-        shares_gpu=pending.shares_gpu,
-        inner=inner,
-        **token_arguments("x", x),
-        dw1=gradients["dw1"],
-        into_dw1=gradients["into_dw1"],
-        dz=pending.dz,
-        scratch=memory,
-    )
+    if targets.wants("dw1"):
+        passes.dw1(
+            weights=None,
+            routing=handle,
+            stream=current_stream(anchor_of(x)),
+            multiprocessors=pending.settings.gemm_num_sms,
+            shares_gpu=pending.shares_gpu,
+            inner=inner,
+            **token_arguments("x", x),
+            dw1=gradients["dw1"],
+            into_dw1=gradients["into_dw1"],
+            dz=pending.dz,
+            scratch=memory,
+        )
     targets.adding = False

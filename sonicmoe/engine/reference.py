@@ -406,7 +406,11 @@ def _grouped(
 def _products(
     left: Tensor, right: Tensor, routing: RoutingMetadata, targets: GradientTargets, name: str
 ) -> list[tuple[int, Tensor]]:
-    """`left_e^T right_e` over the true rows of every expert that has any, as the targets take them."""
+    """`left_e^T right_e` over the true rows of every expert that has any, as the targets take them;
+    none where nobody wants them.
+    """
+    if not targets.wants(name):
+        return []
     return [
         (expert, targets.arranged(name, left[rows].transpose(0, 1) @ right[rows]))
         for expert, rows in _true_rows(routing)

@@ -44,6 +44,10 @@ class GradientTargets(ABC):
     def named(self) -> dict[str, Tensor]:
         """The tensors that are added to, by the name of the gradient."""
 
+    def wants(self, name: str) -> bool:
+        """Whether anybody wants this gradient; what nobody wants need not be computed."""
+        return True
+
     @property
     @abstractmethod
     def anchor(self) -> Tensor:
@@ -275,6 +279,9 @@ class ParameterTargets(GradientTargets):
             for index, tensor in enumerate(weight.tensors)
             if tensor is not None
         }
+
+    def wants(self, name: str) -> bool:
+        return self._weight(name).is_wanted
 
     def arranged(self, name: str, gradient: Tensor) -> Tensor:
         layout = self._weight(name).layout

@@ -27,6 +27,7 @@ from ..errors import ConfigError, expect
 from ..node.layer_state import LayerState
 from ..node.mlp_node import SonicMoEMlpNode
 from ..weights.pair import PairParameters
+from .deferral import current_offer
 
 Tensor = torch.Tensor
 
@@ -43,6 +44,7 @@ class FleetLayer:
     def __init__(self, weight1: Tensor, weight2: Tensor, hidden: int) -> None:
         self.parameters = PairParameters(weight1, weight2, hidden)
         self.state = LayerState(self.parameters, FlushMode.PROMPT, split_wgrad=False)
+        self.state.offers = current_offer
         (self.experts, _, self.hidden), _ = self.parameters.native_shapes()
         self._nodes: dict[tuple[Any, ...], SonicMoEMlpNode] = {}
         self._references: tuple[Any, ...] = ()

@@ -75,7 +75,7 @@ class GradientStore:
         self._additions = StreamOrder()
         self._direct: StreamOrder | None = None
         self._captured = CapturedMemory()
-        self._footprint: Footprint | None = None
+        self._footprints: dict[tuple[bool, ...], Footprint] = {}
         self._waiting = 0
         self._trained: list[bool] | None = None
         self._owners: Sequence[Tensor] | None = None
@@ -324,7 +324,9 @@ class GradientStore:
         addition = direct_addition(self._parameters, parameters, trained, main_grads, dout)
         assert isinstance(addition.targets, ParameterTargets)
         # Where no main_grad has moved since the last backward, nobody asks about it again.
-        self._footprint = addition.targets.recognise(self._footprint)
+        # Of two parameters each may be added to by itself; of many, all are looked at as one.
+        which = tuple(trained) if len(trained) == 2 else ()
+        self._footprints[which] = addition.targets.recognise(self._footprints.get(which))
         problem = direct_problem(addition, engine, settings, self._parameters, dout)
         if problem is not None:
             if self._mode is FlushMode.DIRECT:

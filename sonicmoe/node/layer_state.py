@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,7 @@ from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode
 from ..gradients.routes import Addition, Route
 from ..gradients.store import GradientStore
+from ..interop import requires_grad
 from ..weights.cache import LayerWeights, Reading, Unannounced
 from ..weights.copies import WeightCopies
 from ..weights.parameters import ExpertParameters
@@ -21,11 +23,24 @@ Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
 
 
+class WgradOffer(Protocol):
+    """Asked once per weight and backward whether it takes the addition of that weight's gradient
+    (`wgrad_offer`).
+    """
+
+    def __call__(self, position: int, weight: Tensor, run: Callable[[], None]) -> bool:
+        """`position` of the weight among the layer's parameters; `run` adds the gradient, and is to
+        be called once by whoever returns True.
+        """
+        ...
+
+
 class LayerState:
     """The user's parameters, the engine weights made of them, the gradients on their way to them,
     and the guard over both. Holds no activation, and no memory before the first call.
 
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
+    offers: gives the one to whom each weight's gradient is offered, if there is one now.
     """
 
     def __init__(self, parameters: ExpertParameters, flush: FlushMode, split_wgrad: bool) -> None:
@@ -40,6 +55,8 @@ class LayerState:
         self.guard = StepGuard()
         self._said_dropped = False
         self.wgrad_queue = WgradQueue() if split_wgrad else None
+        self.offers: Callable[[], WgradOffer | None] | None = None
+        self._said_not_offered = False
 
     def read_weights(
         self,
@@ -62,6 +79,26 @@ class LayerState:
                     "expert weights changed without step() or invalidate_caches(); caches rebuilt"
                 )
         return reading
+
+    def offer_for(
+        self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> WgradOffer | None:
+        """To whom a call on these inputs offers its weight gradients; None: they are complete when
+        the backward returns, and the weights are inputs of its autograd node.
+        """
+        offer = None if self.offers is None else self.offers()
+        # Without the weights only these inputs make autograd run the backward.
+        if offer is None or not any(map(requires_grad, inputs)):
+            return None
+        trained = filter(requires_grad, parameters)
+        if all(hasattr(parameter, "main_grad") for parameter in trained):
+            return offer
+        if not self._said_not_offered:
+            self._said_not_offered = True
+            logger.warning(
+                "expert weight gradients are not put off, because a weight that trains has no main_grad to add them to later"
+            )
+        return None
 
     def begin_backward(
         self,
@@ -88,11 +125,15 @@ class LayerState:
         accumulate, one entry per parameter.
         """
         returned = self.gradients.end(addition)
-        self.guard.count_backward(self.gradients.waiting, self.weights.sees_writes)
+        self.note_backward()
         # Only gradients that stay in the node can be missed by a reduction.
         if addition.route is Route.WAIT:
             self.guard.watch(parameters)
         return returned
+
+    def note_backward(self) -> None:
+        """A backward ran; for the guard over writes that nobody announces."""
+        self.guard.count_backward(self.gradients.waiting, self.weights.sees_writes)
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that was put off added: now, or on a GPU in stream order."""

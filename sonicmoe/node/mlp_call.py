@@ -22,7 +22,8 @@ from ..quant.tokens import anchor_of, to_bfloat16, tokens_of
 from ..routing.build import route
 from ..weights.cache import Reading
 from .fp8_gradients import GradientSource, gradient_from
-from .layer_state import LayerState
+from .layer_state import LayerState, WgradOffer
+from .wgrad_offer import WgradWork
 
 Tensor = torch.Tensor
 
@@ -40,6 +41,8 @@ class MlpCall(DifferentiableCall):
         last backward.
     dequantises: the engine is handed the values of tokens that arrived in FP8.
     num_inputs: of the differentiable call; see `forward`.
+    wgrad_offer: to whom weight gradients are offered; the parameters are then no inputs of the
+        autograd node. None: to nobody.
     dout_source: asked for the gradient of the output by every backward; None: autograd has it.
     """
 
@@ -55,10 +58,15 @@ class MlpCall(DifferentiableCall):
     dequantises: bool = False
     num_inputs: int = 2
     dout_source: GradientSource | None = None
+    wgrad_offer: WgradOffer | None = None
 
     @property
     def releases_saved(self) -> bool:
         return self.settings.frees_stagewise
+
+    @property
+    def attaches_parameters(self) -> bool:
+        return self.wgrad_offer is None
 
     def explain(self, error: Exception, during: str) -> None:
         """Advice where memory ran out."""
@@ -141,6 +149,8 @@ class MlpCall(DifferentiableCall):
         # An engine that updates in place may have overwritten the weights of this forward. It is
         # refused here, before anything is added.
         self.reading.check_current()
+        if self.wgrad_offer is not None:
+            return self._backward_and_offer(dout, saved, trained, self.wgrad_offer)
         state, addition = self.state, None
         with self.config.activate():
             # Memory first: a backward that runs out of it must not have added anything yet.
@@ -155,6 +165,15 @@ class MlpCall(DifferentiableCall):
                 return dx, dprobs, [None] * len(self.parameters), None
             self._hand_over(pending, addition)
             return dx, dprobs, state.end_backward(addition, self.parameters), addition.route
+
+    def _backward_and_offer(
+        self, dout: Tokens, saved: Saved, trained: list[bool], offer: WgradOffer
+    ) -> tuple[Tensor, Tensor, list[Tensor | None], Route | None]:
+        with self.config.activate():
+            dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
+        work = WgradWork(self.state, self.config, self.engine, self.settings, self.parameters)
+        work.offer(offer, trained, pending)
+        return dx, dprobs, [None] * len(self.parameters), None
 
     def _hand_over(self, pending: PendingWgrad, addition: Addition) -> None:
         """Add the weight gradients now, or queue them so that dx need not wait for them."""

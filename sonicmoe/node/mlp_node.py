@@ -376,6 +376,7 @@ class SonicMoEMlpNode:
             dequantises=choice.dequantises is not None,
             num_inputs=len(inputs),
             dout_source=dout_source,
+            wgrad_offer=self._state.offer_for(inputs, parameters),
         )
         if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
             return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]

@@ -240,8 +240,9 @@ class LayerWeights:
         # Last, because a read that raised has not used up the announcement.
         self._stale = False
         # Two things notice a write without an announcement: marks on the host, or an engine that
-        # compares on the device.
-        self._traceless = not (seen.marks or reading.weights.updated_in_place)
+        # compares on the device. Weights that are the user's own memory need nobody to notice.
+        noticed = seen.marks or reading.weights.updated_in_place
+        self._traceless = not (noticed or len(lent) == len(_PROJECTIONS))
         return reading
 
     def invalidate(self, event: str = "a write was announced") -> None:
@@ -256,8 +257,11 @@ class LayerWeights:
         self._cache, self._stale = WeightCache(), True
 
 
+_PROJECTIONS = ("w1", "w2")
+
+
 def _lent(weights: EngineWeights, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Those of the engine's weights that begin where the first up- or down-projection lies."""
     first = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])}
-    both = (weights.w1, weights.w2)
+    both = [getattr(weights, name) for name in _PROJECTIONS]
     return [w for w in both if isinstance(w, torch.Tensor) and data_ptr(w) in first]

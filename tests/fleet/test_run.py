@@ -11,18 +11,23 @@ import numpy as np
 import pytest
 from engine.moe_golden import assert_same_bits, golden, make_problem
 from engine.test_engine_fp8_tokens import poisoned, quantised
-from fleet.fleet_calls import LAYOUTS, Experts, overwrite
+from fleet.fleet_calls import (
+    LAYOUTS,
+    Experts,
+    overwrite,
+)
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from node.node_harness import Layer, assert_close, counts_of, want_gradient
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, DTypeError, RoutingError, ShapeError
+from sonicmoe.errors import ConfigError, DTypeError, FrameworkError, RoutingError, ShapeError
 from sonicmoe.fleet import carrier
 from sonicmoe.fleet import layer as layers
 from sonicmoe.fleet.carrier import Carrier, declare_carrier
 from sonicmoe.fleet.configuration import FP8Config
+from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import all_weights_changed, layer_of, weights_changed
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
 from sonicmoe.fleet.run import run_sonic_moe
@@ -456,3 +461,10 @@ class TestRefusals:
         self.refused(problem, TypeError, "w2 must be a", w2=np.zeros((4, 80, 48)))
         self.refused(problem, ConfigError, "fp8_config is dict", fp8_config={})
         self.refused(problem, ConfigError, "needed: a gated activation", activation_type="relu")
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="Paddle has the hook")
+def test_the_deferral_hook_is_refused_by_pytorch():
+    set_wgrad_deferral_hook(None)
+    with pytest.raises(FrameworkError, match=r"needs Paddle.*split_wgrad=True"):
+        set_wgrad_deferral_hook(lambda *_: False)

@@ -289,6 +289,36 @@ def test_a_backward_of_the_engine(arrangement, mode):
         memory.check()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["up first", "down first"])
+def test_one_projection_at_a_time(order, mode):
+    """As a schedule adds them that puts each off: the bits of adding both, and nothing is added to
+    the other one in between. The projections lie in different layouts, as PaddleFleet's may.
+    """
+    settings, (_, hidden, inner, experts, _) = replace(FP8, **MODES[mode]), LAYER
+    sums = NativeBuffer.zeros(experts, 2 * inner, hidden, inner, False, "cuda")
+    pending = pending_of(layer_case(), settings)
+    OURS.backward_dw(replace(pending), sums)
+    native, grouped = WeightLayout(), WeightLayout(True, True)
+    memory = (
+        torch.zeros(experts, 2 * inner, hidden, device="cuda"),
+        torch.zeros(experts, inner, hidden, device="cuda"),
+    )
+    up, down = (
+        WeightTarget.stacked(held, experts, layout)
+        for held, layout in zip(memory, (native, grouped), strict=True)
+    )
+    nobody = WeightTarget.stacked(None, experts, native)
+    alone = [ParameterTargets(up, nobody), ParameterTargets(nobody, down)]
+    first, second = (0, 1) if order == "up first" else (1, 0)
+    assert OURS.problem_of(alone[first], settings) is None
+    OURS.backward_dw(replace(pending), alone[first])
+    assert memory[first].any() and not memory[second].any()
+    OURS.backward_dw(replace(pending), alone[second])
+    assert torch.equal(memory[0], sums.dw1)
+    assert torch.equal(memory[1], sums.dw2.transpose(1, 2))
+
+
 @pytest.mark.parametrize("arrangement", ["own", "slices"])
 def test_replays_of_a_graph_add_each_time(arrangement):
     """Also after the maps of other memory were made."""

@@ -1,0 +1,125 @@
+"""`main_grad` in another layout than its weight: told by its shape, bit for bit, in the same buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import make_problem
+from fleet.fleet_calls import LAYOUTS, Experts, arrays_in, overwrite, to_grouped, to_sonic, zeros
+from framework import IS_PADDLE, numpy, torch
+from node.node_harness import Layer
+
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.errors import ShapeError
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# In the second both layouts give w1 one shape, in the third w2.
+each_size = pytest.mark.parametrize(("hidden", "inner"), [(80, 48), (96, 48), (64, 64)])
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(dtype=torch.bfloat16)
+
+
+class TestMainGradInTheOtherLayout:
+    """PaddleFleet converts `w1.main_grad` with its weight and leaves `w2.main_grad` grouped."""
+
+    def micro_batches(self, experts, count=2):
+        for _ in range(count):
+            experts.call().backward()
+
+    def expected(self, problem, **given):
+        """Grouped, from weights and gradients in one layout."""
+        experts = Experts(problem, "grouped", **given)
+        self.micro_batches(experts)
+        return [numpy(weight.main_grad) for weight in experts.weights]
+
+    @pytest.mark.parametrize("direct", [True, False], ids=["direct", "accumulators"])
+    @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+    @each_size
+    def test_fleets_way_gives_the_same_bits_in_the_same_buffers(
+        self, hidden, inner, fp8, direct, monkeypatch
+    ):
+        p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
+        if not direct:
+            monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
+        expected = self.expected(p, fp8=fp8)
+        experts = Experts(p, "grouped", fp8=fp8)
+        buffers = [weight.main_grad for weight in experts.weights]
+        experts.convert("sonic")
+        overwrite(buffers[0], np.zeros((4, 2 * inner, hidden)))
+        self.micro_batches(experts)
+        assert all(w.main_grad is b for w, b in zip(experts.weights, buffers, strict=True))
+        assert tuple(buffers[1].shape) == (4, inner, hidden)
+        np.testing.assert_array_equal(to_grouped(0, numpy(buffers[0])), expected[0])
+        np.testing.assert_array_equal(numpy(buffers[1]), expected[1])
+
+    @each_size
+    @each_layout
+    def test_memory_that_is_made_has_the_layout_that_fleet_would_give_it(
+        self, layout, hidden, inner
+    ):
+        p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
+        expected = self.expected(p)
+        experts = Experts(p, layout, main_grad="none")
+        self.micro_batches(experts)
+        dw1, dw2 = (numpy(weight.main_grad) for weight in experts.weights)
+        np.testing.assert_array_equal(
+            dw1 if layout == "grouped" else to_grouped(0, dw1), expected[0]
+        )
+        np.testing.assert_array_equal(dw2, expected[1])
+
+    @pytest.mark.parametrize("of_up", LAYOUTS)
+    @pytest.mark.parametrize("of_down", LAYOUTS)
+    @each_layout
+    def test_shapes_tell_each_by_itself(self, problem, layout, of_up, of_down):
+        expected, experts = self.expected(problem), Experts(problem, layout)
+        for index, (weight, wanted) in enumerate(
+            zip(experts.weights, (of_up, of_down), strict=True)
+        ):
+            weight.main_grad = zeros(arrays_in(wanted, problem.up_gate, problem.down)[index].shape)
+        self.micro_batches(experts)
+        for found, wanted in zip(experts.gradients(), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+    @pytest.mark.skipif(IS_PADDLE, reason="the test makes memory with strides")
+    def test_strides_are_taken_as_they_are(self, problem):
+        expected, experts = self.expected(problem), Experts(problem, "sonic")
+        held = torch.zeros(48, 4, 84)
+        experts.weights[1].main_grad = held[:, :, :80].permute(1, 0, 2)
+        experts.weights[0].main_grad = torch.zeros(4, 80, 96).transpose(1, 2)
+        self.micro_batches(experts)
+        np.testing.assert_array_equal(numpy(held[:, :, :80].permute(1, 0, 2)), expected[1])
+        assert not held[:, :, 80:].any()
+        for found, wanted in zip(experts.gradients(), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+    def test_a_shape_of_neither_layout_is_refused(self, problem):
+        experts = Experts(problem)
+        experts.weights[1].main_grad = zeros((4, 40, 96))
+        call = experts.call()
+        # Paddle raises an OSError in place of what a backward raises.
+        words = r"main_grad has shape \(4, 40, 96\); the parameter's is \(4, 80, 48\), and \(4, 48, 80\) in its other"
+        with pytest.raises((ShapeError, OSError), match=words):
+            call.backward()
+
+
+@each_size
+@pytest.mark.parametrize("arrangement", ["fused", "native"])
+def test_a_node_of_its_own_takes_main_grad_in_either_layout(arrangement, hidden, inner):
+    """Where both have one shape, `from_fused` and `from_native` take the weight's layout."""
+    p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
+    usual, other = (Layer(p, arrangement=arrangement, dtype=torch.bfloat16) for _ in range(2))
+    usual.set_main_grad(0.0)
+    for weight in other.weights:
+        shape = tuple(weight.shape)
+        weight.main_grad = zeros((shape[0], shape[2], shape[1]))
+    for layer in (usual, other):
+        layer.run()
+        layer.node.step()
+    move = to_sonic if arrangement == "fused" else to_grouped
+    for index, (one, two) in enumerate(zip(usual.weights, other.weights, strict=True)):
+        wanted, shape = numpy(one.main_grad), tuple(two.main_grad.shape)
+        wanted = wanted if shape == tuple(one.shape) else move(index, wanted)
+        np.testing.assert_array_equal(numpy(two.main_grad), wanted)
