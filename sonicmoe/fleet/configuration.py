@@ -12,11 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from ..config import FLAGS, SonicMoEConfig, active_config, environment
-from ..engine.capabilities import RECORDS
 from ..enums import (
     ActivationParameters,
     ActivationType,
-    EngineName,
     ZCode,
     layer_parameters,
     member_of,
@@ -93,8 +91,8 @@ class FP8Config:
     | `enabled`, `use_fp8` | honoured where a call does not say it: `run_sonic_moe(fp8=...)` does |
     | `fp8_wgrad` | honoured; off: weight gradients of unquantised operands |
     | `recompute_z` | honoured, per call |
-    | `save_z_fp8` | honoured where the engine keeps z in BF16 for False, which is the default; \
-elsewhere z is kept in 8 bits, and the log says so once. A flag `save_z` that is set decides instead |
+    | `save_z_fp8` | honoured: z in 8 bits, or for False, the default, in BF16, which the log says \
+once. A flag `save_z` that is set decides until the field is |
     | `iso32_weight` | honoured as `iso_weight`: one FP8 copy of each weight |
     | `swiglu_clamp_value` | honoured for SwiGLU, 0 for off; refused with other activations |
     | `situ_beta`, `situ_linear_beta` | honoured where the activation comes without its numbers |
@@ -167,24 +165,19 @@ kernels always fuse activation and quantisation; False is said once |
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
         return f"{type(self).__name__}({fields})"
 
-    def node_config(self, *, fp8: bool | None = None, on_gpu: bool = False) -> SonicMoEConfig:
+    def node_config(self, *, fp8: bool | None = None) -> SonicMoEConfig:
         """The configuration for a node: these fields over the configuration in force here.
 
         Equal arguments, fields and surroundings give the identical object.
 
         Args:
             fp8: whether operands are quantised; None: as `enabled` says.
-            on_gpu: where the weights lie, which tells the engine that `engine` leaves open.
         """
         fp8 = self.enabled if fp8 is None else fp8
         around = active_config()
         found = around.resolve()
         mode = (found.fp8_mode if found.fp8 else "perf") if fp8 else "off"
-        engine = found.engine
-        if engine is EngineName.AUTO:
-            engine = EngineName.HOPPER if on_gpu else EngineName.REFERENCE
-        kept = tuple(self.__dict__.items())
-        return _node_config(around, mode, engine, _given_z(), kept)
+        return _node_config(around, mode, _given_z(), tuple(self.__dict__.items()))
 
     def activation(
         self, activation_type: Any = ActivationType.SWIGLU
@@ -268,7 +261,6 @@ def _given_z() -> ZCode | None:
 def _node_config(
     around: SonicMoEConfig,
     mode: str,
-    engine: EngineName,
     given_z: ZCode | None,
     kept: tuple[tuple[str, Any], ...],
 ) -> SonicMoEConfig:
@@ -278,31 +270,25 @@ def _node_config(
         "fp8_wgrad": field["fp8_wgrad"],
         "recompute_z": field["recompute_z"],
         "iso_weight": field["iso32_weight"],
-        "gemm_num_sms": field["gemm_num_sms"],
     }
+    if field["gemm_num_sms"] is not None:
+        own["gemm_num_sms"] = field["gemm_num_sms"]
     if mode != "off":  # also where z is recomputed, which then takes the way through the same code
-        own["save_z"] = _z_code(
-            field["save_z_fp8"], given_z, engine, is_kept=not field["recompute_z"]
-        )
+        own["save_z"] = code = _z_code(field["save_z_fp8"], given_z)
+        if given_z is None and code is ZCode.BF16 and not field["recompute_z"]:
+            _say(
+                "z is kept in BF16 for backward, as save_z_fp8 is off, which is Fleet's default; "
+                "SONIC_MOE_FP8_SAVE_Z=int8 halves that memory",
+                logging.INFO,
+            )
     _say_what_has_no_effect(field)
     return SonicMoEConfig(**{**around.given(), **own})
 
 
-def _z_code(in_fp8: bool, given: ZCode | None, engine: EngineName, is_kept: bool) -> ZCode | None:
-    """None leaves it to the default."""
+def _z_code(in_fp8: bool, given: ZCode | None) -> ZCode:
     if given is not None and in_fp8 == (given is not ZCode.BF16):
         return given
-    if in_fp8:
-        return ZCode.INT8
-    if ZCode.BF16 in RECORDS[engine].z_codes:
-        return ZCode.BF16
-    if not is_kept:
-        return None
-    _say(
-        f"save_z_fp8 is off, and the {engine.value} engine does not keep z in BF16: z is kept as "
-        f"{ZCode.INT8.value}, with a scale per 128 columns"
-    )
-    return None
+    return ZCode.INT8 if in_fp8 else ZCode.BF16
 
 
 _FUSED = ("fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant")
@@ -336,9 +322,9 @@ _LOCK = threading.Lock()
 _said: set[str] = set()
 
 
-def _say(message: str) -> None:
+def _say(message: str, level: int = logging.WARNING) -> None:
     with _LOCK:
         known = message in _said
         _said.add(message)
     if not known:
-        logger.warning("PaddleFleet: %s", message)
+        logger.log(level, "PaddleFleet: %s", message)

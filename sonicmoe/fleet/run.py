@@ -12,7 +12,6 @@ from ..interop import (
     IS_PADDLE,
     dtype_name,
     grad_enabled,
-    is_cuda,
     require_framework_tensor,
     requires_grad,
 )
@@ -85,7 +84,7 @@ def run_sonic_moe(
     _check_routing(topk_indices, topk_scores, K, E, layer)
     config = _config_of(fp8_config)
     node = layer.node(
-        config.node_config(fp8=fp8, on_gpu=is_cuda(hidden_states)),
+        config.node_config(fp8=fp8),
         *config.activation(activation_type),
     )
     x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)

@@ -26,7 +26,7 @@ from weakref import WeakSet
 import torch
 
 from ..errors import LayoutError, ShapeError, expect
-from ..interop import is_cuda, require_framework_tensor
+from ..interop import require_framework_tensor
 from ..quant.format import BlockScaledTensor
 from ..weights.copies import WeightCopies, used_copies
 from ..weights.parameters import check_memory
@@ -69,7 +69,7 @@ def quantize_native_fp8_weights(w1: Tensor, w2: Tensor, iso32: bool = True) -> d
     config = FP8Config()
     config.iso32_weight = bool(iso32)
     # Copies do not depend on which gated activation it is.
-    node = layer.node(config.node_config(fp8=True, on_gpu=is_cuda(w1)), *config.activation())
+    node = layer.node(config.node_config(fp8=True), *config.activation())
     copies = node.make_copies()
     _doubtful.clear()
     weights = copies.weights

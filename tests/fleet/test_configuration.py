@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 import pickle
@@ -49,11 +48,6 @@ def fresh(monkeypatch):
 def said(caplog):
     caplog.set_level(logging.INFO, logger="sonicmoe")
     return lambda: [r.getMessage() for r in caplog.records if "PaddleFleet" in r.getMessage()]
-
-
-def with_z(monkeypatch, engine, *codes):
-    record = dataclasses.replace(RECORDS[engine], z_codes=codes)
-    monkeypatch.setitem(RECORDS, engine, record)
 
 
 class TestFields:
@@ -234,6 +228,11 @@ class TestNodeConfig:
         config.gemm_num_sms = None
         assert config.node_config(fp8=True).resolve().gemm_num_sms == 32
 
+    def test_a_cap_in_force_stays_where_the_layer_has_none(self):
+        config = FP8Config()
+        with SonicMoEConfig(gemm_num_sms=48).activate():
+            assert config.node_config(fp8=True).gemm_num_sms == 48
+
     @pytest.mark.parametrize(
         "name", ["fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant"]
     )
@@ -257,25 +256,15 @@ class TestNodeConfig:
 class TestZ:
     """`save_z_fp8` off, Fleet's default, keeps z in BF16."""
 
-    def test_is_bf16_where_the_engine_keeps_it(self, said):
-        assert FP8Config().node_config(fp8=True, on_gpu=False).save_z is ZCode.BF16
-        assert said() == []
-
-    def test_is_bf16_on_a_gpu_as_soon_as_that_engine_can(self, monkeypatch):
-        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8, ZCode.BF16)
-        assert FP8Config().node_config(fp8=True, on_gpu=True).save_z is ZCode.BF16
-
-    def test_stays_in_8_bits_elsewhere_and_the_log_says_so_once(self, monkeypatch, said):
-        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
+    def test_is_bf16_and_the_log_says_so_once(self, said):
         for _ in range(2):
-            assert FP8Config().node_config(fp8=True, on_gpu=True).resolve().save_z is ZCode.INT8
+            assert FP8Config().node_config(fp8=True).save_z is ZCode.BF16
             configuration._node_config.cache_clear()
-        assert len(said()) == 1 and "z is kept as int8" in said()[0]
+        assert len(said()) == 1 and "SONIC_MOE_FP8_SAVE_Z=int8 halves" in said()[0]
 
-    def test_is_asked_of_the_engine_that_was_named(self, monkeypatch):
-        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
-        with SonicMoEConfig(engine="reference").activate():
-            assert FP8Config().node_config(fp8=True, on_gpu=True).save_z is ZCode.BF16
+    @pytest.mark.parametrize("engine", [EngineName.REFERENCE, EngineName.HOPPER])
+    def test_is_kept_so_by_every_engine_that_quantises(self, engine):
+        assert {ZCode.BF16, ZCode.INT8} <= set(RECORDS[engine].z_codes)
 
     @pytest.mark.parametrize("given", [None, "int8", "e4m3"])
     def test_in_fp8_is_the_8_bit_code(self, given):
@@ -286,22 +275,19 @@ class TestZ:
 
     @pytest.mark.parametrize("given", ["int8", "e4m3", "bf16"])
     def test_is_what_the_flag_says_unless_the_field_is_set(self, given, monkeypatch, said):
-        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
         monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", given)
-        for on_gpu in (False, True):
-            assert FP8Config().node_config(fp8=True, on_gpu=on_gpu).save_z is ZCode(given)
+        assert FP8Config().node_config(fp8=True).save_z is ZCode(given)
         assert said() == []
         config = FP8Config()
         config.save_z_fp8 = given == "bf16"
         other = ZCode.INT8 if given == "bf16" else ZCode.BF16
         assert config.node_config(fp8=True).save_z is other
 
-    def test_is_left_alone_where_nothing_is_kept_in_a_code(self, monkeypatch, said):
-        with_z(monkeypatch, EngineName.HOPPER, ZCode.INT8)
+    def test_nothing_is_said_where_it_is_not_kept(self, said):
         config = FP8Config()
-        assert config.node_config(fp8=False, on_gpu=True).save_z is None
+        assert config.node_config(fp8=False).save_z is None
         config.recompute_z = True
-        assert config.node_config(fp8=True, on_gpu=True).save_z is None
+        assert config.node_config(fp8=True).save_z is ZCode.BF16
         assert said() == []
 
 
