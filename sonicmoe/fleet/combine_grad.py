@@ -32,6 +32,8 @@ from .carrier import tokens_from_carrier
 Tensor = torch.Tensor
 
 KEYS = ("data", "scale")
+# Some commits of Fleet tell their combine by an entry which quantiser to call.
+_NOT_OURS = ("using_sonic_moe",)
 _NAME = "fp8_combine_grad_handle"
 _FILLED_BY = (
     "the backward of the combine fills it: needed: this very dict as combine_grad_handle of fused_combine, with "
@@ -75,7 +77,7 @@ class CombineGradient:
             DTypeError, ShapeError, DeviceError, FrameworkError: naming the entry, what came and
                 what is needed.
         """
-        if not self._handle:
+        if not self._found():
             self._refuse_lost_scales(gradient)
             return gradient
         data, scale = self._entries()
@@ -85,7 +87,8 @@ class CombineGradient:
         except SonicMoEError as error:
             raise type(error)(f"{_NAME}['data'] and ['scale']: {error}") from None
         # Only now: who gets an error finds what it is about.
-        self._handle.clear()
+        for key in KEYS:
+            del self._handle[key]
         self._was_taken = True
         return tokens
 
@@ -102,8 +105,11 @@ class CombineGradient:
             f"the gradient of the experts' output is {dtype_name(gradient.dtype)} and {_NAME} is empty; {_FILLED_BY}",
         )
 
+    def _found(self) -> list[str]:
+        return [str(key) for key in self._handle if key not in _NOT_OURS]
+
     def _entries(self) -> tuple[Any, Any]:
-        found = [str(key) for key in self._handle]
+        found = self._found()
         expect(
             sorted(found) == sorted(KEYS),
             ConfigError,

@@ -135,6 +135,14 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="an earlier backward of this forward took"):
             source.take(gradient.to(getattr(torch, dtype)))
 
+    def test_an_entry_of_fleets_own_is_left_alone(self, problem):
+        gradient = bf16(problem.dout)
+        for handle in ({"using_sonic_moe": True} | filled(gradient), {"using_sonic_moe": True}):
+            was_filled = "data" in handle
+            found = CombineGradient(handle).take(gradient)
+            assert isinstance(found, BlockScaledTensor) is was_filled
+            assert handle == {"using_sonic_moe": True}
+
     @pytest.mark.parametrize(
         "keys", [("data",), ("scale",), ("data", "scale", "event"), ("handle",), ("fn", "fn_args")]
     )
