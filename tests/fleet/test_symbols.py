@@ -39,12 +39,14 @@ CALLS = {
     "_differentiable_router_scores": [(6, ["score_src_idx"])],
     "enable_fp8": [(1, [])],
     "_scatter_router_scores_i32": [(3, [])],
+    "set_wgrad_deferral_hook": [(1, [])],
 }
 # Every name of the contract, by module.
 CONTRACT = {
     "functional": {
         "_refresh_fp8_config", "_UpProjection", "_DownProjection",
         "attach_preallocated_gated_outputs", "clear_all_fp8_weight_caches",
+        "set_wgrad_deferral_hook", "_WGRAD_DEFERRAL_HOOK",
     },
     "functional.utils": {"enable_fp8"},
     "quack_utils": {"quantize_activation_blockscaled_fast", "quantize_native_fp8_weights"},
