@@ -93,6 +93,14 @@ SYMBOLS: tuple[Symbol, ...] = (
         "fleet.situ:encode_situ_activation",
         ("beta", "linear_beta"),
     ),
+    # The schedule that puts weight gradients off; its tests look at the hook.
+    Symbol(
+        "functional",
+        "set_wgrad_deferral_hook",
+        "fleet.deferral:set_wgrad_deferral_hook",
+        ("hook",),
+    ),
+    Symbol("functional", "_WGRAD_DEFERRAL_HOOK", "fleet.deferral:_hook", late=True),
     # The dispatchers. Fleet looks into this signature for `pack_scale_words`.
     Symbol(
         "quack_utils",

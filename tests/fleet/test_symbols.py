@@ -38,6 +38,7 @@ CALLS = {
     ],
     "_differentiable_router_scores": [(6, ["score_src_idx"])],
     "enable_fp8": [(1, [])],
+    "set_wgrad_deferral_hook": [(1, [])],
     "_scatter_router_scores_i32": [(3, [])],
     "set_wgrad_deferral_hook": [(1, [])],
 }
@@ -127,6 +128,15 @@ class TestModules:
         with pytest.raises(AttributeError, match=r"sonicmoe\.functional' has no attribute 'swish'"):
             _ = functional.swish
         assert not hasattr(functional, "__wrapped__")
+
+    def test_the_deferral_hook_is_the_one_that_is_set(self):
+        functional = mounted_modules()[f"{MOUNT}.functional"]
+        assert functional._WGRAD_DEFERRAL_HOOK is None
+        if IS_PADDLE:
+            functional.set_wgrad_deferral_hook(print)
+            assert functional._WGRAD_DEFERRAL_HOOK is print
+        functional.set_wgrad_deferral_hook(None)
+        assert functional._WGRAD_DEFERRAL_HOOK is None
 
     def test_the_pytorch_face_answers_for_itself(self):
         top = mounted_modules()[MOUNT]
