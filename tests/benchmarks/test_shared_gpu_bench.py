@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from framework import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "shared_gpu_bench.py"
 
@@ -33,13 +32,3 @@ def test_the_table_shows_when_both_are_done(bench):
     first, second = bench.table(rows).splitlines()[2:]
     assert first == "| all | 5000 | 900 | 5100 | 3000 | 5100 |"
     assert second == "| 116 | 5600 | 900 | 5650 | 6000 | 6000 |"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_times_of_a_small_layer(bench, monkeypatch):
-    monkeypatch.setattr(bench, "COPY_BYTES", 16 << 20)
-    beside = bench.Beside(bench.Shape(512, 256, 128, 4, 2), bench.EngineName.HOPPER, rounds=2)
-    row = beside.row(100)
-    assert min(row.layer, row.copy, row.layer_beside, row.copy_beside) > 0
-    assert torch.equal(beside._source, beside._target)
