@@ -40,7 +40,6 @@ CALLS = {
     "enable_fp8": [(1, [])],
     "set_wgrad_deferral_hook": [(1, [])],
     "_scatter_router_scores_i32": [(3, [])],
-    "set_wgrad_deferral_hook": [(1, [])],
 }
 # Every name of the contract, by module.
 CONTRACT = {
