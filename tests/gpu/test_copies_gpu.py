@@ -1,0 +1,269 @@
+"""FP8 copies of the weights on the Hopper engine: training while the parameters hold no memory, what
+the allocator has back, streams, CUDA graphs, and writes that only the device sees.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import partial
+
+import pytest
+import torch
+from node import copies_layers as layers
+from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bits
+from weights.freed_memory import free, restore
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.enums import ActivationType, FlushMode
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import StaleWeightsError
+from sonicmoe.fleet.weight_layout import (
+    fused_grouped_w1_to_sonic,
+    fused_sonic_w1_to_grouped,
+    fused_transpose_w2_layout,
+)
+from sonicmoe.jit import no_compile
+from sonicmoe.jit_warmup import warmup_jit
+from sonicmoe.node.layer_state import LayerState
+from sonicmoe.quant.gpu import release_scratch
+from sonicmoe.weights.pair import PairParameters
+
+pytestmark = pytest.mark.gpu
+
+E, H, I, K, T = 4, 272, 320, 2, 300  # H no multiple of 128, I an odd number of 64s
+LARGE = (8, 1024, 1024, 2)
+LONG = 100_000_000  # cycles: a stream that sleeps so long is behind everything else
+MIB = 1 << 20
+
+
+def setup_for(sizes=(E, H, I, K), **changes):
+    """By name, because a fallback would prove nothing."""
+    config = SonicMoEConfig(**{"engine": "hopper", "fp8_mode": "perf"} | changes)
+    return Setup(config, "cuda", torch.bfloat16, sizes, T)
+
+
+FP8, ISO = setup_for(), setup_for(iso_weight=True)
+MODES = {
+    "perf": (FP8, True),
+    "mem": (setup_for(fp8_mode="mem"), True),
+    "iso": (ISO, False),
+    "recompute_z": (setup_for(recompute_z=True), False),
+    "bf16 wgrad": (setup_for(fp8_wgrad=False), True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Everything warm-up plans; nothing below may compile."""
+    for setup, _ in MODES.values():
+        for sizes in ((E, H, I), LARGE[:3]):
+            assert warmup_jit(*sizes, "cuda", config=setup.config, jobs=os.cpu_count()).complete
+    with no_compile():
+        yield
+
+
+def codes_of(copies):
+    held = copies.weights
+    return [
+        tensor
+        for q in (held.w1, held.w2, held.w1_dgrad, held.w2_dgrad)
+        for tensor in (q.bytes, q.scale_inv)
+    ]
+
+
+def addresses(copies):
+    return [tensor.data_ptr() for tensor in codes_of(copies)]
+
+
+def copied(copies):
+    return [tensor.clone() for tensor in codes_of(copies)]
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(("setup", "release"), MODES.values(), ids=MODES)
+def test_the_bits_of_a_layer_that_keeps_its_memory(arrangement, setup, release):
+    if not setup.config.fp8_wgrad and arrangement != "native":
+        pytest.skip("the BF16 GEMMs of the weight gradients add to native parameters only")
+    layers.check_freed(setup, arrangement, release)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recompute(use_reentrant):
+    layers.check_recompute(FP8, "native", use_reentrant)
+
+
+class TestMemory:
+    """Of E=8, H=I=1024: 48 MiB of BF16 parameters, 24 MiB of codes in each order."""
+
+    PARAMETERS, ORDER = 48, 24
+
+    def allocated(self):
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() / MIB
+
+    @pytest.mark.parametrize("iso", [False, True])
+    def test_every_event_gives_back_what_it_promises(self, iso):
+        setup = setup_for(LARGE, iso_weight=iso)
+        layer = DirectLayer(setup, "native")
+        layers.outstanding(layer, copies=layer.node.make_copies())  # all that is made once
+        release_scratch()
+        before = self.allocated()
+        copies = layer.node.make_copies()
+        orders = 1 if iso else 2
+        assert self.allocated() - before == pytest.approx(orders * self.ORDER, abs=1)
+        assert copies.nbytes / MIB == pytest.approx(orders * self.ORDER, abs=1)
+        values = [weight.detach().cpu() for weight in layer.weights]
+        free(*layer.weights)
+        freed = before - self.PARAMETERS
+        assert self.allocated() - freed == pytest.approx(orders * self.ORDER, abs=1)
+        if not iso:
+            layers.outstanding(
+                layer,
+                (0,),
+                copies,
+                before_backward=partial(self.released, copies),
+            )
+            assert self.allocated() - freed == pytest.approx(self.ORDER, abs=1)
+        del copies
+        release_scratch()
+        assert self.allocated() == pytest.approx(freed, abs=1)
+        for weight, value in zip(layer.weights, values, strict=True):
+            restore(weight, value.cuda())
+        assert self.allocated() == pytest.approx(before, abs=1)
+
+    def released(self, copies):
+        before = self.allocated()
+        assert copies.release_forward() == ""
+        assert before - self.allocated() == pytest.approx(self.ORDER, abs=1)
+
+
+def test_released_memory_is_not_taken_while_another_stream_reads_it():
+    """The buffers belong to the first stream, and the forward that reads them runs late on a
+    second one.
+    """
+    wanted = layers.outstanding(DirectLayer(FP8, "native"), (0,))
+    layer = DirectLayer(FP8, "native")
+    copies = layer.node.make_copies()
+    sizes = [copies.weights.w1.bytes.numel(), copies.weights.w2.bytes.numel()]
+    free(*layer.weights)
+    x, indices, probs, dout = layer.batch(0)
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, probs)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        out = layer.node(leaves[0], None, indices, leaves[1], copies=copies)
+        assert copies.release_forward() == ""
+    # Were the memory free for this stream, these would be it.
+    strangers = [torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda") for size in sizes * 2]
+    torch.cuda.current_stream().wait_stream(side)
+    out.backward(dout)
+    torch.cuda.synchronize()
+    found = [out.detach(), *(leaf.grad for leaf in leaves), *layer.main_grads]
+    assert_same_bits(found, wanted)
+    del strangers
+
+
+class TestGraphs:
+    def captured(self, copies, layer, batch):
+        x, indices, probs, dout = batch
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is made once
+            layer.node(x, None, indices, probs, copies=copies).backward(dout)
+        torch.cuda.current_stream().wait_stream(stream)
+        layer.clear()
+        x.grad = probs.grad = None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer.node(x, None, indices, probs, copies=copies)
+            kept = copies.release_forward()
+            out.backward(dout)
+        return graph, out, kept
+
+    def test_a_graph_reads_the_copies_and_keeps_forwards_order(self):
+        wanted = layers.outstanding(DirectLayer(FP8, "native"), (0,))
+        layer = DirectLayer(FP8, "native")
+        copies = layer.node.make_copies()
+        free(*layer.weights)
+        batch = layer.batch(0)
+        graph, out, kept = self.captured(copies, layer, batch)
+        assert "CUDA graph that is being captured" in kept
+        for _ in range(2):
+            layer.clear()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, wanted[0])
+            assert_same_bits(layer.main_grads, wanted[3:])
+
+
+class TestWrites:
+    @pytest.mark.parametrize("setup", [FP8, ISO], ids=["two orders", "iso"])
+    def test_a_write_that_no_counter_shows_is_found_on_the_device(self, setup):
+        layer = DirectLayer(setup, "native")
+        copies = layer.node.make_copies()
+        where, before = addresses(copies), copied(copies)
+        for weight in layer.weights:
+            weight.data.mul_(0.5)
+        layers.outstanding(layer, (0,), copies)
+        now = copied(copies)
+        assert addresses(copies) == where
+        fresh = copied(layer.node.make_copies())
+        assert_same_bits(now, fresh)
+        assert not any(torch.equal(a, b) for a, b in zip(now[1::2], before[1::2], strict=True))
+
+    def test_weights_at_another_address_are_quantised_into_the_same_buffers(self):
+        layer = DirectLayer(FP8, "native")
+        copies = layer.node.make_copies()
+        where = addresses(copies)
+        for weight in layer.weights:
+            weight.data = weight.data * 0.25
+        layers.outstanding(layer, (0,), copies)
+        assert addresses(copies) == where
+        assert_same_bits(copied(copies), copied(layer.node.make_copies()))
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_an_optimizer_makes_them_stale_once_the_memory_is_freed(self, fused):
+        layer = DirectLayer(FP8, "native")
+        optimizer = torch.optim.AdamW(layer.weights, lr=1e-2, fused=fused)
+        copies = layer.node.make_copies()
+        for weight in layer.weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        free(*layer.weights)
+        with pytest.raises(StaleWeightsError, match="an optimizer stepped"):
+            layers.outstanding(layer, (0,), copies)
+
+    def test_a_write_to_weights_with_memory_refuses_an_older_backward(self):
+        layer = DirectLayer(FP8, "native")
+        copies = layer.node.make_copies()
+        x, indices, probs, dout = layer.batch(0)
+        late = layer.node(x, None, indices, probs, copies=copies)
+        with torch.no_grad():
+            layer.weights[0].mul_(0.5)
+        layer.node(x, None, indices, probs, copies=copies)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward(dout)
+
+
+def test_a_layout_that_changes_in_place_keeps_the_buffers():
+    """As PaddleFleet's experts do; the codes are of Sonic's layout in both."""
+    layer = DirectLayer(FP8, "native")
+    pair = PairParameters(*layer.weights, H)
+    state = LayerState(pair, FlushMode.DIRECT, split_wgrad=False)
+    node = SonicMoEMlpNode.over(state, ActivationType.SWIGLU, config=FP8.config)
+    copies = node.make_copies()
+    where, before = addresses(copies), copied(copies)
+    x, indices, probs, _ = layer.batch(0)
+    wanted = node(x, None, indices, probs, copies=copies)
+    moves = [(fused_sonic_w1_to_grouped, "grouped"), (fused_grouped_w1_to_sonic, "sonic")]
+    for of_w1, name in moves * 2:
+        for weight, move in zip(layer.weights, (of_w1, fused_transpose_w2_layout), strict=True):
+            moved = move(weight.detach())
+            weight.data = weight.data.view(moved.shape).copy_(moved)
+        out = partial(node, copies=copies)(x, None, indices, probs)
+        assert torch.equal(out, wanted), name
+        assert addresses(copies) == where
+        assert_same_bits(copied(copies), before)
