@@ -81,13 +81,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("weight",),
     ),
     Symbol(
-        "functional",
-        "set_wgrad_deferral_hook",
-        "fleet.deferral:set_wgrad_deferral_hook",
-        ("hook",),
-    ),
-    Symbol("functional", "_WGRAD_DEFERRAL_HOOK", "fleet.deferral:_hook", late=True),
-    Symbol(
         "quack_utils.activation_situ",
         "encode_situ_activation",
         "fleet.situ:encode_situ_activation",

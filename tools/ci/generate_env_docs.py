@@ -46,6 +46,8 @@ FLEETS_TEXT = """
 
 Ignored, with a warning that says so.
 
+| variable | there, and here |
+|---|---|
 """
 
 
@@ -59,7 +61,7 @@ def table_row(flag: Flag[Any]) -> str:
 def render() -> str:
     """The whole page."""
     honoured = "".join(f"* `{name}`\n" for name in HONOURED_VARIABLES)
-    fleets = "".join(f"* `{name}`: {meaning}\n" for name, meaning in FLEETS_VARIABLES.items())
+    fleets = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in FLEETS_VARIABLES.items())
     flags = "".join(table_row(flag) for flag in FLAGS)
     return HEADER + flags + HONOURED_TEXT + honoured + FLEETS_TEXT + fleets
 
