@@ -209,12 +209,28 @@ class TestAutogradsOwnGradient:
         assert asked.dtype == torch.float8_e4m3fn
         np.testing.assert_array_equal(call.dx, run(problem, ISO128, dout).dx)
 
+    @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts gradients before a backward sees them")
     def test_other_dtypes_are_cast_to_the_outputs(self, problem):
-        source = Source(quantised(problem.dout))
-        call = Call(bf16_layer(problem), source)
-        # An fp32 gradient for a bf16 output comes from an operation that widened it.
-        call.out.to(torch.float32).sum().backward()
+        """As Paddle does by itself for PyLayers that do not refuse."""
+
+        class Widening(PyLayer):
+            @staticmethod
+            def forward(ctx, out):
+                return out.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return tensor(problem.dout, torch.float32)
+
+        results, source = [], Source(quantised(problem.dout))
+        for given in (None, source):
+            call = Call(bf16_layer(problem), given)
+            Widening.apply(call.out).backward(
+                tensor(problem.dout, torch.float32).to(torch.bfloat16)
+            )
+            results.append(call.dx)
         assert source.asked[0].dtype == torch.bfloat16
+        np.testing.assert_array_equal(results[0], run(problem, ISO128).dx)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
