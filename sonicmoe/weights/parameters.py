@@ -275,6 +275,15 @@ class StackedParameters(ExpertParameters):
 
 
 StackedWeight = Tensor | tuple[Any, str]
+Shape = tuple[int, ...]
+
+
+def _sizes(weight: Tensor) -> Shape:
+    return tuple(int(size) for size in weight.shape)
+
+
+def _turned(shape: Shape) -> Shape:
+    return (shape[0], shape[2], shape[1])
 
 
 def _current(weight: StackedWeight) -> Tensor:
@@ -316,15 +325,29 @@ class FusedParameters(StackedParameters):
                 ShapeError,
                 f"{name} has shape {tuple(weight.shape)}; needed: {legend}",
             )
-        experts, inner = int(weight1.shape[0]), self.layout.intermediate_size(weight2)
-        hidden = int(weight1.shape[1 if self.layout.transposed else 2])
-        up = (pre_activation_width(inner, self.activation), hidden)
-        down = (hidden, inner)
-        if self.layout.transposed:
-            up, down = up[::-1], down[::-1]
-        check_parameter(weight1, "weight1", (experts, *up), first)
-        check_parameter(weight2, "weight2", (experts, *down), second)
+        up, down = shapes = _sizes(weight1), _sizes(weight2)
+        if shapes != (wanted := self._wanted_beside(up, down)):
+            turned = _turned(up), _turned(down)
+            if turned == self._wanted_beside(*turned):
+                other = "from_native" if self.layout.transposed else "from_fused"
+                raise ShapeError(
+                    f"weight1 has shape {up} and weight2 {down}, and both look transposed; needed: {first} and {second}, "
+                    f"or {other} where gate and up are arranged as it says"
+                )
+            # Else the wrong one of the two might be blamed.
+            halves = (turned[0], down), (up, turned[1])
+            wanted = next((pair for pair in halves if pair == self._wanted_beside(*pair)), wanted)
+        check_parameter(weight1, "weight1", wanted[0], first)
+        check_parameter(weight2, "weight2", wanted[1], second)
         return weight1, weight2
+
+    def _wanted_beside(self, up: Shape, down: Shape) -> tuple[Shape, Shape]:
+        """What both shapes must be, with E and H of the first and I of the second."""
+        transposed, experts = self.layout.transposed, up[0]
+        hidden, inner = (up[1], down[1]) if transposed else (up[2], down[2])
+        width = pre_activation_width(inner, self.activation)
+        pair = (experts, width, hidden), (experts, hidden, inner)
+        return (_turned(pair[0]), _turned(pair[1])) if transposed else pair
 
     def parameters(self) -> list[Tensor]:
         """`[weight1, weight2]`, as they are now. New ones are checked as the first ones were.

@@ -225,6 +225,9 @@ class TestSources:
             ((3, 16, 23), (3, 12, 16), r"weight1 has shape .*\(3, 16, 24\)"),
             ((3, 16, 24), (2, 12, 16), r"weight2 has shape .*\(3, 12, 16\)"),
             ((3, 16, 24), (3, 12, 15), r"weight2 has shape .*\(3, 12, 16\)"),
+            ((3, 24, 16), (3, 12, 16), r"weight1 has .*= \(3, 16, 24\); it looks transposed"),
+            ((3, 16, 24), (3, 16, 12), r"weight2 has .*= \(3, 12, 16\); it looks transposed"),
+            ((3, 24, 16), (3, 16, 12), r"both look transposed; .*or from_native"),
         ],
     )
     def test_fused_shapes(self, shape1, shape2, message):
