@@ -87,7 +87,8 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
 
     Raises:
         RoutingError: an id is below -1, a token names an expert twice, or a valid slot's
-            probability is not finite; the message names the row and slot.
+            probability is not finite; the message names the row and slot. Or no id is of an expert
+            here and some are beyond all "not here" marks, as ids of the whole model are.
     """
     ids = indices.to(torch.int64)
     _raise_at(
@@ -95,6 +96,7 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
         lambda t, k: f"dispatched_indices[{t}, {k}] is {int(ids[t, k])}; ids below -1 mean nothing",
     )
     valid = is_here(ids, num_experts)
+    _raise_if_global(ids, valid, num_experts)
     _raise_at(
         valid & ~torch.isfinite(probs),
         lambda t, k: (
@@ -112,6 +114,18 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
                     f"dispatched_indices row {t} names expert {int(ids[t, k])} twice (slots {earlier} and {k}); ids must be distinct"
                 ),
             )
+
+
+def _raise_if_global(ids: Tensor, valid: Tensor, num_experts: int) -> None:
+    if 0 in tuple(ids.shape) or bool(valid.any()):
+        return
+    largest = int(ids.max())
+    expect(
+        largest <= num_experts,  # the number itself marks "not here", as -1 does
+        RoutingError,
+        f"no id of dispatched_indices is in 0..{num_experts - 1}, and the largest is {largest}; needed: ids of this rank's "
+        "experts, counted from 0, and -1 for experts of other ranks",
+    )
 
 
 def _raise_at(bad: Tensor, message: Any) -> None:

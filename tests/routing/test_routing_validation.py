@@ -137,6 +137,17 @@ class TestContents:
     def test_sentinels_may_repeat(self, sentinel):
         build(np.array([[sentinel, 1, sentinel]], np.int64), validate=True)
 
+    def test_ids_of_the_whole_model_are_recognised(self):
+        indices = np.array([[8, 9], [-1, 14]], np.int64)
+        words = (
+            r"no id of dispatched_indices is in 0\.\.3, and the largest is 14; needed: ids of this"
+        )
+        with pytest.raises(RoutingError, match=words):
+            build(indices, num_experts=4, validate=True)
+        assert build(indices, num_experts=4).num_rows == 0, "without validation all are elsewhere"
+        # No expert here, in either way of saying it.
+        build(np.array([[4, -1], [-1, 4]], np.int64), num_experts=4, validate=True)
+
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_non_finite_probability_at_a_valid_slot_is_named(self, value):
         probs = np.full(INDICES.shape, 0.5, np.float32)
