@@ -79,18 +79,21 @@ def run_sonic_moe(
         LayoutError, StaleWeightsError: w1 or w2 holds no memory, and has no copies, or old ones.
         OutOfMemoryError: nothing has changed.
     """
-    _check_tokens(hidden_states, fp8_scale)
-    layer = layer_of(w1, w2, int(hidden_states.shape[1]))
-    _check_routing(topk_indices, topk_scores, K, E, layer)
-    config = _config_of(fp8_config)
-    node = layer.node(
-        config.node_config(fp8=fp8),
-        *config.activation(activation_type),
-    )
-    x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
-    source = combine_gradient(fp8_combine_grad_handle)
-    copies = copies_of(w1, w2) if fp8 else None
-    out = node(x, tokens_per_expert, topk_indices, topk_scores, x_scale, dx_to, source, copies)
+    try:
+        layer = layer_of(w1, w2, int(hidden_states.shape[1]))
+        _check_sizes(topk_indices, K, E, layer)
+        config = _config_of(fp8_config)
+        node = layer.node(config.node_config(fp8=fp8), *config.activation(activation_type))
+        x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
+        source = combine_gradient(fp8_combine_grad_handle)
+        copies = copies_of(w1, w2) if fp8 else None
+        out = node(x, tokens_per_expert, topk_indices, topk_scores, x_scale, dx_to, source, copies)
+    except Exception:
+        # Whatever was called has its own names for the arguments. What it refuses is looked for
+        # here only then: under Paddle a look at every dtype takes as long as several launches.
+        _check_tokens(hidden_states, fp8_scale)
+        _check_routing(topk_indices, topk_scores, int(hidden_states.shape[0]))
+        raise
     if fp8 and release_fp8_weights:
         release_forward_copies(w1, w2, copies)
     return out
@@ -105,6 +108,18 @@ def _config_of(given: FP8Config | None) -> FP8Config:
         f"fp8_config is {type(given).__name__}; needed: what _refresh_fp8_config() returns, or None",
     )
     return given
+
+
+def _check_sizes(indices: Tensor, topk: int, experts: int, layer: FleetLayer) -> None:
+    """What nobody else can check."""
+    if int(indices.shape[-1]) != topk:
+        raise ShapeError(
+            f"topk_indices has shape {tuple(indices.shape)}; needed: [T, K] with K = {topk}"
+        )
+    if experts != layer.experts:
+        raise RoutingError(
+            f"E is {experts}, and w1 and w2 hold {layer.experts} experts; needed: as many local experts as weights"
+        )
 
 
 def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
@@ -126,15 +141,20 @@ def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
     )
 
 
-def _check_routing(indices: Any, scores: Any, topk: int, experts: int, layer: FleetLayer) -> None:
+def _check_routing(indices: Any, scores: Any, tokens: int) -> None:
     for name, value in (("topk_indices", indices), ("topk_scores", scores)):
         require_framework_tensor(value, name)
         shape = tuple(value.shape)
         expect(
-            len(shape) == 2 and shape[1] == topk,
+            len(shape) == 2 and shape[0] == tokens,
             ShapeError,
-            f"{name} has shape {shape}; needed: [T, K] with K = {topk}",
+            f"{name} has shape {shape}; needed: [T, K] with T = {tokens}, the rows of hidden_states",
         )
+    expect(
+        tuple(scores.shape) == tuple(indices.shape),
+        ShapeError,
+        f"topk_scores has shape {tuple(scores.shape)} and topk_indices {tuple(indices.shape)}; needed: one shape",
+    )
     expect(
         indices.dtype in INDEX_DTYPES,
         DTypeError,
@@ -144,11 +164,6 @@ def _check_routing(indices: Any, scores: Any, topk: int, experts: int, layer: Fl
         scores.dtype == torch.float32,
         DTypeError,
         f"topk_scores is {dtype_name(scores.dtype)}; needed: float32",
-    )
-    expect(
-        experts == layer.experts,
-        RoutingError,
-        f"E is {experts}, and w1 and w2 hold {layer.experts} experts; needed: as many local experts as weights",
     )
 
 

@@ -437,6 +437,13 @@ class TestRefusals:
 
     def test_sizes(self, problem):
         self.refused(problem, ShapeError, r"topk_indices has shape \(37, 3\).* K = 4", K=4)
+        scores = tensor(problem.probs, torch.float32)
+        self.refused(
+            problem, ShapeError, r"topk_scores has shape \(36, 3\).* T = 37", topk_scores=scores[1:]
+        )
+        self.refused(
+            problem, ShapeError, r"topk_scores has shape \(37, 2\) and", topk_scores=scores[:, :2]
+        )
         self.refused(problem, RoutingError, "E is 5, and w1 and w2 hold 4 experts", E=5)
         x = tensor(problem.x, torch.float32).to(torch.bfloat16)
         self.refused(
@@ -458,6 +465,7 @@ class TestRefusals:
 
     def test_other_things(self, problem):
         self.refused(problem, TypeError, "hidden_states must be a", hidden_states=np.zeros((2, 80)))
+        self.refused(problem, TypeError, "topk_indices must be a", topk_indices=problem.indices)
         self.refused(problem, TypeError, "w2 must be a", w2=np.zeros((4, 80, 48)))
         self.refused(problem, ConfigError, "fp8_config is dict", fp8_config={})
         self.refused(problem, ConfigError, "needed: a gated activation", activation_type="relu")
