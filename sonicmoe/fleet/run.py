@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,10 +15,12 @@ from ..interop import (
     require_framework_tensor,
     requires_grad,
 )
+from ..node.mlp_node import SonicMoEMlpNode
 from ..quant.tokens import is_fp8
 from ..routing.validation import INDEX_DTYPES
+from ..weights.copies import WeightCopies
 from .carrier import tokens_from_carrier
-from .combine_grad import combine_gradient
+from .combine_grad import CombineGradient, combine_gradient
 from .configuration import FP8Config
 from .layer import FleetLayer, layer_of
 from .weight_copies import copies_of, release_forward_copies
@@ -80,23 +82,66 @@ def run_sonic_moe(
         OutOfMemoryError: nothing has changed.
     """
     try:
-        layer = layer_of(w1, w2, int(hidden_states.shape[1]))
-        _check_sizes(topk_indices, K, E, layer)
-        config = _config_of(fp8_config)
-        node = layer.node(config.node_config(fp8=fp8), *config.activation(activation_type))
-        x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
-        source = combine_gradient(fp8_combine_grad_handle)
-        copies = copies_of(w1, w2) if fp8 else None
-        out = node(x, tokens_per_expert, topk_indices, topk_scores, x_scale, dx_to, source, copies)
+        given = arguments_of(
+            *(hidden_states, topk_indices, topk_scores, K, E, w1, w2, fp8, tokens_per_expert),
+            *(fp8_scale, fp8_combine_grad_handle, fp8_config, activation_type),
+        )
+        out = given.node(*given[1:])
     except Exception:
         # Whatever was called has its own names for the arguments. What it refuses is looked for
-        # here only then: under Paddle a look at every dtype takes as long as several launches.
-        _check_tokens(hidden_states, fp8_scale)
-        _check_routing(topk_indices, topk_scores, int(hidden_states.shape[0]))
+        # only then: under Paddle a look at every dtype takes as long as several launches.
+        check_arguments(hidden_states, topk_indices, topk_scores, fp8_scale)
         raise
     if fp8 and release_fp8_weights:
-        release_forward_copies(w1, w2, copies)
+        release_forward_copies(w1, w2, given.copies)
     return out
+
+
+class NodeArguments(NamedTuple):
+    """A call of Fleet's as one of the node: the node, and its arguments in their order."""
+
+    node: SonicMoEMlpNode
+    x: Tensor
+    tokens_per_expert: Any
+    indices: Tensor
+    scores: Tensor
+    x_scale: Tensor | None
+    dx_to: Tensor | None
+    source: CombineGradient | None
+    copies: WeightCopies | None
+
+
+def arguments_of(
+    hidden_states: Tensor,
+    topk_indices: Tensor,
+    topk_scores: Tensor,
+    topk: int,
+    experts: int,
+    w1: Tensor,
+    w2: Tensor,
+    fp8: bool,
+    tokens_per_expert: Any,
+    fp8_scale: Tensor | None,
+    fp8_combine_grad_handle: Any,
+    fp8_config: FP8Config | None,
+    activation_type: ActivationType | str,
+) -> NodeArguments:
+    """Arguments and errors as of `run_sonic_moe`; errors in the words of whoever refuses."""
+    layer = layer_of(w1, w2, int(hidden_states.shape[1]))
+    _check_sizes(topk_indices, topk, experts, layer)
+    config = _config_of(fp8_config)
+    node = layer.node(config.node_config(fp8=fp8), *config.activation(activation_type))
+    x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
+    source = combine_gradient(fp8_combine_grad_handle)
+    copies = copies_of(w1, w2) if fp8 else None
+    routing = (tokens_per_expert, topk_indices, topk_scores)
+    return NodeArguments(node, x, *routing, x_scale, dx_to, source, copies)
+
+
+def check_arguments(hidden_states: Any, indices: Any, scores: Any, fp8_scale: Any) -> None:
+    """Raise in Fleet's names what is wrong with these arguments, if anything is."""
+    _check_tokens(hidden_states, fp8_scale)
+    _check_routing(indices, scores, int(hidden_states.shape[0]))
 
 
 def _config_of(given: FP8Config | None) -> FP8Config:

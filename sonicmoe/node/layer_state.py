@@ -80,15 +80,14 @@ class LayerState:
                 )
         return reading
 
-    def offer_for(
-        self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
-    ) -> WgradOffer | None:
-        """To whom a call on these inputs offers its weight gradients; None: they are complete when
-        the backward returns, and the weights are inputs of its autograd node.
+    def offer_for(self, parameters: Sequence[Tensor], runs_without: bool) -> WgradOffer | None:
+        """To whom a call offers its weight gradients; None: they are complete when the backward
+        returns, and the weights are inputs of its autograd node.
+
+        runs_without: the backward runs also where the weights are no inputs of an autograd node.
         """
         offer = None if self.offers is None else self.offers()
-        # Without the weights only these inputs make autograd run the backward.
-        if offer is None or not any(map(requires_grad, inputs)):
+        if offer is None or not runs_without:
             return None
         trained = filter(requires_grad, parameters)
         if all(hasattr(parameter, "main_grad") for parameter in trained):

@@ -23,7 +23,7 @@ from ..diagnostics.call_events import StepDone
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
 from ..engine.capabilities import TokenFormat, Workload
-from ..engine.interface import Engine, EngineSettings
+from ..engine.interface import Engine, EngineSettings, Saved
 from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import (
     ActivationParameters,
@@ -58,6 +58,7 @@ from ..weights.parameters import (
     StackedWeight,
     check_memory,
 )
+from .backward_step import BackwardStep
 from .fp8_gradients import GradientSource, check_source
 from .fp8_tokens import check_token_gradient, inputs_of, token_form
 from .layer_state import LayerState
@@ -341,6 +342,76 @@ class SonicMoEMlpNode:
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
+        call, inputs = self._call(
+            x,
+            tokens_per_expert,
+            dispatched_indices,
+            dispatched_probs,
+            x_scale,
+            dx_to,
+            dout_source,
+            copies,
+            recompute_z,
+        )
+        if grad_enabled() and any(map(requires_grad, (*inputs, *call.parameters))):
+            return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
+        return _outside_autograd(call, inputs, save=False)[0]
+
+    def forward_step(
+        self,
+        x: Tensor,
+        tokens_per_expert: Any = None,
+        dispatched_indices: Any = None,
+        dispatched_probs: Any = None,
+        x_scale: Any = None,
+        dout_source: GradientSource | None = None,
+        copies: WeightCopies | None = None,
+        recompute_z: bool | None = None,
+    ) -> tuple[Tensor, BackwardStep]:
+        """`forward` without autograd, and the backward as a step of its own: for schedules that
+        interleave the forward of one micro-batch with the backward of another. Arguments and errors
+        are those of `forward`; no tensor that is passed in or returned joins a graph.
+        """
+        tokens, probs = (
+            value.detach() if isinstance(value, torch.Tensor) else value
+            for value in (x, dispatched_probs)
+        )
+        # Weights are read as for training, also where the schedule has switched gradients off.
+        with torch.enable_grad():
+            call, inputs = self._call(
+                tokens,
+                tokens_per_expert,
+                dispatched_indices,
+                probs,
+                x_scale,
+                None,
+                dout_source,
+                copies,
+                recompute_z,
+                stepped=True,
+            )
+        out, saved = _outside_autograd(call, inputs, save=True)
+        assert saved is not None
+        read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
+        return out, BackwardStep(call, saved, read)
+
+    def _call(
+        self,
+        x: Tensor,
+        tokens_per_expert: Any,
+        dispatched_indices: Any,
+        dispatched_probs: Any,
+        x_scale: Any,
+        dx_to: Any,
+        dout_source: GradientSource | None,
+        copies: WeightCopies | None,
+        recompute_z: bool | None,
+        *,
+        stepped: bool = False,
+    ) -> tuple[MlpCall, tuple[Tensor, ...]]:
+        """One forward with everything that it and its backward need, and its inputs; `stepped`: the
+        caller runs the backward.
+        """
         # First, because the outputs of other dispatch modes deserve a message of their own; the
         # general checks would call them a wrong shape.
         check_dispatched_tokens(x, dispatched_indices, dispatched_probs, tokens_per_expert, x_scale)
@@ -376,15 +447,11 @@ class SonicMoEMlpNode:
             dequantises=choice.dequantises is not None,
             num_inputs=len(inputs),
             dout_source=dout_source,
-            wgrad_offer=self._state.offer_for(inputs, parameters),
+            wgrad_offer=self._state.offer_for(
+                parameters, stepped or any(map(requires_grad, inputs))
+            ),
         )
-        if grad_enabled() and any(map(requires_grad, (*inputs, *parameters))):
-            return autograd.apply(call, inputs, parameters)  # type: ignore[no-any-return]
-        try:
-            return call.forward(inputs, save=False)[0]
-        except Exception as error:
-            call.explain(error, "forward")
-            raise
+        return call, inputs
 
     def step(self) -> None:
         """Have every weight gradient with its parameter, and mark weight caches stale.
@@ -598,6 +665,16 @@ class SonicMoEMlpNode:
             raise ShapeError(
                 f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
             )
+
+
+def _outside_autograd(
+    call: MlpCall, inputs: tuple[Tensor, ...], save: bool
+) -> tuple[Tensor, Saved | None]:
+    try:
+        return call.forward(inputs, save=save)
+    except Exception as error:
+        call.explain(error, "forward")
+        raise
 
 
 def _refuse_biases(experts: Sequence[Any]) -> None:

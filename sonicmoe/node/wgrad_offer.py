@@ -54,7 +54,7 @@ class WgradWork(NamedTuple):
             self.add(left, pending)
         for position in reversed(range(len(trained))):
             if left[position]:
-                _fire_hooks(self.parameters[position])
+                fire_hooks(self.parameters[position])
 
     def add(self, trained: list[bool], pending: PendingWgrad) -> None:
         """Add the gradients of weights that are no inputs of the autograd node to `main_grad`."""
@@ -109,6 +109,9 @@ class OneWeight:
         self._pending = None
 
 
-def _fire_hooks(weight: Tensor) -> None:
+def fire_hooks(weight: Tensor) -> None:
+    """What Paddle does at the end of a backward for a weight that is an input of its node. PyTorch
+    has no such call.
+    """
     if requires_grad(weight) and hasattr(weight, "_apply_backward_hook"):
         weight._apply_backward_hook()

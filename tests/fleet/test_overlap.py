@@ -1,0 +1,189 @@
+"""The experts as steps of a schedule: the bits of `run_sonic_moe`, whatever runs in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.moe_golden import make_problem
+from engine.test_engine_fp8_tokens import quantised
+from fleet.fleet_calls import LAYOUTS, Experts
+from framework import IS_PADDLE, numpy, tensor, torch
+from node.node_harness import problems
+
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.fleet import carrier
+from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
+from sonicmoe.fleet.overlap import ExpertsStep
+from sonicmoe.fleet.run import run_sonic_moe
+
+WIDE = {"hidden": 256, "intermediate": 64, "topk": 2}
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(**WIDE, dtype=torch.bfloat16)
+
+
+class Steps:
+    """An `ExpertsStep` on a problem, and the tensors that it is called with."""
+
+    def __init__(self, experts, problem, *, fp8=False, tokens=None, handle=None):
+        topk = problem.indices.shape[1]
+        self.step = ExpertsStep(topk, problem.num_experts, *experts.weights, fp8, handle)
+        self.x = tensor(problem.x, torch.float32).to(torch.bfloat16)
+        self.scale = None
+        if tokens is not None:
+            self.x, self.scale = tokens.codes, tokens.scale_inv
+        self.indices, self.scores = tensor(problem.indices), tensor(problem.probs, torch.float32)
+        self.dout = tensor(problem.dout, torch.float32).to(torch.bfloat16)
+
+    def forward(self, **given):
+        routing = (self.x, self.indices, self.scores)
+        return self.step.forward(*routing, fp8_scale=self.scale, **given)
+
+    def backward(self, dout=None):
+        return self.step.backward(self.dout if dout is None else dout)
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("main_grad", ["weight", "none", "absent"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_has_the_bits_of_the_call(problem, layout, main_grad, fp8):
+    usual, experts = (Experts(problem, layout, main_grad=main_grad) for _ in range(2))
+    call = usual.call(fp8=fp8).backward()
+    steps = Steps(experts, problem, fp8=fp8)
+    out = steps.forward()
+    dx, dscores = steps.backward()
+    assert dx.dtype == torch.bfloat16 and dscores.dtype == torch.float32
+    found = [out, dx, dscores]
+    assert_same(map(numpy, found), [numpy(call.out), call.dx, call.dprobs])
+    assert_same(experts.gradients(), usual.gradients())
+
+
+def test_two_micro_batches_interleaved(problem):
+    batches = problems(2, **WIDE, dtype=torch.bfloat16)
+    usual, experts = (Experts(batches[0]) for _ in range(2))
+    calls = [usual.call(batch, fp8=True).backward() for batch in batches]
+    first, second = (Steps(experts, batch, fp8=True) for batch in batches)
+    outs = [first.forward(), second.forward()]
+    again = Steps(experts, batches[0], fp8=True)
+    gradients = [first.backward()]
+    again.forward()  # the next one, before the second's backward
+    gradients.append(second.backward())
+    for call, out, (dx, dscores) in zip(calls, outs, gradients, strict=True):
+        assert_same(map(numpy, (out, dx, dscores)), [numpy(call.out), call.dx, call.dprobs])
+    assert_same(experts.gradients(), usual.gradients())
+
+
+def test_tokens_and_gradients_in_fp8(problem, monkeypatch):
+    """The combine's backward fills the handle between the two steps."""
+    monkeypatch.setattr(carrier, "_declared", carrier.Carrier.FP32_1X128)
+    x, dout = quantised(problem.x), quantised(problem.dout)
+    results = []
+    for stepped in (False, True):
+        experts, handle = Experts(problem), {}
+        filled = {"data": dout.codes, "scale": dout.scale_inv.view(torch.int32)}
+        steps = Steps(experts, problem, fp8=True, tokens=x, handle=handle)
+        if stepped:
+            out = steps.forward()
+            handle.update(filled)
+            _, dscores = steps.backward(dout.codes)
+        else:
+            scores = tensor(problem.probs, torch.float32, grad=True)
+            out = run_sonic_moe(
+                x.codes, steps.indices, scores, 2, 4, *experts.weights, True,
+                fp8_scale=x.scale_inv, fp8_combine_grad_handle=handle,
+            )  # fmt: skip
+            handle.update(filled)
+            out.backward(steps.dout)  # a placeholder
+            dscores = scores.grad
+        assert handle == {}
+        results.append([numpy(out), numpy(dscores), *experts.gradients()])
+    assert_same(*results)
+
+
+def test_gradients_switched_off_are_no_inference(problem):
+    """A schedule may run every step without autograd."""
+    usual, experts = Experts(problem), Experts(problem)
+    usual.call(fp8=True).backward()
+    steps = Steps(experts, problem, fp8=True)
+    with torch.no_grad():
+        out = steps.forward()
+        steps.backward()
+    assert not (out.stop_gradient is False if IS_PADDLE else out.requires_grad)
+    assert_same(experts.gradients(), usual.gradients())
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch's hooks cannot be fired from outside a backward")
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_hooks_of_the_weights_fire_once(problem, deferred):
+    usual, experts = Experts(problem), Experts(problem)
+    usual.call().backward()
+    fired, tasks = [], []
+    for index, weight in enumerate(experts.weights):
+        held = weight.main_grad
+        weight._register_backward_hook(lambda *_, i=index, g=held: fired.append((i, numpy(g))))
+    steps = Steps(experts, problem)
+    if deferred:
+        set_wgrad_deferral_hook(lambda _point, weight, run: tasks.append((weight, run)) or True)
+    try:
+        steps.forward()
+        steps.backward()
+    finally:
+        set_wgrad_deferral_hook(None)
+    assert len(tasks) == 2 * deferred and len(fired) == 2 * (not deferred)
+    for weight, run in tasks:
+        run()
+        weight._apply_backward_hook()
+    assert sorted(index for index, _ in fired) == [0, 1]
+    for index, gradient in fired:
+        np.testing.assert_array_equal(gradient, numpy(usual.weights[index].main_grad))
+
+
+class TestRefusals:
+    def test_the_order_of_steps(self, problem):
+        steps = Steps(Experts(problem), problem)
+        with pytest.raises(RuntimeError, match=r"backward\(\) without a forward\(\)"):
+            steps.backward()
+        steps.forward()
+        with pytest.raises(RuntimeError, match="needed: one ExpertsStep per micro-batch"):
+            steps.forward()
+        steps.backward()
+        with pytest.raises(RuntimeError, match=r"backward\(\) without a forward\(\)"):
+            steps.backward()
+
+    def test_gradients(self, problem):
+        steps = Steps(Experts(problem), problem)
+        steps.forward()
+        with pytest.raises(
+            ShapeError, match=r"dout has shape \(36, 256\); the output has \(37, 256\)"
+        ):
+            steps.backward(steps.dout[1:])
+        with pytest.raises(DTypeError, match="dout is float8_e4m3fn; needed: bfloat16"):
+            steps.backward(steps.dout.to(torch.float8_e4m3fn))
+        steps.backward()
+
+    def test_codes_without_their_scales(self, problem):
+        steps = Steps(Experts(problem), problem, fp8=True, handle={})
+        steps.forward()
+        with pytest.raises(ConfigError, match="float8_e4m3fn and fp8_combine_grad_handle is empty"):
+            steps.backward(steps.dout.to(torch.float8_e4m3fn))
+
+    def test_tokens_that_were_written(self, problem):
+        steps = Steps(Experts(problem), problem)
+        steps.forward()
+        with torch.no_grad():
+            steps.x.zero_()
+        with pytest.raises(RuntimeError, match="x was written in place between this forward_step"):
+            steps.backward()
+
+    def test_names_are_fleets(self, problem):
+        steps = Steps(Experts(problem), problem)
+        steps.scores = steps.scores.to(torch.bfloat16)
+        with pytest.raises(DTypeError, match="topk_scores is bfloat16"):
+            steps.forward()
