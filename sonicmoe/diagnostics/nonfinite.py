@@ -118,7 +118,7 @@ class _Watcher:
         report = bisect(step, engine, GOLDEN, device)
         path = None
         if self._dump_dir is not None:
-            path = self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz"
+            path = _unused(self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz")
             save_dump(path, step)
         lines = [
             f"{result} is not finite (engine {engine}, {step.name} since detection began)",
@@ -132,6 +132,15 @@ class _Watcher:
             lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
         self.failure = NonFiniteError("\n".join(lines), report, path)
         raise self.failure
+
+
+def _unused(path: Path) -> Path:
+    """That path, or the first of path-2, path-3, ... where an earlier block has left a file."""
+    stem, number = path.stem, 1
+    while path.exists():
+        number += 1
+        path = path.with_stem(f"{stem}-{number}")
+    return path
 
 
 def all_finite(tensor: Tensor) -> bool:

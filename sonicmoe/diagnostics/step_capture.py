@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import tempfile
@@ -36,7 +37,8 @@ def dump_next_step(layer: object, path: str | Path) -> None:
     first pass of a recompute, which one does: only time tells them apart.
 
     Copies weights and tokens to the host: for diagnosis, not for every step. What fails during the
-    step is logged, and the step goes on.
+    step is logged, and the step goes on. Where no forward follows, the log says at the end of the
+    program that nothing was written.
 
     Raises:
         DumpError: `path` cannot be written.
@@ -44,7 +46,9 @@ def dump_next_step(layer: object, path: str | Path) -> None:
     path = Path(path)
     _check_writable(path)
     # The path was checked above, before the step: afterwards nobody is there to raise to.
-    observe(_Writer(layer, path))
+    writer = _Writer(layer, path)
+    observe(writer)
+    atexit.register(writer.say_if_unused)
 
 
 def _check_writable(path: Path) -> None:
@@ -137,15 +141,28 @@ class _Writer:
         self._layer, self._path = weakref.ref(layer), path
         self._indices: Array | None = None  # of the forward that was written
 
+    def say_if_unused(self) -> None:
+        """At the end of the program: the dump was asked for behind the step that it was to show."""
+        if self._indices is None:
+            logger.warning(
+                "nothing was written to %s: no forward of the layer ran after its dump was asked for; ask before the step",
+                self._path,
+            )
+
+    def _end(self) -> None:
+        forget(self)
+        atexit.unregister(self.say_if_unused)
+
     def __call__(self, event: CallEvent) -> None:
         layer = self._layer()
         # The layer was dropped before its next step, so no event of it can come.
         if layer is None:
-            forget(self)
+            self.say_if_unused()
+            self._end()
         elif isinstance(event, StepDone):
             # A step without a forward before it belongs to the time before the dump was asked for.
             if event.layer is layer and self._indices is not None:
-                forget(self)
+                self._end()
         elif event.call.layer is layer:
             self._take(event)
 
@@ -158,10 +175,10 @@ class _Writer:
                 self._indices = to_numpy(event.call.indices)
                 self._write(lambda name: step_of_forward(name, event))
             elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event.call):
-                forget(self)
+                self._end()
                 self._write(lambda name: step_of_backward(name, event))
         except Exception as error:
-            forget(self)
+            self._end()
             logger.warning(
                 "no dump of this step in %s: %s: %s", self._path, type(error).__name__, error
             )

@@ -92,6 +92,11 @@ def test_a_bad_token_is_named_in_forward(tmp_path):
     assert caught.value.dump == tmp_path / "nonfinite-call-1.npz"
     report = bisect(load_dump(caught.value.dump), "reference")
     assert str(report.fault) == str(caught.value.report.fault)
+    before = caught.value.dump.read_bytes()
+    with pytest.raises(NonFiniteError) as again, detect_nonfinite(tmp_path):
+        train_step(make_node(), x=tensor(values, torch.float32).to(torch.bfloat16))
+    assert again.value.dump == tmp_path / "nonfinite-call-1-2.npz", "the first one stays"
+    assert caught.value.dump.read_bytes() == before
 
 
 def test_a_bad_gradient_is_named_in_backward(tmp_path):

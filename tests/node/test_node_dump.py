@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import weakref
 
@@ -169,3 +170,19 @@ def test_a_dump_keeps_no_dropped_node(tmp_path):
     gc.collect()
     assert state() is None
     Layer().run()  # its first event finds the observer without a layer
+
+
+def test_a_dump_that_comes_too_late_says_so_at_the_end(tmp_path, monkeypatch, caplog):
+    at_end = []
+    monkeypatch.setattr(atexit, "register", at_end.append)
+    monkeypatch.setattr(atexit, "unregister", at_end.remove)
+    layer = Layer()
+    layer.run()
+    path = tmp_path / "late.npz"
+    layer.node.dump(path)
+    with caplog.at_level("WARNING", "sonicmoe"):
+        (say,) = at_end
+        say()
+    assert f"nothing was written to {path}" in caplog.text and "ask before the step" in caplog.text
+    layer.run()
+    assert path.exists() and not at_end
