@@ -22,6 +22,13 @@ experts.weight1 = paddle.create_parameter([EXPERTS, HIDDEN, 2 * INTERMEDIATE], "
 experts.weight2 = paddle.create_parameter([EXPERTS, INTERMEDIATE, HIDDEN], "float32")
 pointers = [w.data_ptr() for w in experts.parameters()]
 """,
+    "The lines before Fleet": """
+import sys
+from fleet.double import HERE
+sys.path[:0] = [str(HERE / "eager"), str(HERE / "site")]
+import sonicmoe.fleet.install as installing
+installing._device = lambda reference: "compute capability 9.0, says the test"
+""",
     "A loop of your own": """
 rig, micro_batches = Rig("direct"), make_batches(3)
 model, nodes, optimizer, wanted = rig.model, [rig.node], rig.optimizer, rig.wanted(micro_batches)
@@ -71,6 +78,34 @@ node(x, None, ids, probs).sum().backward()
 assert [w.data_ptr() for w in experts.parameters()] == pointers
 assert all(float(w.main_grad.abs().sum()) > 0 for w in experts.parameters())
 assert node.gradient_bytes == 0
+""",
+    "The lines before Fleet": """
+from types import SimpleNamespace as Names
+from paddlefleet.transformer.transformer_config import TransformerConfig
+from paddlefleet_ops.sonicmoe import run_sonic_moe
+assert run_sonic_moe.__module__ == "sonicmoe.fleet.run"
+config = TransformerConfig(128, 64, 4, 2, fp8="e4m3")
+layer = MoELayer(config, Names(nranks=1, rank=0))
+for w in layer.grouped_gemm_experts.parameters():
+    w.main_grad = paddle.zeros(w.shape)
+def train():
+    x = paddle.randn([8, 128]).astype("bfloat16")
+    x.stop_gradient = False
+    layer(x).sum().backward()
+    assert x.grad.dtype == paddle.bfloat16
+from sonicmoe.fleet import carrier
+# The next section chooses before the first dispatch.
+assert carrier.declared_carrier() is None
+""",
+    "What is sent, and who says so": """
+train()
+assert carrier.declared_carrier() is carrier.Carrier.FP32_ROW
+try:
+    declare_carrier("fp32_1x128")
+    raise SystemExit("a second meaning was taken")
+except Exception as error:
+    assert "one carrier per process" in str(error), error
+fleet.uninstall()
 """,
     "A loop of your own": """
 same(rig.weights(), wanted)
