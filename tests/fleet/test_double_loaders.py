@@ -35,3 +35,18 @@ def test_lazy_loader_imports_on_demand():
         fleet.ops.load_sonic_moe()
         assert fleet.ops.sonicmoe is loaded is not sonicmoe
         assert fleet.expert.run_sonic_moe is loaded.run_sonic_moe
+
+
+@pytest.mark.parametrize("loader", ["eager", "lazy"])
+def test_this_package_on_hopper(loader):
+    """A step in FP8 after `install()`, with either loader; without it Hopper is shut out again."""
+    with cases.engine("sonicmoe", loader) as fleet:
+        assert fleet.ops.is_sonic_moe_available()
+        trainer = model.sonic_trainer(fleet, cases.config_of(fleet, fp8="e4m3"))
+        losses = [trainer.step(model.micro_batches(0, 2, 32)) for _ in range(3)]
+        assert losses[2] < losses[0]
+        assert fleet.expert.run_sonic_moe.__module__ == "sonicmoe.fleet.run"
+        assert fleet.expert.fused_grouped_w1_to_sonic.__module__ == "sonicmoe.fleet.weight_layout"
+        assert fleet.fused_a2a._SONIC_PACK_SCALE_WORDS_AVAILABLE
+    with load(loader, on=machine.HOPPER) as fleet:
+        assert not fleet.ops.is_sonic_moe_available()

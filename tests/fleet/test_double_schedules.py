@@ -1,0 +1,138 @@
+"""What schedules do with Fleet's layer: passes in other orders, recompute, copies released after the
+last forward, two layers on one pair of parameters.
+"""
+
+from __future__ import annotations
+
+import double_cases as cases
+import numpy as np
+import paddle
+import pytest
+from fleet.double import model
+from paddle.distributed.fleet.utils import recompute
+
+FP8 = {"fp8": "e4m3"}
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with cases.engine("sonicmoe") as modules:
+        yield modules
+
+
+def layer_of(fleet, **changes):
+    config = cases.config_of(fleet, **changes)
+    layer = model.initialise(fleet.layer.MoELayer(config, model.one_rank()))
+    cases.give_main_grads(layer)
+    return layer
+
+
+def gradients(layer, order, run=lambda layer, x: layer(x)):
+    """dx of every micro-batch, after all forwards, by backwards in `order`; then `main_grad`s."""
+    batches = cases.micro_batches(len(order))
+    given = [cases.leaf(x) for x, _ in batches]
+    outs = [run(layer, x) for x in given]
+    for n in order:
+        outs[n].backward(paddle.to_tensor(batches[n][1]).astype("bfloat16"))
+    layer.grouped_gemm_experts.convert_weights_to_grouped_layout()
+    found = [cases.as_numpy(x.grad) for x in given]
+    return found, [cases.as_numpy(p.main_grad) for p in layer.parameters()]
+
+
+@pytest.fixture(scope="module")
+def wanted(fleet):
+    """Each forward followed by its backward."""
+    return {
+        fp8: cases.run(layer, cases.micro_batches(3), after=to_grouped(layer))
+        for fp8 in (None, "e4m3")
+        for layer in [layer_of(fleet, fp8=fp8)]
+    }
+
+
+def to_grouped(layer):
+    return layer.grouped_gemm_experts.convert_weights_to_grouped_layout
+
+
+@pytest.mark.parametrize("fp8", [None, "e4m3"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_forwards_before_backwards(fleet, wanted, fp8, order):
+    """As a pipeline runs them: each forward has a handle of its own."""
+    dx, main_grads = gradients(layer_of(fleet, fp8=fp8), order)
+    assert all(np.array_equal(a, b) for a, b in zip(dx, wanted[fp8]["dx"], strict=True))
+    assert cases.relative(main_grads[-1], wanted[fp8]["weight2"]) < 1e-6, "the order of a sum"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("fp8", [None, "e4m3"])
+def test_recompute_of_the_whole_layer(fleet, wanted, fp8, reentrant):
+    layer = layer_of(fleet, fp8=fp8)
+
+    def run(layer, x):
+        return recompute(layer, x, use_reentrant=reentrant)
+
+    dx, main_grads = gradients(layer, (0, 1, 2), run)
+    assert all(np.array_equal(a, b) for a, b in zip(dx, wanted[fp8]["dx"], strict=True))
+    assert np.array_equal(main_grads[-1], wanted[fp8]["weight2"])
+
+
+def test_copies_are_released_after_the_last_forward(fleet, wanted):
+    """1x32 and the number of micro-batches known: backward's order stays, and gives the same bits."""
+    layer = layer_of(fleet, **FP8, fp8_weight_quant_format="1x32")
+    experts = layer.grouped_gemm_experts
+    experts.set_num_micro_batches(3)
+    experts.quant_weight()
+    for weight in experts.parameters():
+        weight._clear_to_zero_allocation()
+    weights, seen = (experts.weight1, experts.weight2), []
+    experts.register_forward_post_hook(
+        lambda *_: seen.append([w.fp8 is None or w.transposed_fp8 is None for w in weights])
+    )
+    found = cases.run(layer, cases.micro_batches(3), after=to_grouped(layer))
+    assert seen == [[False, False], [False, False], [True, True]]
+    assert all(w.transposed_fp8 is not None for w in weights)
+    for name, value in wanted["e4m3"].items():
+        assert np.array_equal(found[name], value), name
+
+
+def test_two_layers_on_one_pair_of_parameters(fleet):
+    """As MTP layers share them: gradients of both arrive, whoever changed the layout."""
+    first, second = layer_of(fleet, **FP8), layer_of(fleet, **FP8)
+    lone = cases.run(layer_of(fleet, **FP8), cases.micro_batches(1))
+    for name in ("weight1", "weight2"):
+        shared = getattr(first.grouped_gemm_experts, name)
+        setattr(second.grouped_gemm_experts, name, shared)
+    both = [cases.run(layer, cases.micro_batches(1)) for layer in (first, second)]
+    for name in ("out", "dx"):
+        assert np.array_equal(both[1][name], lone[name])
+    for name in ("weight1", "weight2"):
+        assert np.array_equal(both[0][name], lone[name])
+        assert cases.relative(both[1][name], 2 * lone[name]) < 1e-6
+
+
+def test_hooks_see_every_micro_batch_once(fleet):
+    """Reductions that overlap the backward count the hooks of a weight, and read `main_grad`."""
+    layer = layer_of(fleet, **FP8)
+    seen = {"weight1": [], "weight2": []}
+    for name, parameter in layer.grouped_gemm_experts.named_parameters():
+        parameter._register_backward_hook(
+            lambda *_, p=parameter, n=name: seen[n].append(float(p.main_grad.abs().sum()))
+        )
+    cases.run(layer, cases.micro_batches(2))
+    for sums in seen.values():
+        assert len(sums) == 2 and 0 < sums[0] < sums[1]
+
+
+def test_old_copies_are_refused(fleet):
+    """Copies that an optimizer has outrun, on weights that hold no memory any more."""
+    from sonicmoe.errors import StaleWeightsError
+    from sonicmoe.fleet.layer import weights_changed
+
+    layer = layer_of(fleet, **FP8)
+    experts = layer.grouped_gemm_experts
+    experts.quant_weight()
+    cases.run(layer, cases.micro_batches(1))
+    weights_changed(experts.weight1, experts.weight2)
+    for weight in experts.parameters():
+        weight._clear_to_zero_allocation()
+    with pytest.raises(StaleWeightsError):
+        layer(cases.leaf(cases.micro_batches(1)[0][0]))
