@@ -5,6 +5,9 @@ Native layouts (what every engine reads and accumulates into):
     w1 [E, N1, H]   up-projection, K-major; gated: N1 = 2I, row 2i = gate_i, row 2i+1 = up_i;
                     ungated: N1 = I
     w2 [E, H, I]    down-projection, K-major
+`convert_weights` and `convert_bias` are public: they bring whole sets of stacked weights from one
+layout into another. The rest serves the engines.
+
 User layouts, which `WeightLayout` names:
     per expert   `up_gate_proj.weight [H, 2I]`, split-half: columns [0, I) gate, [I, 2I) up;
                  `down_proj.weight [I, H]`
@@ -19,12 +22,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
+from .enums import member_of
 from .errors import LayoutError, ShapeError, expect
-from .interop import data_ptr, numel
+from .interop import data_ptr, numel, plain_ops, require_framework_tensor
 
 Tensor = torch.Tensor
 
@@ -182,6 +187,141 @@ class WeightLayout:
 
 
 NATIVE = WeightLayout()
+
+
+class ExpertLayout(Enum):
+    """How the stacked weights of E gated experts lie, and who has them so.
+
+    INTERLEAVED: w1 `[E, 2I, H]` with rows gate_0, up_0, gate_1, up_1, ..., and w2 `[E, H, I]`. So
+        have `MoE`, `SonicMoEMlpNode.from_native` and the functional API.
+    HALVES: w1 `[E, 2I, H]`, the gate rows, then the up rows, and w2 `[E, H, I]`. So have most
+        models of transformers, and the functional API with `concat_layout=True`.
+    FUSED: w1 `[E, H, 2I]`, the gate columns, then the up columns, and w2 `[E, I, H]`. So have
+        `SonicMoEMlpNode.from_fused` and PaddleFleet.
+    FUSED_INTERLEAVED: w1 `[E, H, 2I]` with columns gate_0, up_0, ..., and w2 `[E, I, H]`. So has
+        GPT-OSS in transformers.
+
+    Without a gate, I stands in the place of 2I, and the order of rows is one and the same.
+    """
+
+    INTERLEAVED = "interleaved"
+    HALVES = "halves"
+    FUSED = "fused"
+    FUSED_INTERLEAVED = "fused_interleaved"
+
+
+# The axes of w1, where 2I is two of them: G (gate, up) and I. Those of w2 and of a bias follow:
+# w2 has H before I where w1 has it last, and a bias has no H.
+_W1_AXES = {
+    ExpertLayout.INTERLEAVED: "EIGH",
+    ExpertLayout.HALVES: "EGIH",
+    ExpertLayout.FUSED: "EHGI",
+    ExpertLayout.FUSED_INTERLEAVED: "EHIG",
+}
+
+
+def convert_weights(
+    w1: Tensor, w2: Tensor, source: ExpertLayout | str, target: ExpertLayout | str
+) -> tuple[Tensor, Tensor]:
+    """The stacked weights of E experts in another layout, exact to the bit in every dtype.
+
+    The way back, with `source` and `target` exchanged, returns the same bits. Gradients and
+    optimizer moments lie as their weights do, and are converted in the same way.
+
+    Args:
+        w1: up-projection, `[E, 2I, H]` or `[E, H, 2I]`, as `source` says; without a gate I in the
+            place of 2I.
+        w2: down-projection, `[E, H, I]` or `[E, I, H]`, as `source` says.
+        source: how they lie, a member of `ExpertLayout` or its value.
+        target: how they are wanted.
+
+    Returns:
+        `(w1, w2)` in fresh memory, contiguous, detached, of the dtypes and on the device of the
+        arguments. Each is one copy, so a large model is converted layer by layer.
+
+    Raises:
+        ConfigError: an unknown layout.
+        ShapeError: w1 and w2 do not fit together in `source`; the message says so where they look
+            transposed. Gate and up in halves and in turns have equal shapes, so a wrong order of
+            these two is not seen.
+        TypeError, FrameworkError: an argument is no tensor, or one of the other framework.
+    """
+    lies, wanted = _member(source, "source"), _member(target, "target")
+    parts = _sizes(w1, w2, lies)
+    return (
+        _reordered(w1, _W1_AXES[lies], _W1_AXES[wanted], parts),
+        _reordered(w2, _w2_axes(lies), _w2_axes(wanted), parts),
+    )
+
+
+def convert_bias(b1: Tensor, source: ExpertLayout | str, target: ExpertLayout | str) -> Tensor:
+    """The bias `[E, 2I]` of gated up-projections in another layout, exact to the bit. That of a
+    down-projection, `[E, H]`, is the same in all layouts.
+
+    Raises:
+        ConfigError: an unknown layout.
+        ShapeError: b1 is not `[E, 2I]`.
+        TypeError, FrameworkError: as `convert_weights`.
+    """
+    lies, wanted = _member(source, "source"), _member(target, "target")
+    require_framework_tensor(b1, "b1")
+    shape = tuple(map(int, b1.shape))
+    if len(shape) != 2 or shape[1] % 2:
+        raise ShapeError(f"b1 has shape {shape}; needed: [E, 2I]")
+    parts = {"E": shape[0], "G": 2, "I": shape[1] // 2}
+    before, after = (_W1_AXES[layout].replace("H", "") for layout in (lies, wanted))
+    return _reordered(b1, before, after, parts)
+
+
+def _member(layout: ExpertLayout | str, argument: str) -> ExpertLayout:
+    return member_of(ExpertLayout, layout, argument)
+
+
+def _w2_axes(layout: ExpertLayout) -> str:
+    return "EHI" if _W1_AXES[layout].endswith("H") else "EIH"
+
+
+def _sizes(w1: Tensor, w2: Tensor, layout: ExpertLayout) -> dict[str, int]:
+    """The length of every axis: E, H, I, and G (2, or 1 without a gate)."""
+    for name, weight in (("w1", w1), ("w2", w2)):
+        require_framework_tensor(weight, name)
+    up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
+    if parts := _fitted(up, down, _w2_axes(layout)):
+        return parts
+    legend = "w1 [E, 2I, H] and w2 [E, H, I]", "w1 [E, H, 2I] and w2 [E, I, H]"
+    needed, other = legend if _w2_axes(layout) == "EHI" else legend[::-1]
+    turned = _fitted(up, down, _w2_axes(layout)[0] + _w2_axes(layout)[:0:-1])
+    hint = f"; these two are {other}, which is another layout" if turned else ""
+    raise ShapeError(
+        f"w1 has shape {up} and w2 {down}; {layout.value!r} needs {needed} (I for 2I without a gate){hint}"
+    )
+
+
+def _fitted(up: tuple[int, ...], down: tuple[int, ...], w2_axes: str) -> dict[str, int] | None:
+    """The sizes, if w2 has these axes and w1 fits to them."""
+    if len(up) != 3 or len(down) != 3:
+        return None
+    sizes = dict(zip(w2_axes, down, strict=True))
+    for gate in (2, 1):
+        rows = sizes["H"], gate * sizes["I"]
+        if up == (sizes["E"], *(rows if w2_axes == "EIH" else rows[::-1])):
+            return {**sizes, "G": gate}
+    return None
+
+
+def _reordered(weight: Tensor, before: str, after: str, parts: dict[str, int]) -> Tensor:
+    """One copy: a stacked weight has gigabytes, and each more would be read and written again."""
+    # G and I are neighbours in every layout, so they are one axis of the result.
+    shape = [parts[axis] for axis in after]
+    if "G" in after:
+        inner = min(after.index("G"), after.index("I"))
+        shape[inner : inner + 2] = [parts["G"] * parts["I"]]
+    with plain_ops():
+        apart = weight.detach().reshape([parts[axis] for axis in before])
+        moved = apart.permute(*(before.index(axis) for axis in after))
+        # Axes of one element may leave the view contiguous as it is, and equal orders always do.
+        moved = moved.clone() if moved.is_contiguous() else moved.contiguous()
+        return moved.reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,6 +85,8 @@ class MoE(nn.Module):
     interleaved), `c_fc.bias`, `c_proj.weight [E, H, I]`, `c_proj.bias`.
 
     Raises:
+        TypeError: an argument that is not listed here. The message names what stands in its place
+            where other packages have a layer's router chosen by it (`norm_topk_prob`).
         ShapeError: K > E, or a size is not positive.
         ConfigError: an unknown activation, one without these parameters, or `is_glu` contradicts
             it.
@@ -101,8 +103,10 @@ class MoE(nn.Module):
         std: float = 0.02,
         is_glu: bool | None = None,
         activation_parameters: Mapping[str, float | None] | None = None,
+        **unknown: object,
     ) -> None:
         super().__init__()
+        _refuse(unknown)
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         sizes |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, size in sizes.items():
@@ -221,6 +225,26 @@ class MoE(nn.Module):
             weighted = _linear(y1, self.c_proj, expert) * probs[token, slot].unsqueeze(-1)
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)
+
+
+# Names under which models and upstream's functions choose the softmax of their router.
+_ROUTER_ARGUMENTS = ("norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk")
+
+
+def _refuse(unknown: Mapping[str, object]) -> None:
+    """Raise as Python does for arguments that a function does not have, with a way out where there
+    is one.
+    """
+    for name in unknown:
+        text = f"MoE.__init__() got an unexpected keyword argument {name!r}"
+        if name in _ROUTER_ARGUMENTS:
+            text += (
+                ": its softmax is over the chosen experts, so a token's probabilities sum to 1, as "
+                "with norm_topk_prob=True. For another router call "
+                "sonicmoe.moe_TC_softmax_topk_layer(..., is_softmax_over_topk=False, "
+                'norm_topk_probs=False) on this layer\'s weights; docs/migrating.md, "The router"'
+            )
+        raise TypeError(text)
 
 
 def _linear(x: Tensor, experts: Experts, expert: int) -> Tensor:

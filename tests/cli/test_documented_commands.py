@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md", "CONTRIBUTING.md", "ernie_compat/README.md",
     *(f"docs/{name}.md" for name in (
-        "design", "env", "jit", "kernels", "newcomer", "numerics", "performance", "pytorch", "transformers", "troubleshooting",
+        "design", "env", "jit", "kernels", "migrating", "newcomer", "numerics", "performance", "pytorch", "transformers", "troubleshooting",
     )),
 )  # fmt: skip
 TEXTS = {guide: (ROOT / guide).read_text(encoding="utf-8") for guide in GUIDES}
-NAME_NO_COMMAND = {"docs/pytorch.md", "docs/transformers.md"}
+NAME_NO_COMMAND = {"docs/migrating.md", "docs/pytorch.md", "docs/transformers.md"}
 
 
 def code_of(text):

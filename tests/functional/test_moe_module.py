@@ -377,3 +377,15 @@ def test_validation_finds_a_broken_router():
         pytest.raises(RoutingError, match=r"dispatched_probs\[0, "),
     ):
         moe(x)
+
+
+@pytest.mark.parametrize("name", ["norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk"])
+def test_a_router_argument_of_a_model_is_answered_with_the_function_that_has_it(name):
+    words = rf"argument '{name}': its softmax is over the chosen .*moe_TC_softmax_topk_layer"
+    with pytest.raises(TypeError, match=words):
+        MoE(4, 2, 16, 16, **{name: False})
+
+
+def test_any_other_unknown_argument_is_refused_as_python_does():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_heads'$"):
+        MoE(4, 2, 16, 16, num_heads=2)

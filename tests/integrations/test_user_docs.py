@@ -1,4 +1,4 @@
-"""The pages and examples for PyTorch and transformers users run as they are printed."""
+"""The pages and examples for users run as they are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import preloaded
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"pytorch": "torch", "transformers": "transformers"}
+PAGES = {"pytorch": "torch", "transformers": "transformers", "migrating": "torch"}
 ONE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -21,24 +21,51 @@ ONE_RANK = {
 }
 
 
-def run(script: str) -> str:
-    """What a script prints in a process that has PyTorch imported already."""
+def run(script: str, framework: str = "torch") -> str:
+    """What a script prints in a process that has the framework imported already."""
     environment = {**os.environ, **ONE_RANK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = preloaded.run("torch", [script], environment, ROOT, timeout=240)
+    result = preloaded.run(framework, [script], environment, ROOT, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def snippets_of(page: str) -> list[str]:
+    """Every block of a page, all of which are Python."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(snippets) == text.count("```") // 2
+    return snippets
+
+
+def is_of_paddle(snippet: str) -> bool:
+    """Whether a block is a program of its own, under Paddle."""
+    return snippet.startswith("import paddle\n")
+
+
+def program(snippets: list[str], folder: Path) -> str:
+    script = folder / "page.py"
+    script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
+    return str(script)
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize("page", ["migrating"])
+def test_every_paddle_snippet_of_a_page_is_a_program(page: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("paddle") is None:
+        pytest.skip("needs paddle")
+    snippets = [snippet for snippet in snippets_of(page) if is_of_paddle(snippet)]
+    assert snippets
+    for snippet in snippets:
+        assert run(program([snippet], tmp_path), "paddle").endswith("all ran\n")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(PAGES[page]) is None:
         pytest.skip(f"needs {PAGES[page]}")
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(snippets) >= 4 and len(snippets) == text.count("```") // 2
-    script = tmp_path / f"{page}_page.py"
-    script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
-    out = run(str(script))
+    snippets = [snippet for snippet in snippets_of(page) if not is_of_paddle(snippet)]
+    assert len(snippets) >= 4
+    out = run(program(snippets, tmp_path))
     assert out.endswith("all ran\n")
     if page == "transformers":
         assert "Qwen3MoeExperts has the activation GELUTanh" in out
@@ -47,9 +74,9 @@ def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    targets = re.findall(
-        r"\]\(([^)#:]+)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    )
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```python\n.*?```", "", text, flags=re.DOTALL)  # `x[i](y)` in code is no link
+    targets = re.findall(r"\]\(([^)#:]+)", prose)
     assert targets
     assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
 

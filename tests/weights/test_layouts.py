@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sonicmoe import layouts
-from sonicmoe.errors import LayoutError, ShapeError
-from sonicmoe.interop import data_ptr
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.errors import ConfigError, LayoutError, ShapeError
+from sonicmoe.fleet import weight_layout as fleet
+from sonicmoe.interop import data_ptr, requires_grad
+from sonicmoe.layouts import (
+    ExpertLayout,
+    WeightLayout,
+    WeightSource,
+    convert_bias,
+    convert_weights,
+)
 
 DTYPES = ["float32", "bfloat16", "float16"]
 sizes = st.integers(1, 9)
@@ -171,3 +178,124 @@ class TestSources:
         w1, w2 = self.weights()
         with pytest.raises(ShapeError, match="2 up and 1 down matrices"):
             WeightSource.stacked(w1, w2[:1])
+
+
+ENGINE = {
+    ExpertLayout.INTERLEAVED: WeightLayout(),
+    ExpertLayout.HALVES: WeightLayout(split_half=True),
+    ExpertLayout.FUSED: WeightLayout(transposed=True, split_half=True),
+    ExpertLayout.FUSED_INTERLEAVED: WeightLayout(transposed=True),
+}
+PAIRS = [(source, target) for source in ExpertLayout for target in ExpertLayout]
+SHAPES = [(2, 3, 5), (1, 1, 1), (3, 4, 4), (1, 2, 1), (2, 1, 3), (2, 8, 4)]  # E, H, I
+
+
+class TestConverter:
+    """`convert_weights` and `convert_bias` between every pair of the public layouts."""
+
+    def lying(self, layout, shape, gated=True, dtype="float32"):
+        """Numbered weights in a layout, by the maps of the engines."""
+        experts, hidden, inner = shape
+        maps = ENGINE[layout] if gated else WeightLayout(ENGINE[layout].transposed)
+        w1 = tensor_of(numbered((experts, inner * (2 if gated else 1), hidden)), dtype)
+        w2 = tensor_of(numbered((experts, hidden, inner)), dtype)
+        return maps.user_w1(w1), maps.user_w2(w2)
+
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize(("source", "target"), PAIRS)
+    def test_every_layout_becomes_every_other_and_returns(self, source, target, shape, gated):
+        before, want = (self.lying(layout, shape, gated) for layout in (source, target))
+        after = convert_weights(*before, source, target.value)
+        for got, wanted in zip(after, want, strict=True):
+            assert tuple(got.shape) == tuple(wanted.shape) and got.is_contiguous()
+            np.testing.assert_array_equal(numpy(got), numpy(wanted))
+        for got, wanted in zip(convert_weights(*after, target, source), before, strict=True):
+            np.testing.assert_array_equal(numpy(got), numpy(wanted))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_the_bits_of_a_dtype_survive(self, dtype):
+        values = np.array([np.nan, -0.0, np.inf, 1e-45, -1.0, 3.0]).reshape(1, 2, 3)
+        w1 = tensor(values, torch.float32).to(getattr(torch, dtype))
+        w2 = tensor_of(np.ones((1, 3, 1)), dtype)
+        there = convert_weights(w1, w2, "halves", "fused")
+        back, _ = convert_weights(*there, "fused", "halves")
+        assert there[0].dtype == back.dtype == w1.dtype
+        bits = torch.int32 if dtype == "float32" else torch.int16
+        assert back.view(bits).tolist() == w1.view(bits).tolist()
+
+    def test_the_order_is_the_one_that_is_written_down(self):
+        w1 = tensor_of(np.array([[[10.0], [11.0], [20.0], [21.0]]]))  # gate, gate, up, up; H = 1
+        w2 = tensor_of(np.ones((1, 1, 2)))
+        orders = {layout: convert_weights(w1, w2, "halves", layout)[0] for layout in ExpertLayout}
+        assert {layout.value: numpy(w).ravel().tolist() for layout, w in orders.items()} == {
+            "interleaved": [10, 20, 11, 21],
+            "halves": [10, 11, 20, 21],
+            "fused": [10, 11, 20, 21],
+            "fused_interleaved": [10, 20, 11, 21],
+        }
+
+    def test_fleets_own_functions_agree(self):
+        w1, w2 = self.lying(ExpertLayout.FUSED, (2, 3, 4))
+        up, down = convert_weights(w1, w2, "fused", "interleaved")
+        np.testing.assert_array_equal(numpy(up), numpy(fleet.fused_grouped_w1_to_sonic(w1)))
+        np.testing.assert_array_equal(numpy(down), numpy(fleet.fused_transpose_w2_layout(w2)))
+
+    @pytest.mark.parametrize(("source", "target"), PAIRS)
+    def test_the_result_is_fresh_and_outside_the_graph(self, source, target):
+        for shape in SHAPES:
+            before = self.lying(source, shape)
+            for weight in before:
+                if IS_PADDLE:
+                    weight.stop_gradient = False
+                else:
+                    weight.requires_grad_(True)
+            after = convert_weights(*before, source, target)
+            addresses = {data_ptr(weight) for weight in before}
+            assert not any(requires_grad(weight) for weight in after)
+            assert not addresses & {data_ptr(weight) for weight in after}
+
+    @pytest.mark.parametrize(("source", "target"), PAIRS)
+    def test_a_bias_follows_the_rows_of_its_weight(self, source, target):
+        w1, w2 = self.lying(ExpertLayout.HALVES, (3, 1, 4))  # H = 1: a column of w1 is a bias
+        bias = {
+            layout: convert_weights(w1, w2, "halves", layout)[0].reshape([3, 8])
+            for layout in ExpertLayout
+        }
+        np.testing.assert_array_equal(
+            numpy(convert_bias(bias[source], source, target)), numpy(bias[target])
+        )
+
+    def test_weights_that_look_transposed_are_told_so(self):
+        w1, w2 = self.lying(ExpertLayout.HALVES, (2, 3, 5))
+        words = (
+            r"w1 has shape \(2, 10, 3\) and w2 \(2, 3, 5\); 'fused' needs w1 \[E, H, 2I\] and w2 "
+            r"\[E, I, H\] .*; these two are w1 \[E, 2I, H\] and w2 \[E, H, I\], which is another"
+        )
+        with pytest.raises(ShapeError, match=words):
+            convert_weights(w1, w2, "fused", "interleaved")
+        w1, w2 = self.lying(ExpertLayout.FUSED, (2, 3, 5))
+        with pytest.raises(ShapeError, match=r"'halves' needs .*; these two are w1 \[E, H, 2I\]"):
+            convert_weights(w1, w2, "halves", "interleaved")
+
+    @pytest.mark.parametrize(
+        ("w1", "w2"), [((2, 7, 3), (2, 3, 5)), ((3, 10, 3), (2, 3, 5)), ((10, 3), (3, 5)), ((2, 10, 3, 1), (2, 3, 5))]
+    )  # fmt: skip
+    def test_weights_that_fit_nowhere_are_refused(self, w1, w2):
+        with pytest.raises(ShapeError, match=r"'halves' needs .*without a gate\)$"):
+            convert_weights(
+                tensor_of(numbered(w1)), tensor_of(numbered(w2)), "halves", "interleaved"
+            )
+
+    def test_other_wrong_arguments_are_named(self):
+        w1, w2 = self.lying(ExpertLayout.HALVES, (2, 3, 5))
+        with pytest.raises(
+            ConfigError, match=r"source is 'concat'; needed: one of \['interleaved'"
+        ):
+            convert_weights(w1, w2, "concat", "halves")
+        with pytest.raises(ConfigError, match="target is None"):
+            convert_bias(w1, "halves", None)
+        with pytest.raises(ShapeError, match=r"b1 has shape \(2, 5\); needed: \[E, 2I\]"):
+            convert_bias(tensor_of(numbered((2, 5))), "halves", "interleaved")
+        with pytest.raises(TypeError, match=r"w2 must be a .* tensor, got ndarray"):
+            convert_weights(w1, np.ones((2, 3, 5)), "halves", "interleaved")
