@@ -22,7 +22,7 @@ from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, plain_ops
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
 from ..stream_order import StreamOrder
-from .changes import Seen, announce_change, look
+from .changes import Seen, announce_change, change_watchers, look
 from .parameters import ExpertParameters, check_memory
 
 Tensor = torch.Tensor
@@ -250,7 +250,9 @@ class LayerWeights:
         made before. `event`: the announcement, in words for a message.
         """
         self._stale = True
-        announce_change(self._parameters.parameters(), event)
+        # Usually nobody holds copies, and listing the parameters of many experts takes a while.
+        if change_watchers:
+            announce_change(self._parameters.parameters(), event)
 
     def drop(self) -> None:
         """Free the engine weights; the next forward makes them again."""

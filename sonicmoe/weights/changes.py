@@ -42,12 +42,10 @@ change_watchers: WeakSet[ChangeWatcher] = WeakSet()
 
 def announce_change(parameters: Sequence[Tensor], event: str) -> None:
     """Somebody has written these parameters, or is about to."""
-    # Usually nobody watches, and this is called in every step of every layer.
-    watchers = list(change_watchers)
-    if watchers:
-        written = set(map(id, parameters))
-        for watcher in watchers:
-            watcher.note_change(written, event)
+    written = set(map(id, parameters))
+    # The list holds the watchers alive while they are called.
+    for watcher in list(change_watchers):
+        watcher.note_change(written, event)
 
 
 _optimizer_steps = 0

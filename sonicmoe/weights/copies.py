@@ -29,7 +29,7 @@ import torch
 from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
 from ..enums import is_glu
 from ..errors import ConfigError, LayoutError, StaleWeightsError, expect
-from ..interop import IS_PADDLE, holds_memory, is_cuda, plain_ops
+from ..interop import IS_PADDLE, grad_enabled, holds_memory, is_cuda, plain_ops
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import transpose_storage
@@ -117,6 +117,13 @@ class WeightCopies:
         optimizer_watchers.add(self)
         change_watchers.add(self)
         _live.add(self)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """Buffers of an engine are nobody's to save."""
+        raise TypeError(
+            "FP8 copies of weights belong to this process; needed: weight.fp8 = None and weight.transposed_fp8 = None before the "
+            "weights are saved or copied with their attributes"
+        )
 
     @property
     def iso_weight(self) -> bool:
@@ -241,6 +248,8 @@ class WeightCopies:
 
     def _check_current(self, parameters: Sequence[Tensor]) -> None:
         """For parameters that were freed."""
+        if IS_PADDLE and grad_enabled():
+            _check_places(parameters)
         reason = self._stale
         if not reason and writes_so_far(parameters) != self._writes:
             reason = "the weights were modified by an inplace operation"
@@ -291,6 +300,18 @@ class WeightCopies:
 def used_copies() -> list[WeightCopies]:
     """All copies that a backward has read since their event."""
     return [copies for copies in list(_live) if copies.backwards]
+
+
+def _check_places(parameters: Sequence[Tensor]) -> None:
+    """Refuse, by name, what Paddle's PyLayer would refuse as one of its inputs."""
+    for index, parameter in enumerate(parameters):
+        try:
+            parameter.place  # type: ignore[attr-defined]  # noqa: B018
+        except RuntimeError as error:
+            raise LayoutError(
+                f"the memory of weight {index} of the experts was freed in a way that leaves no device, and Paddle takes no such tensor "
+                "into a graph; needed: _clear_to_zero_allocation(), as the sharding optimizers free it"
+            ) from error
 
 
 def _fit(engine: str, settings: EngineSettings) -> tuple[str, str | None, bool]:

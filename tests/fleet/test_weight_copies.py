@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -19,6 +20,7 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError, StaleWeightsError
 from sonicmoe.fleet import weight_copies
 from sonicmoe.fleet.configuration import FP8Config
+from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import known_layer, weights_changed
 from sonicmoe.fleet.weight_copies import (
     clear_all_fp8_weight_caches,
@@ -122,6 +124,32 @@ class TestOrderOfEvents:
 
 def expert_version(expert):
     return copies_of(*expert.weights).version
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="the hook needs Paddle")
+@each_format
+def test_weight_gradients_that_a_pipeline_puts_off(form):
+    """They are added when the copies are gone and the layout is another one again."""
+    batches = problems(2)
+    wanted = FleetExpert(batches[0])
+    for batch in batches:
+        wanted.call(batch, fp8=True).backward()
+    expert, tasks = FleetExpert(batches[0], form), []
+    expert.micro_batches = len(batches)
+    expert.step_begin()
+    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
+    try:
+        calls = [expert.forward(batch) for batch in batches]
+        for call in calls:
+            call.backward()
+        assert len(tasks) == 2 * len(batches)
+        expert.clear_fp8_weights()
+        for run in tasks:
+            run()
+    finally:
+        set_wgrad_deferral_hook(None)
+    expert.to_layout("grouped")
+    assert same_bits(expert.gradients(), wanted.gradients())
 
 
 class TestStaleness:
@@ -233,6 +261,15 @@ class TestAttributes:
             taken.fp8, taken.transposed_fp8 = given.fp8, given.transposed_fp8
         with pytest.raises(LayoutError, match="made of other parameters"):
             other.forward(other.problem)
+
+    def test_parameters_that_are_copied_or_saved_leave_them_behind(self, tmp_path):
+        expert = FleetExpert(make_problem())
+        expert.quant_weight()
+        for weight in expert.weights:
+            assert getattr(copy.deepcopy(weight), "fp8", None) is None
+        if not IS_PADDLE:  # which saves values alone
+            with pytest.raises(TypeError, match=r"belong to this process; .*fp8 = None"):
+                torch.save(expert.weights[0], tmp_path / "weight")
 
     @pytest.mark.parametrize("missing", [0, 1])
     def test_half_of_a_pair_is_none(self, missing):
