@@ -83,10 +83,14 @@ class Rank:
             sizes.experts, group, kind=kind, max_tokens=sizes.tokens
         )
         self.batch = Batch.random(sizes, device, self.rank)
-        self.weights = weights_of(sizes, device, self.rank, self.ranks)
+        # An engine keeps what it makes of a pair of weights until another one asks for them, so every
+        # arm has a pair of its own.
+        self.weights = {
+            arm: weights_of(sizes, device, self.rank, self.ranks) for arm in ARMS.values()
+        }
 
     def experts(self, arm: Arm) -> Experts:
-        return Experts(self.weights, arm, None if self.device != "cpu" else "reference")
+        return Experts(self.weights[arm], arm, None if self.device != "cpu" else "reference")
 
     def meet(self) -> None:
         """Wait for all ranks, and for the device."""
@@ -166,13 +170,14 @@ class Rank:
     def memory(self) -> dict[str, float]:
         """Peaks of a step in FP8, with the BF16 weights and with their memory freed."""
         arm = ARMS["fp8 dispatch"]
-        found = {"bf16_weights": sum(w.numel() * w.element_size() for w in self.weights) / MIB}
+        weights = self.weights[arm]
+        found = {"bf16_weights": sum(w.numel() * w.element_size() for w in weights) / MIB}
         for name in ("held", "freed"):
             experts = self.experts(arm)
-            take_copies(self.weights)
+            take_copies(weights)
             if name == "freed":
-                give_copies(self.weights)
-            with freed(self.weights) if name == "freed" else nullcontext():
+                give_copies(weights)
+            with freed(weights) if name == "freed" else nullcontext():
                 run(self.dispatcher, experts, self.batch, arm)
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()

@@ -28,6 +28,7 @@ from sonicmoe.fleet.weight_copies import (
     copies_of,
     quantize_native_fp8_weights,
 )
+from sonicmoe.fleet.weight_layout import fused_grouped_w1_to_sonic, fused_transpose_w2_layout
 
 Tensor = torch.Tensor
 STAGES = (
@@ -119,7 +120,7 @@ class Experts:
         config = FP8Config()
         # By name, because another engine in its place would be timed unnoticed.
         with SonicMoEConfig(engine=engine or arm.engine).activate():
-            settings = config.node_config(fp8=arm.fp8, on_gpu=weights[0].is_cuda)
+            settings = config.node_config(fp8=arm.fp8)
         hidden = int(weights[1].shape[2])
         self.node = layer_of(*weights, hidden).node(settings, *config.activation())
         self._fp8 = arm.fp8
@@ -217,6 +218,15 @@ def call_fleet(
     w1, w2 = (weight.main_grad for weight in weights)  # type: ignore[attr-defined]
     assert probs.grad is not None
     return {"y": out.detach(), "dprobs": probs.grad, "dw1": w1, "dw2": w2}
+
+
+@torch.no_grad()
+def to_sonic(weights: list[Tensor]) -> None:
+    """From the grouped layout to Sonic's, as Fleet does it: w1 with its `main_grad`, w2 without."""
+    w1, w2 = weights
+    w1.data = fused_grouped_w1_to_sonic(w1.data)
+    w1.main_grad = fused_grouped_w1_to_sonic(w1.main_grad)  # type: ignore[attr-defined]
+    w2.data = fused_transpose_w2_layout(w2.data)
 
 
 def give_copies(weights: list[Tensor], *, iso32: bool = True) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import DTypeError, expect
-from ..interop import dtype_name, numel
+from ..interop import dtype_name, is_cuda, numel
 from .format import E4M3_NAN, BlockScaledTensor, Code, Orientation, scale_shape
 from .recipes import BlockShape, ScaleFormat
 
@@ -52,7 +52,7 @@ def quantize(
     has_nan = torch.isnan(amax)
     # A NaN must not decide the scale of its finite neighbours, so the maximum leaves NaN out.
     # Infinity stays in: it makes the scale infinite, and so the whole block non-finite.
-    if bool(has_nan.any()):
+    if _perhaps_any(has_nan):
         amax = torch.where(torch.isnan(tiles), torch.zeros_like(tiles), tiles).abs().amax((-3, -1))
     # Not clamp(min=): Paddle's would make infinity finite.
     amax = torch.maximum(amax, torch.full_like(amax, AMAX_FLOOR))
@@ -108,7 +108,7 @@ def encode_e4m3(x: Tensor) -> Tensor:
     """
     codes = x.to(torch.float8_e4m3fn)
     is_nan = torch.isnan(x)
-    if not bool(is_nan.any()):
+    if not _perhaps_any(is_nan):
         return codes
     bits = codes.view(torch.uint8).to(torch.int32)  # Paddle's CPU `where` knows no uint8
     return (
@@ -116,6 +116,11 @@ def encode_e4m3(x: Tensor) -> Tensor:
         .to(torch.uint8)
         .view(torch.float8_e4m3fn)
     )
+
+
+def _perhaps_any(mask: Tensor) -> bool:
+    """False only where no element is set. A GPU is not asked, because that waits for it."""
+    return is_cuda(mask) or bool(mask.any())
 
 
 def dequantize(q: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:

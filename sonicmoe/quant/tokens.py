@@ -54,7 +54,7 @@ def quantize_tokens(x: Tensor, *, row_scale: bool = False) -> BlockScaledTensor:
     """Tokens bf16, fp16 or fp32 `[T, H]` as their sender quantises them: with one scale per row and
     128 columns, which are the codes that the engines make themselves, or with one per row.
 
-    One scale per row waits for a GPU; the other form is one launch there.
+    On a GPU, one scale per 128 columns is one launch, and one per row several; neither waits.
     """
     with plain_ops():
         hidden = int(x.shape[1])

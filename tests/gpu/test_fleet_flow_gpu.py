@@ -16,8 +16,9 @@ from gpu.hopper_step import waiting_is_an_error
 
 from sonicmoe.fleet import carrier
 from sonicmoe.fleet.configuration import FP8Config
-from sonicmoe.fleet.weight_layout import fused_grouped_w1_to_sonic, fused_transpose_w2_layout
+from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
 from sonicmoe.jit.cache import default_cache
+from sonicmoe.quant.reference import dequantize
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -33,6 +34,7 @@ from fleet_layer import (  # noqa: E402
     relative,
     run,
     take_copies,
+    to_sonic,
     weights_of,
 )
 
@@ -107,15 +109,6 @@ def test_fleets_call(batch, layout):
         assert bool(torch.isfinite(ours).all()) and relative(ours, wanted) <= BOUND, key
 
 
-def to_sonic(weights):
-    """In place, as Fleet does it: w1 with its `main_grad`, w2 without."""
-    w1, w2 = weights
-    with torch.no_grad():
-        w1.data = fused_grouped_w1_to_sonic(w1.data)
-        w1.main_grad = fused_grouped_w1_to_sonic(w1.main_grad)
-        w2.data = fused_transpose_w2_layout(w2.data)
-
-
 @pytest.mark.parametrize("iso32", [True, False])
 def test_freed_weights(batch, iso32):
     """The bits of weights that hold memory, and no memory for theirs."""
@@ -146,6 +139,25 @@ def test_nothing_waits(batch):
             found = call_fleet(weights, batch, "hopper")
     assert bool(found["dw1"].any())
     take_copies(weights)
+
+
+@pytest.mark.parametrize("form", ["packed", "one byte a word", "row"])
+def test_the_wire_waits_for_nothing(batch, form):
+    """The sender's quantiser and what the receiver makes of its words, in Fleet's three forms."""
+    declared = "fp32_row" if form == "row" else "fp32_1x128"
+    carrier.declare_carrier(declared)
+    options = {"pack_scale_words": True}
+    if form == "one byte a word":
+        options = {"scale_dtype": torch.int32}
+
+    def there_and_back():
+        codes, scale = quantize_activation_blockscaled_fast(batch.x, **options)
+        return carrier.tokens_from_carrier(codes, scale).tokens
+
+    there_and_back()
+    with waiting_is_an_error():
+        found = there_and_back()
+    assert relative(dequantize(found), batch.x) < 0.04
 
 
 def bench(*options):

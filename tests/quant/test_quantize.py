@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sonicmoe.errors import DTypeError
+from sonicmoe.quant import reference
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import BlockShape, ScaleFormat, iso
 from sonicmoe.quant.reference import (
@@ -364,6 +365,21 @@ def test_an_e4m3_nan_leaves_its_block_alone(values, data):
     others = np.arange(x.shape[1]) != where
     np.testing.assert_array_equal(code_bits(dirty)[:, others], code_bits(clean)[:, others])
     assert code_bits(dirty)[0, where] == naive.E4M3_NAN
+
+
+@pytest.mark.parametrize("held", [[1.0, 2.0], [math.nan, 500.0], [math.nan, math.inf]])
+def test_a_gpu_is_not_asked_for_nan_and_gives_the_same_bits(held, monkeypatch):
+    x = tensor(np.array([[*held, 3.0, -0.25]], np.float32))
+    for code in CODES:
+        asked = quantize(x, BlockShape(1, 4), code)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "is_cuda", lambda _: True)
+            patch.setattr(type(x), "any", None)
+            unasked = quantize(x, BlockShape(1, 4), code)
+        np.testing.assert_array_equal(code_bits(unasked), code_bits(asked))
+        np.testing.assert_array_equal(
+            bits(as_fp32(unasked.scale_inv)), bits(as_fp32(asked.scale_inv))
+        )
 
 
 def test_the_floor_is_where_the_naive_quantizer_puts_it():
