@@ -141,3 +141,5 @@ def drop_weight_caches() -> None:
     """
     for layer in list(_layers.values()):
         layer.state.weights.drop()
+        # The next forwards prepare the weights again, so nobody missed a write.
+        layer.state.guard.note_announcement()
