@@ -8,13 +8,16 @@ import importlib.util
 import json
 import re
 import struct
+import tomllib
 from pathlib import Path
 
 import preloaded
 import pytest
 from worlds import environment
 
+from sonicmoe.architectures import arch_name
 from sonicmoe.cli.main import COMMANDS
+from sonicmoe.engine.capabilities import BF16, HOPPER, HOST, RECORDS, problem
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -113,6 +116,50 @@ def test_the_table_shows_the_figures_of_the_pages() -> None:
     row = f"| {bars['FP8']:.2f} ms | {bars['BF16']:.2f} ms in BF16: **{bars['BF16'] / bars['FP8']:.2f}x** |"
     assert row in README
     assert f"{bars['DeepGEMM']:.2f} ms for DeepGEMM's six bare GEMMs" in README
+
+
+# Compute capabilities as NVIDIA lists them; None is a machine without a GPU.
+GPUS = {
+    **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200"), (9, 0)),
+    "A100": (8, 0), "L40S": (8, 9), "RTX 4090": (8, 9), "B200": (10, 0), "none (CPU)": None,
+}  # fmt: skip
+
+
+def test_every_gpu_is_said_to_have_the_engines_that_its_records_give_it() -> None:
+    table = README.split("| GPU | engines |")[1].split("\n\n")[0]
+    said = {}
+    for row in table.splitlines()[2:]:
+        gpus, engines = (cell.strip() for cell in row.split("|")[1:3])
+        for gpu in gpus.split(", "):
+            said[gpu] = set(re.findall(r"`(\w+)`", engines))
+    assert said.pop("any other") == {"reference"}
+    archs = {gpu: arch_name(capability) if capability else HOST for gpu, capability in GPUS.items()}
+    assert said == {
+        gpu: {name.value for name, record in RECORDS.items() if problem(record, None, arch) is None}
+        for gpu, arch in archs.items()
+    }
+
+
+def test_the_requirements_are_those_of_the_project() -> None:
+    needs = README.split("## What it needs")[1].split("| GPU |")[0].replace("\n  ", " ")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == ">=3.11,<3.13" and "Python 3.11 or 3.12" in needs
+    extras = project["optional-dependencies"]
+    assert extras["torch"] == ["torch>=2.9"] and "PyTorch >= 2.9" in needs
+    assert extras["paddle"] == ["paddlepaddle>=3.3.0,<3.4"] and "Paddle 3.3." in needs
+    versions = dict(BF16.packages)
+    assert f"quack-kernels {versions['quack-kernels']}" in needs
+    assert f"CuTe DSL {versions['nvidia-cutlass-dsl']}" in needs
+    sizes = f"H a multiple of {HOPPER.hidden_multiple} and I of {HOPPER.intermediate_multiple}"
+    assert sizes in needs
+
+
+def test_the_speed_of_a_gpu_is_the_one_that_was_measured() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.split("## A training step")[1].split("\n### ")[0]
+    ratios = re.findall(r"^\| \d+, \d+, \d+, \d+, \d+ \|(?:[^|]+\|){4} ([\d.]+) \|", section, re.M)
+    assert f"[{min(ratios)} to {max(ratios)} times]" in README
+    assert f"over {len(ratios)} shapes on an H200" in README
 
 
 def too_wide(page: str) -> list[str]:
