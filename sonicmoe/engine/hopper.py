@@ -266,7 +266,8 @@ class _Layer:
         weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self._device
         in_rows = not self._settings.fp8_wgrad
         dz_scratch = scratch(bytes_of.dz_scratch, device)
-        dout_scratch = scratch(bytes_of.dout_scratch, device)
+        came_quantised = isinstance(dout, BlockScaledTensor)
+        dout_scratch = None if came_quantised else scratch(bytes_of.dout_scratch, device)
         dprobs = empty((self._routing.num_tokens, self._routing.topk), torch.float32, device)
         if in_rows:
             rows, inner = self._routing.num_rows, self._prepared.inner

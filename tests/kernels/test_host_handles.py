@@ -93,7 +93,7 @@ def head(passes):
     """Handles and whatever else a pass takes besides tensors."""
     return {
         "weights": passes.weights(**tensors(WEIGHTS)), "routing": passes.routing(**tensors(ROUTING)),
-        "stream": 0, "activation": 0, "shares_gpu": 0, "inner": I,
+        "stream": 0, "multiprocessors": 0, "activation": 0, "shares_gpu": 0, "inner": I,
     }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def fields_of(passes, head, name):
     scratch = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "dw1": "dw1", "dw2": "dw2"}
     made = {
         "x": tokens(T, H), "dout": tokens(T, H), "out": tokens(T, H), "dx": tokens(T, H),
-        "z": codes(R, 2 * I), "z_scale": scales(R, blocks(2 * I)), "dprobs": scales(T, K),
+        "z": codes(R, 2 * I), "z_scale": scales(R, blocks(2 * I)), "z_rows": None, "dprobs": scales(T, K),
         "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
         "dw1": scales(E, 2 * I, H), "dw2": scales(E, H, I),
         "into_dw1": None, "into_dw2": None,
@@ -210,7 +210,10 @@ def test_handles_of_different_layers_contradict_each_other(passes, head):
         ("forward", "z", codes(R - 128, 2 * I), r"z is uint8 \[1024, 896\]; needed: uint8 \[R, 2 I\], and row_token says R = 1152"),
         ("forward", "out", scales(T, H), r"out is float32 \[70, 272\], but other tokens are bfloat16"),
         ("forward", "x", tokens(H, T).T, "x is not contiguous"),
-        ("forward", "z_scale", None, "z and z_scale must be given together"),
+        ("forward", "z_scale", None, "forward: needed: z and z_scale, or z_rows"),
+        ("forward", "z_rows", tokens(R, 2 * I), "forward: needed: z and z_scale, or z_rows"),
+        ("dgated", "z", None, "dgated: needed: z and z_scale, or z_rows"),
+        ("dgated", "dout_scratch", None, "dgated: dout_scratch is None"),
         ("forward", "x", None, "needed: either x, or x_codes"),
         ("dgated", "dz", None, "either dz and y1s, or dz_rows and y1s_rows"),
         ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and slot_row says K = 3"),

@@ -81,7 +81,7 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"y1s_rows", Element::kBfloat, {R, I}, kOptional},
                                       {"dprobs", Element::kFloat, {T, K}},
                                       scratch_field<DzScratch>("dz_scratch"),
-                                      scratch_field<DoutScratch>("dout_scratch"),
+                                      scratch_field<DoutScratch>("dout_scratch", kOptional),
                                   }}};
 
 constexpr FieldTable kDgradTable{"dgrad",
@@ -306,8 +306,7 @@ void forward(const Run& run) {
   const bool store_z = run.call.has("z") || run.call.has("z_rows"), whole = run.call.has("out");
   Arena arena("scratch", run.call["scratch"]);
   const UpScratch t(arena, run.sizes);
-  const Quantized x = quantised(run, kX, t.x);
-  const Quantized z = kept_z(run, t.y1);
+  const Quantized z = kept_z(run, t.y1), x = quantised(run, kX, t.x);
   run.stage("up", [&] {
     run.kernel["gather_gated_gemm"](
         x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"),
@@ -337,15 +336,19 @@ void dgated(const Run& run) {
   if (run.call.has("y1s_rows") != in_rows || run.call.has("dz") == in_rows ||
       run.call.has("y1s") == in_rows)
     TVM_FFI_THROW(ValueError) << "dgated: needed: either dz and y1s, or dz_rows and y1s_rows";
-  Arena dz_arena("dz_scratch", run.call["dz_scratch"]),
-      dout_arena("dout_scratch", run.call["dout_scratch"]), of_dz, of_y1s;
+  Arena dz_arena("dz_scratch", run.call["dz_scratch"]), dout_arena, of_dz, of_y1s;
   const DzScratch t(dz_arena, run.sizes);
-  const Quantized dout = quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
   // In rows the operands have no scales; the kernel is handed something that it does not look at.
   const Matrix unread = t.dprob_parts;
   if (!run.call.has("z") && !run.call.has("z_rows"))
     TVM_FFI_THROW(ValueError) << "dgated: needed: z and z_scale, or z_rows";
   const Quantized z = kept_z(run, {unread, unread, nullptr});
+  if (!came_quantised(run, kDout)) {
+    if (!run.call.has("dout_scratch"))
+      TVM_FFI_THROW(ValueError) << "dgated: dout_scratch is None, and dout needs it";
+    dout_arena.in("dout_scratch", run.call["dout_scratch"]);
+  }
+  const Quantized dout = quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
   const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
                                : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes).dz;
   const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
