@@ -25,7 +25,7 @@ class ExpertCall:
     engine: its name.
     indices: int `[T, K]` as the caller gave them (docs/design.md, "Routing contract").
     native_weights: `w1 [E, N1, H]` (gate, up interleaved) and `w2 [E, H, I]`, copied out of the
-        caller's parameters as they are when it is called.
+        caller's parameters as they are when it is called, or decoded where they hold no memory.
     """
 
     layer: object

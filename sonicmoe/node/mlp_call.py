@@ -16,7 +16,7 @@ from ..diagnostics.call_events import BackwardBegins, BackwardDone, ExpertCall, 
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
 from ..gradients.routes import Addition, Route
-from ..interop import plain_ops, requires_grad
+from ..interop import holds_memory, plain_ops, requires_grad
 from ..out_of_memory import raise_with_advice
 from ..quant.tokens import anchor_of, to_bfloat16, tokens_of
 from ..routing.build import route
@@ -203,8 +203,13 @@ class MlpCall(DifferentiableCall):
             raise
 
     def _described(self) -> ExpertCall:
-        native = self.state.parameters.native
-        return ExpertCall(self.state, self.engine.name, self.settings, self.indices, native)
+        name, native = self.engine.name, self._native_weights
+        return ExpertCall(self.state, name, self.settings, self.indices, native)
+
+    def _native_weights(self) -> tuple[Tensor, Tensor]:
+        if all(map(holds_memory, self.parameters)):
+            return self.state.parameters.native()
+        return self.reading.values()
 
     def _weight_gradients(
         self, returned: Sequence[Tensor | None], route: Route | None

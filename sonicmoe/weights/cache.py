@@ -21,6 +21,7 @@ from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
 from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, plain_ops
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
+from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
 from .changes import Seen, announce_change, change_watchers, look
 from .parameters import ExpertParameters, check_memory
@@ -72,6 +73,19 @@ class Reading:
             "forward, between this forward and its backward; its gradients would mix old "
             "activations with new weights. Finish every backward before the weights change"
         )
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Native weights, `w1 [E, N1, H]` and `w2 [E, H, I]`, as the engine's codes stand for them,
+        in fp32; for those who inspect a call whose parameters hold no memory.
+        """
+        # Backward's pair is there to the end, and its shapes are those of the native matrices.
+        held = self.weights.w1_dgrad, self.weights.w2_dgrad
+        with plain_ops():
+            w1, w2 = (
+                dequantize(w) if isinstance(w, BlockScaledTensor) else w.to(torch.float32)
+                for w in held
+            )
+        return w1, w2
 
     def _check_lent(self) -> None:
         if self.lent is None:

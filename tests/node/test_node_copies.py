@@ -8,11 +8,13 @@ import weakref
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, torch
+from framework import IS_PADDLE, numpy, relative_rmse, torch
 from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, make_problem, problems
 from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe.config import SonicMoEConfig
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.errors import ConfigError, LayoutError, StaleWeightsError
 
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -291,3 +293,25 @@ def test_a_step_is_not_missed_where_copies_are_read():
     for _ in range(3):
         Step(layer, [batch], copies).backward()
     assert not guard._warned
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_those_who_inspect_a_call_get_the_decoded_weights(tmp_path, release):
+    """A dump, and the report of a NaN."""
+    batch = make_problem()
+    layer = make_layer(batch)
+    copies = layer.node.make_copies()
+    w1, w2 = (numpy(weight) for weight in layer.weights)
+    free(*layer.weights)
+    layer.node.dump(tmp_path / "step.npz")
+    step = Step(layer, [batch], copies)
+    if release:
+        copies.release_forward()
+    step.backward()
+    found = load_dump(tmp_path / "step.npz")
+    assert relative_rmse(found.w1, w1) < 0.04 and relative_rmse(found.w2, w2) < 0.04
+    x = batch.x.copy()
+    x[3] = np.nan
+    if not release:
+        with pytest.raises(NonFiniteError, match="out is not finite"), detect_nonfinite():
+            Step(layer, [batch.but(x=x)], copies)
