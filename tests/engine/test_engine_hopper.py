@@ -32,7 +32,7 @@ ENGINE = HopperEngine()
         ({"recipe": None}, "FP8 is off"),
         ({"recipe": RECIPES["1x128"]}, "the recipe is '1x128'"),
         ({"activation": ActivationType.SWIGLU_OAI}, "the activation is 'swiglu_oai'"),
-        ({"save_z": ZCode.BF16}, "z is saved as 'bf16'"),
+        ({"save_z": ZCode.E4M3}, "z is saved as 'e4m3'"),
     ],
 )
 def test_settings_it_cannot_compute_are_refused(changes, words):
