@@ -16,7 +16,9 @@ BOUNDS = {
 }
 FORMS = {
     "deepep": {},
+    "square weight2": {"moe_intermediate_size": 128},
     "deepep fp8": {"fp8": "e4m3"},
+    "square weight2 fp8": {"fp8": "e4m3", "moe_intermediate_size": 128},
     "deepep fp8 1x32": {"fp8": "e4m3", "fp8_weight_quant_format": "1x32"},
     "deepep fp8 bf16 wgrad": {"fp8": "e4m3", "fp8_wgrad": False},
     "clamp": {"activation_func_clamp_value": 0.5},
