@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -131,15 +132,53 @@ def warmup(
     report = (
         check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
     )
+    remedy = None
+    if check_only and not report.complete:
+        remedy = command_for(spec, precision, jobs, cache_dir)
     if as_json:
-        click.echo(json.dumps(to_json(report), indent=2))
+        click.echo(json.dumps(to_json(report) | {"command": remedy}, indent=2))
     else:
-        show(report, console)
+        show(report, console, compiled=not check_only)
+        if remedy is not None:
+            _show_remedy(report, remedy, console)
     if pack_file is not None and report.complete:
         found = [cache.try_load(job.key()) for job in planned.jobs]
         held = [artefact for artefact in found if artefact is not None]
         _pack(pack_file, held, console, spec, planned.precision)
     ctx.exit(0 if report.complete else 1)
+
+
+def command_for(
+    spec: ModelSpec, precision: str = BOTH, jobs: int | None = None, cache_dir: Path | None = None
+) -> str:
+    """The command line that compiles the kernels of `spec`, fit for a shell; options that have
+    their default are left out.
+    """
+    words = ["sonicmoe", "warmup", "--E", spec.E, "--H", spec.H, "--I", spec.I]
+    usual = ModelSpec(spec.E, spec.H, spec.I)
+    asked = {
+        "--precision": (precision, BOTH),
+        "--dtype": (spec.dtype, usual.dtype),
+        "--activation": (spec.activation, usual.activation),
+        "--arch": (spec.arch, usual.arch),
+        "--jobs": (jobs, None),
+        "--cache-dir": (cache_dir, None),
+    }
+    for option, (value, default) in asked.items():
+        words += [] if value == default else [option, value]
+    for name, value in spec.activation_parameters:
+        words += ["--activation-parameter", f"{name}={value!r}"]
+    return shlex.join(map(str, words))
+
+
+def _show_remedy(report: WarmUpReport, remedy: str, console: Console) -> None:
+    """The last lines of a check that found kernels missing; the command stands on a line of its own."""
+    missing = sum(outcome.state == MISSING for outcome in report.kernels)
+    console.print(
+        f"{missing} kernels are missing. This compiles them, where nvcc is (a GPU is not needed):",
+        soft_wrap=True,
+    )
+    console.print(f"    {remedy}", soft_wrap=True)
 
 
 def _read_parameter(text: str) -> tuple[str, float]:
@@ -251,8 +290,11 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
     }
 
 
-def show(report: WarmUpReport, console: Console) -> None:
-    """Print one row per kernel, the failures in full, the parts left out, and the summary."""
+def show(report: WarmUpReport, console: Console, *, compiled: bool = True) -> None:
+    """Print one row per kernel, the failures in full, the parts left out, and the summary.
+
+    compiled: the report is of a warm-up, which wrote the record; else of a check, which found it.
+    """
     table = Table("kernel", "state", "seconds", "key")
     for outcome in report.kernels:
         # The key's text ends with its digest; the fields before it would not fit into a table.
@@ -266,7 +308,8 @@ def show(report: WarmUpReport, console: Console) -> None:
     for line in report.left_out:
         console.print(f"left out, {line}", soft_wrap=True)
     ready = sum(outcome.state in {BUILT, CACHED} for outcome in report.kernels)
-    record = f"; recorded in {report.record}" if report.record else ""
+    verb = "recorded in" if compiled else "there is a record of a warm-up:"
+    record = f"; {verb} {report.record}" if report.record else ""
     summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels in {report.cache_dir}, {report.seconds:.1f} s{record}"
     console.print(summary, soft_wrap=True)
 

@@ -37,6 +37,7 @@ from ..errors import ConfigError, FrameworkError
 from ..install import install_hint
 from ..jit.pack import unpacked_lines
 from ..jit.place import Trust, shared_trust, who_can_write
+from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 from .doctor_engine import Progress, examine_engine
@@ -79,13 +80,17 @@ def examine(
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Installed versions by distribution name, None where absent; reads metadata, imports nothing."""
+    """Installed versions by distribution name, and of nvcc, None where absent; reads metadata,
+    imports nothing.
+    """
     found: dict[str, str | None] = {"python": platform.python_version(), "sonicmoe": __version__}
     for name in DISTRIBUTIONS:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
+    toolkit = find_toolkit()
+    found["nvcc"] = toolkit.version if toolkit else None
     return found
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import preloaded
@@ -31,6 +31,7 @@ from sonicmoe.diagnostics.doctor import (
     examine_copies,
     examine_flags,
     examine_variables,
+    installed_versions,
 )
 from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.engine import select
@@ -90,6 +91,14 @@ def test_healthy_machine_as_json() -> None:
         for check in found["self_test"]
     }
     assert all(errors["fp8", tensor] > 0.03 > errors["bf16", tensor] for tensor in TENSORS)
+
+
+def test_the_compiler_is_among_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(version="13.0.88")
+    monkeypatch.setattr(doctor_module, "find_toolkit", lambda: found)
+    assert installed_versions()["nvcc"] == "13.0.88"
+    monkeypatch.setattr(doctor_module, "find_toolkit", lambda: None)
+    assert installed_versions()["nvcc"] is None  # the screen lists it as not installed
 
 
 def test_screen_shows_every_section(in_empty_cache: Path) -> None:

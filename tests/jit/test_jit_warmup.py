@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -414,6 +415,49 @@ def test_command_checks_without_compiling(tmp_path: Path, monkeypatch: pytest.Mo
         "though no FP8 mode is in force"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_finds_kernels_missing_ends_with_the_command_that_compiles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    field, cache_dir = Field(tmp_path), tmp_path / "a cache"  # a name that a shell would split
+    jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
+    monkeypatch.setattr(compile_plan, "RECORDS", {})
+    sources = tuple(lambda arch, job=job: job for job in jobs)
+    monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
+    asked = [
+        *("warmup", *DIMENSIONS, "--dtype", "float16", "--activation", "situ_glu"),
+        *("--activation-parameter", "beta=4", "--jobs", "2", "--cache-dir", str(cache_dir)),
+    ]
+    found = CliRunner().invoke(main, [*asked, "--check"])
+    assert found.exit_code == 1 and "2 kernels are missing." in found.stdout
+    command = found.stdout.splitlines()[-1]
+    said = json.loads(CliRunner().invoke(main, [*asked, "--check", "--json"]).stdout)
+    assert said["command"] == command.strip()
+    words = shlex.split(command)
+    assert words[0] == "sonicmoe" and "--precision" not in words and "--arch" not in words
+    built = CliRunner().invoke(main, words[1:])
+    assert built.exit_code == 0 and "; recorded in " in built.stdout.replace("\n", " ")
+    # Nothing is missing, so nothing is to be run, and a check has recorded nothing.
+    found = CliRunner().invoke(main, [*asked, "--check"])
+    assert found.exit_code == 0 and "are missing" not in found.stdout
+    assert "; there is a record of a warm-up: " in found.stdout and "recorded" not in found.stdout
+    assert (
+        json.loads(CliRunner().invoke(main, [*asked, "--check", "--json"]).stdout)["command"]
+        is None
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_the_command_asks_for_the_precision_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path / "cache"))
+    said = CliRunner().invoke(main, ["warmup", *DIMENSIONS, "--precision", precision, "--check"])
+    command = said.stdout.splitlines()[-1].strip()
+    assert command == f"sonicmoe warmup --E 8 --H 3072 --I 1536 --precision {precision}"
 
 
 def test_parameters_of_the_activation_are_warmed(
