@@ -166,8 +166,8 @@ def command_for(
     }
     for option, (value, default) in asked.items():
         words += [] if value == default else [option, value]
-    for name, value in spec.activation_parameters:
-        words += ["--activation-parameter", f"{name}={value!r}"]
+    for name, number in spec.activation_parameters:
+        words += ["--activation-parameter", f"{name}={number!r}"]
     return shlex.join(map(str, words))
 
 

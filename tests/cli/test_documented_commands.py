@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md", "CONTRIBUTING.md", "ernie_compat/README.md",
     *(f"docs/{name}.md" for name in (
-        "design", "env", "jit", "kernels", "migrating", "newcomer", "numerics", "performance", "pytorch", "transformers", "troubleshooting",
+        "cluster", "design", "env", "jit", "kernels", "migrating", "newcomer", "numerics", "performance",
+        "pytorch", "transformers", "troubleshooting",
     )),
 )  # fmt: skip
 TEXTS = {guide: (ROOT / guide).read_text(encoding="utf-8") for guide in GUIDES}

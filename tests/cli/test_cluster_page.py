@@ -1,0 +1,150 @@
+"""docs/cluster.md: its commands run in its order, on fake kernels, and what it says of kernels and
+records is so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fake_jobs import FakeJob
+from processes import Field
+
+from sonicmoe.cli.main import main
+from sonicmoe.config import FLAGS_BY_ENV, reload_environment
+from sonicmoe.diagnostics.doctor import warmed_models
+from sonicmoe.engine import compile_plan
+from sonicmoe.engine.capabilities import BF16, missing_package
+from sonicmoe.engine.compile_plan import warm_up_plan
+from sonicmoe.jit.pack import unpacked_lines, versions_here
+from sonicmoe.jit.plan import ModelSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+MISSING = missing_package(BF16.jobs(None, "sm_90a"))
+
+
+class Shell:
+    """Runs the lines of a block: variables, and commands of this package in this process."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch, self.ran = folder, monkeypatch, []
+
+    def here(self, word: str) -> str:
+        """Paths of the page, below a temporary folder."""
+        if word.startswith("/") or word.endswith(".pack"):
+            return str(self.folder / word.lstrip("/"))
+        return word
+
+    def run(self, line: str) -> None:
+        name, *words = map(self.here, shlex.split(line))
+        if name == "export":
+            variable, _, value = words[0].partition("=")
+            assert variable in FLAGS_BY_ENV, f"{variable} is no flag"
+            self.monkeypatch.setenv(variable, self.here(value))
+            reload_environment()  # as the next command of a shell would read it
+        elif name == "sonicmoe":
+            result = CliRunner().invoke(main, words)
+            assert result.exit_code == 0, f"{line}: {result.output}"
+            self.ran.append(line)
+        else:
+            assert name == "torchrun", f"{line}: the test does not know how to run this"
+
+
+def test_the_commands_run_in_the_order_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake").mkdir()
+    field = Field(tmp_path / "fake")
+    jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
+    monkeypatch.setattr(compile_plan, "RECORDS", {})
+    sources = tuple(lambda arch, job=job: job for job in jobs)
+    monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    shell = Shell(tmp_path, monkeypatch)
+    for block in BLOCKS:
+        for line in block.splitlines():
+            shell.run(line)
+    assert len(shell.ran) == 6 and sum("warmup" in line for line in shell.ran) == 5
+    # Each kernel was compiled once: the second directory got them from the pack, although the page
+    # had forbidden to compile by then.
+    assert field.log.read_text().count("\n") == 2
+    assert len(unpacked_lines(tmp_path / "opt" / "sonicmoe")) == 1
+    assert not (tmp_path / "local" / "artefacts").exists()
+
+
+def test_doctors_lines_are_those_of_the_page(tmp_path: Path) -> None:
+    block = re.search(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)[1]
+    cache, warmed, unpacked = re.split(
+        r"\nwarmed +", " ".join(re.sub(r"\n {2,}", " ", block).split(" ")).strip()
+    )
+    record = {
+        "model": {
+            "E": 8, "H": 3072, "I": 1536, "dtype": "bfloat16", "activation": "swiglu",
+            "arch": "sm_90a", "activation_parameters": [],
+        },
+        "precision": "both",
+        "kernels": 23 * [{}],
+        "at": "2026-11-22T20:00:00Z",
+        "versions": {
+            "sonicmoe": "0.1.0", "apache-tvm-ffi": "0.1.15.post2", "nvidia-cutlass-dsl": "4.8.1",
+            "quack-kernels": "0.6.5", "triton": "absent",
+        },
+    }  # fmt: skip
+    (tmp_path / "warmed").mkdir()
+    (tmp_path / "warmed" / "record.json").write_text(json.dumps(record))
+    assert warmed_models(tmp_path) == (warmed,)
+    pack = {"kernels": 23, "architectures": ["sm_90a"], "file": "kernels.pack", "at": record["at"]}
+    (tmp_path / "unpacked").mkdir()
+    (tmp_path / "unpacked" / "record.json").write_text(json.dumps(pack))
+    assert unpacked_lines(tmp_path) == (unpacked.removeprefix("unpacked: "),)
+    assert cache.startswith("cache ")
+
+
+def keys(precision: str = "both", **sizes: object) -> set[str]:
+    spec = ModelSpec(**{"E": 8, "H": 3072, "I": 1536, **sizes})
+    return {str(job.key()) for job in warm_up_plan(spec, precision).jobs}
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_models_share_the_kernels_that_the_page_says() -> None:
+    assert keys(E=32) == keys()
+    other = [{"H": 2048, "I": 768}, {"H": 4096, "I": 4096}, {"H": 7168, "I": 2048}]
+    for sizes in other:
+        new = keys(**sizes) - keys()
+        assert new and all(key.startswith("bf16_") for key in new)
+    jobs = warm_up_plan(ModelSpec(8, 3072, 1536), "fp8").jobs
+    assert sum("quack-kernels" in dict(job.key().toolchain) for job in jobs) == 3
+    assert "three CuTe kernels" in PAGE
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_kernel_depends_on_the_versions_of_the_page_and_no_others() -> None:
+    found = set()
+    for job in warm_up_plan(ModelSpec(8, 3072, 1536), "both").jobs:
+        found |= dict(job.key().fingerprint + job.key().toolchain).keys()
+    assert found == {
+        "sources", "abi", "apache-tvm-ffi", "nvcc", "cuda", "nvidia-cutlass-dsl", "quack-kernels",
+    }  # fmt: skip
+    assert versions_here()["abi"] in ("x86_64-glibc", "aarch64-glibc")
+
+
+def test_the_image_installs_the_version_that_is_pinned() -> None:
+    pins = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (pinned,) = re.findall(r'"apache-tvm-ffi==([\w.]+)"', pins)
+    assert f"apache-tvm-ffi=={pinned}\n" in PAGE
+
+
+def test_the_durations_are_those_of_their_page() -> None:
+    measured = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = measured.split("### Cold start")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| .* \| ([\d.]+) \|$", section, flags=re.MULTILINE)
+    table = PAGE.split("## How long it takes")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| .* \| ([\d.]+) \|$", table, flags=re.MULTILINE)) == sorted(rows)
+    (slow,) = re.findall(r"took (\d+ s \(FP8\) and \d+ s \(BF16\))", section.replace("\n", " "))
+    assert slow in table.replace("\n", " ")
