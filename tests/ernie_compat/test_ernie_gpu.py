@@ -69,9 +69,9 @@ def test_compared_with_bf16_on_its_engine(
     assert trainer.records[-1].loss < trainer.records[0].loss - 1.0
     assert 0 < summary["loss_gap"] < 0.03  # of a loss that still halves every few steps
     for name in (MAIN, FULL_PRECISION):
-        assert {node._chosen[-1][1].engine.name for node in trainer.learners[name].decoder.nodes} == {
-            trainer.learners[name].engine
-        }
+        assert {
+            node._chosen[-1][1].engine.name for node in trainer.learners[name].decoder.nodes
+        } == {trainer.learners[name].engine}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
