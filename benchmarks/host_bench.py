@@ -151,7 +151,7 @@ def launch_nothing() -> None:
     from sonicmoe.engine import hopper, hopper_passes
     from sonicmoe.engine.select import EngineChoice
     from sonicmoe.kernels.host import passes_source
-    from sonicmoe.node import mlp_node
+    from sonicmoe.node import choices
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
 
@@ -173,7 +173,7 @@ def launch_nothing() -> None:
     routing._build, routing._scratch_per_expert, routing._forced_ctas = nothing, 1, 0
     backends._choose = lambda device: routing
     choice = EngineChoice(hopper.HopperEngine(), "measured without its kernels")
-    mlp_node.ready_engine = lambda *_: choice
+    choices.ready_engine = lambda *_: choice
 
 
 @contextlib.contextmanager

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import autograd
-from ..config import (
-    ResolvedConfig,
-    SonicMoEConfig,
-    active_config,
-    current_config,
-    warn_unknown_flags,
-)
+from ..config import SonicMoEConfig, warn_unknown_flags
 from ..diagnostics.call_events import StepDone
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
-from ..engine.capabilities import TokenFormat, Workload
 from ..engine.interface import Engine, EngineSettings, Saved
-from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -59,6 +49,7 @@ from ..weights.parameters import (
     check_memory,
 )
 from .backward_step import BackwardStep
+from .choices import Choices
 from .fp8_gradients import GradientSource, check_source
 from .fp8_tokens import check_token_gradient, inputs_of, token_form
 from .layer_state import LayerState
@@ -66,15 +57,6 @@ from .mlp_call import MlpCall
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
-_CHOICES = 4  # engine choices that a node remembers
-
-
-class _Settings(NamedTuple):
-    """What a configuration means for a node: `other` differs from `usual` in `recompute_z`."""
-
-    config: ResolvedConfig
-    usual: EngineSettings
-    other: EngineSettings
 
 
 class SonicMoEMlpNode:
@@ -246,7 +228,6 @@ class SonicMoEMlpNode:
         if config is not None and not isinstance(config, SonicMoEConfig):
             raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
         warn_unknown_flags()
-        self._explicit_config = config
         self._state = state
         self.flush_mode = state.flush_mode
         parameters = state.parameters
@@ -255,18 +236,20 @@ class SonicMoEMlpNode:
         )
         self.activation_type = activation
         self.activation_parameters = layer_parameters(activation, activation_parameters)
-        self._settings: _Settings | None = None
-        self._chosen: list[tuple[Any, EngineChoice]] = []
+        sizes = self.hidden_size, self.intermediate_size
+        self._choices = Choices(config, activation, self.activation_parameters, *sizes)
         # Settings that contradict each other are refused here and not in the first step.
-        resolved, settings = self._current()
+        resolved, settings = self._choices.settings()
         # An engine that was asked for by name is chosen now, so that the constructor raises if it
         # cannot run. `auto` waits for the first call, because the tokens' dtype decides too.
         weight = parameters.parameters()[0]
         # A freed weight names no device.
         named = resolved.engine is not EngineName.AUTO
         if named and holds_memory(weight) and is_cuda(weight):
-            with self._scope():
-                self._choose(device_name(weight), resolved, settings, _token_dtype_for(weight))
+            with self._choices.scope():
+                self._choices.engine(
+                    device_name(weight), resolved, settings, _token_dtype_for(weight)
+                )
 
     def __call__(
         self,
@@ -420,10 +403,10 @@ class SonicMoEMlpNode:
         self._check_tokens(x, dispatched_indices)
         check_token_gradient(x, x_scale, dx_to)
         check_source(dout_source)
-        config, settings = self._current(recompute_z)
-        with self._scope() as scope:
+        config, settings = self._choices.settings(recompute_z)
+        with self._choices.scope() as scope:
             dtype, form = token_form(x, x_scale)
-            choice = self._choose(device_name(x), config, settings, dtype, form)
+            choice = self._choices.engine(device_name(x), config, settings, dtype, form)
             # `auto` may have fallen back from FP8 to BF16, and then the engine has settings of its
             # own.
             settings = choice.settings or settings
@@ -486,11 +469,11 @@ class SonicMoEMlpNode:
         if not self._state.gradients.waiting:
             self._state.gradients.settle()
             return
-        with self._scope(), stage("flush"):
+        with self._choices.scope(), stage("flush"):
             try:
                 self._state.flush()
             except Exception as error:
-                raise_with_advice(error, "step()", self._current()[1])
+                raise_with_advice(error, "step()", self._choices.settings()[1])
                 raise
 
     def finish_wgrad(self) -> None:
@@ -522,11 +505,13 @@ class SonicMoEMlpNode:
 
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step."""
-        config, settings = self._current()
+        config, settings = self._choices.settings()
         parameters = self._state.parameters.parameters()
         weight = parameters[0]
-        with self._scope():
-            choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
+        with self._choices.scope():
+            choice = self._choices.engine(
+                device_name(weight), config, settings, _token_dtype_for(weight)
+            )
             self._read_weights(choice.engine, choice.settings or settings, parameters)
 
     def make_copies(self) -> WeightCopies:
@@ -541,12 +526,14 @@ class SonicMoEMlpNode:
             ConfigError: the configuration, or the engine that `auto` chooses, computes without FP8.
             LayoutError: the memory of a weight has been freed already.
         """
-        config, settings = self._current()
+        config, settings = self._choices.settings()
         parameters = self._state.parameters.parameters()
         check_memory(parameters)
         weight = parameters[0]
-        with self._scope():
-            choice = self._choose(device_name(weight), config, settings, _token_dtype_for(weight))
+        with self._choices.scope():
+            choice = self._choices.engine(
+                device_name(weight), config, settings, _token_dtype_for(weight)
+            )
             try:
                 return WeightCopies(
                     choice.engine,
@@ -582,7 +569,7 @@ class SonicMoEMlpNode:
             activation=self.activation_type,
             activation_parameters=self.activation_parameters,
             arch=arch_of(device) if is_cuda(weight) else None,
-            config=self._explicit_config,
+            config=self._choices.config,
         )
         return tuple(outcome.kernel for outcome in report.kernels)
 
@@ -601,50 +588,6 @@ class SonicMoEMlpNode:
         `main_grad`.
         """
         return self._state.gradients.nbytes
-
-    def _current(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
-        config = current_config(self._explicit_config)
-        # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
-        if self._settings is None or self._settings.config is not config:
-            settings = EngineSettings.from_config(
-                config, self.activation_type, self.activation_parameters
-            )
-            other = replace(settings, recompute_z=not settings.recompute_z)
-            self._settings = _Settings(config, settings, other)
-        held = self._settings
-        if recompute_z is None or recompute_z is held.usual.recompute_z:
-            return config, held.usual
-        if recompute_z is held.other.recompute_z:
-            return config, held.other
-        raise ConfigError(f"recompute_z is {recompute_z!r}; needed: True, False or None")
-
-    def _scope(self) -> AbstractContextManager[SonicMoEConfig]:
-        """The node's configuration in force: its cache directories and its ban on compiling hold
-        for every kernel it loads.
-        """
-        return (self._explicit_config or active_config()).activate()
-
-    def _choose(
-        self,
-        device: str,
-        config: ResolvedConfig,
-        settings: EngineSettings,
-        token_dtype: str,
-        tokens: TokenFormat = TokenFormat.PLAIN,
-    ) -> EngineChoice:
-        key = (device, config.engine, settings, token_dtype, tokens)
-        # Asking for packages and devices takes longer than a launch. Several answers are kept,
-        # because calls may differ from one to the next; a list, because settings are equal by
-        # identity nearly always, and their hash takes longer than that.
-        for known, choice in self._chosen:
-            if known == key:
-                return choice
-        sizes = self.hidden_size, self.intermediate_size
-        workload = Workload(settings, *sizes, token_dtype, tokens=tokens)
-        choice = ready_engine(device, config.engine, workload)
-        announce(choice, device)
-        self._chosen = [*self._chosen[-_CHOICES + 1 :], (key, choice)]
-        return choice
 
     def _read_weights(
         self,

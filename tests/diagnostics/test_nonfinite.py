@@ -123,7 +123,7 @@ class SpoiledEngine(ReferenceEngine):
 @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
 def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
     choice = EngineChoice(SpoiledEngine(), "test")
-    monkeypatch.setattr("sonicmoe.node.mlp_node.ready_engine", lambda *_: choice)
+    monkeypatch.setattr("sonicmoe.node.choices.ready_engine", lambda *_: choice)
     with pytest.raises(NonFiniteError, match="did not repeat") as caught, detect_nonfinite():
         train_step(make_node(flush=flush))
     assert caught.value.report.healthy
@@ -132,7 +132,7 @@ def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
 @pytest.mark.parametrize("stage", ["y1", "dz"])
 def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
     choice = EngineChoice(ReferenceEngine(), "test")
-    monkeypatch.setattr("sonicmoe.node.mlp_node.ready_engine", lambda *_: choice)
+    monkeypatch.setattr("sonicmoe.node.choices.ready_engine", lambda *_: choice)
     with (
         listening(plant(stage, "nan", (3, 2))),
         pytest.raises(NonFiniteError) as caught,

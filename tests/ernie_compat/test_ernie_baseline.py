@@ -138,7 +138,7 @@ def test_unknown_baseline() -> None:
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
 def test_the_engine_named_is_the_one_the_nodes_chose(precision: str) -> None:
     learner = make_learner("torch", SIZES, run_config().train, precision, "auto")
-    chosen = {node._chosen[-1][1].engine.name for node in learner.decoder.nodes}
+    chosen = {node._choices.latest.engine.name for node in learner.decoder.nodes}
     assert chosen == {learner.engine} == {"reference"}
 
 

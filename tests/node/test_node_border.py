@@ -37,7 +37,7 @@ class TestConfiguration:
     """
 
     def recipe_used(self, layer):
-        return layer.node._current()[1].recipe
+        return layer.node._choices.settings()[1].recipe
 
     def test_default_is_full_precision(self):
         assert self.recipe_used(Layer(config=None)) is None
@@ -71,7 +71,7 @@ class TestConfiguration:
         monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", "bf16")
         layer = Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="iso512"))
         with SonicMoEConfig(fp8_mode=None, recipe="iso256", save_z="e4m3").activate():
-            settings = layer.node._current()[1]
+            settings = layer.node._choices.settings()[1]
         assert settings.recipe is RECIPES["iso512"]
         assert settings.save_z is ZCode.BF16
 

@@ -27,7 +27,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.interop import data_ptr
-from sonicmoe.node import mlp_node
+from sonicmoe.node import choices
 from sonicmoe.node.layer_state import LayerState
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -237,7 +237,7 @@ def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, t
 
         return spy
 
-    monkeypatch.setattr(mlp_node, "ready_engine", spied("choose", mlp_node.ready_engine))
+    monkeypatch.setattr(choices, "ready_engine", spied("choose", choices.ready_engine))
     for name in ("read_weights", "end_backward", "flush"):
         monkeypatch.setattr(LayerState, name, spied(name, getattr(LayerState, name)))
     layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path), flush="step")

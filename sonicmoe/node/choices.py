@@ -1,0 +1,106 @@
+"""What the calls of one node run: the settings that its configuration means, and the engines that
+were chosen for them. Both are remembered, because every forward asks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config
+from ..engine.capabilities import TokenFormat, Workload
+from ..engine.interface import EngineSettings
+from ..engine.select import EngineChoice, announce, ready_engine
+from ..enums import ActivationParameters, ActivationType
+from ..errors import ConfigError
+
+_KEPT = 4  # engine choices
+
+
+class _Meaning(NamedTuple):
+    """Of a configuration: `other` differs from `usual` in `recompute_z`."""
+
+    config: ResolvedConfig
+    usual: EngineSettings
+    other: EngineSettings
+
+
+class Choices:
+    """The settings and engines of one node.
+
+    config: the node's own; None where it follows the one in force.
+    """
+
+    def __init__(
+        self,
+        config: SonicMoEConfig | None,
+        activation: ActivationType,
+        activation_parameters: ActivationParameters,
+        hidden: int,
+        inner: int,
+    ) -> None:
+        """Nothing is chosen yet; `hidden`, `inner`: H and I."""
+        self.config = config
+        self._layer = activation, activation_parameters
+        self._sizes = hidden, inner
+        self._meaning: _Meaning | None = None
+        self._engines: list[tuple[Any, EngineChoice]] = []
+
+    def settings(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
+        """The configuration in force for the node, and what it means; `recompute_z`: a call's own.
+
+        Raises:
+            ConfigError: settings that contradict each other, or `recompute_z` is no bool.
+        """
+        config = current_config(self.config)
+        # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
+        if self._meaning is None or self._meaning.config is not config:
+            usual = EngineSettings.from_config(config, *self._layer)
+            other = replace(usual, recompute_z=not usual.recompute_z)
+            self._meaning = _Meaning(config, usual, other)
+        held = self._meaning
+        if recompute_z is None or recompute_z is held.usual.recompute_z:
+            return config, held.usual
+        if recompute_z is held.other.recompute_z:
+            return config, held.other
+        raise ConfigError(f"recompute_z is {recompute_z!r}; needed: True, False or None")
+
+    def scope(self) -> AbstractContextManager[SonicMoEConfig]:
+        """The node's configuration in force: its cache directories and its ban on compiling hold
+        for every kernel it loads.
+        """
+        return (self.config or active_config()).activate()
+
+    def engine(
+        self,
+        device: str,
+        config: ResolvedConfig,
+        settings: EngineSettings,
+        token_dtype: str,
+        tokens: TokenFormat = TokenFormat.PLAIN,
+    ) -> EngineChoice:
+        """The engine for such tokens on that device, ready to run; the log says which at its first
+        choice.
+
+        Raises:
+            EngineUnavailableError, ConfigError, DTypeError, ShapeError: the engine that was asked
+            for by name cannot run this.
+        """
+        key = (device, config.engine, settings, token_dtype, tokens)
+        # Asking for packages and devices takes longer than a launch. Several answers are kept,
+        # because calls may differ from one to the next; a list, because settings are equal by
+        # identity nearly always, and their hash takes longer than that.
+        for known, choice in self._engines:
+            if known == key:
+                return choice
+        workload = Workload(settings, *self._sizes, token_dtype, tokens=tokens)
+        choice = ready_engine(device, config.engine, workload)
+        announce(choice, device)
+        self._engines = [*self._engines[-_KEPT + 1 :], (key, choice)]
+        return choice
+
+    @property
+    def latest(self) -> EngineChoice:
+        """The engine that was chosen last; some engine was."""
+        return self._engines[-1][1]
