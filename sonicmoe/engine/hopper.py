@@ -317,20 +317,27 @@ class _Layer:
         return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})
 
 
+def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
+    """The arguments that all passes of these weight gradients share. They keep no operand alive."""
+    return {
+        "weights": None,
+        "routing": pending.native.handle,
+        "stream": current_stream(anchor_of(pending.x)),
+        "multiprocessors": pending.settings.gemm_num_sms,
+        "shares_gpu": pending.shares_gpu,
+        "inner": pending.native.inner,
+    }
+
+
 def _add_both(
     passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
 ) -> None:
     """Both weight gradients."""
-    x, (handle, bytes_of, inner) = pending.x, pending.native
-    memory = scratch(bytes_of.wgrad, device_of(anchor_of(x)))
+    x, launch = pending.x, _launch_of(pending)
+    memory = scratch(pending.native.bytes_of.wgrad, device_of(anchor_of(x)))
     targets.adding = True
     passes.wgrad(
-        weights=None,
-        routing=handle,
-        stream=current_stream(anchor_of(x)),
-        multiprocessors=pending.settings.gemm_num_sms,
-        shares_gpu=pending.shares_gpu,
-        inner=inner,
+        **launch,
         **token_arguments("x", x),
         **token_arguments("dout", pending.dout),
         **gradients,
@@ -347,7 +354,7 @@ def _add_one_by_one(
     """The same, one product after the other: each frees its operands before the next begins, so
     that the other's need not lie beside its own. A product that nobody wants is left out.
     """
-    handle, bytes_of, inner = pending.native
+    bytes_of, launch = pending.native.bytes_of, _launch_of(pending)
     dout, y1s = pending.dout, pending.y1s
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
@@ -356,12 +363,7 @@ def _add_one_by_one(
     pending.dout = pending.y1s = None
     if targets.wants("dw2"):
         passes.dw2(
-            weights=None,
-            routing=handle,
-            stream=current_stream(anchor_of(dout)),
-            multiprocessors=pending.settings.gemm_num_sms,
-            shares_gpu=pending.shares_gpu,
-            inner=inner,
+            **launch,
             **token_arguments("dout", dout),
             dw2=gradients["dw2"],
             into_dw2=gradients["into_dw2"],
@@ -372,12 +374,7 @@ def _add_one_by_one(
     x = pending.x
     if targets.wants("dw1"):
         passes.dw1(
-            weights=None,
-            routing=handle,
-            stream=current_stream(anchor_of(x)),
-            multiprocessors=pending.settings.gemm_num_sms,
-            shares_gpu=pending.shares_gpu,
-            inner=inner,
+            **launch,
             **token_arguments("x", x),
             dw1=gradients["dw1"],
             into_dw1=gradients["into_dw1"],
