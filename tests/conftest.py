@@ -131,3 +131,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(
                 f"NOT RUN on this machine: {count} tests, {reason}", yellow=True, bold=True
             )
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the reference engine prepared weights."""
+    # Here and not above, because the engine imports a framework.
+    from sonicmoe.engine.reference import ReferenceEngine
+
+    calls, original = [], ReferenceEngine.prepare_weights
+
+    def count(self, *arguments):
+        calls.append(1)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(ReferenceEngine, "prepare_weights", count)
+    return calls

@@ -8,18 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine.fp8_arrivals import EXACT, FORMS, ISO128, odd_multiples, poisoned, quantised, run
 from engine.fp8_by_hand import by_hand
 from engine.moe_golden import (
     OUTPUTS,
-    Result,
     assert_same_bits,
     golden,
     make_problem,
     set_up,
-    user_gradients,
 )
 from engine.test_engine_fp8 import coarse_problem, distance
-from engine.test_engine_fp8_tokens import EXACT, FORMS, ISO128, odd_multiples, poisoned, quantised
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 
 from sonicmoe.diagnostics.stages import listening
@@ -32,17 +30,6 @@ from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import tokens_of
 
 WGRADS = pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
-
-
-def run(problem, settings, dout=None, x=None):
-    """The engine on bf16 tokens, or on quantised ones, and on a gradient of either kind."""
-    setup = set_up(problem, settings, torch.bfloat16)
-    setup = replace(setup, x=setup.x if x is None else x, dout=setup.dout if dout is None else dout)
-    out, saved = setup.forward()
-    sums = setup.accumulators()
-    dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, sums)
-    assert out.dtype == dx.dtype == torch.bfloat16
-    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(problem, sums))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine.fp8_arrivals import EXACT, FORMS, ISO128, odd_multiples, poisoned, quantised, run
 from engine.fp8_by_hand import by_hand
 from engine.moe_golden import (
     OUTPUTS,
@@ -23,55 +24,11 @@ from framework import numpy, relative_rmse, tensor, torch
 
 from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.interface import EngineSettings, TokenFormat, token_dtype, token_format
-from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.enums import ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
-from sonicmoe.quant.recipes import RECIPES, ScaleFormat, rows
-from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import to_bfloat16, tokens_of
-
-ISO128 = EngineSettings(recipe=RECIPES["iso128"])
-EXACT = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"])
-FORMS = pytest.mark.parametrize("row", [False, True], ids=["1x128", "row"])
-
-
-def quantised(x, row=False, scale_format=ScaleFormat.FP32):
-    """`[T, H]` values as their sender quantises them."""
-    block = rows(int(x.shape[1])) if row else rows(128)
-    made = quantize(tensor(x, torch.float32), block, scale_format=scale_format)
-    return tokens_of(made.codes, made.scale_inv)
-
-
-def odd_multiples(x, row):
-    """Tokens whose scales are small odd multiples of powers of two: their values need more bits
-    than a code has, and stay exact in fp32.
-    """
-    made = quantised(np.sign(x) * (np.abs(x) % 4), row, ScaleFormat.POW2)
-    scale = numpy(made.scale_inv)
-    odd = 1 + 2 * (np.arange(scale.size).reshape(scale.shape) % 4)
-    return tokens_of(made.codes, tensor(scale * odd, torch.float32))
-
-
-def run(problem, x, settings):
-    """The engine on quantised tokens, in bf16."""
-    return run_setup(replace(set_up(problem, settings, torch.bfloat16), x=x))
-
-
-def run_setup(setup):
-    out, saved = setup.forward()
-    sums = setup.accumulators()
-    dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, sums)
-    assert out.dtype == dx.dtype == torch.bfloat16
-    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, sums))
-
-
-def poisoned(x, problem):
-    """NaN in the codes and scales of every token without a valid slot; at least one has none."""
-    idle = ~((problem.indices >= 0) & (problem.indices < problem.num_experts)).any(1)
-    assert idle.any()
-    codes, scale = numpy(x.bytes.to(torch.int32)), numpy(x.scale_inv)
-    codes[idle], scale[idle] = 0x7F, np.nan
-    codes = tensor(codes).to(torch.uint8).view(torch.float8_e4m3fn)
-    return tokens_of(codes, tensor(scale, torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +51,8 @@ def test_forms_are_told_by_the_shape_of_the_scales(gaussian):
 
 def test_the_senders_quantisation_is_the_engines_own(gaussian):
     """Equal codes, equal bits: everything but dw1, whose operand was rounded once here."""
-    ours = run(gaussian, quantised(gaussian.x), ISO128)
-    plain = run_setup(set_up(gaussian, ISO128, torch.bfloat16))
+    ours = run(gaussian, ISO128, x=quantised(gaussian.x))
+    plain = run(gaussian, ISO128)
     assert_same_bits(ours, plain, names=("out", "dx", "dprobs", "dw2"))
     exact = golden(gaussian)
     once, twice = (relative_rmse(r.dw1, exact.dw1) for r in (plain, ours))
@@ -111,7 +68,7 @@ def test_equals_the_recipe_by_hand(coarse, row, fp8_wgrad):
     seen = coarse.but(x=numpy(dequantize(x)))
     scale = numpy(x.scale_inv)[:, 0] if row and fp8_wgrad else None
     expected = by_hand(seen, settings, torch.bfloat16, skip=["x"], exact=True, row_scale=scale)
-    actual = run(coarse, x, settings)
+    actual = run(coarse, settings, x=x)
     for name in OUTPUTS:
         assert distance(actual, expected, name) < 1e-6, name
 
@@ -131,7 +88,7 @@ def test_a_second_rounding_and_a_fold_would_be_noticed(coarse):
 def test_row_scales_make_dw1_more_exact(gaussian):
     exact = golden(gaussian).dw1
     folded, twice = (
-        relative_rmse(run(gaussian, quantised(gaussian.x, row), ISO128).dw1, exact)
+        relative_rmse(run(gaussian, ISO128, x=quantised(gaussian.x, row)).dw1, exact)
         for row in (True, False)
     )
     assert folded < 0.97 * twice
@@ -145,8 +102,8 @@ def test_rows_without_a_valid_slot_are_never_read(gaussian, row, fp8_wgrad):
     indices[::5] = -1
     problem = gaussian.but(indices=indices)
     x = quantised(problem.x, row)
-    poison = run(problem, poisoned(x, problem), settings)
-    assert_same_bits(poison, run(problem, x, settings))
+    poison = run(problem, settings, x=poisoned(x, problem))
+    assert_same_bits(poison, run(problem, settings, x=x))
     assert np.isfinite(poison.dw1).all() and not poison.out[::5].any()
 
 
@@ -154,9 +111,9 @@ def test_rows_without_a_valid_slot_are_never_read(gaussian, row, fp8_wgrad):
 @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
 def test_recomputing_z_and_stagewise_memory_change_no_bit(gaussian, row, save_z):
     x, settings = quantised(gaussian.x, row), replace(ISO128, save_z=save_z)
-    usual = run(gaussian, x, settings)
+    usual = run(gaussian, settings, x=x)
     for changes in ({"recompute_z": True}, {"frees_stagewise": True}):
-        assert_same_bits(run(gaussian, x, replace(settings, **changes)), usual)
+        assert_same_bits(run(gaussian, replace(settings, **changes), x=x), usual)
 
 
 @FORMS
@@ -170,7 +127,7 @@ def test_saved_tensors_hold_codes_and_scales(gaussian, row):
     sums = setup.accumulators()
     dx, dprobs = setup.engine.backward(setup.dout, spec.unpack(tensors), setup.weights, sums)
     found = Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(gaussian, sums))
-    assert_same_bits(found, run(gaussian, x, ISO128))
+    assert_same_bits(found, run(gaussian, ISO128, x=x))
 
 
 def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian):
@@ -180,7 +137,7 @@ def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian):
         x = quantised(gaussian.x, row)
         scale = numpy(x.scale_inv)
         scale[token, -1] = np.inf
-        found = run(gaussian, tokens_of(x.codes, tensor(scale, torch.float32)), ISO128)
+        found = run(gaussian, ISO128, x=tokens_of(x.codes, tensor(scale, torch.float32)))
         assert set(np.flatnonzero(np.isnan(found.out).any(1))) == {token}
         for expert in range(gaussian.num_experts):
             bad = np.isnan(found.dw1[expert])
@@ -192,7 +149,7 @@ def test_the_operands_of_wgrad_are_no_stages_where_scales_are_folded(gaussian):
     for row in (True, False):
         seen = names[row] = []
         with listening(lambda name, value, seen=seen: seen.append(name) or value):
-            run(gaussian, quantised(gaussian.x, row), ISO128)
+            run(gaussian, ISO128, x=quantised(gaussian.x, row))
     assert {"wgrad_x", "wgrad_dz", "x_fp8", "dw1"} <= {*names[False]}
     assert {*names[False]} - {*names[True]} == {"wgrad_x", "wgrad_dz"}
 
@@ -200,15 +157,15 @@ def test_the_operands_of_wgrad_are_no_stages_where_scales_are_folded(gaussian):
 def test_tokens_that_the_engine_cannot_read_are_refused_by_name(gaussian):
     x = quantised(gaussian.x)
     with pytest.raises(ConfigError, match="FP8 is off; needed: the values in bfloat16"):
-        run(gaussian, x, EngineSettings())
+        run(gaussian, EngineSettings(), x=x)
     wide = EngineSettings(recipe=RECIPES["wide256"])
     with pytest.raises(ConfigError, match="recipe 'wide256' reads them in 1x256 blocks"):
-        run(gaussian, x, wide)
-    assert np.isfinite(run(gaussian, quantised(gaussian.x, True), wide).out).all()
+        run(gaussian, wide, x=x)
+    assert np.isfinite(run(gaussian, wide, x=quantised(gaussian.x, True)).out).all()
     with pytest.raises(ShapeError, match=r"x has shape \(159, 256\)"):
-        run(gaussian, quantised(gaussian.x[:159]), ISO128)
+        run(gaussian, ISO128, x=quantised(gaussian.x[:159]))
     with pytest.raises(DTypeError, match="x is float8_e4m3fn; needed: bfloat16"):
-        run(gaussian, x.codes, ISO128)
+        run(gaussian, ISO128, x=x.codes)
 
 
 def test_values_in_bf16(gaussian):

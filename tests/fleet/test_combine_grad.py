@@ -9,9 +9,8 @@ import weakref
 
 import numpy as np
 import pytest
+from engine.fp8_arrivals import ISO128, run
 from engine.moe_golden import make_problem
-from engine.test_engine_fp8_gradients import run
-from engine.test_engine_fp8_tokens import ISO128
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import counts_of
 from node.test_node_fp8_gradients import RAISED, bf16_layer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine.fp8_arrivals import quantised
 from engine.moe_golden import make_problem
-from engine.test_engine_fp8_tokens import quantised
 from fleet.fleet_calls import LAYOUTS, Experts
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import problems

@@ -10,8 +10,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from engine.fp8_arrivals import poisoned, problem_with_idle_tokens, quantised
 from engine.moe_golden import assert_same_bits, golden, make_problem
-from engine.test_engine_fp8_tokens import poisoned, quantised
 from fleet.fleet_calls import (
     LAYOUTS,
     Experts,
@@ -55,29 +55,12 @@ def problem():
 
 @pytest.fixture(scope="module")
 def wide():
-    """H a multiple of 128, and tokens without a slot."""
-    made = make_problem(hidden=256, intermediate=64, topk=2, dtype=torch.bfloat16)
-    indices = made.indices.copy()
-    indices[::6] = -1
-    return made.but(indices=indices)
+    return problem_with_idle_tokens()
 
 
 @pytest.fixture
 def undeclared(monkeypatch):
     monkeypatch.setattr(carrier, "_declared", None)
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """How often weights were prepared."""
-    calls, original = [], ReferenceEngine.prepare_weights
-
-    def count(self, *arguments):
-        calls.append(1)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(ReferenceEngine, "prepare_weights", count)
-    return calls
 
 
 def test_the_signature_is_fleets():

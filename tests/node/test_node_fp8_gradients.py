@@ -10,9 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from engine.moe_golden import assert_same_bits, make_problem
-from engine.test_engine_fp8_gradients import run
-from engine.test_engine_fp8_tokens import ISO128, poisoned, quantised
+from engine.fp8_arrivals import FORMS, ISO128, poisoned, problem_with_idle_tokens, quantised, run
+from engine.moe_golden import assert_same_bits
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import FP8, FULL, Layer, counts_of
 
@@ -30,18 +29,13 @@ if IS_PADDLE:
     from paddle.autograd import PyLayer
     from paddle.distributed.fleet.utils import recompute
 
-FORMS = pytest.mark.parametrize("row", [False, True], ids=["1x128", "row"])
-SIZES = {"hidden": 256, "intermediate": 64, "topk": 2}
 # Paddle raises an OSError in place of what a backward raises, with the first lines of its message.
 RAISED = OSError if IS_PADDLE else Exception
 
 
 @pytest.fixture(scope="module")
 def problem():
-    made = make_problem(**SIZES, dtype=torch.bfloat16)
-    indices = made.indices.copy()
-    indices[::6] = -1  # so that there are tokens without a valid slot
-    return made.but(indices=indices)
+    return problem_with_idle_tokens()
 
 
 class Source:

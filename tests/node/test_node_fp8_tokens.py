@@ -8,8 +8,8 @@ import logging
 
 import numpy as np
 import pytest
-from engine.moe_golden import assert_same_bits, make_problem
-from engine.test_engine_fp8_tokens import ISO128, poisoned, quantised, run
+from engine.fp8_arrivals import FORMS, ISO128, poisoned, problem_with_idle_tokens, quantised, run
+from engine.moe_golden import assert_same_bits
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import FP8, FULL, Layer, counts_of, want_gradient
 
@@ -28,16 +28,10 @@ if IS_PADDLE:
     from paddle.autograd import PyLayer
     from paddle.distributed.fleet.utils import recompute
 
-FORMS = pytest.mark.parametrize("row", [False, True], ids=["1x128", "row"])
-SIZES = {"hidden": 256, "intermediate": 64, "topk": 2}
-
 
 @pytest.fixture(scope="module")
 def problem():
-    made = make_problem(**SIZES, dtype=torch.bfloat16)
-    indices = made.indices.copy()
-    indices[::6] = -1  # so that there are tokens without a valid slot
-    return made.but(indices=indices)
+    return problem_with_idle_tokens()
 
 
 class Call:
@@ -85,7 +79,7 @@ def test_gives_the_bits_of_the_engine(problem, row):
     call = Call(layer, x).backward()
     layer.node.step()
     assert call.out.dtype == torch.bfloat16
-    assert_same_bits(layer.result(call), run(problem, x, ISO128))
+    assert_same_bits(layer.result(call), run(problem, ISO128, x=x))
 
 
 @pytest.mark.parametrize("config", [FP8, FULL], ids=["fp8", "full"])
@@ -203,7 +197,7 @@ class TestPaddlesOwnGradient:
         again = {"use_reentrant": False}
         out = recompute(call, codes, probs, **again) if recomputed else call(codes, probs)
         out.backward(tensor(problem.dout, torch.float32).astype("bfloat16"))
-        np.testing.assert_array_equal(numpy(source.grad), run(problem, x, ISO128).dx)
+        np.testing.assert_array_equal(numpy(source.grad), run(problem, ISO128, x=x).dx)
 
     def recomputed(self, problem, x, receives):
         """dx after re-entrant recompute, which runs the forward again on detached inputs and passes
@@ -227,7 +221,7 @@ class TestPaddlesOwnGradient:
         with pytest.raises(OSError, match="dx_to is x, and x is a leaf"):
             self.recomputed(problem, x, receives=False)
         np.testing.assert_array_equal(
-            self.recomputed(problem, x, receives=True), run(problem, x, ISO128).dx
+            self.recomputed(problem, x, receives=True), run(problem, ISO128, x=x).dx
         )
 
     def test_a_leaf_is_refused(self, problem):
@@ -255,7 +249,7 @@ def test_activation_recompute(problem, reentrant):
     checkpoint(call, dx_to, probs, use_reentrant=reentrant).backward(
         tensor(problem.dout, torch.float32).to(torch.bfloat16)
     )
-    np.testing.assert_array_equal(numpy(seen[0]), run(problem, x, ISO128).dx)
+    np.testing.assert_array_equal(numpy(seen[0]), run(problem, ISO128, x=x).dx)
 
 
 class TestDiagnostics:
