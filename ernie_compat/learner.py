@@ -6,16 +6,12 @@ switches its torch proxy on for `sonicmoe` before anything of `sonicmoe` that co
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from sonicmoe.errors import FrameworkError, expect
-from sonicmoe.install import install_hint
+from sonicmoe.frameworks import load
 
 from .metrics import StepResult
 from .model_config import ModelConfig, TrainConfig
@@ -58,58 +54,15 @@ class Learner(Protocol):
         """
 
 
-def default_framework() -> str:
-    """Paddle where it is installed, else PyTorch."""
-    return "paddle" if importlib.util.find_spec("paddle") is not None else "torch"
-
-
-def load_framework(framework: str) -> None:
-    """Import `framework` and bind this process's `sonicmoe` to it; does nothing the second time.
-
-    Raises:
-        FrameworkError: it is not installed, too old, or this process already runs `sonicmoe` on the
-            other one.
-    """
-    interop = sys.modules.get("sonicmoe.interop")
-    if interop is not None:
-        # The package binds to a framework at its first import of `interop`, for the life of the
-        # process.
-        bound = interop.FRAMEWORK
-        expect(
-            bound == framework,
-            FrameworkError,
-            f"this process already runs sonicmoe on {bound}; {framework} needs one of its own",
-        )
-        return
-    with warnings.catch_warnings():
-        # Paddle warns about a missing ccache whenever it is imported.
-        warnings.simplefilter("ignore")
-        try:
-            module = importlib.import_module(framework)
-        except ImportError as error:
-            raise FrameworkError(
-                f"{framework} cannot be imported ({error}); {install_hint(framework)}"
-            ) from None
-    if framework == "paddle":
-        expect(
-            hasattr(module, "enable_compat"),
-            FrameworkError,
-            f"paddle {module.__version__} has no torch proxy; needed: paddle >= 3.3 ({install_hint('paddle')})",
-        )
-        # Limited to imports made by `sonicmoe`, so that other packages of the process get the real
-        # PyTorch.
-        module.enable_compat(scope={"sonicmoe"}, silent=True)
-
-
 def make_parallel(framework: str, layout: RankLayout, max_tokens: int) -> Parallel:
     """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once.
 
     Raises:
-        FrameworkError: see `load_framework`.
+        FrameworkError: see `sonicmoe.frameworks.load`.
     """
     if layout.world_size == 1:
         return SingleProcess()
-    load_framework(framework)
+    load(framework)
     if framework == "paddle":
         from .paddle_parallel import PaddleParallel
 
@@ -131,11 +84,11 @@ def make_learner(
     `parallel` None is one rank.
 
     Raises:
-        FrameworkError: see `load_framework`.
+        FrameworkError: see `sonicmoe.frameworks.load`.
         EngineUnavailableError, ConfigError, ShapeError: the engine cannot run here, or not at these
         sizes.
     """
-    load_framework(framework)
+    load(framework)
     backend: Any
     if framework == "paddle":
         # Imported only here, because importing a backend imports its framework.

@@ -5,6 +5,7 @@ into a checkpoint.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from .metrics import SMOOTHING_WINDOW, StepRecord
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 20
+PATIENCE_S = 10.0  # the longest silence of a run whose steps are shorter
 
 
 class InterruptGuard:
@@ -70,13 +72,14 @@ class InterruptGuard:
 
 class TrainingDisplay:
     """Loss, tokens/s and expert load per step: a live bar on a terminal, some twenty plain lines
-    elsewhere. A context manager.
+    elsewhere, or one every ten seconds. A context manager.
     """
 
     def __init__(self, console: Console, total_steps: int, done: int = 0) -> None:
         """`done` steps of `total_steps` are behind a resumed run."""
         self._console, self._total = console, total_steps
         self._recent: list[StepRecord] = []
+        self._printed = time.monotonic()
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=24),
@@ -95,11 +98,14 @@ class TrainingDisplay:
         self._recent = [*self._recent, record][-SMOOTHING_WINDOW:]
         status = status_line(self._recent)
         self._progress.update(self._task, completed=record.step, status=status)
-        # A file or a pipe gets some twenty whole lines in place of a bar that redraws itself.
+        # A file or a pipe gets some twenty whole lines in place of a bar that redraws itself, and
+        # more where steps are slow.
         every = max(1, self._total // PLAIN_LINES)
+        waited = time.monotonic() - self._printed >= PATIENCE_S
         if not self._console.is_terminal and (
-            record.step % every == 0 or record.step in (1, self._total)
+            waited or record.step % every == 0 or record.step in (1, self._total)
         ):
+            self._printed = time.monotonic()
             self._console.print(f"step {record.step}/{self._total}  {status}", soft_wrap=True)
 
     def __enter__(self) -> TrainingDisplay:

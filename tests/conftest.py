@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sonicmoe.config import FLAGS_BY_ENV, PREFIX, reload_environment
-from sonicmoe.diagnostics.doctor import is_importable
+from sonicmoe.frameworks import is_importable
 from sonicmoe.jit.cache import CompileCache
 
 # Every test starts from the defaults, whatever the shell exported.

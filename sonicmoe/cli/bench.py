@@ -5,8 +5,7 @@ fitted to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,12 @@ import click
 from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
 from ..enums import FlushMode
 from ..errors import ConfigError, expect
+from ..frameworks import AUTO
 from ..host_memory import require_memory
-from .numerics import load_framework, print_table
+from .framework import CHOICES, load_framework
+from .numerics import print_table
 from .refusals import Location, OneLineCommand
-from .screen import progress_console
+from .screen import Activity
 
 if TYPE_CHECKING:
     from ..bench.figures import Result
@@ -76,6 +77,13 @@ def _size(letter: str, text: str) -> Any:
 )
 @click.option("--nvtx", is_flag=True, help="Also open an NVTX range per stage, for Nsight.")
 @click.option(
+    "--framework",
+    type=click.Choice(CHOICES),
+    default=AUTO,
+    show_default=True,
+    help="torch in any case: it measures with PyTorch's events and profiler.",
+)
+@click.option(
     "--plot",
     type=Location(file_okay=False),
     metavar="DIR",
@@ -105,6 +113,7 @@ def bench(
     one_thread: bool,
     kernels: int,
     nvtx: bool,
+    framework: str,
     plot: Path | None,
     as_json: bool,
     markdown: bool,
@@ -125,7 +134,10 @@ def bench(
     if fit is not None:
         report_fit(fit, plot, as_json, markdown)
         return
-    # Benchmarks use PyTorch's profiler and events, so they run on PyTorch only.
+    if framework == "paddle":
+        raise click.UsageError(
+            "--framework paddle: bench measures with PyTorch's events and profiler; needed: torch"
+        )
     load_framework("torch")
     if sweep is not None:
         run_sweep(sweep, engines, flushes, budget, rounds, as_json)
@@ -140,7 +152,7 @@ def bench(
     )
     variants = chosen_variants(engines, flushes, device)
     results: list[Result] = []
-    with status() as notify, autograd_threads(not one_thread):
+    with Activity("bench") as doing, autograd_threads(not one_thread):
         for shape in shapes:
             count = rounds or ROUNDS[device.split(":")[0]]
             results += measure(
@@ -150,7 +162,7 @@ def bench(
                 warmup=warmup,
                 nvtx=nvtx,
                 layers=layers,
-                notify=notify,
+                notify=doing.begin,
             )
     pictures = draw(results, plot)
     if as_json:
@@ -197,13 +209,6 @@ def chosen_variants(engines: Sequence[str], flushes: Sequence[str], device: str)
     variants = [Variant.parse(text) for text in engines] or available_variants(device)
     ways = [FlushMode(name) for name in dict.fromkeys(flushes)] or [FlushMode.AUTO]
     return [replace(variant, flush=way) for variant in variants for way in ways]
-
-
-@contextmanager
-def status() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that names the running measurement, where there is a terminal."""
-    with progress_console().status("starting") as line:
-        yield line.update
 
 
 def report(
@@ -269,9 +274,9 @@ def run_sweep(
     expect(len(flushes) <= 1, ConfigError, f"--sweep takes one --flush, got {list(flushes)}")
     # The last one is the fastest engine of this machine.
     variant = chosen_variants(engines, flushes, device)[-1]
-    with status() as notify:
+    with Activity("sweep") as doing:
         done, left = sweep(
-            path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=notify
+            path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=doing.begin
         )
     click.echo(
         f"{path}: {done} points measured now, {left} left"

@@ -11,8 +11,10 @@ import click
 
 from ..diagnostics.step_dump import load_dump
 from ..enums import EngineName
-from .numerics import load_framework, print_table
+from .framework import framework_option, load_framework
+from .numerics import print_table
 from .refusals import Location, OneLineCommand
+from .screen import Activity
 
 ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
 
@@ -28,11 +30,7 @@ ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUT
               help="fp64 and each stage's own arithmetic, or another engine's stages.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
               help="Run it quantised, or not, whatever it was.")  # fmt: skip
-@click.option(
-    "--framework",
-    type=click.Choice(["torch", "paddle"]),
-    help="Runs the engines.  [default: torch if installed, else paddle]",
-)
+@framework_option("Runs the engines.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def bisect(
@@ -41,7 +39,7 @@ def bisect(
     engine: str | None,
     against: str,
     precision: str,
-    framework: str | None,
+    framework: str,
     as_json: bool,
 ) -> None:
     """Run the step in DUMP stage by stage and name the first wrong stage, expert, row and token.
@@ -57,7 +55,8 @@ def bisect(
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict
 
-    report = tool.bisect(step, engine or step.settings.engine, against, default_device())
+    with Activity("bisect"):
+        report = tool.bisect(step, engine or step.settings.engine, against, default_device())
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:

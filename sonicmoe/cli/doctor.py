@@ -15,15 +15,13 @@ from rich.table import Table
 from ..diagnostics.doctor import examine
 from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
 from ..diagnostics.doctor_report import CacheState, Report, Severity
+from .framework import framework_option
 from .refusals import OneLineCommand
-from .screen import progress_console
+from .screen import Activity
 
 
 @click.command(cls=OneLineCommand)
-@click.option(
-    "--framework", type=click.Choice(["auto", "torch", "paddle"]), default="auto", show_default=True,
-    help="auto: Paddle where its GPU build is installed, else PyTorch, else Paddle.",
-)  # fmt: skip
+@framework_option("The framework to examine.")
 @click.option(
     "--self-test",
     is_flag=True,
@@ -40,13 +38,10 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
     Compiles nothing without --self-test: where kernels are missing, their number and the command
     that compiles them stand in place of the self-test.
     """
-    # Progress is for somebody who waits. It stays off stdout, which holds the report alone.
-    says = progress_console(markup=False, highlight=False, emoji=False)
-    report = examine(
-        framework,
-        self_test=self_test,
-        progress=lambda line: says.print(line, soft_wrap=True) if self_test else None,
-    )
+    with Activity("doctor") as doing:
+        # Whoever asks for compiles is told about each of them, and others only if it takes long.
+        progress = doing.say if self_test else doing.begin
+        report = examine(framework, self_test=self_test, progress=progress)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
     else:

@@ -67,4 +67,7 @@ class LazyGroup(OneLineGroup):
 def main() -> None:
     """Expert-MLP engine for Mixture-of-Experts training: FP8 on NVIDIA Hopper, one engine for
     Paddle and PyTorch.
+
+    Results go to stdout. Progress and durations of work that takes longer than ten seconds go to
+    stderr, a line every ten seconds where it is no terminal.
     """

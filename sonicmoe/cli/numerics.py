@@ -4,32 +4,23 @@ the bars.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from ..diagnostics.cases import DATA_KINDS, Case, Dispatch, Sizes, load_case, make_case
 from ..diagnostics.golden_stages import TENSORS
 from ..enums import ZCode
 from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
+from .framework import framework_option, load_framework
 from .refusals import Location, OneLineCommand
-from .screen import progress_console
+from .screen import Activity
 
 if TYPE_CHECKING:
     from ..diagnostics.numerics import Octaves, Result, Score
@@ -98,11 +89,7 @@ def _size(name: str, default: int) -> Any:
 @_size("--experts", DEFAULT_SIZES.experts)
 @_size("--topk", DEFAULT_SIZES.topk)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option(
-    "--framework",
-    type=click.Choice(["torch", "paddle"]),
-    help="Runs the reference engine.  [default: torch if installed, else paddle]",
-)
+@framework_option("Runs the reference engine.")
 @click.option(
     "--list", "list_only", is_flag=True, help="List the recipes and their blocks, compute nothing."
 )
@@ -118,7 +105,7 @@ def numerics(
     capture_steps: int | None,
     capture_dir: Path,
     seed: int,
-    framework: str | None,
+    framework: str,
     list_only: bool,
     as_json: bool,
     markdown: bool,
@@ -152,14 +139,14 @@ def numerics(
         load_case(path) for path in captured
     ]  # a bad file is refused before the first minute of work
     load_framework(framework)
-    with progress_bar() as bar:
+    with Activity("numerics") as doing:
         if capture_steps:
-            from_files += capture(capture_steps, capture_dir, bar)
+            from_files += capture(capture_steps, capture_dir, doing)
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
         # A generator, so that one case at a time is in memory.
         cases = (make_case(kind, problem, seed) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]
-        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, ways, bar)
+        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, ways, doing)
     if as_json:
         click.echo(json.dumps(to_json(results, lost), indent=2, allow_nan=False))
     else:
@@ -177,26 +164,13 @@ def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recip
     ]
 
 
-def load_framework(name: str | None) -> None:
-    """Bind this process's `sonicmoe` to PyTorch where it is installed, else to Paddle, or to the
-    one asked for.
-    """
-    from ernie_compat import learner
-
-    learner.load_framework(name or ("torch" if importlib.util.find_spec("torch") else "paddle"))
-
-
-def capture(steps: int, directory: Path, bar: Progress) -> list[Case]:
+def capture(steps: int, directory: Path, doing: Activity) -> list[Case]:
     """Train, save the last step's calls, and load them back."""
     from .capture import capture_from_training
 
-    task = bar.add_task("training", total=steps)
-    return [
-        load_case(path)
-        for path in capture_from_training(
-            steps, directory, lambda step: bar.update(task, completed=step)
-        )
-    ]
+    doing.begin("training", total=steps)
+    paths = capture_from_training(steps, directory, lambda step: doing.advance())
+    return [load_case(path) for path in paths]
 
 
 def measure(
@@ -206,7 +180,7 @@ def measure(
     recipes: list[Fp8Recipe],
     codes: list[ZCode],
     ways: list[Dispatch],
-    bar: Progress,
+    doing: Activity,
 ) -> tuple[list[Result], list[Octaves]]:
     """Every case under every recipe and code, behind every dispatch that the recipe can read;
     generated cases are made one at a time.
@@ -215,33 +189,19 @@ def measure(
 
     pairs = len(recipes) * len(codes)
     total = (len(from_files) + count) * len(ways) * pairs
-    task = bar.add_task("measuring", total=total)
+    doing.begin("measuring", total=total)
     results: list[Result] = []
     lost: list[Octaves] = []
     for case in (*from_files, *generated):
-        bar.update(task, description=case.name)
+        doing.at(case.name)
         for way in ways:
             before = len(results)
             for result in evaluate(case, recipes, codes, way):
                 results.append(result)
-                bar.advance(task)
-            bar.advance(task, pairs - (len(results) - before))  # those that cannot read the tokens
+                doing.advance()
+            doing.advance(pairs - (len(results) - before))  # those that cannot read the tokens
         lost += octaves(case, recipes)
     return results, lost
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """On stderr, so that stdout holds the report alone."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=progress_console(), transient=True) as bar:
-        yield bar
 
 
 def report(results: list[Result], lost: list[Octaves], markdown: bool) -> None:

@@ -1,12 +1,28 @@
-"""Consoles for progress, which must never cost a step of the work that it shows."""
+"""What a command says while somebody waits: on stderr, and never at the cost of a step of the work."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+# Somebody who waits longer than this wants to know what for: the time before the first line, and
+# between two, where there is no terminal; and the shortest work whose duration is told at its end.
+PATIENCE_S = 10.0
 
 
 class SteadyStream:
@@ -34,7 +50,152 @@ class SteadyStream:
 
 
 def progress_console(**options: Any) -> Console:
-    """A console on stderr, so that stdout holds the result alone; options as of rich's."""
+    """A console on stderr, so that stdout holds the result alone; options as of rich's.
+
+    It writes control characters to a terminal only. rich would also write them into a pipe where
+    FORCE_COLOR is set, as it is on many build machines.
+    """
     # A process may have been started without stderr. rich takes that for silence.
-    stream = None if sys.stderr is None else cast(IO[str], SteadyStream(sys.stderr))
-    return Console(file=stream, stderr=True, **options)
+    if sys.stderr is None:
+        return Console(stderr=True, **options)
+    if not _is_terminal(sys.stderr):
+        options = {"force_terminal": False, "force_interactive": False, **options}
+    return Console(file=cast(IO[str], SteadyStream(sys.stderr)), stderr=True, **options)
+
+
+def plain_console() -> Console:
+    """A progress console that prints lines as they are, whatever characters are in them."""
+    return progress_console(markup=False, highlight=False, emoji=False)
+
+
+def _is_terminal(stream: IO[str]) -> bool:
+    try:
+        return stream.isatty()
+    except (OSError, ValueError):  # it was closed
+        return False
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A part of the work. `total`: how many of `done` there will be; None where nobody knows."""
+
+    name: str
+    total: int | None
+    since: float
+    done: int = 0
+    detail: str = ""
+
+    def line(self, now: float, started: float) -> str:
+        """`measuring normal: 3 of 12, 40 s so far, about 2 min left`."""
+        words = [f"{self.done} of {self.total}"] if self.total is not None else []
+        words.append(f"{duration(now - started)} so far")
+        if self.total is not None and 0 < self.done < self.total:
+            left = (now - self.since) / self.done * (self.total - self.done)
+            words.append(f"about {duration(left)} left")
+        return f"{self.title}: {', '.join(words)}"
+
+    @property
+    def title(self) -> str:
+        """Its name, and what it is at."""
+        return f"{self.name} {self.detail}".rstrip()
+
+
+class Activity:
+    """Work that may take long: a bar on a terminal, elsewhere a line every `PATIENCE_S` seconds; at
+    its end a line with its duration, where it took that long. A context manager.
+
+        with Activity("numerics") as doing:
+            doing.begin("measuring", total=3)
+            for name in names:
+                doing.at(name)
+                ...
+                doing.advance()
+
+    console: where to; other lines printed while it runs must go there too, or they break the bar.
+    """
+
+    def __init__(self, name: str, console: Console | None = None) -> None:
+        """Nothing is said before the work begins; `name`: of the work, as the last line has it."""
+        self.console = plain_console() if console is None else console
+        self._name, self._started = name, time.monotonic()
+        self._stage = _Stage(name, None, self._started)
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._print_lines, daemon=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(
+            *columns, console=self.console, transient=True, disable=not self.console.is_interactive
+        )
+        self._task = self._bar.add_task(name, total=None)
+
+    def begin(self, name: str, total: int | None = None) -> None:
+        """A new stage; the count starts again."""
+        self._show(_Stage(name, total, time.monotonic()))
+
+    def at(self, detail: str) -> None:
+        """What the stage is at."""
+        self._show(replace(self._stage, detail=detail))
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._show(replace(self._stage, done=self._stage.done + count))
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        self.console.print(line, soft_wrap=True)
+
+    def __enter__(self) -> Activity:
+        self._started = time.monotonic()
+        self._stage = replace(self._stage, since=self._started)
+        self._bar.start()
+        if not self.console.is_interactive:
+            self._lines.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the bar and the lines. An error is told by whoever catches it."""
+        self._ended.set()
+        self._bar.stop()
+        if self._lines.is_alive():
+            self._lines.join()
+        if error is None:
+            say_duration(self._name, self._started, self.console)
+
+    def _show(self, stage: _Stage) -> None:
+        # One assignment, so that the thread of the lines never sees half a change.
+        self._stage = stage
+        self._bar.update(
+            self._task, description=stage.title, total=stage.total, completed=stage.done
+        )
+
+    def _print_lines(self) -> None:
+        # A thread, because one step of the work may itself take minutes.
+        while not self._ended.wait(PATIENCE_S):
+            self.say(self._stage.line(time.monotonic(), self._started))
+
+
+def say_duration(name: str, started: float, console: Console) -> None:
+    """`numerics took 3 min 5 s`, where it took longer than somebody waits gladly."""
+    seconds = time.monotonic() - started
+    if seconds >= PATIENCE_S:
+        console.print(f"{name} took {duration(seconds)}", soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min 5 s`, `2 h 4 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,6 @@ import click
 
 from ernie_compat.model_config import (
     BASELINES,
-    FRAMEWORKS,
     PRECISIONS,
     SMOOTHING_WINDOW,
     ModelConfig,
@@ -27,8 +27,10 @@ from ernie_compat.model_config import (
 
 from ..enums import EngineName
 from ..errors import ConfigError, RankLostError, SonicMoEError, expect
+from ..frameworks import AUTO, choose
+from .framework import AUTO_HELP, CHOICES, choice_line
 from .refusals import Location, OneLineCommand, drop_unwritable
-from .screen import progress_console
+from .screen import Activity, progress_console, say_duration
 from .train_report import announce, draw, report
 
 if TYPE_CHECKING:
@@ -86,9 +88,9 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 )
 @_choice_option(
     "--framework",
-    FRAMEWORKS,
-    "paddle if installed, else torch",
-    "Framework of model and optimizer.",
+    CHOICES,
+    "auto; with --resume that of the checkpoint",
+    f"Framework of model and optimizer. {AUTO_HELP}",
 )
 @_choice_option(
     "--engine", [name.value for name in EngineName], RunConfig.engine, "Engine of the expert MLPs."
@@ -159,8 +161,8 @@ def train(
     130, 143 and 129. Bad input is one line and exit code 2.
 
     Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python
-    -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --ep 4. A
-    checkpoint of any number of ranks resumes on any other.
+    -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --framework paddle --ep 4.
+    A checkpoint of any number of ranks resumes on any other.
     """
     from ernie_compat.checkpoint import CheckpointError
 
@@ -221,11 +223,13 @@ def _run(
         "--resume continues the run in --out, and --overwrite removes it; needed: one of them",
     )
     saved = SavedRun.read(out / CHECKPOINT_NAME) if out is not None and resume else None
+    given, choice = _with_framework(given, saved)
     config = _configuration(given, saved)
     layout = RankLayout(launch, config.ep)
     config.require_world(layout.world_size)
     require_room(config, layout.world_size)
-    corpus = _text(data, saved)
+    with Activity("reading the text", console):
+        corpus = _text(data, saved)
     corpus.require_length(config.model.seq_len)
     with _directory(out, launch.rank, resume or overwrite) as directory:
         parallel = make_parallel(
@@ -233,10 +237,13 @@ def _run(
         )
         with RankGuard(parallel, lambda: _how_to_continue(directory)):
             start = Trainer.resume if resume else Trainer.start
-            trainer = start(config, corpus, directory, parallel)
+            with Activity(f"importing {config.framework} and building the model", console):
+                trainer = start(config, corpus, directory, parallel)
             # Not before the learners stand: an engine that is refused must cost no run.
             if overwrite and trainer.writes:
                 clear(directory)
+            if choice is not None:
+                console.print(choice, soft_wrap=True)
             code = _train(trainer, console, resume, as_json)
         parallel.close()
     return code
@@ -290,9 +297,11 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
         announce(trainer, resume, console)
     # Signals become requests here only: before training there is nothing to save, and after it
     # Ctrl-C should end the process.
+    started = time.monotonic()
     with InterruptGuard(console) as guard:
         with TrainingDisplay(console, trainer.config.train.steps, trainer.step) as display:
             finished = trainer.train(display.update, guard.requested)
+        say_duration("training", started, console)
         if not finished:
             hint = f"interrupted at step {trainer.step}; checkpoint saved. Continue with: --resume --out {trainer.directory}"
             console.print(hint, soft_wrap=True)
@@ -315,16 +324,28 @@ def _how_to_continue(directory: Path) -> str:
     return f"the last checkpoint is whole, continue with: --resume --out {directory}"
 
 
+def _with_framework(
+    given: Mapping[str, Any], saved: SavedRun | None
+) -> tuple[Mapping[str, Any], str | None]:
+    """The options with a framework by its name, or with none where it is the checkpoint's; and the
+    line that says why, where there was a choice.
+
+    Raises:
+        FrameworkMissingError: it is not installed.
+    """
+    if given.get("framework", AUTO) == AUTO and saved is not None:
+        return {name: value for name, value in given.items() if name != "framework"}, None
+    choice = choose(given.get("framework"))
+    return {**given, "framework": choice.name}, choice_line(choice)
+
+
 def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfig:
     """Options over the checkpoint's configuration, or over the defaults.
 
     `given` holds the options that were typed. Options without a value are None in click, so that a
     resumed run can tell "not given" from "the default, given".
     """
-    from ernie_compat.learner import default_framework
-
-    fresh = RunConfig(framework=given.get("framework") or default_framework())
-    base = fresh if saved is None else saved.config
+    base = RunConfig() if saved is None else saved.config
     model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
     if "against" in given:
         expect(

@@ -12,7 +12,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..architectures import DEFAULT_ARCH
@@ -28,6 +27,7 @@ from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .refusals import Location, OneLineCommand
+from .screen import Activity
 
 # Sizes are 32-bit numbers in the kernels.
 MOST = 2**31 - 1
@@ -129,9 +129,7 @@ def warmup(
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
-    report = (
-        check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs, console)
-    )
+    report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs)
     remedy = None
     if check_only and not report.complete:
         remedy = command_for(spec, precision, jobs, cache_dir)
@@ -254,24 +252,15 @@ def _told(path: Path, act: Callable[[], Any]) -> Any:
 
 
 def _compile(
-    spec: ModelSpec, cache: CompileCache, planned: WarmUpPlan, jobs: int | None, console: Console
+    spec: ModelSpec, cache: CompileCache, planned: WarmUpPlan, jobs: int | None
 ) -> WarmUpReport:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Activity("warmup") as doing:
         workers = min(jobs or usable_cpus(), max(len(planned.jobs), 1))
-        task = bar.add_task(
-            f"compiling for {spec.arch} in {workers} processes", total=len(planned.jobs)
-        )
+        doing.begin(f"compiling for {spec.arch} in {workers} processes,", total=len(planned.jobs))
 
         def advance(outcome: KernelOutcome) -> None:
-            bar.update(task, advance=1, description=f"{outcome.kernel}: {outcome.state}")
+            doing.at(f"last {outcome.kernel}")
+            doing.advance()
 
         return warm_up(spec, cache, jobs=jobs, progress=advance, compile_jobs=planned)
 

@@ -7,15 +7,11 @@ Imports no framework: `examine` chooses one, loads it, and only then imports the
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import platform
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +30,7 @@ from ..config import (
 )
 from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
+from ..frameworks import FrameworkMissingError, choose, load
 from ..install import install_hint
 from ..jit.pack import unpacked_lines
 from ..jit.place import Trust, shared_trust, who_can_write
@@ -60,7 +57,7 @@ def examine(
     are compiled. Never raises for what it finds.
 
     Args:
-        framework: "torch", "paddle" or "auto" (see `choose_framework`).
+        framework: "torch", "paddle" or "auto" (see `frameworks.choose`).
         environ: the variables to examine; default `os.environ`.
         self_test: compile the kernels that the self-test lacks.
         progress: gets a line before and after everything that may take long.
@@ -255,45 +252,16 @@ def tree_size(path: Path) -> int:
 
 
 def choose_framework(report: Report, requested: str) -> str | None:
-    """The framework to examine. "auto": Paddle where its GPU build is installed, else PyTorch, else
-    Paddle.
-    """
-    if requested != "auto":
-        if is_importable(requested):
-            report.framework_reason = "asked for"
-            return requested
-        report.error(
-            f"{requested} is not installed in this Python ({sys.executable})",
-            install_hint(requested),
-        )
-        return None
-    found = [name for name in ("torch", "paddle") if is_importable(name)]
-    if not found:
-        report.error(
-            "neither PyTorch nor Paddle is installed",
-            f"{install_hint('torch')}, or {install_hint('paddle')}",
-        )
-        return None
-    if len(found) == 1:
-        report.framework_reason = "the only one installed"
-        return found[0]
-    chosen = "paddle" if report.versions["paddlepaddle-gpu"] else "torch"
-    other = "paddle" if chosen == "torch" else "torch"
-    report.framework_reason = f"both are installed; --framework {other} examines the other"
-    return chosen
-
-
-def is_importable(name: str) -> bool:
-    """Whether an import would find `name`: not a bare directory of that name, nor one switched off
-    in `sys.modules`.
+    """The framework to examine (`frameworks.choose`); None, with the problem recorded, where it is
+    not installed.
     """
     try:
-        # A directory without `__init__.py` on the module path is a namespace package to Python: it
-        # is found, and has no origin.
-        spec = importlib.util.find_spec(name)
-        return spec is not None and spec.origin is not None
-    except ValueError:
-        return sys.modules.get(name) is not None
+        choice = choose(requested)
+    except FrameworkMissingError as error:
+        report.error(error.what, error.remedy)
+        return None
+    report.framework_reason = choice.reason
+    return choice.name
 
 
 def load_framework(report: Report, name: str) -> bool:
@@ -301,55 +269,14 @@ def load_framework(report: Report, name: str) -> bool:
     that fails.
     """
     try:
-        switch_to(name)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a broken shared library raises either of the last two
+        # tvm_ffi, which Paddle imports, imports PyTorch where it finds it. No check of Paddle needs
+        # that, and it would take half of the doctor's time.
+        load(name, hidden="torch" if name == "paddle" else None)
+    # A broken shared library raises one of the last two.
+    except (FrameworkError, OSError, RuntimeError) as error:
         report.error(
             f"{name} does not load: {error}", f"repair or reinstall it: {install_hint(name)}"
         )
         return False
     report.framework = name
     return True
-
-
-def switch_to(name: str) -> None:
-    """Make `name` the framework behind `import torch` in this package.
-
-    Raises:
-        FrameworkError: Paddle has no torch proxy, or the package already runs on the other
-            framework in this process.
-        ImportError: the framework cannot be imported.
-    """
-    if name == "paddle" and "sonicmoe.interop" not in sys.modules:
-        with _hidden("torch"):
-            paddle = importlib.import_module("paddle")
-        if not hasattr(paddle, "enable_compat"):
-            raise FrameworkError(
-                f"paddle {paddle.__version__} has no torch proxy; sonicmoe needs paddle >= 3.3.0"
-            )
-        # Has to happen before any module of the package imports torch; afterwards the binding is
-        # fixed for the process.
-        paddle.enable_compat(scope={"sonicmoe"}, silent=True)
-    loaded = importlib.import_module("sonicmoe.interop").FRAMEWORK
-    if loaded != name:
-        raise FrameworkError(
-            f"sonicmoe already runs on {loaded} in this process; examine {name} in a process of its own"
-        )
-
-
-@contextmanager
-def _hidden(name: str) -> Iterator[None]:
-    """Have imports fail as if a module were not installed, unless it is loaded already."""
-    # tvm_ffi, which Paddle imports, imports PyTorch where it finds it. No check of Paddle needs
-    # that, and it would take half of the doctor's time.
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.modules.pop(name, None)

@@ -19,8 +19,9 @@ from unittest import mock
 import preloaded
 
 from ernie_compat.corpus import load_corpus
-from ernie_compat.learner import load_framework, make_learner
+from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
+from sonicmoe.frameworks import load
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -125,7 +126,7 @@ def trained_by(framework: str, text: str | Path, flush: str | None, parts: int) 
     as the model has it.
     """
     corpus, train = load_corpus([text]), train_config(micro_batches=parts)
-    load_framework(framework)
+    load(framework)
     from ernie_compat import decoder
     from sonicmoe.gradients import store
 

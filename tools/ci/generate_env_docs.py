@@ -4,13 +4,16 @@ when it is out of date.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sonicmoe.config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, PREFIX, Flag
+from sonicmoe.frameworks import RULE
 
+PAGE_WIDTH = 100
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "env.md"
 
 HEADER = f"""\
@@ -35,6 +38,23 @@ a program at its first forward. It does not obey a variable that changes later; 
 |---|---|---|---|---|
 """
 
+_RULE = textwrap.fill(
+    f"No variable chooses between PyTorch and Paddle. A program chooses by what it imports (README); "
+    f"a command takes {RULE}. `--framework torch` and `--framework paddle` override that. Where both "
+    "are installed, the command says on stderr which one it took; `doctor` says it on its screen.",
+    PAGE_WIDTH,
+)
+FRAMEWORK_TEXT = f"""
+## Which framework a command runs on
+
+{_RULE}
+
+| command | framework |
+|---|---|
+| `doctor`, `train`, `numerics`, `bisect` | by this rule; `train --resume` stays with that of its checkpoint |
+| `bench` | PyTorch, whose events and profiler it measures with |
+| `warmup`, `lossgap` | none: the kernels serve both, and losses are numbers in files |
+"""
 HONOURED_TEXT = """
 ## Variables of other tools
 
@@ -63,7 +83,7 @@ def render() -> str:
     honoured = "".join(f"* `{name}`\n" for name in HONOURED_VARIABLES)
     fleets = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in FLEETS_VARIABLES.items())
     flags = "".join(table_row(flag) for flag in FLAGS)
-    return HEADER + flags + HONOURED_TEXT + honoured + FLEETS_TEXT + fleets
+    return HEADER + flags + FRAMEWORK_TEXT + HONOURED_TEXT + honoured + FLEETS_TEXT + fleets
 
 
 @click.command(help=__doc__)

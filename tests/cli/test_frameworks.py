@@ -1,0 +1,141 @@
+"""The rule that picks a command's framework, and that every command follows and names it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import click
+import pytest
+from small_commands import SMALL, run_small
+
+from sonicmoe import frameworks
+from sonicmoe.cli.framework import CHOICES, choice_line
+from sonicmoe.cli.main import main
+from sonicmoe.errors import FrameworkError
+from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
+from sonicmoe.install import install_hint
+
+COMPUTING = ("doctor", "train", "numerics", "bisect", "bench")
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, *installed: str, paddle_gpu: bool = False) -> None:
+    """These frameworks are installed, and no module of `sonicmoe` is bound to one yet."""
+
+    def version(name: str) -> str:
+        if not (name == "paddlepaddle-gpu" and paddle_gpu):
+            raise PackageNotFoundError(name)
+        return "3.3.1"
+
+    monkeypatch.setattr(frameworks, "is_importable", lambda name: name in installed)
+    monkeypatch.setattr(frameworks, "version", version)
+    monkeypatch.delitem(sys.modules, "sonicmoe.interop", raising=False)
+
+
+@pytest.mark.parametrize("requested", [None, "auto"])
+@pytest.mark.parametrize(
+    ("installed", "paddle_gpu", "name", "other"),
+    [
+        (("torch",), False, "torch", None),
+        (("paddle",), False, "paddle", None),
+        (("paddle",), True, "paddle", None),
+        (("torch", "paddle"), False, "torch", "paddle"),
+        (("torch", "paddle"), True, "paddle", "torch"),
+    ],
+)
+def test_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+    requested: str | None,
+    installed: tuple[str, ...],
+    paddle_gpu: bool,
+    name: str,
+    other: str | None,
+) -> None:
+    machine(monkeypatch, *installed, paddle_gpu=paddle_gpu)
+    choice = choose(requested)
+    assert (choice.name, choice.other) == (name, other)
+    line = choice_line(choice)
+    if other is None:
+        assert line is None and choice.reason == "the only one installed"
+    else:
+        assert (
+            line == f"framework: {name} (both are installed; --framework {other} takes the other)"
+        )
+
+
+@pytest.mark.parametrize("name", ["torch", "paddle"])
+def test_the_option_overrides_the_rule_and_is_not_remarked_on(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for paddle_gpu in (False, True):
+        machine(monkeypatch, "torch", "paddle", paddle_gpu=paddle_gpu)
+        assert choose(name) == FrameworkChoice(name, "asked for")
+    assert choice_line(choose(name)) is None
+
+
+def test_what_is_missing_is_said_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "torch")
+    with pytest.raises(FrameworkMissingError) as missing:
+        choose("paddle")
+    assert missing.value.what == f"paddle is not installed in this Python ({sys.executable})"
+    assert missing.value.remedy == install_hint("paddle")
+    machine(monkeypatch)
+    with pytest.raises(FrameworkError, match="neither PyTorch nor Paddle is installed; pip"):
+        choose()
+
+
+def test_a_process_stays_with_its_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CliRunner`, or a notebook: another choice by the rule would be refused a moment later."""
+    import sonicmoe.interop
+
+    bound = sonicmoe.interop.FRAMEWORK
+    monkeypatch.setattr(frameworks, "_is_installed", lambda name: bound == "torch")
+    assert choose() == FrameworkChoice(bound, "this process runs on it already")
+    load(bound)
+    other = "paddle" if bound == "torch" else "torch"
+    with pytest.raises(FrameworkError, match=f"already runs sonicmoe on {bound}; {other} needs a"):
+        load(other)
+
+
+def test_directory_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/paddle` on the module path must not look like an installed Paddle."""
+    (tmp_path / "no_such_framework").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not frameworks.is_importable("no_such_framework")
+    assert frameworks.is_importable("json") and not frameworks.is_importable("no_such_module")
+
+
+@pytest.mark.parametrize("command", COMPUTING)
+def test_every_command_that_computes_has_the_option(command: str) -> None:
+    found = main.get_command(click.Context(main), command)
+    assert found is not None
+    option = next(option for option in found.params if option.name == "framework")
+    assert isinstance(option, click.Option) and isinstance(option.type, click.Choice)
+    assert tuple(option.type.choices) == CHOICES
+    assert option.help is not None and (RULE in option.help or command == "bench")
+
+
+@pytest.mark.paddle  # both are installed
+@pytest.mark.parametrize("command", [name for name in SMALL if name != "bench"])
+def test_a_command_says_which_it_took(command: str, tmp_path: Path) -> None:
+    name, other = choose().name, "paddle"
+    assert name == "torch", "on this machine the rule picks PyTorch"
+    stdout, stderr = run_small(command, cwd=tmp_path)
+    words = f"{name} (both are installed; --framework {other} takes the other)"
+    if command == "doctor":  # its screen is the place
+        assert words in " ".join(stdout.split())
+    else:
+        assert f"framework: {words}\n" in stderr
+    _, asked = run_small(command, "--framework", "torch", cwd=tmp_path / "asked")
+    assert "both are installed" not in asked
+
+
+def test_bench_refuses_paddle_in_one_line() -> None:
+    from click.testing import CliRunner
+
+    result = CliRunner().invoke(main, ["bench", "--framework", "paddle"])
+    assert result.exit_code == 2
+    assert result.output == (
+        "Error: --framework paddle: bench measures with PyTorch's events and profiler; needed: torch\n"
+    )

@@ -1,0 +1,166 @@
+"""What commands say while somebody waits, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_commands import ROOT, SMALL, run_small
+
+from sonicmoe.cli import screen
+from sonicmoe.cli.screen import Activity, duration
+
+PATIENCE = "from sonicmoe.cli import screen; screen.PATIENCE_S = 0.02"
+SO_FAR = r": (\d+ of \d+, )?\d+ s so far(, about \d+ s left)?"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "PATIENCE_S", 0.02)
+
+
+def work(steps: int) -> None:
+    with Activity("numerics") as doing:
+        doing.begin("measuring", total=steps)
+        for name in range(steps):
+            doing.at(f"case {name}")
+            time.sleep(0.05)
+            doing.advance()
+
+
+def test_work_that_ends_soon_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    work(1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("variable", [None, "FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_in_a_pipe_lines_without_control_characters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    """rich takes a pipe for a terminal where FORCE_COLOR is set, as build machines have it."""
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    work(4)
+    out, err = capsys.readouterr()
+    *lines, last = err.splitlines()
+    assert out == "" and err.isascii() and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
+    assert len(lines) >= 4 and all(re.fullmatch("measuring( case .)?" + SO_FAR, x) for x in lines)
+    assert re.search(r"^measuring case 3: 3 of 4, 0 s so far, about 0 s left$", err, re.MULTILINE)
+    assert re.fullmatch(r"numerics took \d s", last)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_one_long_step_is_no_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    with Activity("importing torch"):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("importing torch: 0 s so far") >= 3
+    assert lines[-1] == "importing torch took 0 s"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_failure_ends_the_lines_and_tells_no_duration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="bad"), Activity("numerics"):
+        time.sleep(0.1)
+        raise ValueError("bad")
+    said = capsys.readouterr().err
+    time.sleep(0.1)
+    assert "took" not in said and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", ["stream", "descriptor"])
+def test_a_stderr_that_cannot_be_written_costs_nothing(
+    closed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = Path("/dev/full") if closed == "descriptor" else tmp_path / "x"
+    stream = path.open("w")
+    if closed == "stream":
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(screen, "PATIENCE_S", 0.02)
+    work(2)
+    monkeypatch.setattr(sys, "stderr", None)  # a process that was started without it
+    work(2)
+
+
+def on_a_terminal(program: str) -> tuple[str, str]:
+    """stdout, which is a pipe, and what a terminal on stderr gets."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", program]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += (chunk := os.read(ours, 4096))
+        except OSError:  # how Linux tells that the other end is closed
+            break
+        if not chunk:
+            break
+    assert process.stdout is not None
+    out = process.stdout.read().decode()
+    assert process.wait() == 0
+    return out, shown.decode()
+
+
+def test_a_bar_on_a_terminal_and_the_duration_at_its_end() -> None:
+    program = f"""{PATIENCE}
+import time
+with screen.Activity("numerics") as doing:
+    doing.begin("measuring", total=2)
+    doing.at("[gaussian]")
+    for _ in range(2):
+        time.sleep(0.3)
+        doing.advance()
+print("result")"""
+    out, shown = on_a_terminal(program)
+    assert out == "result\n"
+    assert "measuring [gaussian]" in shown and "1/2" in shown and "so far" not in shown
+    # The bar is gone in the end; the duration stays.
+    assert shown.splitlines()[-1].endswith("numerics took 1 s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (185, "3 min 5 s"), (7500, "2 h 5 min")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(
+    command: str, tmp_path: Path
+) -> None:
+    stdout, stderr = run_small(command, "--json", cwd=tmp_path, before=PATIENCE)
+    assert isinstance(json.loads(stdout), dict)
+    assert "\x1b" not in stderr and "\r" not in stderr
+    assert re.search(f"^.*{SO_FAR}$", stderr, re.MULTILINE)
+    name = {"train": "importing torch and building the model"}.get(command, command)
+    assert re.search(rf"^{name} took \d+ s$", stderr, re.MULTILINE)
+
+
+def test_training_in_a_pipe_prints_a_line_of_every_slow_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ernie_compat import progress
+    from ernie_compat.metrics import StepRecord
+
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    display = progress.TrainingDisplay(screen.progress_console(), total_steps=1000)
+    with display:
+        for step, wait in ((1, 0.0), (2, 0.0), (3, 0.1), (4, 0.0)):
+            time.sleep(wait)
+            record = StepRecord(step, 1.0, 0.0, 0.0, 1.0, 1e-3, 10.0, 1.0, 1.0, ((0.5, 0.5),))
+            display.update(record)
+    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert lines == ["1/1000", "3/1000"]
