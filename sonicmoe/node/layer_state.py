@@ -52,7 +52,8 @@ class LayerState:
         # clearing all come before they exist.
         mode = FlushMode.STEP if split_wgrad else flush
         self.gradients = GradientStore(parameters, mode)
-        self.guard = StepGuard()
+        # PaddleFleet calls no `step()`, and its callback announces what the optimizer wrote.
+        self.guard = StepGuard(asks=flush is not FlushMode.PROMPT)
         self._said_dropped = False
         self.wgrad_queue = WgradQueue() if split_wgrad else None
         self.offers: Callable[[], WgradOffer | None] | None = None

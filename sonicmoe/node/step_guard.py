@@ -14,6 +14,10 @@ without an error. These traces show it:
 * `count_backward`: more backwards ran without `step()` than any loop accumulates.
 
 Each node warns once, because a misplaced call is misplaced from the first step on.
+
+A loop that never calls `step()` may leave none of these traces: under Paddle, where `main_grad` is
+None until `step()`, neither weights nor gradients ever change. `count_backward` therefore asks
+about it after a few backwards, once per process and in words that leave room for accumulation.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ REMEDY = (
 )
 
 _NO_MAIN_GRAD: Any = object()
+_asked: set[str] = set()  # questions that this process has put to the log
 
 
 class StepGuard:
@@ -58,10 +63,16 @@ class StepGuard:
     """
 
     STEPS_BY_VALUE = 2
+    ASKED_AFTER_BACKWARDS = 8  # few enough to be read at the beginning of a run
+    ASKED_AFTER_STEPS_OF = 4  # times as many backwards as any optimizer step had
     FORGOTTEN_AFTER_BACKWARDS = 1024  # more micro-batches than anybody accumulates
 
-    def __init__(self) -> None:
-        """Nothing is remembered before the first backward."""
+    def __init__(self, asks: bool = True) -> None:
+        """Nothing is remembered before the first backward. asks: the caller's loop is the one to
+        call `step()`, and is asked where it does not.
+        """
+        self._asks = asks
+        self._counted = self._most = 0
         self._parameters: list[Tensor] = []
         self._gradients: tuple[list[int], ...] | None = None
         self._had: list[bool] = []
@@ -79,9 +90,17 @@ class StepGuard:
         """
         self._backwards += 1
         # `waiting` falls to 0 at each flush; `_backwards` only where writes are announced.
-        count = waiting if sees_writes else self._backwards
+        count = self._counted = waiting if sees_writes else self._backwards
         if count == self.FORGOTTEN_AFTER_BACKWARDS:
             self._warn(f"{count} backward passes have run since node.step()")
+        elif self._asks and count == self._limit():
+            self._ask(count, bool(waiting))
+
+    def _limit(self) -> int:
+        """From how many backwards on `step()` may have been forgotten. Once it was called, the
+        longest accumulation so far says how many are usual.
+        """
+        return max(self.ASKED_AFTER_BACKWARDS, self.ASKED_AFTER_STEPS_OF * self._most)
 
     def note_announcement(self) -> None:
         """`step()` or `invalidate_caches()` has announced writes to the weights."""
@@ -188,13 +207,34 @@ class StepGuard:
     def end_step(self) -> None:
         """`step()` was called; the next optimizer step begins."""
         self._steps += 1
+        self._most = max(self._most, self._counted)
+        self._counted = 0
 
-    def __reduce__(self) -> tuple[type[StepGuard], tuple[()]]:
+    def __reduce__(self) -> tuple[type[StepGuard], tuple[bool]]:
         """A copy of a node watches its own parameters, from its own first backward on."""
-        return StepGuard, ()
+        return StepGuard, (self._asks,)
 
     def _missed(self, happened: str) -> None:
         self._warn(f"after the last backward {happened}, without the gradients in the node")
+
+    def _ask(self, count: int, waiting: bool) -> None:
+        """Say once per process that `step()` is missing, where it is: every layer counts the same
+        backwards.
+        """
+        since = ", and node.step() was never called" if self._steps == 0 else " since node.step()"
+        follows = (
+            "their expert weight gradients wait in the node, and no optimizer gets them before it"
+            if waiting
+            else "forwards go on with the expert weights of the first one"
+        )
+        question = f"{count} backward passes have run{since}: {follows}"
+        if not self._warned and not _asked:
+            _asked.add(question)
+            logger.warning(
+                "%s. Call it once per optimizer step, right after the last backward. Nothing is wrong where one "
+                "optimizer step has so many micro-batches. Said once.",
+                question,
+            )
 
     def _warn(self, what: str) -> None:
         if not self._warned:

@@ -14,6 +14,7 @@ from node_harness import ARRANGEMENTS, Layer, make_problem, problems
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ConfigError, LayoutError
+from sonicmoe.node import step_guard
 from sonicmoe.node.wgrad_queue import WgradQueue, tensors_in
 
 
@@ -111,6 +112,21 @@ def test_steps_in_time_say_nothing(said):
         halve(layer)
         layer.node.step()
     assert said() == []
+
+
+def test_a_loop_that_never_calls_step_is_asked(caplog, monkeypatch):
+    """`main_grad` stays None, so that no optimizer touches the experts and nothing ever changes."""
+    monkeypatch.setattr(step_guard, "_asked", set())
+    logger = logging.getLogger("sonicmoe")
+    logger.addHandler(caplog.handler)
+    layer = Layer(flush="step")
+    layer.set_main_grad(None)
+    for _ in range(12):
+        layer.run()
+    logger.removeHandler(caplog.handler)
+    lines = [line for line in dict.fromkeys(caplog.messages) if "node.step()" in line]
+    assert len(lines) == 1 and "node.step() was never called" in lines[0]
+    assert all(weight.main_grad is None for weight in layer.weights)
 
 
 def test_a_replaced_parameter_is_no_reduction(said):

@@ -15,6 +15,7 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
 from sonicmoe.interop import requires_grad
+from sonicmoe.node import step_guard
 from sonicmoe.node.layer_state import LayerState
 from sonicmoe.node.step_guard import StepGuard
 from sonicmoe.weights import changes
@@ -28,6 +29,12 @@ def said(caplog):
     """Warnings of the package so far."""
     caplog.set_level(logging.INFO, logger="sonicmoe")
     yield lambda: [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch):
+    """A process asks once; every test is a process of its own in this respect."""
+    monkeypatch.setattr(step_guard, "_asked", set())
 
 
 def state_of(source, flush=FlushMode.STEP):
@@ -111,7 +118,7 @@ class TestBackwardsWithoutStep:
     """Weights that get no gradient never move, so nothing else shows it."""
 
     def test_as_many_as_nobody_accumulates_are_named_once(self, said):
-        guard = StepGuard()
+        guard = StepGuard(asks=False)
         for waiting in range(1, StepGuard.FORGOTTEN_AFTER_BACKWARDS):
             guard.count_backward(waiting, sees_writes=True)
         assert said() == []
@@ -123,19 +130,60 @@ class TestBackwardsWithoutStep:
     @pytest.mark.parametrize("sees_writes", [False, True])
     def test_complete_gradients_need_step_where_writes_leave_no_trace(self, said, sees_writes):
         """flush="backward": no gradient waits, and nothing but step() announces new weights."""
-        guard = StepGuard()
+        guard = StepGuard(asks=False)
         for _ in range(StepGuard.FORGOTTEN_AFTER_BACKWARDS + 5):
             guard.count_backward(0, sees_writes)
         assert len(said()) == (0 if sees_writes else 1)
 
     def test_an_announcement_starts_the_count_anew(self, said):
-        state = state_of(per_expert_source(*weight_arrays()))
+        state = state_of(per_expert_source(*weight_arrays()), FlushMode.PROMPT)
         for _ in range(2):
             for _ in range(StepGuard.FORGOTTEN_AFTER_BACKWARDS - 1):
                 state.guard.count_backward(0, sees_writes=False)
             state.end_step()
         state.guard.count_backward(0, sees_writes=False)
         assert said() == []
+
+    def test_a_loop_that_never_calls_step_is_asked_after_a_few_backwards(self, said):
+        """Every layer counts the same backwards, so one line serves them all."""
+        guards = [StepGuard() for _ in range(3)]
+        for waiting in range(1, 13):
+            for guard in guards:
+                guard.count_backward(waiting, sees_writes=True)
+            assert len(said()) == (waiting >= 8)
+        (line,) = said()
+        assert line.startswith("8 backward passes have run, and node.step() was never called: ")
+        assert "no optimizer gets them" in line and "right after the last backward" in line
+
+    @pytest.mark.parametrize(("flush", "asked"), [("step", True), ("prompt", False)])
+    def test_stale_weights_are_asked_about_where_the_loop_calls_step(self, said, flush, asked):
+        """Nothing waits, and writes to the weights leave no trace. PaddleFleet announces them."""
+        state = state_of(per_expert_source(*weight_arrays()), FlushMode(flush))
+        for _ in range(12):
+            state.guard.count_backward(0, sees_writes=False)
+        assert [
+            line for line in said() if "go on with the expert weights of the first" in line
+        ] == said()
+        assert len(said()) == asked
+
+    def test_a_loop_that_accumulates_is_asked_where_it_goes_on_much_longer(self, said):
+        guard = StepGuard()
+        for _ in range(3):
+            for waiting in range(1, 7):
+                guard.count_backward(waiting, sees_writes=True)
+            guard.end_step()
+        for waiting in range(1, 24):
+            guard.count_backward(waiting, sees_writes=True)
+        assert said() == []
+        guard.count_backward(24, sees_writes=True)
+        assert "24 backward passes have run since node.step(): " in said()[0]
+
+    def test_a_line_about_what_was_seen_is_not_followed_by_a_question(self, said):
+        guard = StepGuard()
+        guard.note_write(Unannounced.WRITE)
+        for waiting in range(1, 13):
+            guard.count_backward(waiting, sees_writes=True)
+        assert len(said()) == 1
 
     def test_flush_backward_leaves_nothing_waiting(self):
         source = per_expert_source(*weight_arrays())
