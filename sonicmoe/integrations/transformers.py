@@ -28,6 +28,7 @@ from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..interop import parse_version
 from ..layouts import WeightLayout
+from ..weights.stacked_cache import forget
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -113,6 +114,18 @@ def check_model(model: nn.Module) -> None:
         problem = _not_in_force(name)
         if problem is not None:
             logger.warning("%s does not run on sonicmoe: %s", kind, problem)
+
+
+def invalidate_caches(model: nn.Module) -> None:
+    """Have the next forward make the FP8 copies of every expert anew. Needed only after a write
+    that leaves no trace: through `.data`, or by an optimizer that is no `torch.optim.Optimizer`.
+    """
+    for experts in filter(_is_experts, model.modules()):
+        up, *_ = _weight_names(experts)
+        # Copies are kept under the first weight. Classes that are refused may not have it.
+        weight = getattr(experts, up, None)
+        if isinstance(weight, torch.Tensor):
+            forget(weight)
 
 
 def unsupported_reason(experts: nn.Module) -> str | None:

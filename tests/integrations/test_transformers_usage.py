@@ -12,7 +12,7 @@ from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, relative
 from transformers import AutoModelForCausalLM
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.integrations.transformers import register
+from sonicmoe.integrations.transformers import invalidate_caches, register
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 
@@ -119,6 +119,20 @@ def test_loading_new_weights_into_a_model_in_use():
     model.load_state_dict(other.state_dict())
     after = model(prompt()).logits
     assert torch.equal(after, other(prompt()).logits) and not torch.equal(after, before)
+
+
+def test_writes_without_a_trace_are_announced_for_the_whole_model():
+    model = build(FAMILIES["mixtral"](2), "sonicmoe_fp8").eval()
+    old = model(prompt()).logits
+    for layer in model.model.layers:
+        layer.mlp.experts.gate_up_proj.data.mul_(0.5)
+        layer.mlp.experts.down_proj.data.mul_(2.0)
+    assert torch.equal(model(prompt()).logits, old)  # nobody said it
+    invalidate_caches(model)
+    found = model(prompt()).logits
+    model.set_experts_implementation("eager")
+    expected = model(prompt()).logits
+    assert relative_rmse(found, expected) < 0.2 < relative_rmse(old, expected)
 
 
 @IMPLEMENTATIONS
