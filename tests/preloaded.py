@@ -28,10 +28,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+TORCH = ("torch", "torch._dynamo", "torch.distributed")  # an optimizer needs Dynamo
 MODULES = {
-    "torch": ("torch", "torch._dynamo", "torch.distributed"),
+    "torch": TORCH,
     "paddle": ("paddle",),
-}  # an optimizer needs Dynamo
+    "transformers": (
+        *TORCH,
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "transformers.trainer",
+    ),
+}
 
 
 class Process:

@@ -21,12 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md", "CONTRIBUTING.md", "ernie_compat/README.md",
     *(f"docs/{name}.md" for name in (
-        "cluster", "design", "env", "jit", "kernels", "migrating", "newcomer", "numerics", "performance",
+        "cluster", "design", "env", "finetuning", "jit", "kernels", "migrating", "newcomer", "numerics", "performance",
         "pytorch", "transformers", "troubleshooting",
     )),
 )  # fmt: skip
 TEXTS = {guide: (ROOT / guide).read_text(encoding="utf-8") for guide in GUIDES}
-NAME_NO_COMMAND = {"docs/migrating.md", "docs/pytorch.md", "docs/transformers.md"}
+NAME_NO_COMMAND = {
+    "docs/finetuning.md", "docs/migrating.md", "docs/pytorch.md", "docs/transformers.md",
+}  # fmt: skip
 
 
 def code_of(text):

@@ -1,0 +1,113 @@
+"""docs/finetuning.md runs as it is printed: on one process, and what is about several ranks on two."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import preloaded
+import pytest
+from worlds import ROOT, environment, run_world, torchrun_variables
+
+PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+# A section's blocks by its heading, in the order of the page.
+SECTIONS = {
+    heading: re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    for heading, text in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+}
+MODEL = re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], flags=re.DOTALL)
+ON_TWO_RANKS = ("FSDP2", "Expert parallelism")
+NEEDED = ("torch", "transformers", "accelerate", "peft")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+    pytest.mark.trained,
+]
+
+# What the page says beside its snippets.
+COUNT_COPIES = """
+from sonicmoe.engine.reference import ReferenceEngine
+copies, prepare = [], ReferenceEngine.prepare_weights
+ReferenceEngine.prepare_weights = lambda *given: copies.append(1) or prepare(*given)
+"""
+AFTER = {
+    # Two layers, and forwards after each of two optimizer steps; the first step finds copies.
+    "Accumulation and clipping": "assert len(copies) == 2 * 2, copies\n",
+    "LoRA": "assert not any(p.grad is not None for k, p in merged.named_parameters() if 'lora' in k)\n",
+    "Frozen experts": "copies.clear(); model(input_ids=batch(0)); assert len(copies) == 2\n",
+    "Compared with `grouped_mm`": """
+with torch.autocast(model.device.type, torch.bfloat16):
+    offsets = torch.tensor([8, 16], dtype=torch.int32)
+    product = torch.nn.functional.grouped_mm(torch.ones(16, 16), torch.ones(2, 16, 16), offs=offsets)
+assert product.dtype == torch.float32
+assert AutoModelForCausalLM.from_config(config).config._experts_implementation == "grouped_mm"
+""",
+}
+BEFORE = {"Accumulation and clipping": "copies.clear(); model.zero_grad()\n"}
+# Every rank compares with one process that sees both ranks' batches.
+ALONE = """
+alone, wanted = load(torch.float32), []
+for _ in range(2):
+    parts = [alone(input_ids=batch(rank), labels=batch(rank)).loss for rank in range(2)]
+    (sum(parts) / 2).backward()
+    wanted.append((parts[int(os.environ["RANK"])].item(), torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)))
+    if len(wanted) == 1:
+        first = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    first.step()
+    first.zero_grad()
+bound = {'FSDP2': 0.02, 'Expert parallelism': 0.002}[section]
+assert all(abs(found - loss) < bound * loss for found, (loss, _) in zip(losses, wanted, strict=True)), (losses, wanted)
+assert abs(norm - wanted[-1][1]) < 5 * bound * norm, (norm, wanted)
+print("as one process")
+"""
+
+
+def test_every_snippet_is_run() -> None:
+    assert len(MODEL) == 1
+    assert len(MODEL) + sum(map(len, SECTIONS.values())) == PAGE.count("```python")
+    assert PAGE.count("```") == 2 * PAGE.count("```python")
+    assert all(SECTIONS[heading] for heading in (*ON_TWO_RANKS, *AFTER))
+
+
+def test_the_snippets_of_one_process_run_in_order(tmp_path: Path) -> None:
+    parts = [*MODEL, COUNT_COPIES]
+    for heading, blocks in SECTIONS.items():
+        if heading not in ON_TWO_RANKS:
+            parts += [BEFORE.get(heading, ""), *blocks, AFTER.get(heading, "")]
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([*parts, "print('all ran')"]), encoding="utf-8")
+    folder = {"TMPDIR": str(tmp_path)}
+    result = preloaded.run("transformers", [str(script)], environment(**folder), ROOT, timeout=240)
+    assert result.stdout.endswith("all ran\n"), result.stderr
+
+
+@pytest.mark.parametrize("heading", ON_TWO_RANKS)
+def test_the_snippets_of_several_ranks_train_as_one_process(heading: str, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    parts = [*MODEL, *SECTIONS[heading], f"section = {heading!r}", ALONE]
+    script.write_text("\n".join(parts), encoding="utf-8")
+    folder = {"TMPDIR": str(tmp_path)}
+    variables = [{**each, **folder} for each in torchrun_variables(2)]
+    for out in run_world(lambda rank: [script], variables, "transformers"):
+        assert out.endswith("as one process\n")
+
+
+def section_of(beginning: str) -> str:
+    return next(part for part in PAGE.split("\n## ") if part.startswith(beginning))
+
+
+def test_the_table_of_memory_adds_up() -> None:
+    rows = re.findall(r"^\| ([^|]+)\|([^|]+)\|([^|]+)\|([^|]+)\|$", section_of("Memory"), re.M)
+    *parts, total = [row for row in rows if re.search(r"\d", row[1])]
+    for column in (1, 2, 3):
+        for choice in (0, -1):
+            found = [float(row[column].split(";")[choice]) for row in parts]
+            assert sum(found) == float(total[column].split(";")[choice])
+    # 48 layers of 128 experts with three matrices 2048 x 768.
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert round(experts / 1e9, 1) == 29.0
+    for column in (1, 2, 3):
+        gigabytes = round(float(total[column].split(";")[0]) * 29.0)
+        assert f"{gigabytes} GB" in section_of("Memory").replace("\n", " ")
