@@ -19,7 +19,7 @@ from .enums import (
 from .enums import (
     is_glu as is_gated,
 )
-from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
+from .errors import ConfigError, EngineUnavailableError, ShapeError, expect, refuse_unknown
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8
 from .interop import current_stream
@@ -106,7 +106,7 @@ class MoE(nn.Module):
         **unknown: object,
     ) -> None:
         super().__init__()
-        _refuse(unknown)
+        refuse_unknown("MoE.__init__", unknown, _WAYS_OUT)
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         sizes |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, size in sizes.items():
@@ -227,24 +227,14 @@ class MoE(nn.Module):
         return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)
 
 
+_ROUTER = (
+    "its softmax is over the chosen experts, so a token's probabilities sum to 1, as with "
+    "norm_topk_prob=True. For another router call sonicmoe.moe_TC_softmax_topk_layer(..., "
+    "is_softmax_over_topk=False, norm_topk_probs=False) on this layer's weights; "
+    'docs/migrating.md, "The router"'
+)
 # Names under which models and upstream's functions choose the softmax of their router.
-_ROUTER_ARGUMENTS = ("norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk")
-
-
-def _refuse(unknown: Mapping[str, object]) -> None:
-    """Raise as Python does for arguments that a function does not have, with a way out where there
-    is one.
-    """
-    for name in unknown:
-        text = f"MoE.__init__() got an unexpected keyword argument {name!r}"
-        if name in _ROUTER_ARGUMENTS:
-            text += (
-                ": its softmax is over the chosen experts, so a token's probabilities sum to 1, as "
-                "with norm_topk_prob=True. For another router call "
-                "sonicmoe.moe_TC_softmax_topk_layer(..., is_softmax_over_topk=False, "
-                'norm_topk_probs=False) on this layer\'s weights; docs/migrating.md, "The router"'
-            )
-        raise TypeError(text)
+_WAYS_OUT = dict.fromkeys(("norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk"), _ROUTER)
 
 
 def _linear(x: Tensor, experts: Experts, expert: int) -> Tensor:

@@ -20,7 +20,7 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import DTypeError, RoutingError, ShapeError, expect
+from ..errors import DTypeError, RoutingError, ShapeError, expect, refuse_unknown
 from ..interop import dtype_name, is_cuda
 from ..layouts import WeightLayout
 from ..routing.ids import group_of
@@ -35,6 +35,14 @@ __all__ = [
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
 ]
+
+
+# Names that models have for arguments of these functions.
+_WAYS_OUT = {
+    "norm_topk_prob": "here it is norm_topk_probs, and it counts with is_softmax_over_topk=False "
+    "alone. norm_topk_prob=True is what happens by default; norm_topk_prob=False is "
+    'is_softmax_over_topk=False (docs/migrating.md, "The router")',
+}
 
 
 @contextmanager
@@ -90,6 +98,7 @@ def moe_TC_softmax_topk_layer(
     *,
     use_fp8: bool | None = None,
     activation_parameters: Mapping[str, float | None] | None = None,
+    **unknown: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole token-choice MoE layer: router logits, top-k, softmax, experts, weighted sum.
 
@@ -116,7 +125,10 @@ def moe_TC_softmax_topk_layer(
         ShapeError: K is not in [1, E], or router, weights and tokens do not fit together.
         DTypeError: x and router_w differ in dtype outside autocast.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
+        TypeError: an argument that is not listed here. The message names what stands in its place
+            where models have another name for it (`norm_topk_prob`).
     """
+    refuse_unknown("moe_TC_softmax_topk_layer", unknown, _WAYS_OUT)
     _check_tokens(x)
     experts = int(router_w.shape[0])
     _check_weights(w1, w2, experts, "the rows of router_w")

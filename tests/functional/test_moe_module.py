@@ -18,7 +18,7 @@ from functional.layer_golden import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
+from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import (
     ConfigError,
@@ -389,3 +389,31 @@ def test_a_router_argument_of_a_model_is_answered_with_the_function_that_has_it(
 def test_any_other_unknown_argument_is_refused_as_python_does():
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_heads'$"):
         MoE(4, 2, 16, 16, num_heads=2)
+    with pytest.raises(TypeError, match=r"^moe_TC_\S+ got an unexpected .* 'top_k'$"):
+        moe_TC_softmax_topk_layer(*LAYER, top_k=2)
+
+
+LAYER = (torch.zeros(3, 16), torch.zeros(4, 16), torch.zeros(32, 16, 4), None)
+LAYER = (*LAYER, torch.zeros(16, 16, 4), None, 2)
+
+
+def test_models_name_of_the_routers_normalisation_is_answered_with_the_functions_own():
+    """The message's two equalities hold."""
+    with pytest.raises(TypeError) as refused:
+        moe_TC_softmax_topk_layer(*LAYER, norm_topk_prob=False)
+    text = str(refused.value)
+    assert text.startswith(
+        "moe_TC_softmax_topk_layer() got an unexpected keyword argument 'norm_topk_prob': "
+        "here it is norm_topk_probs, and it counts with is_softmax_over_topk=False alone."
+    )
+    torch.manual_seed(0)
+    weights = torch.randn(32, 16, 4), None, torch.randn(16, 16, 4), None
+    x, router = torch.randn(5, 16), torch.randn(4, 16)
+    default, _, _ = moe_TC_softmax_topk_layer(x, router, *weights, 2)
+    over_all = {"is_softmax_over_topk": False}
+    divided, _, _ = moe_TC_softmax_topk_layer(
+        x, router, *weights, 2, **over_all, norm_topk_probs=True
+    )
+    plain, _, _ = moe_TC_softmax_topk_layer(x, router, *weights, 2, **over_all)
+    assert torch.allclose(default, divided, rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(default, plain, rtol=1e-2)
