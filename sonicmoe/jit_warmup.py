@@ -50,9 +50,9 @@ def warmup_jit(
         H: hidden size.
         I: expert intermediate size.
         device: where the model will run ("cuda", "cuda:3", Paddle's "gpu:3"); "cpu" needs nothing.
-        precision: "fp8", "bf16" or "both", each with all that `fp8_wgrad` and `recompute_z` may ask
-            for. Default: that of `config` where it sets `fp8_mode`, else both, as a program may
-                choose FP8 call by call.
+        precision: "fp8", "bf16" or "both", each with all that `recompute_z` may ask for, and "fp8"
+            with what `fp8_wgrad=False` needs where the configuration says that. Default: that of
+            `config` where it sets `fp8_mode`, else both, as a program may choose FP8 call by call.
         dtype: dtype of tokens and parameters.
         activation: the expert's activation.
         activation_parameters: numbers of it that the layers set. They are compiled in: layers with

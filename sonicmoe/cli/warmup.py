@@ -24,7 +24,7 @@ from ..jit.errors import PackError
 from ..jit.manifest import Artefact
 from ..jit.pack import matching, read_pack, refusal, unpack, write_pack
 from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
-from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
+from ..jit.plan import BF16, BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .refusals import Location, OneLineCommand
 from .screen import Activity
@@ -41,6 +41,12 @@ MOST = 2**31 - 1
     "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
     help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is left out, with the reason.",
 )  # fmt: skip
+@click.option(
+    "--plain-wgrad",
+    is_flag=True,
+    help="Also the CuTe kernels that FP8 needs under SONIC_MOE_FP8_WGRAD=0. On where that variable is 0; "
+    "BF16 needs the same kernels.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -92,6 +98,7 @@ def warmup(
     hidden: int | None,
     intermediate: int | None,
     precision: str,
+    plain_wgrad: bool,
     dtype: str,
     activation: str,
     parameters: tuple[str, ...],
@@ -109,6 +116,8 @@ def warmup(
     Exit code 1 when one failed or is missing.
     """
     settings = current_config()
+    if plain_wgrad:
+        settings = settings.replace(fp8_wgrad=False)
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     # With --json, stdout holds the object alone.
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
@@ -121,6 +130,8 @@ def warmup(
         _refuse_beside(ctx, "pack_file", ("cache_dir",))
         _pack(pack_file, matching(cache.held()), console)
         ctx.exit(0)
+    if plain_wgrad and precision == BF16:
+        raise click.UsageError("--plain-wgrad has no effect with --precision bf16.")
     for name, size in sizes.items():
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
@@ -132,7 +143,8 @@ def warmup(
     report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs)
     remedy = None
     if check_only and not report.complete:
-        remedy = command_for(spec, precision, jobs, cache_dir)
+        plain_wgrad = precision != BF16 and not settings.fp8_wgrad
+        remedy = command_for(spec, precision, jobs, cache_dir, plain_wgrad)
     if as_json:
         click.echo(json.dumps(to_json(report) | {"command": remedy}, indent=2))
     else:
@@ -147,7 +159,11 @@ def warmup(
 
 
 def command_for(
-    spec: ModelSpec, precision: str = BOTH, jobs: int | None = None, cache_dir: Path | None = None
+    spec: ModelSpec,
+    precision: str = BOTH,
+    jobs: int | None = None,
+    cache_dir: Path | None = None,
+    plain_wgrad: bool = False,
 ) -> str:
     """The command line that compiles the kernels of `spec`, fit for a shell; options that have
     their default are left out.
@@ -164,6 +180,7 @@ def command_for(
     }
     for option, (value, default) in asked.items():
         words += [] if value == default else [option, value]
+    words += ["--plain-wgrad"] if plain_wgrad else []
     for name, number in spec.activation_parameters:
         words += ["--activation-parameter", f"{name}={number!r}"]
     return shlex.join(map(str, words))
@@ -216,6 +233,8 @@ def _unpack(
     precision = pack.precision if pack.precision in PRECISIONS else BOTH
     planned = warm_up_plan(pack.model, precision)
     report = check(pack.model, cache, planned)
+    plain_wgrad = precision != BF16 and not current_config().fp8_wgrad
+    remedy = command_for(pack.model, precision, plain_wgrad=plain_wgrad)
     if report.complete:  # nothing is left to compile, so this writes the record
         report = warm_up(pack.model, cache, compile_jobs=planned)
     if as_json:
@@ -223,7 +242,8 @@ def _unpack(
     elif not report.complete:
         lacking = sum(outcome.state == MISSING for outcome in report.kernels)
         console.print(
-            f"{lacking} kernels of that model are missing: they were packed by another copy of sonicmoe",
+            f"{lacking} kernels that this model needs under the settings in force are not in the pack; "
+            f"pack them where they are compiled: {remedy} --pack FILE",
             soft_wrap=True,
         )
     return 0 if report.complete else 1

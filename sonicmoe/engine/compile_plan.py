@@ -20,7 +20,7 @@ from .capabilities import RECORDS, EngineRecord, Workload, missing_package, prob
 from .settings import EngineSettings
 
 FP8_PLAIN_WGRAD = "fp8 with fp8_wgrad=0"
-_PARTS = {FP8: (FP8, FP8_PLAIN_WGRAD), BF16: (BF16,), BOTH: (FP8, FP8_PLAIN_WGRAD, BF16)}
+_PARTS = {FP8: (FP8,), BF16: (BF16,), BOTH: (FP8, BF16)}
 # The settings of each part that decide what is compiled.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     FP8: {"fp8_mode": "perf", "fp8_wgrad": True},
@@ -46,11 +46,13 @@ def plan(spec: ModelSpec, config: ResolvedConfig | None = None) -> tuple[Compile
 def warm_up_plan(
     spec: ModelSpec, precision: str = BOTH, config: ResolvedConfig | None = None
 ) -> WarmUpPlan:
-    """Every distinct compile job of runs of `spec` in `precision`, whatever FP8 mode, weight
-    gradients and `recompute_z` they choose.
+    """Every distinct compile job of runs of `spec` in `precision`, whatever FP8 mode and
+    `recompute_z` they choose.
 
     A part without kernels for `spec` is left out: see `WarmUpPlan.left_out`. `config` (default: the
-    one in force) gives the settings that are not varied: engine, recipe, storage of z.
+    one in force) gives the settings that are not varied: engine, recipe, storage of z. Weight
+    gradients of FP8 on unquantised operands (`fp8_wgrad=False`) run on GEMMs of CuTe DSL: theirs are
+    planned where `config` has that setting, or BF16 needs them anyway.
     """
     expect(
         precision in PRECISIONS,
@@ -58,8 +60,9 @@ def warm_up_plan(
         f"precision={precision!r}; needed: one of {list(PRECISIONS)}",
     )
     settings = config or current_config()
-    problems = _problems(_PARTS[precision], spec, settings)
-    covered = [part for part in _PARTS[precision] if part not in problems]
+    parts = _parts(precision, settings)
+    problems = _problems(parts, spec, settings)
+    covered = [part for part in parts if part not in problems]
     jobs = plan(spec, settings.replace(engine=EngineName.REFERENCE, fp8_mode="off"))
     for part in covered:
         for again in (False, True):
@@ -83,6 +86,12 @@ def require_precision(planned: WarmUpPlan, precision: str) -> WarmUpPlan:
         f"precision={precision!r} has no kernels for this model: {'; '.join(planned.left_out)}",
     )
     return planned
+
+
+def _parts(precision: str, config: ResolvedConfig) -> tuple[str, ...]:
+    parts = _PARTS[precision]
+    plain = FP8 in parts and not config.fp8_wgrad
+    return (*parts, FP8_PLAIN_WGRAD) if plain else parts
 
 
 def _problems(parts: Iterable[str], spec: ModelSpec, config: ResolvedConfig) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 from sonicmoe.bench.shapes import SHAPES
 from sonicmoe.cli.bench import bench, chosen_shapes
 from sonicmoe.cli.main import COMMANDS, main
+from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import BF16, missing_package
 from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.cuda_source import CudaSource
@@ -187,6 +188,14 @@ def test_the_warm_up_compiles_what_its_page_says():
         len(jobs["bf16"]),
     ]
     assert [int(number) for number in said.groups()] == counts
+    plain = current_config(SonicMoEConfig(fp8_wgrad=False))
+    with_plain = warm_up_plan(ModelSpec(*map(int, sizes)), "fp8", plain).jobs
+    assert f"Under `SONIC_MOE_FP8_WGRAD=0` it needs {len(with_plain)}:" in text
+    more = [job for job in with_plain if job not in jobs["fp8"]]
+    by_cute = sum(not isinstance(job, CudaSource) for job in more)
+    assert (len(more), by_cute) == (4, 3)
+    assert "four kernels more, three of them from CuTe DSL" in TEXTS["docs/cluster.md"]
+    assert all(isinstance(job, CudaSource) for job in jobs["fp8"])
     table = TEXTS["docs/jit.md"].split("| part | kernels | compiler |")[1].split("\n\n")[0]
     named = set(
         re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[2] for row in table.splitlines()[2:]))

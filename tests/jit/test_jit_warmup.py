@@ -290,12 +290,47 @@ def test_what_each_precision_compiles() -> None:
     both, fp8, bf16 = (warm_up_plan(SPEC, precision) for precision in ("both", "fp8", "bf16"))
     assert [p.precision for p in (both, fp8, bf16)] == ["both", "fp8", "bf16"]
     assert not (both.left_out or fp8.left_out or bf16.left_out)
-    plain_wgrad = {"bf16_wgrad"}
-    assert names(fp8) & (FP8_KERNELS | BF16_KERNELS) == FP8_KERNELS | plain_wgrad
+    assert names(fp8) == FP8_KERNELS | EVERY_RUN | {"passes"}
     assert names(bf16) & (FP8_KERNELS | BF16_KERNELS) == BF16_KERNELS
     assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs) and len(set(both.jobs)) == len(
         both.jobs
     )
+
+
+@needs_quack
+def test_fp8_has_no_cute_kernels_unless_the_setting_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_flags: Callable[..., None]
+) -> None:
+    """By the variable, by the option and from a program; a check looks for the same kernels, and
+    its command compiles them wherever it is run.
+    """
+    set_flags(SONIC_MOE_CACHE_DIR=str(tmp_path), SONIC_MOE_LOCAL_CACHE_DIR=str(tmp_path / "local"))
+    plain = {"expert_rows", "bf16_wgrad"}
+
+    def checked(*options: str) -> tuple[set[str], str]:
+        asked = ["warmup", *DIMENSIONS, "--precision", "fp8", "--check", "--json", *options]
+        report = json.loads(CliRunner().invoke(main, asked).stdout)
+        return {kernel["kernel"] for kernel in report["kernels"]}, report["command"]
+
+    fp8 = FP8_KERNELS | EVERY_RUN | {"passes"}
+    command = "sonicmoe warmup --E 8 --H 3072 --I 1536 --precision fp8"
+    assert checked() == (fp8, command)
+    assert checked("--plain-wgrad") == (fp8 | plain, f"{command} --plain-wgrad")
+    seen = []
+    monkeypatch.setattr("sonicmoe.jit_warmup.warm_up", lambda *_, compile_jobs, **__: seen.append(
+        names(compile_jobs)) or SimpleNamespace(kernels=()))  # fmt: skip
+    for fp8_wgrad in (True, False):
+        warmup_jit(8, 3072, 1536, config=SonicMoEConfig(fp8_mode="perf", fp8_wgrad=fp8_wgrad))
+    assert seen == [fp8, fp8 | plain]
+    set_flags(SONIC_MOE_FP8_WGRAD="0")
+    assert checked() == (fp8 | plain, f"{command} --plain-wgrad")
+
+
+def test_plain_weight_gradients_beside_bf16_alone_are_refused() -> None:
+    asked = ["warmup", *DIMENSIONS, "--precision", "bf16", "--plain-wgrad"]
+    refused = CliRunner().invoke(main, asked)
+    assert refused.exit_code == 2
+    assert refused.output == "Error: --plain-wgrad has no effect with --precision bf16.\n"
 
 
 def test_the_plan_does_not_depend_on_the_mode_in_force(set_flags: Callable[..., None]) -> None:
@@ -334,10 +369,9 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.Monk
     absent = lambda *names: tuple((name, "absent") for name in names)  # noqa: E731
     monkeypatch.setattr(capabilities, "package_versions", absent)
     planned = warm_up_plan(SPEC)
-    assert planned.precision == "fp8" and planned.left_out == (
-        f"fp8 with fp8_wgrad=0: {why}",
-        f"bf16: {why}",
-    )
+    assert planned.precision == "fp8" and planned.left_out == (f"bf16: {why}",)
+    plain = warm_up_plan(SPEC, "fp8", current_config(SonicMoEConfig(fp8_wgrad=False)))
+    assert plain.left_out == (f"fp8 with fp8_wgrad=0: {why}",)
     assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
 
 
