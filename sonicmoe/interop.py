@@ -255,14 +255,14 @@ def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
     for name, tensor in tensors:
         if first is None:
             first = (name, tensor)
-        elif not _same_device(tensor, first[1]):
+        elif not same_device(tensor, first[1]):
             raise DeviceError(
                 f"{name} is on {device_name(tensor)} but {first[0]} is on {device_name(first[1])}; "
                 "all must be on one device"
             )
 
 
-def _same_device(one: Any, other: Any) -> bool:
+def same_device(one: Any, other: Any) -> bool:
     """Asked several times in every forward; PyTorch compares devices faster than it names them."""
     if IS_PADDLE:
         return device_name(one) == device_name(other)
@@ -305,7 +305,8 @@ def aligned(tensor: Any) -> Any:
     """Detached, contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied
     only if it is not.
     """
-    tensor = tensor.detach().contiguous()
+    if requires_grad(tensor) or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
     return tensor if data_ptr(tensor) % 16 == 0 else tensor.clone()
 
 

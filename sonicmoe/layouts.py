@@ -374,6 +374,14 @@ class WeightSource:
         return (*_addresses(self.up), *_addresses(self.down))
 
     @property
+    def is_copied(self) -> bool:
+        """Whether engines read copies of a weight that is not contiguous, which are gone after the
+        call.
+        """
+        matrices = (m for m in (self.up, self.down) if isinstance(m, StackedMatrices))
+        return not all(m.stacked.is_contiguous() for m in matrices)
+
+    @property
     def anchor(self) -> Tensor:
         """A tensor that lies where the weights lie, for questions about device and stream."""
         up = self.up

@@ -16,7 +16,6 @@ import torch
 from ..engine.capabilities import (
     REFERENCE,
     TokenFormat,
-    Workload,
     gradient_problem,
     token_problem,
 )
@@ -157,7 +156,7 @@ def arrives(recipe: Fp8Recipe, dispatch: Dispatch, hidden: int) -> bool:
     per_row = dispatch.per_row and hidden > 128
     form = TokenFormat.E4M3_ROW if per_row else TokenFormat.E4M3_1X128
     settings = EngineSettings(recipe=recipe)
-    problems = [token_problem(REFERENCE, Workload(settings, hidden, 128, tokens=form))]
+    problems = [token_problem(REFERENCE, settings, form)]
     if dispatch.sends_gradients:
         problems.append(gradient_problem(REFERENCE, settings, form))
     return problems == [None] * len(problems)

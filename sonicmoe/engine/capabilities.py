@@ -24,6 +24,7 @@ from ..quant.recipes import RECIPES, rows
 from .settings import EngineSettings
 
 HOST = "host"  # in place of an architecture, where tensors are on no GPU
+_TOKEN_BLOCK = rows(128)
 
 
 class TokenFormat(Enum):
@@ -229,7 +230,7 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
     if workload.dtype not in record.dtypes:
         takes = " or ".join(record.dtypes)
         yield DTypeError, f"tokens are {workload.dtype}, and it takes {takes}"
-    yield from _token_problems(record, workload)
+    yield from _format_problems(record, workload.settings, workload.tokens, "tokens", "x")
     if workload.gradients not in record.gradients:
         adds = _values(record.gradients)
         wanted = workload.gradients.value
@@ -245,11 +246,12 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
     yield from _activation_problems(record, workload.settings)
 
 
-def token_problem(record: EngineRecord, workload: Workload) -> str | None:
-    """Why this engine cannot take tokens in the workload's format, or None. Their values, in
-    bfloat16, it may still take.
+def token_problem(record: EngineRecord, settings: EngineSettings, form: TokenFormat) -> str | None:
+    """Why this engine cannot take tokens in this format, or None. Their values, in bfloat16, it may
+    still take.
     """
-    return next((text for _, text in _token_problems(record, workload)), None)
+    problems = _format_problems(record, settings, form, "tokens", "x")
+    return next((text for _, text in problems), None)
 
 
 def gradient_problem(
@@ -260,22 +262,20 @@ def gradient_problem(
     return next((text for _, text in problems), None)
 
 
-def _token_problems(record: EngineRecord, workload: Workload) -> Problems:
-    yield from _format_problems(record, workload.settings, workload.tokens, "tokens", "x")
-
-
 def _format_problems(
     record: EngineRecord, settings: EngineSettings, form: TokenFormat, what: str, operand: str
 ) -> Problems:
     """`operand`: the field of the recipe that says in which blocks they are read."""
-    recipe, come = settings.recipe, f"{what} come as {form.value!r}"
+    recipe = settings.recipe
+    # Asked at every forward, so messages are composed for problems only.
     if form not in record.tokens:
-        yield DTypeError, f"{come}, and it takes {_values(record.tokens)}"
+        yield DTypeError, f"{what} come as {form.value!r}, and it takes {_values(record.tokens)}"
     elif form is TokenFormat.PLAIN:
         return
     elif recipe is None:
-        yield ConfigError, f"{come}, and FP8 is off"
-    elif form is TokenFormat.E4M3_1X128 and getattr(recipe, operand) != rows(128):
+        yield ConfigError, f"{what} come as {form.value!r}, and FP8 is off"
+    elif form is TokenFormat.E4M3_1X128 and getattr(recipe, operand) != _TOKEN_BLOCK:
+        come = f"{what} come as {form.value!r}"
         blocks = f"recipe {recipe.name!r} reads them in {getattr(recipe, operand)} blocks"
         yield ConfigError, f"{come}, and {blocks}"
 

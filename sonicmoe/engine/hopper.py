@@ -101,6 +101,14 @@ class HopperEngine(Engine):
             )
             return EngineWeights(store.w1, store.w2, *dgrad, store=store)
 
+    def keep(self, previous: EngineWeights, change: Change) -> bool:
+        """The comparison on the device that `refresh` launches too."""
+        store = previous.store
+        if not isinstance(store, QuantizedWeights) or previous.w1 is not store.w1:
+            return False
+        with stage("prepare_weights"):
+            return store.keep()
+
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
@@ -203,7 +211,10 @@ def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
 def _aligned(x: Tokens) -> Tokens:
     if not isinstance(x, BlockScaledTensor):
         return aligned(x)  # type: ignore[no-any-return]
-    return replace(x, codes=aligned(x.codes), scale_inv=aligned(x.scale_inv))
+    codes, scale_inv = aligned(x.codes), aligned(x.scale_inv)
+    if codes is x.codes and scale_inv is x.scale_inv:
+        return x
+    return replace(x, codes=codes, scale_inv=scale_inv)
 
 
 def _passes_of(anchor: Tensor, settings: EngineSettings) -> Passes:

@@ -42,7 +42,6 @@ from .capabilities import (
     EngineRecord,
     GradientTarget,
     TokenFormat,
-    Workload,
     gradient_problem,
     token_problem,
 )
@@ -319,6 +318,15 @@ class Engine(ABC):
         """What this engine can compute, and into which kinds of targets it adds."""
         return RECORDS[EngineName(self.name)]
 
+    def keep(self, previous: EngineWeights, change: Change) -> bool:
+        """Bring `previous` up to date without a look at its source, which lies where it lay when
+        `refresh` returned `previous`; `change` is not YES. False: this engine needs `refresh`.
+
+        Asked at every forward, because describing the source takes the host longer than a launch.
+        An engine that looks for changes on the device looks here too.
+        """
+        return change is Change.NO
+
     def refresh(
         self,
         source: WeightSource,
@@ -492,7 +500,7 @@ def check_forward(
     # Asked at every forward, so messages are composed for errors only: `expect` would compose them
     # always.
     if isinstance(x, BlockScaledTensor):
-        _require_format(record, x, weights, settings)
+        _require_format(record, x, settings)
     else:
         require_framework_tensor(x, "x")
         if x.dtype not in TOKEN_DTYPES:
@@ -521,11 +529,8 @@ def check_forward(
     require_same_device([("x", given), ("routing", routing.row_token), ("weights", w1)])
 
 
-def _require_format(
-    record: EngineRecord, x: BlockScaledTensor, weights: EngineWeights, settings: EngineSettings
-) -> None:
-    sizes = weights.hidden_size, weights.intermediate_size
-    reason = token_problem(record, Workload(settings, *sizes, tokens=token_format(x)))
+def _require_format(record: EngineRecord, x: BlockScaledTensor, settings: EngineSettings) -> None:
+    reason = token_problem(record, settings, token_format(x))
     if reason is not None:
         kind = DTypeError if token_format(x) not in record.tokens else ConfigError
         raise kind(

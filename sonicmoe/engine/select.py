@@ -72,7 +72,9 @@ def choose_engine(
         return _choose(device, requested, workload)
     choice = _choose(device, requested, replace(workload, tokens=TokenFormat.PLAIN))
     computed = replace(workload, settings=choice.settings or workload.settings)
-    reason = token_problem(RECORDS[EngineName(choice.engine.name)], computed)
+    reason = token_problem(
+        RECORDS[EngineName(choice.engine.name)], computed.settings, computed.tokens
+    )
     return replace(choice, dequantises=reason)
 
 

@@ -28,7 +28,14 @@ from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import dtype_name, plain_ops, require_framework_tensor, require_same_device
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import encode_e4m3
-from ..quant.tokens import WORD_COLUMNS, check_fp8_tokens, has_row_scales, tokens_of, words_per_row
+from ..quant.tokens import (
+    WORD_COLUMNS,
+    check_fp8_tokens,
+    checked_tokens,
+    has_row_scales,
+    tokens_of,
+    words_per_row,
+)
 
 Tensor = torch.Tensor
 
@@ -116,17 +123,16 @@ def tokens_from_carrier(codes: Tensor, scale: Tensor) -> Arrived:
         DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
             is needed.
     """
-    for name, value in (("codes", codes), ("scale", scale)):
-        require_framework_tensor(value, name)
-    expect(
-        codes.dtype == torch.float8_e4m3fn and len(codes.shape) == 2,
-        DTypeError,
-        f"codes are {dtype_name(codes.dtype)} {tuple(codes.shape)}; needed: float8_e4m3fn [T, H]",
-    )
+    require_framework_tensor(codes, "codes")
+    require_framework_tensor(scale, "scale")
+    if codes.dtype != torch.float8_e4m3fn or len(codes.shape) != 2:
+        raise DTypeError(
+            f"codes are {dtype_name(codes.dtype)} {tuple(codes.shape)}; needed: float8_e4m3fn [T, H]"
+        )
     require_same_device([("codes", codes), ("scale", scale)])
     if scale.dtype == torch.float32:
         check_fp8_tokens(codes, scale)
-        return Arrived(tokens_of(codes.detach(), scale.detach()), None)
+        return Arrived(checked_tokens(codes.detach(), scale.detach()), None)
     with plain_ops():
         codes, scale = codes.detach().contiguous(), scale.detach().contiguous()
         words = _packed_words(codes, scale)
@@ -138,7 +144,7 @@ def tokens_from_carrier(codes: Tensor, scale: Tensor) -> Arrived:
         multipliers = words.view(torch.float32)
         if carrier is Carrier.FP32_ROW:
             multipliers = multipliers[:, :1].contiguous()
-        return Arrived(tokens_of(codes, multipliers), None)
+        return Arrived(checked_tokens(codes, multipliers), None)
 
 
 def _packed_words(codes: Tensor, scale: Tensor) -> Tensor | None:
@@ -165,13 +171,11 @@ def words_of_bytes(held: Tensor) -> Tensor:
 
 
 def _meaning(words: Tensor) -> Carrier:
-    expect(
-        _declared is not None,
-        ConfigError,
-        f"scale has packed words {tuple(words.shape)}, and nobody declared whether they are fp32 multipliers or four E8M0 "
-        "bytes; needed: sonicmoe.fleet.carrier.declare_carrier(...) on every rank, before the first dispatch",
-    )
-    assert _declared is not None
+    if _declared is None:
+        raise ConfigError(
+            f"scale has packed words {tuple(words.shape)}, and nobody declared whether they are fp32 multipliers or four E8M0 "
+            "bytes; needed: sonicmoe.fleet.carrier.declare_carrier(...) on every rank, before the first dispatch"
+        )
     return _declared
 
 

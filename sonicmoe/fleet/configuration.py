@@ -9,9 +9,9 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..config import FLAGS, SonicMoEConfig, active_config, environment
+from ..config import FLAGS, ResolvedConfig, SonicMoEConfig, active_config, environment
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -123,8 +123,15 @@ kernels always fuse activation and quantisation; False is said once |
     situ_linear_beta: float | None
     gemm_num_sms: int | None
 
+    # Beside the fields, which are everything in `__dict__`: the last answer of `node_config`.
+    __slots__ = ("__dict__", "_answer")
+
     def __init__(self) -> None:
         self.__dict__.update(_defaults())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields; a copy makes answers of its own."""
+        return self.__dict__.copy()
 
     @classmethod
     def disabled(cls) -> FP8Config:
@@ -141,6 +148,7 @@ kernels always fuse activation and quantisation; False is said once |
             )
         unset = value is None and name != "situ_linear_beta"
         self.__dict__[name] = _defaults()[name] if unset else _READERS[name](name, value)
+        object.__setattr__(self, "_answer", None)
 
     def __getattr__(self, name: str) -> Any:
         """The second name of a field, and `resolve_<field>`; the fields themselves are found
@@ -176,8 +184,15 @@ kernels always fuse activation and quantisation; False is said once |
         fp8 = self.enabled if fp8 is None else fp8
         around = active_config()
         found = around.resolve()
+        # Every forward asks. Comparing the fields would take as long as a launch, so the last
+        # answer is found by identity; setting a field drops it.
+        last: _Answer | None = getattr(self, "_answer", None)
+        if last is not None and last.found is found and last.fp8 is fp8 and last.around is around:
+            return last.config
         mode = (found.fp8_mode if found.fp8 else "perf") if fp8 else "off"
-        return _node_config(around, mode, _given_z(), tuple(self.__dict__.items()))
+        config = _node_config(around, mode, _given_z(), tuple(self.__dict__.items()))
+        object.__setattr__(self, "_answer", _Answer(around, found, fp8, config))
+        return config
 
     def activation(
         self, activation_type: Any = ActivationType.SWIGLU
@@ -195,6 +210,15 @@ kernels always fuse activation and quantisation; False is said once |
         if not isinstance(name, str):
             name = member_of(ActivationType, name, "activation_type").value
         return _activation(name, self.swiglu_clamp_value, self.situ_beta, self.situ_linear_beta)
+
+
+class _Answer(NamedTuple):
+    """What `node_config` answered, and to what."""
+
+    around: SonicMoEConfig
+    found: ResolvedConfig
+    fp8: bool
+    config: SonicMoEConfig
 
 
 @lru_cache(maxsize=256)  # every forward asks, with the same answer

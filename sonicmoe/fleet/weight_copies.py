@@ -89,16 +89,16 @@ def copies_of(w1: Tensor, w2: Tensor) -> WeightCopies | None:
         LayoutError: `fp8` of a weight is not what `quantize_native_fp8_weights` gave, or the two
             weights have copies of two events.
     """
-    _settle()
-    held = [getattr(weight, "fp8", None) for weight in (w1, w2)]
-    if held[0] is None or held[1] is None:
+    if _doubtful:
+        _settle()
+    held1, held2 = getattr(w1, "fp8", None), getattr(w2, "fp8", None)
+    if held1 is None or held2 is None:
         return None
-    first, second = (_marked(name, pair) for name, pair in zip(("w1", "w2"), held, strict=True))
-    expect(
-        first is second,
-        LayoutError,
-        f"w1.fp8 and w2.fp8 are of two quantisations (events {first.version} and {second.version}); needed: both of one",
-    )
+    first, second = _marked("w1", held1), _marked("w2", held2)
+    if first is not second:
+        raise LayoutError(
+            f"w1.fp8 and w2.fp8 are of two quantisations (events {first.version} and {second.version}); needed: both of one"
+        )
     return first
 
 

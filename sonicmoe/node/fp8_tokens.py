@@ -22,7 +22,7 @@ from ..interop import (
     require_same_device,
     requires_grad,
 )
-from ..quant.tokens import check_fp8_tokens, tokens_of
+from ..quant.tokens import check_fp8_tokens, checked_tokens
 
 Tensor = torch.Tensor
 
@@ -34,24 +34,23 @@ def check_token_gradient(x: Tensor, x_scale: Any, dx_to: Any) -> None:
         DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
             is needed.
     """
+    # Asked at every forward, so messages are composed for errors only.
     if x_scale is None:
-        expect(
-            dx_to is None,
-            DTypeError,
-            f"dx_to came with x in {dtype_name(x.dtype)}, which gets its gradient itself; needed: no dx_to, or x in "
-            "float8_e4m3fn with x_scale",
-        )
+        if dx_to is not None:
+            raise DTypeError(
+                f"dx_to came with x in {dtype_name(x.dtype)}, which gets its gradient itself; needed: no dx_to, or x in "
+                "float8_e4m3fn with x_scale"
+            )
         return
     check_fp8_tokens(x, x_scale)
     if dx_to is x:
         _check_own_gradient(x)
         return
-    expect(
-        not (grad_enabled() and requires_grad(x)),
-        DTypeError,
-        f"x wants a gradient, and autograd would cast it to {dtype_name(x.dtype)}; needed: x detached, and a bfloat16 tensor "
-        "of its shape as dx_to, which gets the gradient",
-    )
+    if requires_grad(x) and grad_enabled():
+        raise DTypeError(
+            f"x wants a gradient, and autograd would cast it to {dtype_name(x.dtype)}; needed: x detached, and a bfloat16 "
+            "tensor of its shape as dx_to, which gets the gradient"
+        )
     if dx_to is None:
         return
     require_framework_tensor(dx_to, "dx_to")
@@ -91,7 +90,7 @@ def token_form(x: Tensor, x_scale: Tensor | None) -> tuple[str, TokenFormat]:
     """`(dtype that the tokens stand for, their format)`."""
     if x_scale is None:
         return dtype_name(x.dtype), TokenFormat.PLAIN
-    return "bfloat16", token_format(tokens_of(x, x_scale))
+    return "bfloat16", token_format(checked_tokens(x, x_scale))
 
 
 def inputs_of(

@@ -18,7 +18,7 @@ from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Toke
 from ..gradients.routes import Addition, Route
 from ..interop import holds_memory, plain_ops, requires_grad
 from ..out_of_memory import raise_with_advice
-from ..quant.tokens import anchor_of, to_bfloat16, tokens_of
+from ..quant.tokens import anchor_of, checked_tokens, to_bfloat16
 from ..routing.build import route
 from ..weights.cache import Reading
 from .fp8_gradients import GradientSource, gradient_from
@@ -102,7 +102,7 @@ class MlpCall(DifferentiableCall):
         if len(inputs) == 2:
             return inputs[0]
         codes = inputs[3] if len(inputs) > 3 else inputs[0]
-        tokens = tokens_of(codes.detach(), inputs[2].detach())
+        tokens = checked_tokens(codes.detach(), inputs[2].detach())
         return to_bfloat16(tokens) if self.dequantises else tokens
 
     def backward(

@@ -122,6 +122,21 @@ class BlockScaledTensor:
         return tuple(int(size) for size in (self.codes if held is None else held).shape)
 
     @classmethod
+    def of_checked(
+        cls, codes: Tensor, scale_inv: Tensor, block: BlockShape, code: Code
+    ) -> BlockScaledTensor:
+        """Of codes and scales by rows that somebody has checked against each other."""
+        made = cls.__new__(cls)
+        made.__dict__.update(
+            codes=codes,
+            scale_inv=scale_inv,
+            block=block,
+            code=code,
+            orientation=Orientation.ROWS,
+        )
+        return made
+
+    @classmethod
     def from_bytes(
         cls,
         held: Tensor,

@@ -97,10 +97,13 @@ class QuantizedWeights:
         self._iso_weight = iso_weight
         self._layout: tuple[Any, ...] | None = None
         self._pointers: tuple[int, ...] = ()
-        self._current = False
+        self._current = self._was_copied = False
         self._forward: tuple[BlockScaledTensor, ...] = ()
         self._dgrad: tuple[BlockScaledTensor, ...] = ()
-        self._launch_buffers: tuple[Any, ...] = ()
+        # Of both launches, made once for a layout: composing them takes as long as a launch.
+        self._check_arguments: tuple[Any, ...] = ()
+        self._quantize_arguments: tuple[Any, ...] = ()
+        self._kernels: Any = None
         self._order = StreamOrder()
 
     def invalidate(self) -> None:
@@ -121,31 +124,38 @@ class QuantizedWeights:
         layout = _layout_of(source)
         if layout != self._layout or pointers != self._pointers:
             _check_source(source)
-            self._current = False
+            self._current, self._was_copied = False, source.is_copied
         if layout != self._layout:
             self._allocate(source, layout)
         # Not current until every launch below has been accepted: if one fails, the checksums may be
         # newer than the codes, and the guard alone would never notice.
         force, self._current = force or not self._current, False
-        self._order.enter(source.up[0])
-        kernels, stream = _kernels(device_name(source.up[0])), current_stream(source.up[0])
-        table, checksums, state, outputs, dtype = self._launch_buffers
+        table = self._check_arguments[0]
         if pointers != self._pointers:
-            kernels.store_addresses(list(pointers), table, stream)
+            self._order.enter(table)
+            _kernels(device_name(table)).store_addresses(
+                list(pointers), table, current_stream(table)
+            )
             self._pointers = pointers
-        transposed, split_half = source.layout.transposed, source.layout.split_half
-        sizes = (source.n1, source.hidden_size, source.intermediate_size)
-        kernels.check_weights(table, *sizes, transposed, dtype, checksums, state, stream)
-        kernels.quantize_weights(
-            table,
-            *outputs,
-            transposed,
-            split_half,
-            dtype,
-            state,
-            force,
-            stream,
-        )
+        self._launch(force)
+
+    def keep(self) -> bool:
+        """`update` for weights that lie where they lay at the last one, without their source; False
+        where that one failed, read a copy, or was on a host.
+        """
+        if not self._current or self._was_copied or not self._check_arguments:
+            return False
+        self._current = False
+        self._launch(force=False)
+        return True
+
+    def _launch(self, force: bool) -> None:
+        """Compare, and quantise where something differs."""
+        table = self._check_arguments[0]
+        self._order.enter(table)
+        kernels, stream = self._kernels, current_stream(table)
+        kernels.check_weights(*self._check_arguments, stream)
+        kernels.quantize_weights(*self._quantize_arguments, force, stream)
         self._order.leave()
         self._current = True
 
@@ -192,7 +202,11 @@ class QuantizedWeights:
             tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)
         ]
         outputs = written + [None] * (4 if self._iso_weight else 0)
-        self._launch_buffers = (table, checksums, state, tuple(outputs), dtype)
+        transposed, split_half = source.layout.transposed, source.layout.split_half
+        sizes = n1, hidden, inner
+        self._check_arguments = (table, *sizes, transposed, dtype, checksums, state)
+        self._quantize_arguments = (table, *outputs, transposed, split_half, dtype, state)
+        self._kernels = _kernels(device_name(table))
         self._layout, self._pointers = layout, ()
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:

@@ -9,6 +9,7 @@ its codes and scales only moves bytes. docs/numerics.md has the measurements beh
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,6 +51,7 @@ class BlockShape:
         return f"{self.rows}x{self.cols}"
 
 
+@functools.lru_cache(maxsize=64)  # asked several times in every forward
 def rows(size: int) -> BlockShape:
     """One scale per row and `size` columns."""
     return BlockShape(1, size)
@@ -99,7 +101,7 @@ class Fp8Recipe:
         """
         return (self.w1, self.w2) == (self.w1_dgrad, self.w2_dgrad)
 
-    @property
+    @functools.cached_property
     def row_alignment(self) -> int:
         """Rows every expert is padded to, so that no block of rows spans two experts: at least the
         GEMM tile (128).

@@ -7,10 +7,18 @@ row     multipliers `[T, 1]`: one per row. Weight gradients then need no second 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import DTypeError, ShapeError, expect
-from ..interop import dtype_name, plain_ops, require_framework_tensor, require_same_device
+from ..interop import (
+    dtype_name,
+    plain_ops,
+    require_framework_tensor,
+    require_same_device,
+    same_device,
+)
 from .format import BlockScaledTensor, Code
 from .gpu import quantize_rows
 from .recipes import BlockShape, rows
@@ -50,6 +58,14 @@ def tokens_of(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
     return BlockScaledTensor(codes, scale_inv, block, Code.E4M3)
 
 
+def checked_tokens(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
+    """`tokens_of` for tensors that `check_fp8_tokens` has seen, whose checks a forward need not
+    repeat.
+    """
+    block = token_block(int(codes.shape[1]), int(scale_inv.shape[1]))
+    return BlockScaledTensor.of_checked(codes, scale_inv, block, Code.E4M3)
+
+
 def quantize_tokens(x: Tensor, *, row_scale: bool = False) -> BlockScaledTensor:
     """Tokens bf16, fp16 or fp32 `[T, H]` as their sender quantises them: with one scale per row and
     128 columns, which are the codes that the engines make themselves, or with one per row.
@@ -83,6 +99,10 @@ def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
         DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
             is needed.
     """
+    # One expression without messages for the usual case, which every forward asks about; what
+    # follows only finds out which part of it is false.
+    if _are_fp8_tokens(x, x_scale):
+        return
     scale = f"{name}_scale"
     require_framework_tensor(x_scale, scale)
     found = dtype_name(x.dtype)
@@ -115,3 +135,22 @@ def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
             f"{argument} has strides {tuple(value.stride())}; needed: contiguous rows, as DeepEP delivers them",
         )
     require_same_device([(name, x), (scale, x_scale)])
+
+
+def _are_fp8_tokens(x: Tensor, x_scale: Any) -> bool:
+    if not (
+        isinstance(x_scale, torch.Tensor)
+        and x.dtype == torch.float8_e4m3fn
+        and x_scale.dtype == torch.float32
+        and len(x.shape) == len(x_scale.shape) == 2
+    ):
+        return False
+    tokens, hidden = x.shape
+    count, multipliers = x_scale.shape
+    return bool(
+        count == tokens
+        and multipliers in (words_per_row(int(hidden)), 1)
+        and x.is_contiguous()
+        and x_scale.is_contiguous()
+        and same_device(x, x_scale)
+    )

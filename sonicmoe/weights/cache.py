@@ -10,9 +10,10 @@ weak references.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -119,7 +120,8 @@ class WeightCache:
         self,
         engine: Engine,
         settings: EngineSettings,
-        source: WeightSource,
+        source: Callable[[], WeightSource],
+        anchor: Tensor,
         place: tuple[Any, ...],
         seen: Seen,
         told: Change = Change.NO,
@@ -127,7 +129,9 @@ class WeightCache:
         """The weights for a forward that starts now.
 
         Args:
-            engine, settings, source: as in `Engine.refresh`.
+            engine, settings: as in `Engine.refresh`.
+            source: gives what `Engine.refresh` takes; called only where an engine needs it.
+            anchor: a tensor that lies where the weights lie.
             place: where the weights lie. Weights at another place, another engine and other
                 settings get engine weights of their own, because an outstanding forward may still
                 have to read the old ones in its backward.
@@ -144,9 +148,10 @@ class WeightCache:
         stepped = previous is not None and seen.optimizer_steps != self._seen.optimizer_steps
         change = Change.YES if previous is None or written or stepped else told
         # A forward on another stream must wait for the launches that made what it reads.
-        self._streams.enter(source.anchor)
+        self._streams.enter(anchor)
         try:
-            self.weights = engine.refresh(source, settings, previous, change)
+            if previous is None or change is Change.YES or not engine.keep(previous, change):
+                self.weights = engine.refresh(source(), settings, previous, change)
         finally:
             # Recorded after `refresh`, so that a later forward on another stream waits for these
             # launches, also where one of them failed.
@@ -160,6 +165,7 @@ class WeightCache:
         unannounced = None
         if told is not Change.YES and (written or stepped):
             unannounced = Unannounced.WRITE if written else Unannounced.OPTIMIZER_STEP
+        assert self.weights is not None
         return Reading(self.weights, self, self.writes, unannounced)
 
     def lend(self) -> None:
@@ -233,10 +239,11 @@ class LayerWeights:
             parameters = parameters or self._parameters.parameters()
             if IS_PADDLE:
                 check_memory(parameters)
-            source = self._parameters.source(parameters)
+            # A parameter that changes its layout in place keeps its addresses.
+            place = self._parameters.layout, *map(data_ptr, parameters), parameters[0].dtype
             # PyTorch gives a weight without memory the address 0. The cache needs the addresses
             # anyway, and asking every weight for its memory would take longer than a launch.
-            if not all(source.pointers):
+            if 0 in place:
                 check_memory(parameters)
             seen = look(parameters)
             # In training `step()` must announce every write, so silence counts as no write. Nobody
@@ -245,9 +252,8 @@ class LayerWeights:
             told = Change.YES if self._stale else Change.NO
             if told is Change.NO and not seen.marks and not training:
                 told = Change.MAYBE
-            # A parameter that changes its layout in place keeps its addresses.
-            place = source.layout, *source.pointers
-            reading = self._cache.read(engine, settings, source, place, seen, told)
+            source = partial(self._parameters.source, parameters)
+            reading = self._cache.read(engine, settings, source, parameters[0], place, seen, told)
             lent = _lent(reading.weights, parameters)
             if lent and training:
                 reading.lent = lent, look(lent).marks

@@ -21,15 +21,16 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
 from ..enums import is_glu
 from ..errors import ConfigError, LayoutError, StaleWeightsError, expect
-from ..interop import IS_PADDLE, grad_enabled, holds_memory, is_cuda, plain_ops
+from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, is_cuda, plain_ops
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import transpose_storage
@@ -103,14 +104,15 @@ class WeightCopies:
             parameters = parameters or layer.parameters()
             check_memory(parameters)
             self._engine, self._settings = engine.name, settings.of_weights
+            self._fits_settings = settings
             self._made_of = [weakref.ref(parameter) for parameter in parameters]
             self._ids = set(map(id, parameters))
             self._cache = WeightCache()
-            source = layer.source(parameters)
+            source = partial(layer.source, parameters)
             seen = _look(source, parameters)
-            made = self._cache.read(engine, self._settings, source, (), seen, Change.YES).weights
+            made = self._read(engine, source, parameters, seen, Change.YES).weights
             self.weights = self._cache.weights = _in_orders(made, settings.iso_weight)
-        self._place = _place(layer, source, parameters)
+        self._place = _place(layer, parameters)
         self._recomputing: weakref.WeakSet[CopiesReading] = weakref.WeakSet()
         self._stale = ""
         self._renew(parameters)
@@ -234,12 +236,15 @@ class WeightCopies:
     def _check_fit(
         self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor]
     ) -> None:
-        made, asked = (_fit(self._engine, self._settings), _fit(engine.name, settings))
-        if made != asked:
-            raise ConfigError(
-                f"the copies of the weights were made for {_named(*made)}, and this call computes with {_named(*asked)}; "
-                "needed: copies that were made with the configuration of the call"
-            )
+        # Settings are found to fit once: every forward has the same ones.
+        if settings is not self._fits_settings or engine.name != self._engine:
+            made, asked = (_fit(self._engine, self._settings), _fit(engine.name, settings))
+            if made != asked:
+                raise ConfigError(
+                    f"the copies of the weights were made for {_named(*made)}, and this call computes with {_named(*asked)}; "
+                    "needed: copies that were made with the configuration of the call"
+                )
+            self._fits_settings = settings
         expect(
             self.are_of(parameters),
             LayoutError,
@@ -262,6 +267,17 @@ class WeightCopies:
                 "freed"
             )
 
+    def _read(
+        self,
+        engine: Engine,
+        source: Callable[[], WeightSource],
+        parameters: Sequence[Tensor],
+        seen: Seen,
+        told: Change,
+    ) -> Reading:
+        # One place for all weights: they are made again into the same buffers wherever they lie.
+        return self._cache.read(engine, self._settings, source, parameters[0], (), seen, told)
+
     def _bring_up_to_date(
         self, engine: Engine, layer: ExpertParameters, parameters: Sequence[Tensor]
     ) -> Unannounced | None:
@@ -272,8 +288,8 @@ class WeightCopies:
             raise StaleWeightsError(
                 f"forward's order of the FP8 copies (event {self.version}) was released; needed: new copies for another forward"
             )
-        source = layer.source(parameters)
-        seen, place = _look(source, parameters), _place(layer, source, parameters)
+        source = partial(layer.source, parameters)
+        seen, place = _look(source, parameters), _place(layer, parameters)
         moved = place != self._place
         told = Change.NO
         if self._stale or moved:
@@ -283,7 +299,7 @@ class WeightCopies:
             # makes them again.
             told = Change.MAYBE
         kept, cache = self.weights, self._cache
-        reading = cache.read(engine, self._settings, source, (), seen, told)
+        reading = self._read(engine, source, parameters, seen, told)
         if reading.weights is not kept:
             _overwrite(kept, reading.weights)
             cache.weights = kept
@@ -325,22 +341,22 @@ def _named(engine: str, recipe: str | None, gated: bool) -> str:
     return f"engine {engine!r}, recipe {recipe!r} and {kind} activation"
 
 
-def _look(source: WeightSource, parameters: Sequence[Tensor]) -> Seen:
+def _look(source: Callable[[], WeightSource], parameters: Sequence[Tensor]) -> Seen:
     """As `look`. On a host of the native order, so that a switch of the parameters' layout is no
     write.
     """
     if is_cuda(parameters[0]):
         return look(parameters)
-    return Seen(weight_fingerprint(source.native()[:2]), 0)
+    return Seen(weight_fingerprint(source().native()[:2]), 0)
 
 
-def _place(
-    layer: ExpertParameters, source: WeightSource, parameters: Sequence[Tensor]
-) -> tuple[object, ...]:
+def _place(layer: ExpertParameters, parameters: Sequence[Tensor]) -> tuple[object, ...]:
     """Where and how the weights lie, for those whose writes version counters show: a counter says
     nothing of values that came with other memory. Checksums on a host say all.
     """
-    return (layer.layout, source.pointers) if is_cuda(parameters[0]) else ()
+    if not is_cuda(parameters[0]):
+        return ()
+    return layer.layout, *map(data_ptr, parameters), parameters[0].dtype
 
 
 def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:

@@ -108,7 +108,7 @@ def read_weights(
     # MAYBE, because nobody knows the weights of the replays. An engine that compares on the device
     # has its comparison captured with the rest, and repeats it at every replay.
     told = Change.MAYBE if capturing else Change.NO
-    reading = cache.read(engine, settings, source, place, _seen(weights), told)
+    reading = cache.read(engine, settings, lambda: source, weights[0], place, _seen(weights), told)
     if capturing:
         if not reading.weights.updated_in_place:
             return reading  # an intermediate of the graph

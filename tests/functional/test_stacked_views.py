@@ -38,6 +38,9 @@ class Following(ReferenceEngine):
         # its own guard
         self.events = []
 
+    def keep(self, previous, change):
+        return False
+
     def refresh(self, source, settings, previous=None, change=Change.YES):
         natives, changed = source.native()[:2], change is Change.YES
         if previous is None:

@@ -112,3 +112,26 @@ def test_nothing_compiles_after_warm_up(tmp_path, monkeypatch) -> None:
         for seed, tokens in enumerate([0, 1, 64, 1000, 4096]):
             for config in MODES.values():
                 assert all(bool(torch.isfinite(t).all()) for t in run("cuda", config, tokens, seed))
+
+
+def test_weights_that_lie_transposed_are_read_as_they_are_now() -> None:
+    """Engines read a contiguous copy, made in every forward: what they read in the last one is gone."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    shapes = (E, H, 2 * I), (E, I, H)
+    w1, w2 = (
+        nn.Parameter(torch.randn(shape, generator=generator, device="cuda") * shape[1] ** -0.5)
+        for shape in shapes
+    )
+    given = [w.detach().clone() for w in (w1, w2)]
+    node = SonicMoEMlpNode.from_fused(w1, w2, config=MODES["fp8"])
+    x, indices, probs, _ = (value.to("cuda") for value in batch(64, 5))
+    for scale in (1.0, 1.0, 0.5, 0.5):
+        for weight, values in zip((w1, w2), given, strict=True):
+            weight.data = (values * scale).mT.contiguous().mT
+        plain = SonicMoEMlpNode.from_fused(
+            *(nn.Parameter(values * scale) for values in given), config=MODES["fp8"]
+        )
+        with torch.no_grad():
+            found, wanted = (n(x.to(torch.bfloat16), None, indices, probs) for n in (node, plain))
+        torch.full((1 << 24,), float("nan"), device="cuda")  # over whatever was freed
+        assert torch.equal(found, wanted)

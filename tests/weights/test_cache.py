@@ -55,6 +55,22 @@ class TestCaches:
         assert engine.prepared == 1
 
     @each_source
+    def test_weights_are_described_only_for_an_engine_that_reads_them(self, make, monkeypatch):
+        """Views of every expert's matrices take longer than a launch."""
+        layer, described = make(*weight_arrays()), []
+        source = layer.source
+        monkeypatch.setattr(
+            layer, "source", lambda *arguments: described.append(1) or source(*arguments)
+        )
+        engine, weights = CountingEngine(), LayerWeights(layer)
+        for _ in range(3):
+            weights.read(engine, FP8)
+        assert len(described) == 1
+        weights.invalidate()
+        weights.read(engine, FP8)
+        assert len(described) == 2 and engine.prepared == 2
+
+    @each_source
     def test_a_changed_value_is_found_whatever_parameter_it_is_in(self, make):
         up_gate, down = weight_arrays()
         source = make(up_gate, down)
