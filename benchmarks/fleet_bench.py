@@ -10,7 +10,7 @@ between dispatch and the first GEMM, and memory while the BF16 weights are freed
 |---|---|
 | stage | median microseconds of the device's clock; ranks start together |
 | error | relative L2 against the BF16 engine behind a BF16 dispatch, this rank's tokens and experts |
-| host | microseconds from the dispatched tokens to the launch of the first GEMM, median |
+| host | microseconds from the dispatched tokens until the forward's GEMMs are launched, median |
 | memory | MiB at the peak of a step above what lies there before, and of the weights in all forms |
 
 Before anything is timed, every arm is compared. An error beyond its bound ends it with exit code 1.
@@ -24,9 +24,13 @@ import socket
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 
@@ -43,6 +47,7 @@ from fleet_layer import (
     Clock,
     Experts,
     Sizes,
+    fleet_arguments,
     freed,
     give_copies,
     relative,
@@ -53,9 +58,11 @@ from fleet_layer import (
 )
 
 from sonicmoe.bench.runner import machine
-from sonicmoe.bench.timing import MIB, trace_of
-from sonicmoe.bench.trace import GPU_WORK, LAUNCHES
+from sonicmoe.bench.timing import MIB
+from sonicmoe.engine import hopper
 from sonicmoe.ep import Dispatcher, make_dispatcher
+from sonicmoe.fleet.run import run_sonic_moe
+from sonicmoe.fleet.weight_copies import copies_of
 
 DEFAULTS = {  # on a GPU, on a CPU
     "tokens": (8192, 48),
@@ -66,7 +73,7 @@ DEFAULTS = {  # on a GPU, on a CPU
     "repeats": (20, 2),
 }
 WARM_UPS = 3
-RANGE = "fleet.experts"
+FLEET = "run_sonic_moe"
 # FP8 of operands against BF16 of them; tokens and dout in FP8 add a rounding of their own, which is
 # what the engine would have done to them.
 BOUND = 0.1
@@ -143,29 +150,51 @@ class Rank:
         return {name: {**each, "total": sum(each.values())} for name, each in medians.items()}
 
     def host(self, repeats: int) -> dict[str, float]:
-        """By arm: from the call of the experts to the launch of the first GEMM, as CUPTI saw it."""
+        """By arm that computes in FP8: from the call of the experts until their GEMMs are launched;
+        and of the call that Fleet makes, on weights with FP8 copies. The GPU idles before it.
+        """
         found = {}
-        for name, arm in ARMS.items():
-            experts = self.experts(arm)
-            self._forwards(experts, arm, WARM_UPS)
-            activities = [
-                torch.profiler.ProfilerActivity.CPU,
-                torch.profiler.ProfilerActivity.CUDA,
-            ]
-            with torch.profiler.profile(activities=activities) as profiler:
-                self._forwards(experts, arm, repeats)
-            found[name] = statistics.median(until_first_gemm(trace_of(profiler)))
+        for name, forward in self._forwards().items():
+            times = [forward() for _ in range(WARM_UPS + repeats)]
+            found[name] = 1e6 * statistics.median(times[WARM_UPS:])
+        take_copies(self.weights[ARMS["fp8 dispatch"]])
         return found
 
-    def _forwards(self, experts: Experts, arm: Arm, count: int) -> None:
-        for _ in range(count):
+    def _forwards(self) -> dict[str, Callable[[], float]]:
+        def of_arm(arm: Arm, experts: Experts) -> float:
             x, probs = (leaf(t) for t in (self.batch.x, self.batch.probs))
             options = {"fp8": arm.fp8_tokens, "fp8_grad": arm.fp8_gradients}
             received = self.dispatcher.dispatch(x, self.batch.ids, probs, **options)
-            self.meet()
-            with torch.profiler.record_function(RANGE):
-                experts(received)
+            return self._until_launched(lambda: experts(received))
+
+        def of_fleet(weights: list[torch.Tensor]) -> float:
+            arguments = fleet_arguments(weights, self.batch, {})
+            if copies_of(*weights) is None:  # made once per optimizer step
+                give_copies(weights)
+            return self._until_launched(lambda: run_sonic_moe(**arguments))
+
+        arms = {name: arm for name, arm in ARMS.items() if arm.fp8}
+        forwards = {name: partial(of_arm, arm, self.experts(arm)) for name, arm in arms.items()}
+        if self.ranks == 1:  # the batch names local experts
+            forwards[FLEET] = partial(of_fleet, self.weights[ARMS["fp8 dispatch"]])
+        return forwards
+
+    def _until_launched(self, call: Callable[[], object]) -> float:
+        """Seconds until the pass returned that launches the GEMMs of a forward, the later ones too.
+        A profiler would see the first launch, and slow the way to it down.
+        """
+        launched = []
+        launch = hopper._Layer.forward
+
+        def observed(*arguments: Any) -> None:
+            launch(*arguments)
+            launched.append(time.perf_counter())
+
         self.meet()
+        with mock.patch.object(hopper._Layer, "forward", observed):
+            begin = time.perf_counter()
+            call()
+        return launched[0] - begin
 
     def memory(self) -> dict[str, float]:
         """Peaks of a step in FP8, with the BF16 weights and with their memory freed."""
@@ -187,39 +216,6 @@ class Rank:
                 found[f"{name}_before"] = before / MIB
                 found[f"{name}_peak"] = torch.cuda.max_memory_allocated() / MIB
         return found
-
-
-def until_first_gemm(trace: dict[str, Any]) -> list[float]:
-    """Microseconds from the start of each range to the launch of the first GEMM after it.
-
-    Raises:
-        RuntimeError: a range without a GEMM.
-    """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    launched = {
-        event["args"]["correlation"]: float(event["ts"])
-        for event in events
-        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
-    }
-    gemms = sorted(
-        launched[event["args"]["correlation"]]
-        for event in events
-        if event.get("cat") in GPU_WORK
-        and "gemm" in event["name"].lower()
-        and event.get("args", {}).get("correlation") in launched
-    )
-    found = []
-    for event in events:
-        if event.get("cat") == "user_annotation" and event["name"] == RANGE:
-            start = float(event["ts"])
-            end = start + float(event["dur"])
-            inside = [moment for moment in gemms if start <= moment <= end]
-            if not inside:
-                raise RuntimeError("no GEMM was launched by a call of the experts")
-            found.append(inside[0] - start)
-    if not found:
-        raise RuntimeError("the profiler has no call of the experts")
-    return found
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +265,7 @@ def show(figures: dict[str, Any]) -> None:
     tables = {
         "relative error": figures["errors"],
         "us by stage": figures.get("stages_us", {}),
-        "host us to the first GEMM": {"": figures.get("host_us", {})},
+        "host us until GEMMs are launched": {"": figures.get("host_us", {})},
         "MiB": {"": figures.get("memory_mib", {})},
     }
     for title, rows in tables.items():

@@ -194,22 +194,11 @@ def call_fleet(
     words, and the handle that the combine's backward has filled with bytes. Results as `run`'s, but
     for dx: PyTorch has no gradient of e4m3 tensors.
     """
-    experts, hidden = int(weights[1].shape[0]), int(batch.x.shape[1])
-    probs, handle = batch.probs.clone().requires_grad_(), {}
-    codes, words = quantize_activation_blockscaled_fast(batch.x, pack_scale_words=True)
+    hidden, handle = int(batch.x.shape[1]), {}
+    arguments = fleet_arguments(weights, batch, handle, config)
+    probs = arguments["topk_scores"]
     with SonicMoEConfig(engine=engine).activate():
-        out = run_sonic_moe(
-            codes,
-            batch.ids,
-            probs,
-            int(batch.ids.shape[1]),
-            experts,
-            *weights,
-            True,
-            fp8_scale=words,
-            fp8_combine_grad_handle=handle,
-            fp8_config=FP8Config() if config is None else config,
-        )
+        out = run_sonic_moe(**arguments)
         dout, words = quantize_activation_blockscaled_fast(batch.dout, pack_scale_words=True)
         handle["data"], handle["scale"] = dout, words.view(torch.uint8).reshape(-1, hidden // 32)
         # What autograd carries is a placeholder, which nobody reads.
@@ -218,6 +207,26 @@ def call_fleet(
     w1, w2 = (weight.main_grad for weight in weights)  # type: ignore[attr-defined]
     assert probs.grad is not None
     return {"y": out.detach(), "dprobs": probs.grad, "dw1": w1, "dw2": w2}
+
+
+def fleet_arguments(
+    weights: list[Tensor], batch: Batch, handle: dict[str, Tensor], config: FP8Config | None = None
+) -> dict[str, Any]:
+    """Of `run_sonic_moe` behind an FP8 dispatch: tokens quantised as the sender does it."""
+    codes, words = quantize_activation_blockscaled_fast(batch.x, pack_scale_words=True)
+    return {
+        "hidden_states": codes,
+        "topk_indices": batch.ids,
+        "topk_scores": batch.probs.clone().requires_grad_(),
+        "K": int(batch.ids.shape[1]),
+        "E": int(weights[1].shape[0]),
+        "w1": weights[0],
+        "w2": weights[1],
+        "fp8": True,
+        "fp8_scale": words,
+        "fp8_combine_grad_handle": handle,
+        "fp8_config": FP8Config() if config is None else config,
+    }
 
 
 @torch.no_grad()

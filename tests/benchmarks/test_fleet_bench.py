@@ -5,7 +5,6 @@ right.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import preloaded
@@ -97,33 +96,3 @@ def test_a_parameter_of_one_rank_is_its_part_of_the_whole(layer):
     parts = [layer.weights_of(sizes, "cpu", rank, 3) for rank in range(3)]
     for n, weight in enumerate(whole):
         assert torch.equal(torch.cat([part[n] for part in parts]), weight)
-
-
-def test_the_launch_of_the_first_gemm(monkeypatch):
-    """Of a trace: by correlation, inside the range, and no other kernel."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    monkeypatch.delitem(sys.modules, "fleet_bench", raising=False)
-    import fleet_bench
-
-    def event(cat, name, ts, dur=1.0, correlation=None):
-        arguments = {} if correlation is None else {"correlation": correlation}
-        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": arguments}
-
-    events = [
-        event("kernel", "fp8_grouped_gemm<..>", 90, correlation=9),
-        event("cuda_runtime", "cudaLaunchKernel", 40, correlation=9),  # before the range
-        event("user_annotation", fleet_bench.RANGE, 100, 50),
-        event("cuda_runtime", "cudaLaunchKernel", 110, correlation=1),
-        event("kernel", "build_metadata", 130, correlation=1),
-        event("cuda_driver", "cuLaunchKernelEx", 120, correlation=2),
-        event("kernel", "void fp8_grouped_gemm<..>", 140, correlation=2),
-        event("cuda_driver", "cuLaunchKernelEx", 125, correlation=3),
-        event("kernel", "kernel_cutlass_GemmSm90", 150, correlation=3),
-        event("user_annotation", fleet_bench.RANGE, 200, 50),
-        event("cuda_driver", "cuLaunchKernelEx", 215.5, correlation=4),
-        event("kernel", "kernel_cutlass_GemmSm90", 260, correlation=4),
-    ]
-    assert fleet_bench.until_first_gemm({"traceEvents": events}) == [20.0, 15.5]
-    for broken in (events[:4], events[:2]):
-        with pytest.raises(RuntimeError):
-            fleet_bench.until_first_gemm({"traceEvents": broken})
