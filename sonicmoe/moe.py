@@ -5,10 +5,13 @@ SonicMoE.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from .diagnostics.callers import MOE
+from .diagnostics.step_capture import dump_next_step
 from .engine.activations import activate, pre_activation_width
 from .enums import (
     ActivationType,
@@ -181,6 +184,8 @@ class MoE(nn.Module):
                 parameters=self.activation_parameters,
                 inference=is_inference_mode,
                 use_fp8=use_fp8,
+                face=MOE,
+                lead=shape[:-1],
             )
         elif backend == KernelBackendMoE.torch.value:
             check_use_fp8(use_fp8)
@@ -208,6 +213,18 @@ class MoE(nn.Module):
         no `torch.optim.Optimizer`.
         """
         forget(self.c_fc.weight)
+
+    def dump(self, path: str | Path) -> None:
+        """Write the inputs of the next forward's experts, then of its backward, to `path`, for
+        `sonicmoe bisect`.
+
+        The file is there after the forward and complete after the backward; a step of an optimizer
+        ends the wait for one. Copies weights and tokens to the host.
+
+        Raises:
+            DumpError: `path` cannot be written.
+        """
+        dump_next_step(self, path)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_router_dtype(tokens, self.router.weight)

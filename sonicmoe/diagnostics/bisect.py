@@ -15,23 +15,29 @@ from typing import Any
 
 import numpy as np
 
+from ..enums import is_glu
+from .callers import GRADIENT, Located
 from .golden_stages import RowLayout
 from .stage_arithmetic import StageArithmetic
 from .stage_runner import GOLDEN, StageRun, engine_named, golden_run, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import Array, StepDump
 
-INPUTS = ("x", "probs", "w1", "w2", "dout")
+INPUTS = ("x", "probs", "w1", "w2", "b1", "b2", "dout")
 WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
 ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
 SLOT_STAGES = ("probs", "ds")
 WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2", "flush")
+DOWN_BIASES = ("b2", "db2")
+BIAS_STAGES = ("b1", "db1", *DOWN_BIASES)
 # The order in which stages run. The first faulty name in this order is the cause, so a stage must
 # come after all its inputs.
 FORWARD = (
     "x",
     "w1",
     "w2",
+    "b1",
+    "b2",
     "probs",
     "routing",
     "w1_fp8",
@@ -44,7 +50,8 @@ FORWARD = (
     "out",
 )
 BACKWARD_DX = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx")
-BACKWARD = (*BACKWARD_DX, "wgrad_dout", "wgrad_y1s", "dw2", "wgrad_x", "wgrad_dz", "dw1", "flush")
+BACKWARD_DW = ("wgrad_dout", "wgrad_y1s", "dw2", "db2", "wgrad_x", "wgrad_dz", "dw1", "db1")
+BACKWARD = (*BACKWARD_DX, *BACKWARD_DW, "flush")
 STAGES = (*FORWARD, *BACKWARD)
 
 # GEMM operands: an engine that reads whole tiles of them needs finite padding rows.
@@ -60,10 +67,18 @@ FP8_BARS, PLAIN_BARS = (0.05, 0.15), (0.02, 0.08)
 ROW_FLOOR = 0.25
 
 
+def stages_of(step: StepDump) -> tuple[str, ...]:
+    """The stages that the step has, in the order in which they run."""
+    absent = {*(() if step.b1 is not None else BIAS_STAGES), *(() if step.flushes else ("flush",))}
+    stages = FORWARD if step.dout is None else STAGES
+    return tuple(name for name in stages if name not in absent)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where: what does not apply is None. `experts` are those that serve the token when the place
-    is a token's.
+    is a token's. index: of the stage, whose weights are native; rows and columns of these are named
+    only where the caller's own index is not known.
     """
 
     index: tuple[int, ...]
@@ -87,16 +102,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """The first wrong stage: `kind` is "nan", "inf", "deviation", "padding" or "routing"."""
+    """The first wrong stage: `kind` is "nan", "inf", "deviation", "padding" or "routing".
+
+    caller: the same element in the caller's own tensor, where the stage shows one and it is known.
+    """
 
     stage: str
     kind: str
     place: Place
     what: str
+    caller: Located | None = None
 
     def __str__(self) -> str:
+        """`first bad: input w1 = experts.gate_up_proj[5, 7, 3] at expert 5: nan; ...`."""
         source = "input " if self.stage in INPUTS else "stage "
-        return f"first bad: {source}{self.stage} at {self.place}: {self.what}"
+        own = "" if self.caller is None or self._says(self.caller) else f" = {self.caller}"
+        return f"first bad: {source}{self.stage}{own} at {self.place}: {self.what}"
+
+    def _says(self, caller: Located) -> bool:
+        """Whether stage and place are the caller's own name and index already."""
+        plain = caller.name.removeprefix(GRADIENT) in ("x", "out")
+        return plain and caller.index == self.place.index
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +131,8 @@ class Report:
     expected.
 
     missing: stages that the engine does not show (it fuses them, or shows them in a form of its
-    own). wrong: every wrong stage, those that a fault has spread to included. error: the exception
+    own). layer: the module that has the weights, by its name in the caller's model; empty where it
+    is not known. wrong: every wrong stage, those that a fault has spread to included. error: the exception
     that ended the run, if one did. padding: NaN or infinity in
     padding rows of a healthy run: harmless in an engine that reads no padding.
     """
@@ -119,6 +146,7 @@ class Report:
     wrong: tuple[str, ...]
     error: str | None = None
     padding: tuple[str, ...] = ()
+    layer: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -137,6 +165,7 @@ class Report:
         }
         return {
             "step": self.step,
+            "layer": self.layer,
             "engine": self.engine,
             "against": self.against,
             "fault": fault,
@@ -174,7 +203,7 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
 def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) -> Report:
     """Statistics of every stage of `run`, and the first that is wrong."""
     judged = _Judge(step, expected, layout)
-    stages = FORWARD if step.dout is None else STAGES
+    stages = stages_of(step)
     # Engines show what they have. A stage of another shape is in a form of the engine's own and
     # counts as not shown.
     shown = {name: judged.fitting(name, run.stages[name]) for name in stages if name in run.stages}
@@ -213,6 +242,7 @@ def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) 
         wrong,
         run.error,
         harmless,
+        "" if step.caller is None else step.caller.layer,
     )
 
 
@@ -272,20 +302,14 @@ class _Judge:
         if stats.first_bad is not None:
             found = float(value.values[stats.first_bad])
             what = f"{found}; {stats.nan} NaN and {stats.inf} infinite of {stats.total}"
-            yield Fault(
-                name,
-                "nan" if math.isnan(found) else "inf",
-                self._place(name, stats.first_bad),
-                what,
-            )
+            kind = "nan" if math.isnan(found) else "inf"
+            yield self._fault(name, kind, stats.first_bad, what)
         # Real rows are finite here. Padding rows are looked at only where a GEMM may multiply them
         # with other rows' data.
         elif name in READ_PADDING and (bad := ~np.isfinite(value.values[~self._layout.real])).any():
             position = np.argwhere(bad)[0]
             index = (int(np.flatnonzero(~self._layout.real)[position[0]]), int(position[1]))
-            yield Fault(
-                name, PADDING, self._place(name, index), f"{value.values[index]} in a padding row"
-            )
+            yield self._fault(name, PADDING, index, f"{value.values[index]} in a padding row")
         # Inputs are given and have nothing to be measured against.
         elif name not in INPUTS and (standard := self._standard(name)) is not None:
             yield from self._deviations(name, value, standard)
@@ -316,12 +340,19 @@ class _Judge:
             f"off by {rows[first]:.1%} of its norm, where rounding explains a few percent ({int(beyond.sum())} rows are beyond "
             f"{self._row_bar:.0%}); the whole stage by {whole['rmse']:.2%}, cosine {whole['cosine']:.4f}"
         )
-        yield Fault(
-            name,
-            "deviation",
-            self._place(name, index if name in SLOT_STAGES else (*index, column)),
-            what,
-        )
+        place = index if name in SLOT_STAGES else (*index, column)
+        yield self._fault(name, "deviation", place, what)
+
+    def _fault(self, name: str, kind: str, index: tuple[int, ...], what: str) -> Fault:
+        step, rows = self._step, int(self._step.w1.shape[1])
+        gated = is_glu(step.settings.activation_type)
+        known = step.caller
+        caller = None if known is None else known.locate(name, index, rows, gated)
+        place = self._place(name, index)
+        if caller is not None and name in (*WEIGHT_STAGES, *BIAS_STAGES):
+            # A row of the native weight is no row of the caller's.
+            place = Place(index, expert=place.expert)
+        return Fault(name, kind, place, what, caller)
 
     def routing(self, found: dict[str, Array]) -> list[Fault]:
         """The first tensor that breaks the routing contract, at its first wrong element."""
@@ -373,13 +404,20 @@ class _Judge:
             if row < 0:
                 return Place(index, token=index[0], slot=index[1])
             return Place(index, int(self._step.indices[index]), row, index[0], index[1])
-        if name in WEIGHT_STAGES:
-            return Place(index, expert=index[0], row=index[1], column=index[2])
+        if name in (*WEIGHT_STAGES, *BIAS_STAGES):
+            return _weight_place(name, index)
         return Place(index, token=index[0], column=index[1], experts=self._experts_of(index[0]))
 
     def _experts_of(self, token: int) -> tuple[int, ...]:
         ids = self._step.indices[token]
         return tuple(int(one) for one in ids if 0 <= one < self._step.num_experts)
+
+
+def _weight_place(name: str, index: tuple[int, ...]) -> Place:
+    expert, *rest = index
+    if name in DOWN_BIASES:
+        return Place(index, expert=expert, column=rest[0])
+    return Place(index, expert=expert, row=rest[0], column=rest[1] if len(rest) > 1 else None)
 
 
 def _plain(value: Any) -> Any:

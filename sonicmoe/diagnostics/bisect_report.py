@@ -38,7 +38,9 @@ def stage_table(report: Report) -> Table:
         against,
         "rel. RMSE",
     )
-    table = Table(*columns, title=f"{report.step} on engine {report.engine}", title_justify="left")
+    layer = f" of {report.layer}" if report.layer else ""
+    title = f"{report.step}{layer} on engine {report.engine}"
+    table = Table(*columns, title=title, title_justify="left")
     for name, stats in report.stats.items():
         first = report.fault is not None and name == report.fault.stage
         # Red is the cause, yellow are stages that it has spread to.

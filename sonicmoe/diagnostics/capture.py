@@ -1,23 +1,53 @@
-"""Take the inputs of calls out of a running program, for `sonicmoe numerics --captured`."""
+"""Take the inputs of calls out of a running program, for `sonicmoe bisect` and `sonicmoe numerics
+--captured`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
+from ..node.mlp_node import SonicMoEMlpNode
 from .call_events import BackwardBegins, CallEvent
 from .cases import Case
 from .stages import observing
-from .step_capture import step_of_backward
+from .step_capture import dump_next_step, step_of_backward
+
+
+def dump(layer: object, path: str | Path) -> None:
+    """Write the inputs of the next forward of a layer, then of its backward, to `path`, for
+    `sonicmoe bisect` and `sonicmoe numerics --captured`.
+
+    The file is there after the forward and complete after the backward. The optimizer step ends the
+    wait for a backward: `step()` of a node, and a step of any `torch.optim.Optimizer` for other
+    layers. Copies weights and tokens to the host. A failure to write is logged.
+
+    Args:
+        layer: a `SonicMoEMlpNode`, a `MoE`, the experts of a transformers model
+            (`model.model.layers[3].mlp.experts`), or any module that has these weights; of several
+            such layers the first that runs is taken. For the functional API w1, or the parameter
+            that it is a view of.
+        path: of the file.
+
+    Raises:
+        DumpError: `path` cannot be written.
+    """
+    if isinstance(layer, SonicMoEMlpNode):
+        layer.dump(path)
+    else:
+        dump_next_step(layer, path)
 
 
 @contextmanager
 def captured_calls(name: str) -> Iterator[list[Case]]:
-    """Inside the block, every backward of every node appends a copy of its inputs to the list: the
-    last layer's comes first.
+    """Inside the block, every backward of experts appends a copy of its inputs to the list: of
+    every node, `MoE`, functional call and transformers model. The last layer's comes first.
 
-    Cases are called `{name}-0`, `{name}-1`, ... SwiGLU experts without biases only, whatever engine
-    and precision they run in.
+    Cases are called `{name}-0`, `{name}-1`, ..., with the name of the layer behind it where its
+    modules are known: `{name}-0 model.layers.3.mlp.experts`. Any activation, with or without
+    biases, whatever engine and precision they run in.
     """
     cases: list[Case] = []
 
@@ -33,6 +63,6 @@ def captured_calls(name: str) -> Iterator[list[Case]]:
 
 def case_of(name: str, event: BackwardBegins) -> Case:
     """The inputs of one call as a case."""
-    step = step_of_backward(name, event)
-    assert step.dout is not None
-    return Case(name, step.x, step.indices, step.probs, step.w1, step.w2, step.dout)
+    case = Case.of(step_of_backward(name, event))
+    layer = case.caller.layer if case.caller is not None else ""
+    return replace(case, name=f"{name} {layer}") if layer else case

@@ -1,23 +1,32 @@
 """Inputs of one expert-MLP call as plain numpy arrays: generated, or captured in a file. Imports no
 framework.
 
-Legend: T tokens, K slots, E experts, H hidden, I intermediate; native weights `w1 [E, 2I, H]`
-(gate, up interleaved), `w2 [E, H, I]`.
+Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I; native weights
+`w1 [E, N1, H]` (gate, up interleaved), `w2 [E, H, I]`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 
+from ..enums import is_glu
 from ..errors import ShapeError, SonicMoEError, expect
 from ..host_memory import require_memory
 from ..npz import NpzError, read_npz, require_numbers
-from .step_dump import Array, StepDump, StepSettings
+from .callers import Caller
+from .step_dump import (
+    Array,
+    StepDump,
+    StepSettings,
+    caller_in,
+    settings_in,
+    words_of,
+)
 
 DATA_KINDS: dict[str, str] = {
     "gaussian": "x, dout and weights are normal",
@@ -62,7 +71,7 @@ _FP64 = 8  # the bytes of a number while a case is generated
 
 
 class CaseError(SonicMoEError, ValueError):
-    """A file of captured tensors cannot be read or does not hold one call of the node."""
+    """A file of captured tensors cannot be read or does not hold one call of a layer."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +91,9 @@ class Sizes:
 
     def __post_init__(self) -> None:
         """Refuse sizes no layer has."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            expect(value >= 1, ShapeError, f"{field.name} is {value}; needed: at least 1")
+        for size in fields(self):
+            value = getattr(self, size.name)
+            expect(value >= 1, ShapeError, f"{size.name} is {value}; needed: at least 1")
         expect(
             self.topk <= self.experts,
             ShapeError,
@@ -98,7 +107,10 @@ class Sizes:
 @dataclass(frozen=True, eq=False)
 class Case:
     """One call: x, dout `[T, H]`, w1, w2 as fp32 arrays of bf16 values; probs fp32 and indices
-    int64 `[T, K]`, -1 = not here.
+    int64 `[T, K]`, -1 = not here; b1 `[E, N1]` and b2 `[E, H]` in fp32, both or neither.
+
+    settings: how the call ran; generated ones are SwiGLU in the default recipe.
+    caller: what the caller calls these tensors, of a captured call.
 
     Engine and golden read the same arrays, so a difference between them is the engine's alone.
 
@@ -113,6 +125,10 @@ class Case:
     w1: Array
     w2: Array
     dout: Array
+    b1: Array | None = None
+    b2: Array | None = None
+    settings: StepSettings = field(default_factory=StepSettings)
+    caller: Caller | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, then round to bf16."""
@@ -127,7 +143,7 @@ class Case:
         )
         wanted = {
             "x": (tokens, hidden), "dout": (tokens, hidden), "indices": (tokens, topk), "probs": (tokens, topk),
-            "w1": (experts, 2 * width, hidden),
+            "w1": (experts, self._rows(width), hidden),
         }  # fmt: skip
         for name, shape in wanted.items():
             found = getattr(self, name).shape
@@ -136,6 +152,8 @@ class Case:
                 ShapeError,
                 f"{name} has shape {found}; indices and w2 {self.w2.shape} need {shape}",
             )
+        # Refuses biases that do not fit, and a caller of other sizes.
+        self.step()
         for name in ("x", "w1", "w2", "dout"):
             # The dataclass is frozen for its users; its own constructor still has to replace the
             # arrays.
@@ -147,10 +165,26 @@ class Case:
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
 
+    def _rows(self, width: int) -> int:
+        return width * (2 if is_glu(self.settings.activation_type) else 1)
+
     def step(self, recipe: str | None = None) -> StepDump:
-        """The call as a step of a SwiGLU layer, in one of `RECIPES` or unquantised."""
+        """The call as a step in one of `RECIPES` or unquantised, with this activation and bf16
+        tokens.
+        """
+        own = self.settings
+        settings = StepSettings(
+            own.activation, recipe, activation_parameters=own.activation_parameters
+        )
         arrays = (self.x, self.indices, self.probs, self.w1, self.w2, self.dout)
-        return StepDump(self.name, StepSettings(recipe=recipe), *arrays)
+        return StepDump(self.name, settings, *arrays, b1=self.b1, b2=self.b2, caller=self.caller)
+
+    @classmethod
+    def of(cls, step: StepDump) -> Case:
+        """A step that has a `dout`; tokens that arrived in FP8 as their values."""
+        assert step.dout is not None
+        arrays = {name: getattr(step, name) for name in (*_ARRAYS, *_BIASES)}
+        return cls(step.name, **arrays, settings=step.settings, caller=step.caller)
 
 
 def round_to_bf16(values: Array) -> Array:
@@ -204,12 +238,18 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
     )
 
 
+_ARRAYS = ("x", "indices", "probs", "w1", "w2", "dout")
+_BIASES = ("b1", "b2")
+
+
 def save_case(path: str | Path, case: Case) -> None:
-    """Write a compressed .npz that `load_case` reads."""
-    arrays = {
-        field.name: getattr(case, field.name) for field in fields(Case) if field.name != "name"
-    }
-    np.savez_compressed(path, name=np.array(case.name), **arrays)
+    """Write a compressed .npz that `load_case` and `load_dump` read."""
+    arrays = {name: getattr(case, name) for name in (*_ARRAYS, *_BIASES)}
+    np.savez_compressed(
+        path,
+        **words_of(case.step().but(**case.settings.names())),  # type: ignore[arg-type]
+        **{name: array for name, array in arrays.items() if array is not None},  # type: ignore[arg-type]
+    )
 
 
 def load_case(path: str | Path) -> Case:
@@ -219,14 +259,25 @@ def load_case(path: str | Path) -> Case:
         CaseError: the file is missing, no .npz, or lacks an array; the message names it.
         ShapeError: the arrays do not belong together.
     """
-    names = [field.name for field in fields(Case)]
+    needed = ("name", *_ARRAYS)
+    optional = (*_BIASES, "settings", "caller")
     try:
-        arrays = read_npz(Path(path), lambda _: names)
-        name = str(arrays.pop("name"))
+        found = read_npz(
+            Path(path), lambda names: [*needed, *(name for name in optional if name in names)]
+        )
+        arrays = {name: found[name] for name in (*_ARRAYS, *_BIASES) if name in found}
         require_numbers(arrays, integers=("indices",))
-        return Case(name=name, **arrays)
+        settings, caller = settings_in(found), caller_in(found)
+        return Case(str(found["name"]), **arrays, settings=settings, caller=caller)
     except ShapeError as error:
         raise ShapeError(f"{path}: {error}") from None
-    # A text where numbers belong, or integers that are too large.
-    except (NpzError, ValueError, TypeError, OverflowError) as error:
+    # A text where numbers belong, integers that are too large, settings that are no JSON.
+    except (
+        NpzError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CaseError(f"cannot read captured tensors from {path}: {error}") from None

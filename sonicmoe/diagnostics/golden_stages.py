@@ -71,26 +71,32 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
         np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
     ]
     activation, parameters = step.settings.activation_type, step.settings.parameters
+    b1, b2 = (None if bias is None else bias.astype(np.float64) for bias in (step.b1, step.b2))
     # A caller looks for NaN and infinity, so numpy need not warn of them.
     with np.errstate(all="ignore"):
-        z = grouped(gathered(x, token), w1.transpose(0, 2, 1), owners)
+        z = grouped(gathered(x, token), w1.transpose(0, 2, 1), owners, b1)
         y1, _ = activate(z, np.zeros_like(z[:, : w2.shape[2]]), activation, parameters)
-        y2 = grouped(y1, w2.transpose(0, 2, 1), owners)
+        y2 = grouped(y1, w2.transpose(0, 2, 1), owners, b2)
         stages = {
             # Quantised stages are expected to hold the unquantised values: the golden has no
             # rounding at all.
             "x": x, "probs": step.probs.astype(np.float64), "w1": w1, "w2": w2, "w1_fp8": w1, "w2_fp8": w2,
             "x_fp8": x, "z": z, "z_saved": z, "y1": y1, "y2": y2, "out": summed(probability * y2, token, len(x)),
         }  # fmt: skip
+        stages |= {} if b1 is None or b2 is None else {"b1": b1, "b2": b2}
         if step.dout is None:
             return stages
         dout = step.dout.astype(np.float64)
         dy1 = grouped(gathered(dout, token), w2, owners)
         _, dz = activate(z, probability * dy1, activation, parameters)
         dx_rows = grouped(dz, w1, owners)
+        y1s, x_rows, dout_rows = probability * y1, gathered(x, token), gathered(dout, token)
+        # d out / d prob is <dout, y2>, and y2 has the bias.
         ds = np.zeros(step.indices.size)
         ds[slot[layout.real]] = (dy1 * y1).sum(1)[layout.real]
-        y1s, x_rows, dout_rows = probability * y1, gathered(x, token), gathered(dout, token)
+        if b2 is not None:
+            ds[slot[layout.real]] += (dout_rows * b2[layout.row_expert]).sum(1)[layout.real]
+            stages |= {"db1": sums(dz, owners), "db2": sums(probability * dout_rows, owners)}
         dw1, dw2 = outer(dz, x_rows, owners), outer(dout_rows, y1s, owners)
         return stages | {
             "dout": dout, "dout_fp8": dout, "dy1": dy1, "dz": dz, "dz_fp8": dz, "y1s": y1s, "ds": ds.reshape(step.probs.shape),
@@ -114,12 +120,20 @@ def gathered(tokens: Array, row_token: Array) -> Array:
     return rows
 
 
-def grouped(rows: Array, matrices: Array, owners: list[Array]) -> Array:
-    """Per expert `rows_e @ matrices[e]`."""
+def grouped(
+    rows: Array, matrices: Array, owners: list[Array], biases: Array | None = None
+) -> Array:
+    """Per expert `rows_e @ matrices[e] + biases[e]`."""
     result = np.zeros((len(rows), matrices.shape[2]))
-    for matrix, own in zip(matrices, owners, strict=True):
-        result[own] = rows[own] @ matrix
+    for expert, (matrix, own) in enumerate(zip(matrices, owners, strict=True)):
+        product = rows[own] @ matrix
+        result[own] = product if biases is None else product + biases[expert]
     return result
+
+
+def sums(rows: Array, owners: list[Array]) -> Array:
+    """Per expert the sum of its rows."""
+    return np.stack([rows[own].sum(0) for own in owners])
 
 
 def outer(left: Array, right: Array, owners: list[Array]) -> Array:

@@ -1,5 +1,5 @@
-"""`detect_nonfinite()`: the first node call whose result is not finite raises, with the stage,
-expert, row and token that began it.
+"""`detect_nonfinite()`: the first call of a layer of experts whose result is not finite raises, with
+the stage, expert, row and token that began it, in the caller's own names and indices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 class NonFiniteError(SonicMoEError, ArithmeticError):
-    """A node computed NaN or infinity. `report` says where it began; `dump` is the file to bisect
+    """A layer of experts computed NaN or infinity. `report` says where it began; `dump` is the file to bisect
     again, None if none was asked for.
     """
 
@@ -40,11 +40,11 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
 
 @contextmanager
 def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
-    """Inside the block every call of a `SonicMoEMlpNode` is checked: out after forward; dx, dprobs
-    and weight gradients after backward.
+    """Inside the block every call of experts is checked: out after forward; dx, dprobs and weight
+    gradients after backward.
 
-    `MoE`, the functional API and transformers models do not run through the node: a block that saw
-    no call ends with a warning, and `torch.autograd.detect_anomaly` is there for them. Waits for
+    So are those of `SonicMoEMlpNode`, `MoE`, the functional API and transformers models that run on
+    the engine, also inside compiled graphs. A block that saw no call ends with a warning. Waits for
     the device after every call, and costs nothing outside the block.
 
     Args:
@@ -69,8 +69,8 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
 
 
 NOTHING_SEEN = (
-    "detect_nonfinite saw no node call and checked nothing: it watches SonicMoEMlpNode only; for MoE, the functional API and "
-    "transformers models there is torch.autograd.detect_anomaly"
+    "detect_nonfinite saw no call of experts and checked nothing: it watches SonicMoEMlpNode, MoE, the functional API, and "
+    "transformers models whose experts implementation is sonicmoe"
 )
 
 
@@ -104,8 +104,9 @@ class _Watcher:
         # Taken out before the checks, so that the copy of the activations does not outlive this
         # backward.
         begun, self._begun = self._begun, None
-        assert begun is not None
-        results = (("dx", event.dx), ("dprobs", event.dprobs), *event.weight_gradients())
+        if begun is None:
+            return  # it began before the block
+        results = (("dx", event.dx), ("ds", event.dprobs), *event.weight_gradients())
         for name, tensor in results:
             if not all_finite(tensor):
                 step = step_of_backward(f"call {self.calls}", begun)
@@ -120,8 +121,10 @@ class _Watcher:
         if self._dump_dir is not None:
             path = _unused(self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz")
             save_dump(path, step)
+        called = result if step.caller is None else step.caller.called(result)
+        layer = f" of {report.layer}" if report.layer else ""
         lines = [
-            f"{result} is not finite (engine {engine}, {step.name} since detection began)",
+            f"{called}{layer} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),
         ]
         if report.fault is None:

@@ -178,7 +178,10 @@ def run_recipe(
     """The five tensors as the reference engine computes them, fp64 copies; `recipe=None` leaves
     operands in bf16.
     """
-    settings = EngineSettings(recipe=recipe, save_z=z)
+    own = case.settings
+    settings = EngineSettings(
+        own.activation_type, recipe, save_z=z, activation_parameters=own.parameters
+    )
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
 
     def on_device(array: Array) -> Tensor:
@@ -187,15 +190,16 @@ def run_recipe(
     x, w1, w2, dout = (
         on_device(a).to(torch.bfloat16) for a in (case.x, case.w1, case.w2, case.dout)
     )
-    experts, width, hidden = case.w1.shape
+    (experts, rows_of_w1, hidden), width = case.w1.shape, case.w2.shape[2]
     routing = build_routing(
         on_device(case.indices), on_device(case.probs), experts, alignment=settings.row_alignment
     )
     engine = ReferenceEngine()
-    weights = engine.prepare_weights(w1, w2, None, None, settings)
+    b1, b2 = (None if bias is None else on_device(bias) for bias in (case.b1, case.b2))
+    weights = engine.prepare_weights(w1, w2, b1, b2, settings)
     out, saved = engine.forward(sent(x, recipe, dispatch), routing, weights, settings)
     assert saved is not None
-    sums = NativeBuffer.zeros(experts, width, hidden, width // 2, bias=False, device=device)
+    sums = NativeBuffer.zeros(experts, rows_of_w1, hidden, width, b1 is not None, device)
     way_back = dispatch if dispatch.sends_gradients else Dispatch.BF16
     dx, ds = engine.backward(sent(dout, recipe, way_back), saved, weights, sums)
     return {

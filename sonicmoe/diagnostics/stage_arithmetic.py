@@ -18,7 +18,7 @@ from ..quant.format import Code
 from ..quant.recipes import BlockShape, ScaleFormat
 from ..quant.reference import dequantize, quantize
 from .formulas import activate
-from .golden_stages import RowLayout, gathered, grouped, outer, summed, user_layout
+from .golden_stages import RowLayout, gathered, grouped, outer, summed, sums, user_layout
 from .step_capture import to_numpy
 from .step_dump import Array, StepDump
 
@@ -83,6 +83,18 @@ class StageArithmetic:
     def _w2(self) -> Array:
         return self._step.w2.astype(np.float64)
 
+    def _b1(self) -> Array:
+        assert self._step.b1 is not None
+        return self._step.b1.astype(np.float64)
+
+    def _b2(self) -> Array:
+        assert self._step.b2 is not None
+        return self._step.b2.astype(np.float64)
+
+    def _bias(self, name: str) -> Array | None:
+        """As the engine reads it, in fp32; None in a step without biases."""
+        return None if self._step.b1 is None else self._best(name)
+
     def _probs(self) -> Array:
         return self._step.probs.astype(np.float64)
 
@@ -119,6 +131,7 @@ class StageArithmetic:
             gathered(self._best("x_fp8"), self._token),
             self._best("w1_fp8").transpose(0, 2, 1),
             self._owners,
+            self._bias("b1"),
         )
 
     def _z_saved(self) -> Array:
@@ -138,9 +151,8 @@ class StageArithmetic:
         return self._stored(self._activated(self._best("z"))[0], "y1")
 
     def _y2(self) -> Array:
-        return self._rounded(
-            grouped(self._best("y1"), self._best("w2_fp8").transpose(0, 2, 1), self._owners)
-        )
+        matrices, bias = self._best("w2_fp8").transpose(0, 2, 1), self._bias("b2")
+        return self._rounded(grouped(self._best("y1"), matrices, self._owners, bias))
 
     def _out(self) -> Array:
         return summed(self._probability * self._best("y2"), self._token, len(self._step.x))
@@ -162,6 +174,10 @@ class StageArithmetic:
         # d out / d prob is <dout, y2>. Since y2 = w2 y1 and dy1 = w2^T dout, the same number is
         # <dy1, y1>, which needs no y2 in backward.
         products = (self._best("dy1") * self._activated(self._best("z_saved"))[0]).sum(1)
+        bias = self._bias("b2")
+        if bias is not None:  # y2 = w2 y1 + b2; neither b2 nor this dout is quantised
+            of_experts = bias[self._layout.row_expert]
+            products = products + (gathered(self._best("dout"), self._token) * of_experts).sum(1)
         result = np.zeros(self._step.probs.size)
         # Slots without a row (dropped, or of another rank) keep a gradient of exactly zero.
         result[self._layout.fields["row_slot"][self._layout.real]] = products[self._layout.real]
@@ -215,6 +231,13 @@ class StageArithmetic:
 
     def _dw1(self) -> Array:
         return outer(self._best("wgrad_dz"), self._best("wgrad_x"), self._owners)
+
+    def _db2(self) -> Array:
+        rows = gathered(self._best("dout"), self._token)
+        return sums(self._probability * rows, self._owners)
+
+    def _db1(self) -> Array:
+        return sums(self._best("dz"), self._owners)
 
     def _flush(self) -> Array:
         return user_layout(self._best("dw1"), self._best("dw2"), is_glu(self._activation))

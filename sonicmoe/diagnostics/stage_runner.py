@@ -123,6 +123,10 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
 
     x = given("x")
     w1, w2 = given("w1"), given("w2")
+    b1, b2 = None, None
+    if step.b1 is not None and step.b2 is not None:
+        # Engines read biases in fp32, whatever the dtype of the tokens is.
+        b1, b2 = tap("b1", _tensor(step.b1, device)), tap("b2", _tensor(step.b2, device))
     probs, indices = tap("probs", _tensor(step.probs, device)), _tensor(step.indices, device)
     # Counts come from the host, as a dispatcher lists them, so that the builder takes the same way
     # as in training.
@@ -132,7 +136,7 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
         indices, probs, step.num_experts, counts, alignment=settings.row_alignment
     )
     routing = tap("routing", routing)
-    weights = _shown_weights(engine.prepare_weights(w1, w2, None, None, settings), settings)
+    weights = _shown_weights(engine.prepare_weights(w1, w2, b1, b2, settings), settings)
     out, saved = engine.forward(x, routing, weights, settings)
     at_seam("out", out)
     assert saved is not None
@@ -144,11 +148,12 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
         at_seam(name, value)  # before wgrad, which releases them
     (experts, n1, hidden), width = step.w1.shape, step.w2.shape[2]
     # Fresh accumulators of zeros: weight gradients are added to what is there.
-    sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=False, device=w1.device)
+    sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=b1 is not None, device=w1.device)
     engine.backward_dw(pending, sums)
-    at_seam("dw1", sums.dw1)
-    at_seam("dw2", sums.dw2)
-    tap("flush", flushed(sums, engine, settings.activation))
+    for name, gradient in sums.named().items():
+        at_seam(name, gradient)
+    if step.flushes:
+        tap("flush", flushed(sums, engine, settings.activation))
 
 
 def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWeights:

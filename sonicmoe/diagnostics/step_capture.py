@@ -7,20 +7,25 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..engine.interface import Tokens, token_dtype
-from ..interop import dtype_name
+from ..interop import IS_PADDLE, dtype_name
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..routing.ids import is_here
 from .call_events import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone
+from .module_names import caller_of, shares_memory
 from .stages import forget, observe
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
+
+if not IS_PADDLE:  # its proxy has no such hook, and no face without `step()`
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
 logger = logging.getLogger("sonicmoe")
 
@@ -28,17 +33,23 @@ Tensor = torch.Tensor
 
 
 def dump_next_step(layer: object, path: str | Path) -> None:
-    """Write the inputs of the next step of `layer` (`ExpertCall.layer`) to `path`, for `sonicmoe
-    bisect`.
+    """Write the inputs of the next step of `layer` to `path`, for `sonicmoe bisect`.
 
     The next forward writes them at once. Its backward, which brings the same indices, writes them
     again with `dout`, and ends the dump; so does the end of the optimizer step, by which every
-    backward has run. A forward without a graph may be inference, which no backward follows, or the
-    first pass of a recompute, which one does: only time tells them apart.
+    backward has run: `step()` of a node, and a step of any `torch.optim.Optimizer` for other
+    layers. A forward without a graph may be inference, which no backward follows, or the first pass
+    of a recompute, which one does: only time tells them apart.
 
     Copies weights and tokens to the host: for diagnosis, not for every step. What fails during the
     step is logged, and the step goes on. Where no forward follows, the log says at the end of the
     program that nothing was written.
+
+    Args:
+        layer: a node's state (`ExpertCall.layer`); a module that has the weights, in whatever depth
+            (of several such layers the first that runs is taken); or w1, or a tensor that it is a
+            view of.
+        path: of the file.
 
     Raises:
         DumpError: `path` cannot be written.
@@ -67,7 +78,8 @@ def _check_writable(path: Path) -> None:
 
 def step_of_forward(name: str, event: ForwardDone) -> StepDump:
     """Inputs of one forward."""
-    return _step(name, event.call, event.x, to_numpy(event.probs))
+    assert event.call.indices is not None
+    return _step(name, event.call, event.x, to_numpy(event.call.indices), to_numpy(event.probs))
 
 
 def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
@@ -81,16 +93,41 @@ def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
     # Backward keeps probabilities per row and not per slot, so they are brought back through the
     # routing.
     probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
-    step = _step(name, event.call, saved.x, probs)
+    step = _step(name, event.call, saved.x, _indices_of(event), probs)
     return step.but(**_arrays("dout", event.dout, step.indices, step.num_experts))
 
 
-def _step(name: str, call: ExpertCall, x: Tokens, probs: Array) -> StepDump:
-    w1, w2 = (to_numpy(weight) for weight in call.native_weights())
-    indices = to_numpy(call.indices)
+def _indices_of(event: ForwardDone | BackwardBegins) -> Array:
+    """As the caller gave them; where only the routing is left, -1 stands for every id that is not
+    here.
+    """
+    if event.call.indices is not None:
+        return to_numpy(event.call.indices)
+    assert event.saved is not None
+    routing = event.saved.routing
+    slot_row, first = to_numpy(routing.slot_row), to_numpy(routing.padded_offsets)
+    # Rows lie in the order of experts, and `first` has the first row of each.
+    owner = np.searchsorted(first, slot_row, side="right") - 1
+    return np.where(slot_row >= 0, owner, -1)
+
+
+def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) -> StepDump:
+    w1, w2, b1, b2 = (
+        None if weight is None else to_numpy(weight) for weight in call.native_weights()
+    )
+    assert w1 is not None and w2 is not None
     tokens = _arrays("x", x, indices, len(w2))
     return StepDump(
-        name, settings_of(call, x), indices=indices, probs=probs, w1=w1, w2=w2, **tokens
+        name,
+        settings_of(call, x),
+        indices=indices,
+        probs=probs,
+        w1=w1,
+        w2=w2,
+        b1=b1,
+        b2=b2,
+        caller=caller_of(call),
+        **tokens,
     )
 
 
@@ -138,8 +175,10 @@ class _Writer:
 
     def __init__(self, layer: object, path: Path) -> None:
         # Weakly: a dump that waits for a backward must not keep a dropped layer's weights.
-        self._layer, self._path = weakref.ref(layer), path
-        self._indices: Array | None = None  # of the forward that was written
+        self._layer, self._path = weakref.ref(_owner(layer)), path
+        self._indices: Array | None = None  # of the forward that was written, where ids are here
+        self._taken: Sequence[Tensor] | None = None  # its w1, where the layer has no state
+        self._optimizers: Any = None
 
     def say_if_unused(self) -> None:
         """At the end of the program: the dump was asked for behind the step that it was to show."""
@@ -152,6 +191,9 @@ class _Writer:
     def _end(self) -> None:
         forget(self)
         atexit.unregister(self.say_if_unused)
+        self._taken = None
+        if self._optimizers is not None:
+            self._optimizers.remove()
 
     def __call__(self, event: CallEvent) -> None:
         layer = self._layer()
@@ -163,8 +205,18 @@ class _Writer:
             # A step without a forward before it belongs to the time before the dump was asked for.
             if event.layer is layer and self._indices is not None:
                 self._end()
-        elif event.call.layer is layer:
+        elif self._is_of(layer, event.call):
             self._take(event)
+
+    def _is_of(self, layer: object, call: ExpertCall) -> bool:
+        """Whether this is a call of the layer; of a module with several layers, of the one that was
+        taken.
+        """
+        if call.layer is not None and call.layer is layer:
+            return True
+        if self._taken is not None:
+            return _share(self._taken, call.weights.get("w1", ()))
+        return _share(_weights_of(layer), call.weights.get("w1", ()))
 
     def _take(self, event: CallEvent) -> None:
         """Diagnosis must not end a training: whatever fails here is logged, and nothing more is
@@ -172,9 +224,12 @@ class _Writer:
         """
         try:
             if isinstance(event, ForwardDone) and self._indices is None:
-                self._indices = to_numpy(event.call.indices)
+                self._indices = self._here(event)
                 self._write(lambda name: step_of_forward(name, event))
-            elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event.call):
+                if event.call.layer is None:
+                    self._taken = event.call.weights["w1"]
+                    self._watch_optimizers()
+            elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event):
                 self._end()
                 self._write(lambda name: step_of_backward(name, event))
         except Exception as error:
@@ -183,11 +238,44 @@ class _Writer:
                 "no dump of this step in %s: %s: %s", self._path, type(error).__name__, error
             )
 
-    def _is_of_the_forward(self, call: ExpertCall) -> bool:
+    def _watch_optimizers(self) -> None:
+        """A layer without `step()` is told of the end of its step by the optimizer."""
+        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end())
+
+    def _is_of_the_forward(self, event: BackwardBegins) -> bool:
         """Whether a backward belongs to the forward that was written, not to another micro-batch.
         Where no forward was seen, every backward will do.
         """
-        return self._indices is None or np.array_equal(self._indices, to_numpy(call.indices))
+        return self._indices is None or np.array_equal(self._indices, self._here(event))
+
+    def _here(self, event: ForwardDone | BackwardBegins) -> Array:
+        """Ids, with -1 for every one that is not here, however the caller spells it."""
+        indices = _indices_of(event)
+        return np.where(is_here(indices, _num_experts(event)), indices, -1)
 
     def _write(self, make: Callable[[str], StepDump]) -> None:
         save_dump(self._path, make(self._path.stem))
+
+
+def _num_experts(event: ForwardDone | BackwardBegins) -> int:
+    if event.saved is not None:
+        return int(event.saved.routing.num_experts)
+    weights = event.call.weights["w2"]
+    return int(weights[0].shape[0]) if len(weights[0].shape) == 3 else len(weights)
+
+
+def _owner(layer: Any) -> Any:
+    """What lives as long as the layer: a view is another object at every call."""
+    base = getattr(layer, "_base", None)
+    return layer if base is None else base
+
+
+def _weights_of(layer: Any) -> Sequence[Tensor]:
+    if isinstance(layer, Tensor):
+        return (layer,)
+    parameters = getattr(layer, "parameters", None)
+    return list(parameters()) if callable(parameters) else ()
+
+
+def _share(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return any(shares_memory(one, other) for one in some for other in others)

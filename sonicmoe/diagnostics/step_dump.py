@@ -1,7 +1,8 @@
-"""One step of a node as a file: inputs and settings, for `sonicmoe bisect`. Imports no framework.
+"""One step of a layer of experts as a file: inputs, settings, and the names that its caller has for
+them, for `sonicmoe bisect`. Imports no framework.
 
 Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I; native weights
-`w1 [E, N1, H]` (gate, up interleaved), `w2 [E, H, I]`.
+`w1 [E, N1, H]` (gate, up interleaved), `w2 [E, H, I]`, biases `b1 [E, N1]`, `b2 [E, H]`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, la
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
 from ..npz import NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
+from .callers import Caller
 
 Array = np.ndarray
 
 ARRAYS = ("x", "indices", "probs", "w1", "w2")
-OPTIONAL = ("dout", "x_codes", "x_scale", "dout_codes", "dout_scale")
+OPTIONAL = ("dout", "b1", "b2", "x_codes", "x_scale", "dout_codes", "dout_scale")
 TOKEN_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class DumpError(SonicMoEError, ValueError):
-    """A file cannot be read or does not hold one step of a node."""
+    """A file cannot be read or does not hold one step of a layer of experts."""
 
 
 STEP_FLAGS = tuple(flag for flag in FLAGS if flag.in_steps)
@@ -115,8 +117,11 @@ class StepSettings:
 @dataclass(frozen=True, eq=False)
 class StepDump:
     """Inputs of one forward and, with `dout`, one backward: x, dout `[T, H]`, w1, w2 fp32; probs
-    fp32, indices int64 `[T, K]`.
+    fp32, indices int64 `[T, K]`. Probabilities are as the experts got them, so a router's softmax
+    and its normalisation are in them.
 
+    b1, b2: fp32, both or neither.
+    caller: what the caller calls these tensors; None for a step of no caller.
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
     multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values. dout_codes,
     dout_scale: the same of dout.
@@ -137,6 +142,9 @@ class StepDump:
     x_scale: Array | None = None
     dout_codes: Array | None = None
     dout_scale: Array | None = None
+    b1: Array | None = None
+    b2: Array | None = None
+    caller: Caller | None = None
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
@@ -159,6 +167,8 @@ class StepDump:
             "probs": (tokens, topk),
             "w1": (experts, n1, hidden),
             "dout": (tokens, hidden),
+            "b1": (experts, n1),
+            "b2": (experts, hidden),
         }
         for name, shape in wanted.items():
             found = getattr(self, name)
@@ -167,6 +177,13 @@ class StepDump:
                 ShapeError,
                 f"{name} has shape {getattr(found, 'shape', None)}; indices and w2 {self.w2.shape} need {shape}",
             )
+        expect(
+            (self.b1 is None) == (self.b2 is None),
+            ShapeError,
+            f"{'b1' if self.b1 is None else 'b2'} is missing; needed: both biases, or neither",
+        )
+        problem = None if self.caller is None else self.caller.problem(tokens, experts)
+        expect(problem is None, DumpError, f"caller: {problem}")
 
     def _check_tokens(self, name: str) -> None:
         codes, scale = getattr(self, f"{name}_codes"), getattr(self, f"{name}_scale")
@@ -192,6 +209,11 @@ class StepDump:
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
 
+    @property
+    def flushes(self) -> bool:
+        """Whether gradients go to the parameters by the flush of a node."""
+        return self.b1 is None and (self.caller is None or self.caller.flushes)
+
     def has_row_scales(self, name: str) -> bool:
         """Whether "x" or "dout" arrived in FP8 with one scale for more than 128 columns."""
         scale = getattr(self, f"{name}_scale")
@@ -207,7 +229,7 @@ class StepDump:
 
 
 def save_dump(path: str | Path, step: StepDump) -> None:
-    """Write an .npz that `load_dump` reads; SwiGLU steps with `dout` also serve `sonicmoe numerics
+    """Write an .npz that `load_dump` reads; steps with `dout` also serve `sonicmoe numerics
     --captured`.
     """
     arrays = {
@@ -218,12 +240,35 @@ def save_dump(path: str | Path, step: StepDump) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:  # np.savez would add a suffix to a name without one
-        np.savez(
-            file,
-            name=np.array(step.name),
-            settings=np.array(json.dumps(step.settings.names())),
-            **arrays,
-        )
+        np.savez(file, **words_of(step), **arrays)  # type: ignore[arg-type]
+
+
+def words_of(step: StepDump) -> dict[str, Array]:
+    """The arrays of a file that hold text: name, settings, and the caller if he is known."""
+    words = {"name": step.name, "settings": json.dumps(step.settings.names())}
+    if step.caller is not None:
+        words["caller"] = json.dumps(step.caller.to_json())
+    return {name: np.array(text) for name, text in words.items()}
+
+
+def caller_in(found: dict[str, Array]) -> Caller | None:
+    """The caller in a file, None where it has none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return Caller.from_json(json.loads(str(found["caller"]))) if "caller" in found else None
+
+
+def settings_in(found: dict[str, Array]) -> StepSettings:
+    """The settings in a file; the default FP8 recipe where it has none.
+
+    Raises:
+        DumpError, ValueError, TypeError: they are no settings of a step.
+    """
+    if "settings" not in found:
+        return StepSettings()
+    return StepSettings.of(**json.loads(str(found["settings"])))
 
 
 def load_dump(path: str | Path) -> StepDump:
@@ -239,10 +284,8 @@ def load_dump(path: str | Path) -> StepDump:
         arrays = {name: found[name] for name in ARRAYS}
         arrays |= {name: found[name] for name in OPTIONAL if name in found}
         require_numbers(arrays, integers=("indices", "x_codes", "dout_codes"))
-        settings = StepSettings()
-        if "settings" in found:
-            settings = StepSettings.of(**json.loads(str(found["settings"])))
-        return StepDump(str(found["name"]), settings, **arrays)
+        settings, caller = settings_in(found), caller_in(found)
+        return StepDump(str(found["name"]), settings, **arrays, caller=caller)
     except KeyError as error:
         raise DumpError(f"{path} is no dump of a step: it has no {error.args[0]!r}") from None
     except (ShapeError, DumpError) as error:

@@ -7,12 +7,13 @@ Which expert ids drop their slot, and what a dropped slot means: docs/design.md,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from ..config import active_config, current_config
+from ..diagnostics.callers import TOPK, TRIPLES
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -161,6 +162,8 @@ def softmax_topk_layer(
     layout: WeightLayout | None = None,
     inference: bool = False,
     use_fp8: bool | None = None,
+    face: str = TOPK,
+    lead: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as there
     and in `expert_mlp`.
@@ -182,6 +185,8 @@ def softmax_topk_layer(
         layout=layout,
         inference=inference,
         use_fp8=use_fp8,
+        face=face,
+        lead=lead,
     )
     counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
@@ -269,6 +274,7 @@ def moe_general_routing_inputs(
         layout=_layout(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
+        face=TRIPLES,
     )
     counts = count_cumsum(expert_indices, experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..autograd import refuse_second_derivative
+from ..diagnostics.callers import STACKED
+from ..diagnostics.stages import is_awaited
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
 from ..weights.stacked_cache import read_weights
-from .call import Plan, backward, forward, make_plan
+from .call import Given, Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
 
 Tensor = torch.Tensor
@@ -32,6 +35,8 @@ def expert_mlp(
     layout: WeightLayout | None = None,
     inference: bool = False,
     use_fp8: bool | None = None,
+    face: str = STACKED,
+    lead: Sequence[int] = (),
 ) -> Tensor:
     """Routed expert MLP `[T, H] -> [T, H]`, differentiable in all but `indices`.
 
@@ -44,6 +49,8 @@ def expert_mlp(
         parameters: of the activation, those that the layer sets.
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
+        face: a key of `callers.FACES`: the names of the arguments, for a diagnosis.
+        lead: the axes of the caller's tokens that are T here, for the same.
 
     Inside `torch.compile` the call is one custom operator, under the configuration in force when
     the graph is compiled.
@@ -59,20 +66,29 @@ def expert_mlp(
     # becomes a constant of it.
     if torch.compiler.is_compiling():
         return compiled_expert_mlp(
-            x, indices, probs, weights, activation, parameters, layout, use_fp8, save
+            x, indices, probs, weights, activation, parameters, layout, use_fp8, save, face
         )
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8, parameters)
+    plan = make_plan(activation, layout, use_fp8, parameters, face)
     with plan.config.activate():
         plan = plan.fitted(x, weights)
     if save:
-        out: Tensor = _ExpertMlp.apply(plan, indices, *differentiable)
+        out: Tensor = _ExpertMlp.apply(plan, indices, lead, *differentiable)
         return out
     with plan.config.activate():
-        return forward(plan, x.contiguous(), _route(plan, indices, probs, w1), weights, save=False)[
-            0
-        ]
+        routing = _route(plan, indices, probs, w1)
+        out, _, _ = forward(
+            plan,
+            x.contiguous(),
+            probs,
+            routing,
+            weights,
+            save=False,
+            indices=indices,
+            lead=lead,
+        )
+        return out
 
 
 def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
@@ -94,6 +110,7 @@ class _ExpertMlp(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         indices: Tensor,
+        lead: Sequence[int],
         x: Tensor,
         probs: Tensor,
         *weights: Tensor | None,
@@ -104,7 +121,14 @@ class _ExpertMlp(torch.autograd.Function):
         with plan.config.activate():
             routing = _route(plan, indices, probs, w1)
             out, saved, reading = forward(
-                plan, x.contiguous(), routing, (w1, w2, b1, b2), save=True
+                plan,
+                x.contiguous(),
+                probs,
+                routing,
+                (w1, w2, b1, b2),
+                save=True,
+                indices=indices,
+                lead=lead,
             )
         assert saved is not None
         tensors, ctx.spec = saved.pack()
@@ -114,7 +138,10 @@ class _ExpertMlp(torch.autograd.Function):
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
         ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
-        ctx.plan = plan
+        ctx.plan, ctx.lead = plan, lead
+        # Who observes this forward sees its backward with the user's weights. Nobody else may keep
+        # those alive.
+        ctx.observed = weights if quantised and is_awaited() else None
         ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
         return out
 
@@ -125,12 +152,12 @@ class _ExpertMlp(torch.autograd.Function):
         plan = ctx.plan
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
         saved = ctx.spec.unpack(tensors)
-        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[2:]
+        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[3:]
         with plan.config.activate():
             # Plain weights come through the saved tensors, whose version autograd has just compared
             # with that of the forward. Quantised ones are copies, and `check_current` compares for
             # them.
-            reading = ctx.reading
+            reading, weights = ctx.reading, ctx.observed
             if reading is None:
                 weights = (w1, w2, b1, b2)
                 engine = plan.choose(saved.x, weights)
@@ -142,10 +169,17 @@ class _ExpertMlp(torch.autograd.Function):
                     raise
             reading.check_current()
             dx, dprobs, gradients = backward(
-                plan, dout, saved, reading.weights, ctx.dtypes, wgrad=any(weights_wanted)
+                plan,
+                dout,
+                saved,
+                reading,
+                ctx.dtypes,
+                wgrad=any(weights_wanted),
+                given=Given(weights, lead=ctx.lead),
             )
         kept = (
             gradient if wanted else None
             for gradient, wanted in zip(gradients, weights_wanted, strict=True)
         )
-        return (None, None, dx if x_wanted else None, dprobs if probs_wanted else None, *kept)
+        of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
+        return (None, None, None, *of_tokens, *kept)

@@ -6,11 +6,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..config import SonicMoEConfig, active_config
+from ..diagnostics.call_events import (
+    BackwardBegins,
+    BackwardDone,
+    ExpertCall,
+    ForwardDone,
+    NativeWeights,
+)
+from ..diagnostics.callers import STACKED
+from ..diagnostics.stages import emit, is_awaited
 from ..engine.capabilities import Workload
 from ..engine.interface import (
     Engine,
@@ -23,7 +33,7 @@ from ..engine.interface import (
 from ..engine.select import EngineChoice, announce, ready_engine
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
-from ..interop import device_name, dtype_name
+from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout
 from ..out_of_memory import raise_with_advice
 from ..routing.metadata import RoutingMetadata
@@ -35,7 +45,10 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about a call: hashable, fit to be a constant of a compiled graph."""
+    """Everything static about a call: hashable, fit to be a constant of a compiled graph.
+
+    face: a key of `callers.FACES`, for those who observe the call.
+    """
 
     config: SonicMoEConfig
     settings: EngineSettings
@@ -43,6 +56,7 @@ class Plan:
     use_fp8: bool | None
     engine: EngineName
     validate: bool
+    face: str = STACKED
 
     def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
         """The plan with settings that the engine for these tokens can compute: `auto` falls back
@@ -79,6 +93,7 @@ def make_plan(
     layout: WeightLayout,
     use_fp8: bool | None,
     parameters: ActivationParameters = (),
+    face: str = STACKED,
 ) -> Plan:
     """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode.
 
@@ -93,7 +108,8 @@ def make_plan(
         config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
         resolved = config.resolve()
     settings = EngineSettings.from_config(resolved, activation, parameters)
-    return Plan(config, settings, layout, use_fp8, resolved.engine, resolved.validate_dispatch)
+    validate = resolved.validate_dispatch
+    return Plan(config, settings, layout, use_fp8, resolved.engine, validate, face)
 
 
 def check_use_fp8(use_fp8: object) -> None:
@@ -106,10 +122,34 @@ def check_use_fp8(use_fp8: object) -> None:
         raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The caller's tensors of one call, for those who observe it.
+
+    weights: None where the call no longer has them; what the engine made of them stands for them.
+    indices: None where the routing that was made of them stands for them.
+    lead: the axes of the caller's tokens that are one axis T here; None where unknown.
+    """
+
+    weights: Weights | None
+    indices: Tensor | None = None
+    lead: Sequence[int] | None = None
+
+
 def forward(
-    plan: Plan, x: Tensor, routing: RoutingMetadata, weights: Weights, *, save: bool
+    plan: Plan,
+    x: Tensor,
+    probs: Tensor,
+    routing: RoutingMetadata,
+    weights: Weights,
+    *,
+    save: bool,
+    indices: Tensor,
+    lead: Sequence[int] | None = None,
 ) -> tuple[Tensor, Saved | None, Reading]:
-    """`(out [T, H], what backward needs, weights as the engine read them)`."""
+    """`(out [T, H], what backward needs, weights as the engine read them)`; `routing` is that of
+    probs and indices.
+    """
     engine = plan.choose(x, weights)
     try:
         reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
@@ -117,6 +157,10 @@ def forward(
     except Exception as error:
         raise_with_advice(error, "forward", plan.settings, x)
         raise
+    # Asked before anything is built, so that a run without observers pays one read of a global.
+    if is_awaited():
+        call = _described(plan, engine, reading, Given(weights, indices, lead))
+        emit(ForwardDone(call, x, probs, out, saved))
     return out, saved, reading
 
 
@@ -124,26 +168,61 @@ def backward(
     plan: Plan,
     dout: Tensor,
     saved: Saved,
-    weights: EngineWeights,
+    reading: Reading,
     dtypes: tuple[torch.dtype | None, ...],
     *,
     wgrad: bool,
+    given: Given,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
     to `dtypes`.
     """
+    weights = reading.weights
     engine = plan.choose(plain_tokens(saved.x), weights)
+    call = _described(plan, engine, reading, given) if is_awaited() else None
+    if call is not None:
+        emit(BackwardBegins(call, dout, saved))
+    gradients: tuple[Tensor | None, ...] = (None,) * len(dtypes)
     try:
         # fp32 accumulators of this call alone. Autograd, and not this package, adds gradients of
         # several calls.
         sums = _zeros_like_weights(weights, dout) if wgrad else None
         dx, dprobs = engine.backward(dout, saved, weights, sums)
-        if sums is None:
-            return dx, dprobs, (None,) * len(dtypes)
-        return dx, dprobs, _user_gradients(plan.layout, sums, dtypes)
+        if sums is not None:
+            gradients = _user_gradients(plan.layout, sums, dtypes)
     except Exception as error:
         raise_with_advice(error, "backward", plan.settings, dout)
         raise
+    if call is not None:
+        named = zip(("dw1", "dw2", "db1", "db2"), gradients, strict=True)
+        left = [(name, gradient) for name, gradient in named if gradient is not None]
+        emit(BackwardDone(call, dx, dprobs, lambda: left))
+    return dx, dprobs, gradients
+
+
+def _described(plan: Plan, engine: Engine, reading: Reading, given: Given) -> ExpertCall:
+    weights = given.weights
+    names = zip(("w1", "w2", "b1", "b2"), weights or (), strict=False)
+    return ExpertCall(
+        engine.name,
+        plan.settings,
+        given.indices,
+        functools.partial(_native, plan.layout, reading, weights),
+        {name: (weight,) for name, weight in names if weight is not None},
+        plan.layout,
+        plan.face,
+        lead=given.lead,
+    )
+
+
+def _native(layout: WeightLayout, reading: Reading, weights: Weights | None) -> NativeWeights:
+    if weights is None:
+        return (*reading.values(), reading.weights.b1, reading.weights.b2)
+    w1, w2, b1, b2 = (None if weight is None else weight.detach() for weight in weights)
+    assert w1 is not None and w2 is not None
+    with plain_ops():
+        bias = None if b1 is None else layout.native_b1(b1)
+        return layout.native_w1(w1), layout.native_w2(w2), bias, b2
 
 
 def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> NativeBuffer:

@@ -22,7 +22,7 @@ from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import build_routing, num_rows_bound
 from ..routing.metadata import RoutingMetadata
 from ..weights.stacked_cache import Weights, read_weights
-from .call import Plan, backward, forward, make_plan
+from .call import Given, Plan, backward, forward, make_plan
 from .plan_numbers import plan_of
 
 Tensor = torch.Tensor
@@ -39,6 +39,7 @@ def compiled_expert_mlp(
     layout: WeightLayout,
     use_fp8: bool | None,
     save: bool,
+    face: str,
 ) -> Tensor:
     """`expert_mlp` inside a graph.
 
@@ -52,7 +53,7 @@ def compiled_expert_mlp(
     # Asked for while the compiler traces: the number becomes a constant of the graph, and names the
     # configuration of that moment.
     number = plan_number(
-        activation.value, parameters, layout.transposed, layout.split_half, use_fp8
+        activation.value, parameters, layout.transposed, layout.split_half, use_fp8, face
     )
     out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
@@ -79,7 +80,8 @@ def _expert_mlp(
     with plan.config.activate():
         plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
-        out, saved, _ = forward(plan, x.contiguous(), routing, weights, save=save)
+        tokens = x.contiguous()
+        out, saved, _ = forward(plan, tokens, probs, routing, weights, save=save, indices=indices)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
@@ -142,14 +144,17 @@ def _expert_mlp_backward(
         engine = plan.choose(x, weights)
         # Reads through the cache. Autograd compares the versions of the saved weights, so these are
         # the weights of the forward.
-        prepared = read_weights(engine, weights, plan.settings, plan.layout, x.dtype).weights
+        reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
         # The same contents as in eager mode, with x from the graph's saved tensors and z from the
         # forward's outputs.
         saved = Saved(
             plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales)
         )
         dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
-        dx, dprobs, gradients = backward(plan, dout, saved, prepared, dtypes, wgrad=wgrad)
+        given = Given(weights, indices)
+        dx, dprobs, gradients = backward(
+            plan, dout, saved, reading, dtypes, wgrad=wgrad, given=given
+        )
     dw1, dw2, db1, db2 = (
         x.new_empty(0) if gradient is None else gradient for gradient in gradients
     )

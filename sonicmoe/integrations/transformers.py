@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..diagnostics.callers import GATED_EXPERTS, PLAIN_EXPERTS
 from ..engine.activations import activate_backward, merge_gate_up
 from ..enums import ACTIVATIONS, ActivationType
 from ..errors import FrameworkError, LayoutError, expect
@@ -314,6 +315,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
                 transposed=getattr(self, "is_transposed", False), split_half=_is_split_half(self)
             ),
             use_fp8=use_fp8,
+            face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
         )
         return out.to(tokens.dtype)
 

@@ -12,7 +12,14 @@ import torch
 
 from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
-from ..diagnostics.call_events import BackwardBegins, BackwardDone, ExpertCall, ForwardDone
+from ..diagnostics.call_events import (
+    BackwardBegins,
+    BackwardDone,
+    ExpertCall,
+    ForwardDone,
+    NativeWeights,
+)
+from ..diagnostics.callers import NODE
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
 from ..gradients.routes import Addition, Route
@@ -203,13 +210,23 @@ class MlpCall(DifferentiableCall):
             raise
 
     def _described(self) -> ExpertCall:
-        name, native = self.engine.name, self._native_weights
-        return ExpertCall(self.state, name, self.settings, self.indices, native)
+        # Half of them are of the up-projection, whether there are two or two of every expert.
+        half = len(self.parameters) // 2
+        return ExpertCall(
+            self.engine.name,
+            self.settings,
+            self.indices,
+            self._native_weights,
+            {"w1": self.parameters[:half], "w2": self.parameters[half:]},
+            self.state.parameters.layout,
+            NODE,
+            layer=self.state,
+        )
 
-    def _native_weights(self) -> tuple[Tensor, Tensor]:
+    def _native_weights(self) -> NativeWeights:
         if all(map(holds_memory, self.parameters)):
-            return self.state.parameters.native()
-        return self.reading.values()
+            return (*self.state.parameters.native(), None, None)
+        return (*self.reading.values(), None, None)
 
     def _weight_gradients(
         self, returned: Sequence[Tensor | None], route: Route | None

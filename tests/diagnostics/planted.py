@@ -16,13 +16,22 @@ from sonicmoe.routing.metadata import RoutingMetadata
 SIZES = Sizes(tokens=96, hidden=256, intermediate=128, experts=4, topk=2)
 
 
-def make_step(kind="gaussian", sizes=SIZES, seed=0, **settings):
+def make_step(kind="gaussian", sizes=SIZES, seed=0, bias=False, **settings):
     """A step with some slots elsewhere, in the default recipe."""
     case = make_case(kind, sizes, seed)
     indices = case.indices.copy()
     indices[::5, -1], indices[1::7, 0] = -1, sizes.experts
     arrays = (case.x, indices, case.probs, case.w1, case.w2)
-    return StepDump(kind, StepSettings.of(**settings), *arrays, dout=case.dout)
+    step = StepDump(kind, StepSettings.of(**settings), *arrays, dout=case.dout)
+    return with_biases(step) if bias else step
+
+
+def with_biases(step, seed=7):
+    rng = np.random.default_rng(seed)
+    b1, b2 = (
+        rng.standard_normal(weight.shape[:2]).astype(np.float32) for weight in (step.w1, step.w2)
+    )
+    return step.but(b1=b1, b2=b2)
 
 
 def layout_of(step):

@@ -15,6 +15,7 @@ from planted import SIZES, layout_of, make_step, plant, row_of
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.bisect import (
+    BIAS_STAGES,
     INPUTS,
     ROW_STAGES,
     SLOT_STAGES,
@@ -22,6 +23,7 @@ from sonicmoe.diagnostics.bisect import (
     WEIGHT_STAGES,
     WGRAD_OPERANDS,
     bisect,
+    stages_of,
 )
 from sonicmoe.diagnostics.bisect_report import text_of, verdict
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes
@@ -66,6 +68,8 @@ def place_of(stage, kind, step):
         return (token, slot), {"expert": 2, "row": row, "token": token, "slot": slot}
     if stage in WEIGHT_STAGES:
         return (2, 9, 4), {"expert": 2}
+    if stage in BIAS_STAGES:
+        return (2, 9), {"expert": 2}
     return (token, 7), {"token": token}
 
 
@@ -85,7 +89,7 @@ PLANTED = [
 
 @pytest.mark.parametrize(("stage", "settings", "kind"), PLANTED)
 def test_a_planted_fault_is_named(stage, settings, kind):
-    step = make_step(**settings)
+    step = make_step(bias=stage in BIAS_STAGES, **settings)
     index, wanted = place_of(stage, kind, step)
     with listening(plant(stage, kind, index)):
         report = bisect(step, "reference")
@@ -144,7 +148,8 @@ def test_nobody_reads_a_padding_row_of_y2():
 def test_healthy_steps_are_called_healthy(kind, settings):
     report = bisect(make_step(kind, **settings), "reference")
     assert report.healthy and report.missing == (), text_of(report)
-    assert list(report.stats) == [stage for stage in STAGES if stage != "routing"]
+    assert set(stages_of(make_step())) == set(STAGES) - set(BIAS_STAGES)
+    assert list(report.stats) == [stage for stage in stages_of(make_step()) if stage != "routing"]
     if kind == "gaussian":
         assert all(one.cosine > 0.99 for one in report.stats.values())
 
@@ -158,6 +163,19 @@ def test_every_activation(activation):
     assert report.healthy and all(one.cosine > 0.98 for one in report.stats.values()), text_of(
         report
     )
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "relu_sq"])
+@pytest.mark.parametrize("settings", [{}, PLAIN, {"dtype": "float32", **PLAIN}])
+def test_a_step_with_biases(activation, settings):
+    step = make_step(bias=True, **settings)
+    if activation == "relu_sq":
+        step = step.but(w1=step.w1[:, ::2].copy(), b1=step.b1[:, ::2].copy(), activation=activation)
+    report = bisect(step.but(activation=activation), "reference")
+    assert report.healthy and report.missing == (), text_of(report)
+    # A functional call returns its gradients, and no flush of a node hands them over.
+    assert set(report.stats) == set(STAGES) - {"routing", "flush"}
+    assert all(one.cosine > 0.98 for one in report.stats.values()), text_of(report)
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2, 128, 128, 4, 1), Sizes(130, 128, 128, 2, 2)])
@@ -256,7 +274,7 @@ def test_layout_is_the_routing_contract():
 
 
 def test_golden_and_arithmetic_agree_where_nothing_is_quantised():
-    step = make_step(dtype="float32", **PLAIN)
+    step = make_step(bias=True, dtype="float32", **PLAIN)
     layout = layout_of(step)
     arithmetic = StageArithmetic(step, layout, {})
     for name, golden in golden_stages(step, layout).items():
@@ -311,6 +329,15 @@ def test_dumps_come_back(tmp_path):
     assert again.settings == step.settings and again.name == step.name
     for name in ("x", "indices", "probs", "w1", "w2", "dout"):
         np.testing.assert_array_equal(getattr(again, name), getattr(step, name))
+    biased = make_step(bias=True)
+    save_dump(tmp_path / "biased.npz", biased)
+    for name in ("b1", "b2"):
+        found = getattr(load_dump(tmp_path / "biased.npz"), name)
+        np.testing.assert_array_equal(found, getattr(biased, name))
+        with pytest.raises(ShapeError, match=f"{name} is missing"):
+            biased.but(**{name: None})
+    with pytest.raises(ShapeError, match=r"b1 has shape \(4, 128\)"):
+        biased.but(b1=biased.b1[:, :128])
     save_dump(tmp_path / "forward.npz", step.but(dout=None))
     assert load_dump(tmp_path / "forward.npz").dout is None
 
@@ -393,4 +420,4 @@ def test_codes_are_counted_in_either_orientation():
 def test_runs_show_every_stage_and_nothing_unread():
     shown = run_stages(make_step(), engine_named("reference", "cpu"), "cpu")
     assert shown.unread == {} and shown.error is None
-    assert set(shown.stages) == set(STAGES) - {"routing"}
+    assert set(shown.stages) == set(STAGES) - {"routing", *BIAS_STAGES}

@@ -1,0 +1,173 @@
+"""The caller of a call by the names of its parameters: `model.layers.3.mlp.experts.gate_up_proj`.
+
+A layer does not know its name in the model, and an engine sees tensors only. So the parameter is
+looked for among all modules of the process. That takes a fraction of a second, and only a finding
+or a copy of a call pays it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..interop import IS_PADDLE
+from .call_events import ExpertCall
+from .callers import FACES, NATIVE_AXES, NODE, Caller, Named
+
+Tensor = torch.Tensor
+Names = tuple[str, ...]
+
+_COMPILED = "_orig_mod"  # the attribute in which torch.compile keeps the module that it wraps
+
+
+def caller_of(call: ExpertCall) -> Caller:
+    """Names from the model where its modules hold the weights, else those of the arguments."""
+    face, given = FACES[call.face], call.weights
+    owners = _Owners([weight for weights in given.values() for weight in weights])
+    tensors = {name: Named((getattr(face, name),), NATIVE_AXES[name]) for name in ("x", "out")}
+    if face.flattens and call.lead is None:
+        # A compiled graph does not tell how the tokens lay before.
+        tensors = {name: Named(named.names, "") for name, named in tensors.items()}
+    tensors["probs"] = Named((face.probs,), NATIVE_AXES["probs"] if face.indexed_probs else "")
+    layers: list[str] = []
+    for name, weights in given.items():
+        axes = _axes(call, name, stacked=len(weights) == 1)
+        found = [owners.of(weight, axes) for weight in weights]
+        layers += [owned for owned, _ in filter(None, found)]
+        if None in found:
+            own = _face_axes(face.axes, name) or axes
+            tensors[name] = Named(_argument_names(call.face, name, len(weights)), own)
+        else:
+            # Of one weight every expert has the same axes.
+            kept = [owned for owned in found if owned is not None]
+            tensors[name] = Named(tuple(owned for owned, _ in kept), kept[0][1])
+    return Caller(
+        call.face, tensors, _common_module(layers), call.layout.split_half, tuple(call.lead or ())
+    )
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same tensor, or views of the same memory."""
+    if one is other:
+        return True
+    memory = _memory(one)
+    return memory is not None and memory == _memory(other)
+
+
+def _axes(call: ExpertCall, name: str, *, stacked: bool) -> str:
+    """The axes of a weight as the call gives it."""
+    native = NATIVE_AXES[name]
+    if call.layout.transposed and len(native) == 3:
+        native = native[0] + native[2] + native[1]
+    return native if stacked else native.removeprefix("E")
+
+
+def _face_axes(axes: tuple[str, str] | None, name: str) -> str | None:
+    return None if axes is None else {"w1": axes[0], "w2": axes[1]}.get(name)
+
+
+def _argument_names(face: str, name: str, count: int) -> Names:
+    if face != NODE:
+        return (getattr(FACES[face], name),)
+    if count == 1:
+        return ("weight1" if name == "w1" else "weight2",)
+    part = "up_gate_proj" if name == "w1" else "down_proj"
+    return tuple(f"experts[{expert}].{part}.weight" for expert in range(count))
+
+
+class _Owners:
+    """The parameters of all modules that may be some of these tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        wanted_ids = set(map(id, tensors))
+        wanted_memory = {memory for memory in map(_memory, tensors) if memory is not None}
+        self._found: list[tuple[Any, str, Tensor]] = []
+        self._above: dict[int, list[tuple[Any, str]]] = {}
+        for module in _modules():
+            for name, child in _parts(module, "_sub_layers" if IS_PADDLE else "_modules"):
+                self._above.setdefault(id(child), []).append((module, name))
+            for name, parameter in _parts(module, "_parameters"):
+                if id(parameter) in wanted_ids or _memory(parameter) in wanted_memory:
+                    self._found.append((module, name, parameter))
+
+    def of(self, tensor: Tensor, axes: str) -> tuple[str, str] | None:
+        """The name of the parameter that this tensor is or is a view of, and the parameter's axes
+        where the tensor's are these.
+        """
+        found = []
+        for module, name, parameter in self._found:
+            order = _order(parameter, tensor, axes)
+            if order is not None:
+                found += [(f"{path}{name}", order) for path in self._paths(module, ())]
+        # A module may be part of several: the outermost has the longest name. Of equals any will
+        # do, but always the same.
+        return min(found, key=lambda owned: (-owned[0].count("."), owned[0]), default=None)
+
+    def _paths(self, module: Any, below: tuple[int, ...]) -> Iterator[str]:
+        """What stands before the name of the module's parameters, ending in a dot."""
+        above = self._above.get(id(module), [])
+        if not above or id(module) in below:
+            yield ""
+            return
+        for parent, name in above:
+            own = "" if name == _COMPILED else f"{name}."
+            for path in self._paths(parent, (*below, id(module))):
+                yield path + own
+
+
+def _modules() -> list[Any]:
+    base = sys.modules["paddle"].nn.Layer if IS_PADDLE else torch.nn.Module
+    # By the type and not by `isinstance`, which asks the `__class__` of every proxy in the process.
+    return [found for found in gc.get_objects() if issubclass(type(found), base)]
+
+
+def _parts(module: Any, attribute: str) -> list[tuple[str, Any]]:
+    # From the dictionary of the instance: modules may compute their attributes, and one that is
+    # being made has none yet.
+    held = vars(module).get(attribute) or {}
+    return [(name, part) for name, part in list(held.items()) if part is not None]
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _memory(tensor: Any) -> int | None:
+    """The address of the allocation; None where there is none, and under Paddle, whose callers give
+    parameters themselves.
+    """
+    if IS_PADDLE:
+        return None
+    try:
+        return int(_local(tensor).untyped_storage().data_ptr()) or None
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None  # a parameter that was not made yet, or a tensor without data
+
+
+def _order(parameter: Any, tensor: Tensor, axes: str) -> str | None:
+    """The axes of the parameter, whose elements are those of the tensor; None where they are not."""
+    if parameter is tensor:
+        return axes
+    if not shares_memory(parameter, tensor):
+        return None
+    whole = _local(parameter)
+    for order in itertools.permutations(range(len(axes))):
+        turned = tensor.permute(order)
+        if (turned.shape, turned.stride()) == (whole.shape, whole.stride()):
+            # Else it is another slice of the same memory.
+            same = turned.storage_offset() == whole.storage_offset()
+            return "".join(axes[axis] for axis in order) if same else None
+    return None
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """The module that all of these parameters are below."""
+    parts = [name.split(".")[:-1] for name in names]
+    together = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in together)

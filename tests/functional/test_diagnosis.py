@@ -1,0 +1,408 @@
+"""Diagnosis of `MoE` and of the functional API: one NaN anywhere is found, and named as the caller
+knows it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from framework import torch
+from functional.layer_golden import make_layer, make_tokens
+from torch import nn
+
+from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics import stages
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.capture import captured_calls, dump
+from sonicmoe.diagnostics.cases import load_case, save_case
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.step_dump import load_dump, save_dump
+from sonicmoe.enums import ActivationType
+
+NAN = float("nan")
+E, K, H, I = 5, 2, 32, 24
+FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert stages._observers == ()
+
+
+class Model(nn.Module):
+    """Three layers, of which the middle one is broken."""
+
+    def __init__(self, bias: bool = False, activation=ActivationType.SWIGLU) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            make_layer(activation, bias=bias, seed=seed) for seed in range(3)
+        )
+
+    def forward(self, x, **options):
+        for layer in self.layers:
+            x = x + layer(x, **options)[0]
+        return x
+
+
+def spoil(tensor, *index, value=NAN):
+    with torch.no_grad():
+        tensor[index] = value
+    return tensor
+
+
+def found(run) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught, detect_nonfinite():
+        run()
+    return caught.value
+
+
+def fault_of(error: NonFiniteError) -> str:
+    """The line that says where it began."""
+    return str(error).splitlines()[1]
+
+
+WEIGHTS = [
+    ("c_fc.weight", (3, 7, 4), "w1"),
+    ("c_fc.weight", (3, 30, 4), "w1"),
+    ("c_proj.weight", (3, 7, 4), "w2"),
+    ("c_fc.bias", (3, 11), "b1"),
+    ("c_proj.bias", (3, 11), "b2"),
+]
+
+
+class TestMoE:
+    @FP8
+    @pytest.mark.parametrize(("name", "index", "stage"), WEIGHTS)
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    def test_a_weight_is_named_as_the_model_names_it(self, fp8, name, index, stage, compiled):
+        torch._dynamo.reset()
+        model = Model(bias=True)
+        spoil(model.layers[1].get_parameter(name), *index)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        error = found(lambda: run(make_tokens(4, 10, H), use_fp8=fp8))
+        whole = f"layers.1.{name}[{', '.join(map(str, index))}]"
+        assert fault_of(error).startswith(f"first bad: input {stage} = {whole} at expert 3: nan;")
+        assert "output of layers.1 is not finite" in str(error)
+        assert error.report.layer == "layers.1"
+        assert error.report.to_json()["fault"]["caller"] == {
+            "name": f"layers.1.{name}",
+            "index": list(index),
+        }
+
+    @FP8
+    def test_tokens_and_gradients_have_the_axes_of_hidden_states(self, fp8):
+        moe, x = make_layer(), make_tokens(4, 10, H)
+        error = found(lambda: moe(spoil(x.clone(), 2, 3, 5), use_fp8=fp8))
+        assert "input x = hidden_states[2, 3, 5] at token 23, column 5" in fault_of(error)
+        x.requires_grad_()
+        dout = spoil(torch.ones_like(x), 1, 9, 7)
+        error = found(lambda: moe(x, use_fp8=fp8)[0].backward(dout))
+        assert "input dout = the gradient of output[1, 9, 7] at token 19" in fault_of(error)
+        assert str(error).startswith("the gradient of hidden_states is not finite")
+
+    def test_a_compiled_graph_does_not_know_the_axes_before(self):
+        torch._dynamo.reset()
+        moe = torch.compile(make_layer(), backend="aot_eager", fullgraph=True)
+        error = found(lambda: moe(spoil(make_tokens(4, 10, H), 2, 3, 5)))
+        assert "input x = hidden_states at token 23, column 5" in fault_of(error)
+
+    def test_the_router(self):
+        """Its weight is no input of the experts: probabilities are the first that they see."""
+        moe = make_layer()
+        spoil(moe.router.weight, 2, 7)
+        words = "input probs = the softmax of hidden_states @ router.weight.T at expert"
+        assert words in fault_of(found(lambda: moe(make_tokens(10, H))))
+
+    @FP8
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_a_healthy_model_passes(self, fp8, bias):
+        with detect_nonfinite():
+            x = make_tokens(4, 10, H).requires_grad_()
+            model = Model(bias=bias)
+            model(x, use_fp8=fp8).sum().backward()
+            with torch.no_grad():
+                model(x, use_fp8=fp8)
+
+    @FP8
+    def test_a_dump_holds_the_next_step_of_its_layer(self, fp8, tmp_path):
+        model, path = Model(bias=True), tmp_path / "step.npz"
+        x = make_tokens(4, 10, H).requires_grad_()
+        layer = model.layers[1]
+        layer.dump(path)
+        out = model(x, use_fp8=fp8)
+        step = load_dump(path)
+        assert step.dout is None and step.caller.layer == "layers.1"
+        out.sum().backward()
+        step = load_dump(path)
+        assert step.dout is not None and step.settings.recipe == ("iso128" if fp8 else None)
+        for array, weight in (
+            (step.w1, layer.c_fc.weight),
+            (step.w2, layer.c_proj.weight),
+            (step.b1, layer.c_fc.bias),
+            (step.b2, layer.c_proj.bias),
+        ):
+            np.testing.assert_array_equal(array, weight.detach().numpy())
+        report = bisect(step, "reference")
+        assert report.healthy and report.missing == ()
+
+    def test_an_optimizer_step_ends_the_wait(self, tmp_path):
+        moe, path = make_layer(), tmp_path / "step.npz"
+        optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+        dump(moe, path)
+        optimizer.step()
+        assert len(stages._observers) == 1, "no forward yet"
+        with torch.no_grad():
+            moe(make_tokens(10, H))
+        before = path.read_bytes()
+        optimizer.step()
+        assert stages._observers == ()
+        moe(make_tokens(10, H))[0].sum().backward()
+        assert path.read_bytes() == before
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    @FP8
+    def test_a_recomputed_forward_is_completed_by_its_backward(self, tmp_path, reentrant, fp8):
+        from torch.utils.checkpoint import checkpoint
+
+        moe, path = make_layer(), tmp_path / "step.npz"
+        x = make_tokens(10, H).requires_grad_()
+        dump(moe, path)
+        out, _ = checkpoint(lambda x: moe(x, use_fp8=fp8), x, use_reentrant=reentrant)
+        dout = make_tokens(10, H, seed=5)
+        out.backward(dout)
+        np.testing.assert_array_equal(load_dump(path).dout, dout.numpy())
+
+    def test_of_several_layers_the_first_that_runs_is_taken(self, tmp_path):
+        model, path = Model(), tmp_path / "step.npz"
+        dump(model, path)
+        model(make_tokens(10, H)).sum().backward()
+        step = load_dump(path)
+        assert step.caller.layer == "layers.0" and step.dout is not None
+
+
+@FP8
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_oai", "relu_sq"])
+def test_captured_calls_run_again(fp8, bias, activation, tmp_path):
+    """Captured, saved, bisected and measured through the commands."""
+    model = Model(bias, ActivationType(activation))
+    with captured_calls("call") as cases:
+        model(make_tokens(4, 10, H).requires_grad_(), use_fp8=fp8).sum().backward()
+    # Backward visits the last layer first.
+    assert [case.name for case in cases] == [f"call-{n} layers.{2 - n}" for n in range(3)]
+    for layer, case in zip(reversed(model.layers), cases, strict=True):
+        wanted = layer.c_fc.weight.detach().to(torch.bfloat16).float().numpy()
+        np.testing.assert_array_equal(case.w1, wanted)
+        assert (case.b1 is not None) == bias and case.settings.activation == activation
+    path = tmp_path / "case.npz"
+    save_case(path, cases[1])
+    back = load_case(path)
+    assert back.caller == cases[1].caller and back.settings == cases[1].settings
+    assert (back.b1 is not None) == bias
+    result = CliRunner().invoke(main, ["bisect", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["layer"] == "layers.1"
+    arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
+    measured = CliRunner().invoke(main, ["numerics", "--captured", str(path), *arguments])
+    assert measured.exit_code == 0, measured.output
+    (entry,) = json.loads(measured.stdout)["results"]
+    assert entry["data"] == "call-1 layers.1"
+    # Errors of FP8, and not of another formula.
+    assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
+
+
+def test_a_dump_serves_numerics(tmp_path):
+    moe, path = make_layer(bias=True), tmp_path / "step.npz"
+    moe.dump(path)
+    moe(make_tokens(40, H).requires_grad_())[0].sum().backward()
+    arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
+    measured = CliRunner().invoke(main, ["numerics", "--captured", str(path), *arguments])
+    assert measured.exit_code == 0, measured.output
+    (entry,) = json.loads(measured.stdout)["results"]
+    assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
+
+
+def test_the_command_names_the_caller(tmp_path):
+    """The names are in the file, and need no model."""
+    model, path = nn.ModuleDict({"block": make_layer()}), tmp_path / "step.npz"
+    spoil(model["block"].c_proj.weight, 4, 7, 3)
+    dump(model, path)
+    with torch.no_grad():
+        model["block"](make_tokens(40, H))
+    stages.forget(stages._observers[0])
+    del model
+    result = CliRunner().invoke(main, ["bisect", str(path)])
+    assert result.exit_code == 1
+    words = "first bad: input w2 = block.c_proj.weight[4, 7, 3] at expert 4: nan"
+    assert words in result.output
+    fault = json.loads(CliRunner().invoke(main, ["bisect", str(path), "--json"]).stdout)["fault"]
+    assert fault["caller"] == {"name": "block.c_proj.weight", "index": [4, 7, 3]}
+
+
+def weights(seed=0, bias=True):
+    """Upstream's arguments: w1 `[N1, H, E]`, w2 `[H, I, E]`."""
+    make = torch.Generator().manual_seed(seed)
+    w1, w2 = (torch.randn(*shape, generator=make) * 0.2 for shape in ((2 * I, H, E), (H, I, E)))
+    b1, b2 = (torch.randn(*shape, generator=make) for shape in ((E, 2 * I), (E, H)))
+    return w1, b1 if bias else None, w2, b2 if bias else None
+
+
+def topk(x, tensors, router=None, **options):
+    w1, b1, w2, b2 = tensors
+    router = (
+        torch.randn(E, H, generator=torch.Generator().manual_seed(9)) if router is None else router
+    )
+    return moe_TC_softmax_topk_layer(x, router, w1, b1, w2, b2, K, **options)[0]
+
+
+def triples(x, tensors, scores=None, **options):
+    w1, b1, w2, b2 = tensors
+    tokens = torch.arange(2 * len(x)) // 2
+    scores = torch.full((2 * len(x),), 0.5) if scores is None else scores
+    experts = (tokens + torch.arange(2 * len(x)) % 2) % E
+    return moe_general_routing_inputs(x, scores, tokens, experts, w1, b1, w2, b2, **options)[0]
+
+
+@pytest.mark.parametrize("call", [topk, triples])
+class TestFunctional:
+    @pytest.mark.parametrize("halves", [False, True], ids=["in turns", "halves"])
+    @pytest.mark.parametrize(
+        ("name", "index"),
+        [("w1", (7, 3, 2)), ("w1", (40, 3, 2)), ("b1", (2, 9)), ("w2", (7, 3, 2)), ("b2", (2, 9))],
+    )
+    @FP8
+    def test_an_argument_is_named_with_its_own_index(self, call, halves, name, index, fp8):
+        tensors = dict(zip(("w1", "b1", "w2", "b2"), weights(), strict=True))
+        spoil(tensors[name], *index)
+        error = found(
+            lambda: call(make_tokens(30, H), tensors.values(), concat_layout=halves, use_fp8=fp8)
+        )
+        text = f"first bad: input {name} = {name}[{', '.join(map(str, index))}] at expert 2: nan"
+        assert fault_of(error).startswith(text)
+
+    def test_a_parameter_is_named_with_its_own_axes(self, call):
+        class Holder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                w1, _, w2, _ = weights()
+                self.up = nn.Parameter(w1.permute(2, 0, 1).contiguous())
+                self.down = nn.Parameter(w2)
+
+            def forward(self, x):
+                return call(x, (self.up.permute(1, 2, 0), None, self.down, None))
+
+        model = nn.Sequential(Holder(), Holder())
+        spoil(model[1].up, 4, 7, 3)
+        text = fault_of(found(lambda: model(make_tokens(30, H))))
+        assert text.startswith("first bad: input w1 = 1.up[4, 7, 3] at expert 4: nan")
+        model = nn.Sequential(Holder(), Holder())
+        spoil(model[0].down, 7, 3, 4)
+        text = fault_of(found(lambda: model(make_tokens(30, H))))
+        assert text.startswith("first bad: input w2 = 0.down[7, 3, 4] at expert 4: nan")
+
+    def test_tokens_and_the_gradient(self, call):
+        x = make_tokens(30, H)
+        error = found(lambda: call(spoil(x.clone(), 17, 5), weights()))
+        assert fault_of(error).startswith("first bad: input x at token 17, column 5,")
+        dout = spoil(torch.ones_like(x), 23, 9)
+        error = found(lambda: call(x.requires_grad_(), weights()).backward(dout))
+        assert fault_of(error).startswith("first bad: input dout at token 23, column 9,")
+
+    @FP8
+    def test_a_dump_follows_the_parameter(self, call, fp8, tmp_path):
+        w1, b1, w2, b2 = weights()
+        w1.requires_grad_()
+        path = tmp_path / "step.npz"
+        dump(w1, path)
+        call(make_tokens(30, H), weights(1)).sum()
+        assert not path.exists()
+        call(make_tokens(30, H), (w1, b1, w2, b2), concat_layout=True, use_fp8=fp8).sum().backward()
+        step = load_dump(path)
+        assert step.dout is not None and step.caller.split_half
+        halves = w1.detach().permute(2, 0, 1).numpy()
+        np.testing.assert_array_equal(step.w1[:, 0::2], halves[:, :I])
+        np.testing.assert_array_equal(step.w1[:, 1::2], halves[:, I:])
+        assert bisect(step, "reference").healthy
+
+
+def test_the_probabilities_of_the_top_k_layer():
+    router = spoil(torch.randn(E, H), 2, 7)
+    error = found(lambda: topk(make_tokens(30, H), weights(), router))
+    assert "input probs = the softmax of x @ router_w.T at expert" in fault_of(error)
+
+
+def test_a_weight_gradient_is_named_in_the_callers_layout(tmp_path):
+    """Of a stage behind the inputs: its index in the caller's halves too."""
+    from sonicmoe.diagnostics.stages import listening
+
+    tensors = [weight.requires_grad_() for weight in weights(bias=False) if weight is not None]
+    path = tmp_path / "step.npz"
+    dump(tensors[0], path)
+    topk(
+        make_tokens(30, H), (tensors[0], None, tensors[1], None), concat_layout=True
+    ).sum().backward()
+
+    def plant(name, value):
+        if name != "dw1":
+            return value
+        value = value.clone()
+        value[2, 15, 3] = NAN  # of the up half: native row 15 is up 7
+        return value
+
+    with listening(plant):
+        fault = bisect(load_dump(path), "reference").fault
+    assert str(fault).startswith(
+        f"first bad: stage dw1 = the gradient of w1[{I + 7}, 3, 2] at expert 2: nan"
+    )
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_only_an_observed_forward_keeps_the_weights_for_its_backward(observed):
+    """Quantised weights are copies, and the graph holds no others unless somebody watches."""
+    moe, x = make_layer(), make_tokens(10, H).requires_grad_()
+    with stages.observing(lambda event: None) if observed else nullcontext():
+        node = moe(x, use_fp8=True)[0].grad_fn
+    while not hasattr(node, "observed"):
+        node = node.next_functions[0][0]
+    assert (node.observed is not None) == observed
+
+
+def test_a_block_without_calls_says_so(caplog):
+    with caplog.at_level(logging.WARNING, logger="sonicmoe"), detect_nonfinite():
+        pass
+    assert "saw no call of experts" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="sonicmoe"), detect_nonfinite():
+        make_layer()(make_tokens(10, H))
+    assert "saw no call" not in caplog.text
+
+
+def test_a_dumped_caller_that_does_not_fit_is_refused(tmp_path):
+    from sonicmoe.diagnostics.step_dump import DumpError
+
+    moe, path = make_layer(), tmp_path / "step.npz"
+    moe.dump(path)
+    moe(make_tokens(10, H))[0].sum().backward()
+    step = load_dump(path)
+    for changed, words in (
+        ({"lead": [3]}, "lead is"),
+        ({"face": "nobody"}, "caller"),
+        ({"tensors": {"w1": {"names": ["a", "b"], "axes": "ENH"}}}, "has 2 names"),
+        ({"tensors": {"w1": {"names": ["a"], "axes": "ENZ"}}}, "has axes"),
+        ({"tensors": {"w9": {"names": ["a"], "axes": ""}}}, "w9 has axes"),
+        ({"tensors": 3}, "caller"),
+    ):
+        save_dump(path, step)
+        with np.load(path) as file:
+            arrays = dict(file)
+        arrays["caller"] = np.array(json.dumps(json.loads(str(arrays["caller"])) | changed))
+        np.savez(path, **arrays)
+        with pytest.raises(DumpError, match=words):
+            load_dump(path)

@@ -1,0 +1,161 @@
+"""Diagnosis of transformers models: which layer, which parameter, and the index as the model has
+it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from integrations.hf_models import FAMILIES, VOCABULARY, build
+
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics import stages
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.capture import captured_calls, dump
+from sonicmoe.diagnostics.cases import save_case
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.integrations.transformers import register
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+    yield
+    assert stages._observers == ()
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, **options):
+    model(input_ids=ids(), labels=ids(), use_cache=False, **options).loss.backward()
+
+
+def experts_of(model):
+    """Experts by the names of their modules."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+    }
+
+
+def found(run, directory=None) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught, detect_nonfinite(directory):
+        run()
+    return caught.value
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@IMPLEMENTATIONS
+def test_a_weight_is_named_by_layer_parameter_and_index(family, implementation, tmp_path):
+    """A NaN in the up half of one of the last layer's gate_up_proj; the file names it too."""
+    model = build(FAMILIES[family](LAYERS - 1), implementation)
+    name, experts = list(experts_of(model).items())[-1]
+    weight = experts.gate_up_proj
+    # Behind the middle of the axis of gate and up, which is the last one of transposed weights.
+    index = (5, 7, 43) if experts.is_transposed else (5, weight.shape[1] // 2 + 3, 7)
+    with torch.no_grad():
+        weight[index] = float("nan")
+    error = found(lambda: step(model), tmp_path)
+    whole = f"{name}.gate_up_proj[{', '.join(map(str, index))}]"
+    line = str(error).splitlines()[1]
+    assert line.startswith(f"first bad: input w1 = {whole} at expert 5: nan; 1 NaN")
+    assert error.report.layer == name
+    result = CliRunner().invoke(main, ["bisect", str(error.dump)])
+    assert result.exit_code == 1 and line in result.output
+
+
+@pytest.mark.parametrize("name", ["down_proj", "gate_up_proj_bias", "down_proj_bias"])
+def test_every_other_weight_of_a_model_with_biases(name):
+    model = build(FAMILIES["gpt-oss"](2), "sonicmoe")
+    index = (4, 7, 3)[: 3 if name == "down_proj" else 2]
+    with torch.no_grad():
+        getattr(model.model.layers[1].mlp.experts, name)[index] = float("nan")
+    stage = {"down_proj": "w2", "gate_up_proj_bias": "b1", "down_proj_bias": "b2"}[name]
+    whole = f"model.layers.1.mlp.experts.{name}[{', '.join(map(str, index))}]"
+    line = str(found(lambda: step(model))).splitlines()[1]
+    assert line.startswith(f"first bad: input {stage} = {whole} at expert 4: nan")
+
+
+def test_tokens_probabilities_and_the_gradient():
+    model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight[3] = float("nan")
+    text = str(found(lambda: step(model)))
+    assert "of model.layers.1.mlp.experts is not finite" in text
+    assert "first bad: input probs = top_k_weights[" in text
+
+    model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[5] = float("nan")
+    assert "input x = hidden_states[0, 5] at token 0, column 5" in str(found(lambda: step(model)))
+
+    model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
+
+    def poison(module, arguments, output):
+        output.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
+
+    model.model.layers[2].mlp.experts.register_forward_hook(poison)
+    text = str(found(lambda: step(model)))
+    assert "of model.layers.2.mlp.experts is not finite" in text
+    assert "first bad: input dout at token 0, column 0" in text
+
+
+@IMPLEMENTATIONS
+def test_in_a_compiled_model(implementation):
+    torch._dynamo.reset()
+    model = build(FAMILIES["mixtral"](2), implementation)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    line = str(found(lambda: step(model))).splitlines()[1]
+    whole = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
+    assert line.startswith(f"first bad: input w1 = {whole} at expert 5: nan")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@IMPLEMENTATIONS
+def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, tmp_path):
+    model = build(FAMILIES[family](2), implementation)
+    with detect_nonfinite(), captured_calls("step") as cases:
+        step(model)
+    names = list(experts_of(model))
+    assert [case.name for case in cases] == [
+        f"step-{n} {name}" for n, name in enumerate(reversed(names))
+    ]
+    path = tmp_path / "case.npz"
+    save_case(path, cases[0])
+    result = CliRunner().invoke(main, ["bisect", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["layer"] == names[-1]
+    arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
+    measured = CliRunner().invoke(main, ["numerics", "--captured", str(path), *arguments])
+    assert measured.exit_code == 0, measured.output
+    (entry,) = json.loads(measured.stdout)["results"]
+    assert all(tensor["rmse"] < 0.15 for tensor in entry["tensors"].values())
+
+
+@IMPLEMENTATIONS
+def test_one_layer_is_dumped(implementation, tmp_path):
+    model, path = build(FAMILIES["qwen3-moe"](LAYERS), implementation), tmp_path / "step.npz"
+    experts = model.model.layers[1].mlp.experts
+    dump(experts, path)
+    step(model)
+    written = load_dump(path)
+    assert written.caller.layer == "model.layers.1.mlp.experts" and written.dout is not None
+    width = experts.gate_up_proj.shape[1] // 2
+    halves = experts.gate_up_proj.detach().numpy()
+    np.testing.assert_array_equal(written.w1[:, 0::2], halves[:, :width])
+    np.testing.assert_array_equal(written.w1[:, 1::2], halves[:, width:])
+    report = bisect(written, "reference")
+    assert report.healthy and report.missing == ()
