@@ -41,7 +41,7 @@ from .doctor_engine import Progress, examine_engine
 from .doctor_report import CacheState, FlagState, Report
 
 DISTRIBUTIONS = (
-    "torch", "paddlepaddle", "paddlepaddle-gpu", "triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
+    "torch", "paddlepaddle", "paddlepaddle-gpu", "transformers", "triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
 )  # fmt: skip
 LOW_SPACE_BYTES = 1 << 30
 

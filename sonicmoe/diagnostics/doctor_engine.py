@@ -34,7 +34,7 @@ Progress = Callable[[str], None]
 def examine_engine(
     report: Report, config: ResolvedConfig, self_test: bool, progress: Progress
 ) -> None:
-    """Fill `device`, `engine`, `kernels` and `self_test` with the framework that was loaded.
+    """Fill `device`, `engine`, `calls`, `kernels` and `self_test` with the framework that was loaded.
 
     Args:
         self_test: compile the kernels that are missing. Otherwise their number is reported, and the
@@ -51,6 +51,8 @@ def examine_engine(
     try:
         in_force = "fp8" if config.fp8 else "bf16"
         report.engines = selftest.engines_on(device.name)
+        calls = importlib.import_module("sonicmoe.diagnostics.doctor_calls")
+        report.calls = calls.calls_on(config, device.name)
         choice = selftest.engine_for(config, in_force, device.name)
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.

@@ -67,11 +67,25 @@ class KernelState:
     missing: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class CallState:
+    """A way of calling this package, and what it would run here: engine and precision, None where
+    it cannot run; `reason` says why, in either case.
+    """
+
+    call: str
+    engine: str | None
+    precision: str | None
+    reason: str
+
+
 @dataclass
 class Report:
     """Everything on the doctor's screen. A field that could not be found out is None or empty, and
     `problems` says why.
 
+    engine, engine_reason: as configured. calls: of every way of calling, which may ask for FP8 by
+        itself.
     engines: "able", or why this machine cannot run it, by engine and whatever the model.
     self_test: empty where the self-test did not run, because its kernels are not compiled.
     """
@@ -83,6 +97,7 @@ class Report:
     device: Device | None = None
     engine: str | None = None
     engine_reason: str = ""
+    calls: list[CallState] = field(default_factory=list)
     engines: dict[str, str] = field(default_factory=dict)
     caches: list[CacheState] = field(default_factory=list)
     flags: list[FlagState] = field(default_factory=list)

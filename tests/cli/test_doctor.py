@@ -121,7 +121,7 @@ def test_screen_shows_every_section(in_empty_cache: Path) -> None:
     assert "SONIC_MOE_FP8_MODE perf environment" in words
     assert "SONIC_MOE_FP8_WGRAD 1 default" in words
     assert words.count("pass") == 2 * len(TENSORS)
-    assert len(result.output.splitlines()) < 50
+    assert len(result.output.splitlines()) < 55
 
 
 def plant(folder: Path, name: str, version: str) -> Path:
@@ -590,6 +590,12 @@ def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
     # Paddle itself would import PyTorch, which takes as long as all the rest.
     assert result.stderr.splitlines()[-1] == "False"
     assert found["framework"] == "paddle"
+    assert [(state["call"], state["engine"], state["precision"]) for state in found["calls"]] == [
+        ("node", "reference", "bfloat16"),
+        ('node with fp8_mode="perf"', "reference", "FP8 (iso128)"),
+        ("MoE and the functional API", None, None),
+        ("transformers", None, None),
+    ]
     assert [check["tensor"] for check in found["self_test"]] == 2 * TENSORS
     assert all(check["passed"] for check in found["self_test"])
 

@@ -206,10 +206,52 @@ def test_supported_models_pass_the_check(family):
     check_model(build(FAMILIES[family](1)))
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-def test_the_check_says_nothing_where_the_engine_runs(implementation, caplog):
-    check_model(build(FAMILIES["mixtral"](1), implementation))
+def mixtral(hidden: int, inner: int):
+    config = FAMILIES["mixtral"](1)
+    config.hidden_size, config.intermediate_size = hidden, inner
+    return config
+
+
+@pytest.mark.parametrize(
+    ("implementation", "hidden", "inner"),
+    [("sonicmoe", 64, 48), ("sonicmoe", 64, 64), ("sonicmoe_fp8", 64, 64)],
+)
+def test_the_check_says_nothing_where_the_engine_runs(implementation, hidden, inner, caplog):
+    check_model(build(mixtral(hidden, inner), implementation))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("implementation", "hidden", "inner", "words"),
+    [
+        ("sonicmoe_fp8", 64, 48,
+         "a GPU computes it without FP8 (not hopper: H is 64 and I is 48, and it needs multiples of 16 and 64)"),
+        ("sonicmoe_fp8", 64, 44,
+         "a GPU computes it in plain tensor operations, which are slow (not hopper: H is 64 and I is 44, "
+         "and it needs multiples of 16 and 64; not bf16: H is 64 and I is 44, and it needs multiples of 8 and 8)"),
+        ("sonicmoe", 60, 64,
+         "a GPU computes it in plain tensor operations, which are slow (not bf16: H is 60 and I is 64, "
+         "and it needs multiples of 8 and 8)"),
+    ],
+)  # fmt: skip
+def test_the_check_warns_of_sizes_without_kernels(implementation, hidden, inner, words, caplog):
+    model = build(mixtral(hidden, inner), implementation)
+    check_model(model)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message == f"MixtralForCausalLM: MixtralExperts: {words}"
+    caplog.clear()
+    with SonicMoEConfig(engine="reference").activate():  # that is what was asked for
+        check_model(model)
+    model.set_experts_implementation("eager")
+    check_model(model)
+    assert [record.message for record in caplog.records if words in record.message] == []
+
+
+def test_the_check_warns_of_what_gpt_oss_loses_in_fp8(caplog):
+    check_model(build(FAMILIES["gpt-oss"](1), "sonicmoe_fp8"))
+    (record,) = caplog.records
+    assert "GptOssExperts: a GPU computes it without FP8 (not hopper: the " in record.message
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -1,0 +1,185 @@
+"""What `doctor` says a call would run is what the node, `MoE` and a model of transformers run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sonicmoe import MoE, SonicMoEConfig
+from sonicmoe.cli.doctor import doctor, engine_lines
+from sonicmoe.config import current_config
+from sonicmoe.diagnostics import doctor_calls, selftest
+from sonicmoe.diagnostics.doctor_calls import calls_on
+from sonicmoe.diagnostics.doctor_report import CallState, Report
+from sonicmoe.diagnostics.selftest import H, I
+from sonicmoe.engine import select
+from sonicmoe.engine.capabilities import BF16
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.select import EngineChoice, choose_engine
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import SonicMoEError
+from sonicmoe.functional import call
+from sonicmoe.node import choices
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "perf": {"SONIC_MOE_FP8_MODE": "perf"},
+    "mem, plain wgrad": {"SONIC_MOE_FP8_MODE": "mem", "SONIC_MOE_FP8_WGRAD": "0"},
+    "another recipe": {"SONIC_MOE_FP8_MODE": "perf", "SONIC_MOE_FP8_RECIPE": "deepseek-v3"},
+    "z in e4m3": {"SONIC_MOE_FP8_SAVE_Z": "e4m3"},
+    "reference": {"SONIC_MOE_ENGINE": "reference"},
+    "bf16": {"SONIC_MOE_ENGINE": "bf16"},
+    "hopper": {"SONIC_MOE_ENGINE": "hopper"},
+}
+# Architecture, and the engine whose kernels nothing can compile there.
+MACHINES = {
+    "cpu": None,
+    "H200": ("sm_90a", None),
+    "H200 without quack": ("sm_90a", BF16),
+    "A100": ("sm_80", None),
+}
+
+
+@pytest.fixture(params=MACHINES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its name, on a machine that is made up; tensors stay on the host."""
+    machine = MACHINES[request.param]
+    if machine is None:
+        return "cpu"
+    arch, lacking = machine
+    monkeypatch.setattr(select, "arch_of", lambda device: arch)
+    missing = lambda record, *_: "quack is absent" if record is lacking else None  # noqa: E731
+    monkeypatch.setattr(select, "missing_tool", missing)
+    return "cuda:0"
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[list[tuple[str, str, str]]]:
+    """Engine, precision and reason of every choice that calls make, as if their tensors lay on
+    `device`. The reference engine then computes them.
+    """
+    made: list[tuple[str, str, str]] = []
+
+    def ready(_: str, requested: Any, workload: Any) -> EngineChoice:
+        choice = choose_engine(device, requested, workload)
+        recipe = (choice.settings or workload.settings).recipe
+        precision = "bfloat16" if recipe is None else f"FP8 ({recipe.name})"
+        made.append((choice.engine.name, precision, choice.reason))
+        return EngineChoice(ReferenceEngine(), choice.reason, settings=choice.settings)
+
+    for module in (choices, call):
+        monkeypatch.setattr(module, "ready_engine", ready)
+    call._choice.cache_clear()
+    yield made
+    call._choice.cache_clear()
+
+
+def node(config: SonicMoEConfig | None = None) -> None:
+    w1, w2 = (torch.randn(2, *s).bfloat16().requires_grad_() for s in ((2 * I, H), (H, I)))
+    made = SonicMoEMlpNode.from_native(w1, w2, config=config)
+    made(tokens(), None, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+
+
+def layer(use_fp8: bool | None = None) -> None:
+    MoE(2, 1, H, I).bfloat16()(tokens(), use_fp8=use_fp8)
+
+
+def model(implementation: str) -> None:
+    from integrations.hf_models import FAMILIES, build
+
+    from sonicmoe.integrations.transformers import register
+
+    register()
+    config = FAMILIES["qwen3-moe"](1)
+    config.hidden_size, config.moe_intermediate_size = H, I
+    made = build(config, implementation).bfloat16()
+    made(input_ids=torch.arange(8).reshape(1, 8))
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(4, H).bfloat16()
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "node": node,
+    'node with fp8_mode="perf"': lambda: node(SonicMoEConfig(fp8_mode="perf")),
+    "MoE and the functional API": layer,
+    "MoE and the functional API with use_fp8=True": lambda: layer(True),
+    'transformers "sonicmoe"': lambda: model("sonicmoe"),
+    'transformers "sonicmoe_fp8"': lambda: model("sonicmoe_fp8"),
+}
+
+
+@needs_transformers
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_doctors_answer_is_what_runs(
+    settings: str, device: str, chosen: list[Any], set_flags: Callable[..., None]
+) -> None:
+    set_flags(**SETTINGS[settings])
+    said = {state.call: state for state in calls_on(current_config(), device)}
+    assert list(said) == list(CALLS)
+    assert chosen == [], "doctor runs nothing"
+    for name, run in CALLS.items():
+        chosen.clear()
+        call._choice.cache_clear()
+        try:
+            run()
+        except SonicMoEError as error:
+            found = CallState(name, None, None, str(error))
+        else:
+            found = CallState(name, *chosen[0])
+        assert found == said[name]
+
+
+def test_the_answers_differ_where_they_should(
+    monkeypatch: pytest.MonkeyPatch, set_flags: Callable[..., None]
+) -> None:
+    """`doctor` said "FP8 off" on a machine where `use_fp8=True` runs in FP8."""
+    set_flags()
+    monkeypatch.setattr(select, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
+    states = calls_on(current_config(), "cuda:0")
+    assert {(state.engine, state.precision) for state in states[0::2]} == {("bf16", "bfloat16")}
+    assert {(state.engine, state.precision) for state in states[1::2]} == {
+        ("hopper", "FP8 (iso128)")
+    }
+    lines = engine_lines(Report(calls=states))
+    assert [name for name, _ in lines] == ["engine", "engine"]
+    assert lines[0][1].startswith("bf16 in bfloat16 for node, MoE and the functional API, trans")
+    assert lines[1][1].startswith('hopper in FP8 (iso128) for node with fp8_mode="perf", MoE and ')
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [(None, "transformers >= 5.7 is not installed"), ("5.6.2", "transformers is 5.6.2; needed: >= 5.7")],
+)  # fmt: skip
+def test_transformers_that_cannot_be_used(
+    found: str | None, words: str, monkeypatch: pytest.MonkeyPatch, set_flags: Callable[..., None]
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise doctor_calls.PackageNotFoundError(name)
+        return found
+
+    set_flags()
+    monkeypatch.setattr(doctor_calls, "version", version)
+    assert calls_on(current_config(), "cpu")[-1] == CallState("transformers", None, None, words)
+
+
+def test_every_call_is_on_the_screen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, set_flags: Callable[..., None]
+) -> None:
+    set_flags(SONIC_MOE_CACHE_DIR=str(tmp_path), SONIC_MOE_LOCAL_CACHE_DIR=str(tmp_path))
+    monkeypatch.setattr(selftest, "run_self_test", lambda *_: [])
+    screen = CliRunner().invoke(doctor, ["--framework", "torch"], env={"COLUMNS": "400"}).stdout
+    lines = [line for line in screen.splitlines() if line.startswith("engine ")]
+    for state in calls_on(current_config(), selftest.find_device().name):
+        assert any(state.call in line and state.reason in line for line in lines)
