@@ -38,12 +38,13 @@ class TokenFormat(Enum):
 
 
 class GradientTarget(Enum):
-    """Where an engine adds weight gradients: into fp32 accumulators in the native layout, or into
-    the parameter's own `main_grad`.
+    """Where an engine leaves weight gradients: added to fp32 accumulators in the native layout, or
+    to the parameter's own `main_grad`; or written into fresh memory in the parameter's dtype.
     """
 
     NATIVE = "native"
     MAIN_GRAD = "main_grad"
+    FRESH = "fresh"
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ HOPPER = EngineRecord(
     biases=False,
     sets_parameters=True,
     tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
-    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
     loads_with="apache-tvm-ffi",
     jobs=_hopper_jobs,
 )

@@ -52,6 +52,7 @@ from .interface import (
     Engine,
     EngineSettings,
     EngineWeights,
+    FreshTargets,
     GradientTargets,
     ParameterTargets,
     PendingWgrad,
@@ -166,8 +167,8 @@ class HopperEngine(Engine):
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Two GEMMs that add into the accumulators or the parameters' own memory, in FP8, or in
-        BF16 with `fp8_wgrad` off.
+        """Two GEMMs that add into the accumulators or the parameters' own memory, or write fresh
+        memory, in FP8; in BF16 with `fp8_wgrad` off.
         """
         settings = pending.settings
         if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
@@ -182,11 +183,18 @@ class HopperEngine(Engine):
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
+            if isinstance(targets, FreshTargets) and pending.routing.num_rows == 0:
+                for memory in targets.tensors():  # without rows nothing is launched
+                    memory.zero_()
             passes = _passes_of(anchor_of(pending.x), settings)
             both = targets.wants("dw1") and targets.wants("dw2")
             add = _add_both if both and not settings.frees_stagewise else _add_one_by_one
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
+
+    def writes_gradients(self, settings: EngineSettings) -> bool:
+        """With `fp8_wgrad` off the BF16 GEMMs compute them, which add."""
+        return settings.fp8_wgrad
 
     def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
         """As the seam says; the copy engine must be able to add there, and with `fp8_wgrad` off the

@@ -13,6 +13,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +32,29 @@ from ..quant.recipes import RECIPES, BlockShape
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .interface import EngineWeights
-from .targets import GradientTargets, ParameterTargets, WeightTarget, native_buffer
+from .targets import (
+    FreshTargets,
+    GradientTargets,
+    ParameterTargets,
+    WeightTarget,
+    native_buffer,
+)
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # INT8 codes, or bf16
 SCALE_BLOCK = RECIPES["iso128"].w1.rows  # `Passes` refuses kernels that were built for another
 Z_BLOCK = RECIPES["iso128"].z
+
+
+class WgradOutput(IntEnum):
+    """What becomes of the sums of wgrad; the numbers of `wgrad_places.cuh`."""
+
+    ADD_F32 = 0
+    WRITE_F32 = 1
+    WRITE_BF16 = 2
+
+
+_WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
 MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
@@ -123,27 +141,38 @@ class Passes:
         memory. So equal ones are made once, and anew only where one of these numbers changed. Where
         the targets were recognised, nobody looks for them either.
         """
+        if isinstance(targets, FreshTargets):  # of this backward alone
+            return self._gradients_into(targets, self._fresh_destination)
         if isinstance(targets, ParameterTargets):
-            return targets.once(self, lambda: self._gradients_into(targets))
+            return targets.once(self, lambda: self._gradients_into(targets, self._destination))
         sums = native_buffer(targets)
         return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
 
-    def _gradients_into(self, targets: ParameterTargets) -> dict[str, Any]:
-        into_dw1 = self._destination(targets.up, targets.up.layout.split_half)
-        into_dw2 = self._destination(targets.down, False)
+    def _gradients_into(
+        self, targets: ParameterTargets, destination: Callable[[WeightTarget, bool], Any]
+    ) -> dict[str, Any]:
+        into_dw1 = destination(targets.up, targets.up.layout.split_half)
+        into_dw2 = destination(targets.down, False)
         return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
 
     def _destination(self, weight: WeightTarget, split: bool) -> Any:
         key = (weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
         made = self._destinations.get(key)
         if made is None:
-            places = [number for place in weight.places(split) for number in place]
-            assert self._make_destination is not None
-            made = self._make_destination(*weight.native_size, split, places)
+            made = self._made_destination(weight, split, WgradOutput.ADD_F32)
             if len(self._destinations) >= MAX_DESTINATIONS:
                 self._destinations.clear()
             self._destinations[key] = made
         return made
+
+    def _fresh_destination(self, weight: WeightTarget, split: bool) -> Any:
+        dtype = next((t.dtype for t in weight.tensors if t is not None), torch.float32)
+        return self._made_destination(weight, split, _WRITTEN[dtype])
+
+    def _made_destination(self, weight: WeightTarget, split: bool, output: WgradOutput) -> Any:
+        places = [number for place in weight.places(split) for number in place]
+        assert self._make_destination is not None
+        return self._make_destination(*weight.native_size, split, places, output)
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
         """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None.

@@ -47,6 +47,7 @@ from .capabilities import (
 )
 from .settings import EngineSettings
 from .targets import (
+    FreshTargets,
     GradientTargets,
     NativeBuffer,
     ParameterTargets,
@@ -61,6 +62,7 @@ __all__ = [
     "Engine",
     "EngineSettings",
     "EngineWeights",
+    "FreshTargets",
     "GradientTargets",
     "NativeBuffer",
     "ParameterTargets",
@@ -403,6 +405,10 @@ class Engine(ABC):
         Where it raises before its first addition, nothing was added. `pending` still holds its
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
+
+    def writes_gradients(self, settings: EngineSettings) -> bool:
+        """Whether `backward_dw` takes `FreshTargets` under these settings."""
+        return GradientTarget.FRESH in self.record.gradients
 
     def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
         """Why this engine cannot add to these parameters' own memory in any way, in one sentence, or

@@ -1,5 +1,6 @@
-"""Memory that weight gradients are added to: accumulators of our own in the native layout, or the
-parameters' own `main_grad`, each in the layout of its parameter.
+"""Memory that weight gradients are left in: accumulators of our own in the native layout; the
+parameters' own `main_grad`, each in the layout of its parameter; or fresh memory in dtype and layout
+of the parameters, which is written instead of added to.
 
 Legend: E experts, H hidden, I intermediate, N1 = 2I (gated) or I.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,7 +79,7 @@ class GradientTargets(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(_FP32 * numel(tensor) for tensor in self.tensors())
+        return sum(tensor.element_size() * numel(tensor) for tensor in self.tensors())
 
 
 @dataclass(eq=False)
@@ -161,7 +162,7 @@ NOWHERE = Place(0, 0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class WeightTarget:
-    """The fp32 gradient memory of one projection, where its parameters have it.
+    """The gradient memory of one projection, where its parameters have it.
 
     tensors: a matrix of each expert, or one stacked `[E, ..]` tensor; any strides. None where a
         parameter is frozen.
@@ -220,7 +221,8 @@ class WeightTarget:
         stacked = self.tensors[0]
         if stacked is None:
             return [NOWHERE] * self.num_experts
-        first, step = self._place(stacked, split), _FP32 * int(stacked.stride()[0])
+        first = self._place(stacked, split)
+        step = stacked.element_size() * int(stacked.stride()[0])
         return [first._replace(address=first.address + e * step) for e in range(self.num_experts)]
 
     def _place(self, tensor: Tensor, split: bool) -> Place:
@@ -362,6 +364,27 @@ class ParameterTargets(GradientTargets):
         return self.up if name == "dw1" else self.down
 
 
+@dataclass(eq=False)
+class FreshTargets(ParameterTargets):
+    """Memory that was made for one backward, whose gradients autograd accumulates: in the
+    parameters' dtype and layout, and unwritten. `Engine.backward_dw` writes all of it, zeros for
+    experts without tokens.
+
+    The fp32 sums are rounded once, as they leave the GEMM: no accumulators, and no pass over them.
+    """
+
+    @classmethod
+    def fits(cls, dtypes: Iterable[Any]) -> bool:
+        """Whether gradients of these dtypes can be written."""
+        return all(dtype in FRESH_DTYPES for dtype in dtypes)
+
+    @classmethod
+    def like(cls, targets: ParameterTargets) -> FreshTargets:
+        """Of the same memory."""
+        return cls(targets.up, targets.down)
+
+
+FRESH_DTYPES = (torch.bfloat16, torch.float32)
 _NAMES = {"dw1": "up-projection gradients", "dw2": "down-projection gradients"}
 
 

@@ -26,8 +26,10 @@ from ..engine.interface import (
     Engine,
     EngineSettings,
     EngineWeights,
+    FreshTargets,
     NativeBuffer,
     Saved,
+    WeightTarget,
     plain_tokens,
 )
 from ..engine.select import EngineChoice, announce, ready_engine
@@ -184,11 +186,16 @@ def backward(
         emit(BackwardBegins(call, dout, saved))
     gradients: tuple[Tensor | None, ...] = (None,) * len(dtypes)
     try:
-        # fp32 accumulators of this call alone. Autograd, and not this package, adds gradients of
-        # several calls.
-        sums = _zeros_like_weights(weights, dout) if wgrad else None
-        dx, dprobs = engine.backward(dout, saved, weights, sums)
-        if sums is not None:
+        # Autograd, and not this package, adds gradients of several calls.
+        if not wgrad:
+            dx, dprobs = engine.backward(dout, saved, weights, None)
+        elif _can_be_written(engine, plan, weights, dtypes):
+            fresh = _unwritten_like_weights(plan.layout, weights, dtypes, dout)
+            dx, dprobs = engine.backward(dout, saved, weights, fresh)
+            gradients = (*fresh.tensors(), None, None)
+        else:
+            sums = _zeros_like_weights(weights, dout)
+            dx, dprobs = engine.backward(dout, saved, weights, sums)
             gradients = _user_gradients(plan.layout, sums, dtypes)
     except Exception as error:
         raise_with_advice(error, "backward", plan.settings, dout)
@@ -223,6 +230,36 @@ def _native(layout: WeightLayout, reading: Reading, weights: Weights | None) -> 
     with plain_ops():
         bias = None if b1 is None else layout.native_b1(b1)
         return layout.native_w1(w1), layout.native_w2(w2), bias, b2
+
+
+def _can_be_written(
+    engine: Engine, plan: Plan, weights: EngineWeights, dtypes: tuple[torch.dtype | None, ...]
+) -> bool:
+    """Whether the engine writes the gradients as autograd takes them, without accumulators."""
+    return (
+        weights.b1 is None
+        and engine.writes_gradients(plan.settings)
+        and FreshTargets.fits(dtypes[:2])
+    )
+
+
+def _unwritten_like_weights(
+    layout: WeightLayout,
+    weights: EngineWeights,
+    dtypes: tuple[torch.dtype | None, ...],
+    like: Tensor,
+) -> FreshTargets:
+    experts, n1, hidden = (int(size) for size in weights.w1.shape)
+    targets = []
+    for rows, columns, dtype in (
+        (n1, hidden, dtypes[0]),
+        (hidden, weights.intermediate_size, dtypes[1]),
+    ):
+        shape = (columns, rows) if layout.transposed else (rows, columns)
+        memory = torch.empty((experts, *shape), dtype=dtype, device=like.device)
+        targets.append(WeightTarget.stacked(memory, experts, layout))
+    up, down = targets
+    return FreshTargets(up, down)
 
 
 def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> NativeBuffer:

@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from ..engine.interface import Engine, EngineSettings, GradientTargets, ParameterTargets
+from ..engine.interface import (
+    Engine,
+    EngineSettings,
+    FreshTargets,
+    GradientTargets,
+    ParameterTargets,
+)
 from ..interop import IS_PADDLE, data_ptr, device_name, is_cuda
 from ..weights.parameters import ExpertParameters
 from .destinations import check_main_grad
@@ -119,6 +125,28 @@ def direct_addition(
                 main_grads[index] = fresh[id(parameter)][1]
     targets = layer.targets(main_grads)
     return Addition(Route.DIRECT, parameters, trained, targets, list(fresh.values()))
+
+
+def fresh_addition(
+    layer: ExpertParameters,
+    parameters: Sequence[Tensor],
+    trained: list[bool],
+    engine: Engine,
+    settings: EngineSettings,
+    dout: Tensor,
+) -> Addition | None:
+    """An addition to nothing: gradients that autograd accumulates are written as it takes them. None
+    where the engine cannot write them, or where experts share a parameter, whose gradient is a sum.
+    """
+    wanted = [p for p, is_trained in zip(parameters, trained, strict=True) if is_trained]
+    fits = engine.writes_gradients(settings) and FreshTargets.fits(p.dtype for p in wanted)
+    if not fits or len(set(map(id, parameters))) < len(parameters):
+        return None
+    memory = [
+        torch.empty(tuple(p.shape), dtype=p.dtype, device=dout.device) if is_trained else None
+        for p, is_trained in zip(parameters, trained, strict=True)
+    ]
+    return Addition(Route.AUTOGRAD, parameters, trained, layer.fresh_targets(memory))
 
 
 def direct_problem(

@@ -27,6 +27,7 @@ from ..engine.footprint import Footprint
 from ..engine.interface import (
     Engine,
     EngineSettings,
+    FreshTargets,
     NativeBuffer,
     ParameterTargets,
     PendingWgrad,
@@ -45,6 +46,7 @@ from .routes import (
     Route,
     direct_addition,
     direct_problem,
+    fresh_addition,
     is_among,
     is_capturing,
     main_grads_of,
@@ -200,7 +202,8 @@ class GradientStore:
                     memory.zero_()
                 engine.backward_dw(pending, targets)
         except BaseException:
-            if targets.adding:
+            # Nothing was added to what is fresh, and nobody else has seen it.
+            if targets.adding and not isinstance(targets, FreshTargets):
                 self.give_up(is_direct)
             targets.adding = False
             raise
@@ -216,10 +219,13 @@ class GradientStore:
         """A backward has added its gradients, or has handed them to a queue that will. Returns
         those that autograd is to accumulate, in `parameters()` order.
         """
-        if addition.route is not Route.DIRECT:
+        # What was written for autograd has not waited here.
+        if isinstance(addition.targets, NativeBuffer):
             self.note_backward(addition.trained, addition.parameters)
         returned: list[Tensor | None] = [None] * len(addition.trained)
-        if addition.route is Route.AUTOGRAD:
+        if isinstance(addition.targets, FreshTargets):
+            returned = [*addition.targets.up.tensors, *addition.targets.down.tensors]
+        elif addition.route is Route.AUTOGRAD:
             returned = self.flush_through_autograd()
             # The next backward of this layer is far away, and other layers need the memory.
             if self._mode in _LOOKS_FOR_MAIN_GRAD:
@@ -319,6 +325,12 @@ class GradientStore:
                     "main_grad (None: memory is made) on every one that trains, or flush='auto'"
                 )
             self._say(Route.AUTOGRAD)
+            absent = (m is ABSENT for m, wanted in zip(main_grads, trained, strict=True) if wanted)
+            if all(absent) and not self._waiting:
+                arguments = (self._parameters, parameters, trained, engine, settings, dout)
+                fresh = fresh_addition(*arguments)
+                if fresh is not None:
+                    return fresh
             accumulators = self.accumulators(engine, dout.device)
             return Addition(Route.AUTOGRAD, parameters, trained, accumulators)
         addition = direct_addition(self._parameters, parameters, trained, main_grads, dout)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..engine.activations import pre_activation_width
-from ..engine.interface import NativeBuffer, ParameterTargets
+from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
 from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import DTypeError, LayoutError, ShapeError, expect
@@ -88,6 +88,12 @@ class ExpertParameters(ABC):
         """Targets over fp32 memory of each parameter's gradient, in the order of `parameters()`;
         None for those that are frozen.
         """
+
+    def fresh_targets(self, memory: Sequence[Tensor | None]) -> FreshTargets:
+        """Targets over memory that nobody has written, in dtype and layout of each parameter; None
+        for those that are frozen.
+        """
+        return FreshTargets.like(self.targets(memory))
 
 
 def _local(experts: Sequence[Any]) -> list[Any]:
@@ -272,6 +278,14 @@ class StackedParameters(ExpertParameters):
             for index, tensor in enumerate(memory)
         )
         return ParameterTargets(up, down)
+
+    def fresh_targets(self, memory: Sequence[Tensor | None]) -> FreshTargets:
+        """In the layout of the weights, also where a `main_grad` of that shape might have the
+        other one.
+        """
+        experts = self.native_shapes()[0][0]
+        up, down = (WeightTarget.stacked(tensor, experts, self.layout) for tensor in memory)
+        return FreshTargets(up, down)
 
 
 StackedWeight = Tensor | tuple[Any, str]

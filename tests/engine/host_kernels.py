@@ -13,6 +13,7 @@ import itertools
 import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.engine.hopper_passes import WgradOutput
 from sonicmoe.enums import ActivationType
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import iso, rows
@@ -231,11 +232,12 @@ def grouped_wgrad(
 class Destination:
     """What `wgrad_destination` is told."""
 
-    def __init__(self, m, n, split, places):
+    def __init__(self, m, n, split, places, output):
         self.size, self.split, numbers = (m, n), split, list(places)
+        self.output = WgradOutput(output)
         self.places = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
-    def add(self, expert, gradient):
+    def put(self, expert, gradient):
         """Where somebody wants it; rows of a gradient are gate and up in turns."""
         address, stride_m, stride_part, stride_n = self.places[expert]
         if address == 0:
@@ -243,9 +245,13 @@ class Destination:
         (m, n), parts = self.size, 2 if self.split else 1
         sizes, strides = (m // parts, parts, n), (stride_m, stride_part, stride_n)
         count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        memory = (ctypes.c_float * count).from_address(address)
-        held = torch.frombuffer(memory, dtype=torch.float32).as_strided(sizes, strides)
-        held += gradient.reshape(sizes)
+        dtype = torch.bfloat16 if self.output is WgradOutput.WRITE_BF16 else torch.float32
+        memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+        held = torch.frombuffer(memory, dtype=dtype).as_strided(sizes, strides)
+        if self.output is WgradOutput.ADD_F32:
+            held += gradient.reshape(sizes)
+        else:
+            held.copy_(gradient.reshape(sizes))
 
 
 def grouped_wgrad_into(
@@ -254,8 +260,11 @@ def grouped_wgrad_into(
     operands = a, a_scale, b, b_scale, padded_offsets
     size = len(destination.places), *destination.size
     if any(destination.size):
+        if destination.output is not WgradOutput.ADD_F32:
+            for expert in range(size[0]):
+                destination.put(expert, torch.zeros(size[1:]))
         for expert, gradient in wgrad_products(*operands, size):
-            destination.add(expert, gradient)
+            destination.put(expert, gradient)
 
 
 KERNELS = {

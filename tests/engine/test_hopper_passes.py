@@ -30,7 +30,7 @@ from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.engine.targets import FreshTargets, ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
@@ -289,6 +289,27 @@ def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, st
             assert torch.equal(got[name], scale * tensor), name
     if stacked:
         assert tuple(targets.up.tensors[0].shape) == shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("split_half", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_gradients_written_to_fresh_memory(dtype, split_half, transposed, mode):
+    """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
+    settings, layout = replace(FP8, **MODES[mode]), WeightLayout(transposed, split_half)
+    for case in (Case(seed=9), Case(5, invalid=1.0, spare_rows=0, seed=2), Case(0, spare_rows=0)):
+        wanted = case.run(OURS, settings)
+        for stacked in (False, True):
+            given = parameter_targets(layout, stacked=stacked)
+            weights = []
+            for weight in (given.up, given.down):
+                poisoned = [torch.full_like(t, float("nan"), dtype=dtype) for t in weight.tensors]
+                weights.append(replace(weight, tensors=poisoned))
+            got = case.run(OURS, settings, targets=FreshTargets(*weights))
+            for name, tensor in wanted.items():
+                rounded = tensor.to(dtype) if name in ("dw1", "dw2") else tensor
+                assert torch.equal(got[name], rounded), name
 
 
 def test_frozen_experts_have_no_memory():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu.hopper_cases import FP8, OURS, fill_free_memory, make_case, raw
 
-from sonicmoe.engine.hopper_passes import passes_on
+from sonicmoe.engine.hopper_passes import WgradOutput, passes_on
 from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.targets import ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType
@@ -34,6 +34,7 @@ SHAPES = [
     (1000, 400, 64, 40, 3),
     (1500, 272, 64, 260, 2),
 ]
+WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
 EVERY_LAYOUT = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda v: f"{'HN' if v.transposed else 'NH'}-{'halves' if v.split_half else 'turns'}"
@@ -45,9 +46,9 @@ class Memory:
     after additions.
     """
 
-    def __init__(self, shape, layout, arrangement):
+    def __init__(self, shape, layout, arrangement, dtype=torch.float32):
         _, hidden, inner, experts, _ = shape
-        self.layout, self.allocations = layout, []
+        self.layout, self.allocations, self.dtype = layout, [], dtype
         sizes = ((2 * inner, hidden), (hidden, inner))
         sizes = [size[::-1] if layout.transposed else size for size in sizes]
         self.targets = ParameterTargets(*getattr(self, arrangement)(sizes, experts))
@@ -55,33 +56,34 @@ class Memory:
 
     def allocate(self, *shape):
         generator = torch.Generator("cuda").manual_seed(len(self.allocations))
-        self.allocations.append(torch.randn(shape, generator=generator, device="cuda"))
+        values = torch.randn(shape, generator=generator, device="cuda")
+        self.allocations.append(values.to(self.dtype))
         return self.allocations[-1]
 
     def own(self, sizes, experts):
         """A tensor for every parameter, strangers before and behind it."""
         return [
             WeightTarget.per_expert(
-                [self.allocate(m * n + 64)[36:-28].view(m, n) for _ in range(experts)], self.layout
+                [self.allocate(m * n + 64)[40:-24].view(m, n) for _ in range(experts)], self.layout
             )
             for m, n in sizes
         ]
 
     def slices(self, sizes, experts):
         """Equally far apart in one communication buffer, up and down of an expert side by side."""
-        width = sum(m * n + 4 for m, n in sizes)
+        width = sum(m * n + 8 for m, n in sizes)
         buffer, targets, start = self.allocate(experts, width), [], 0
         for m, n in sizes:
             parts = [row[start : start + m * n].view(m, n) for row in buffer]
             targets.append(WeightTarget.per_expert(parts, self.layout))
-            start += m * n + 4
+            start += m * n + 8
         return targets
 
     def permuted(self, sizes, experts):
         """Memory of every parameter in the other order of axes, rows padded."""
         return [
             WeightTarget.per_expert(
-                [self.allocate(n + 1, m + 8)[:n, 4:-4].t() for _ in range(experts)], self.layout
+                [self.allocate(n + 1, m + 16)[:n, 8:-8].t() for _ in range(experts)], self.layout
             )
             for m, n in sizes
         ]
@@ -97,7 +99,7 @@ class Memory:
         """One tensor of all experts, axes in another order of memory, rows and matrices padded."""
         return [
             WeightTarget.stacked(
-                self.allocate(n, experts, m + 4)[:, :, :-4].permute(1, 2, 0), experts, self.layout
+                self.allocate(n, experts, m + 8)[:, :, :-8].permute(1, 2, 0), experts, self.layout
             )
             for m, n in sizes
         ]
@@ -108,17 +110,24 @@ class Memory:
         kept = [[t if e % 3 else None for e, t in enumerate(w.tensors)] for w in (up, down)]
         return [WeightTarget.per_expert(tensors, self.layout) for tensors in kept]
 
-    def expect(self, dw1, dw2):
-        """Add native gradients where they belong, as a flush does."""
+    def expect(self, dw1, dw2, over=False):
+        """Add native gradients where they belong, as a flush does; `over`: write them there."""
         held = [memory.clone() for memory in self.allocations]
         for memory, wanted in zip(self.allocations, self.wanted, strict=True):
             memory.copy_(wanted)
         for name, gradient in (("dw1", dw1), ("dw2", dw2)):
             for expert, matrix in enumerate(gradient):
-                self.targets.add(name, expert, self.targets.arranged(name, matrix))
+                arranged = self.targets.arranged(name, matrix)
+                if over and (place := self.target(name).matrix(expert)) is not None:
+                    place.copy_(arranged)
+                elif not over:
+                    self.targets.add(name, expert, arranged)
         self.wanted = [memory.clone() for memory in self.allocations]
         for memory, now in zip(self.allocations, held, strict=True):
             memory.copy_(now)
+
+    def target(self, name):
+        return self.targets.up if name == "dw1" else self.targets.down
 
     def check(self):
         """Every byte of every allocation."""
@@ -164,14 +173,14 @@ class Operands:
         offsets = self.routing.padded_offsets
         kernel(*left, *right, offsets, to, shares_gpu, multiprocessors, stream)
 
-    def add(self, targets, shares_gpu=False, multiprocessors=0):
+    def put(self, targets, shares_gpu=False, multiprocessors=0, output=WgradOutput.ADD_F32):
         """As the passes do."""
         for weight, split, left, right in (
             (targets.up, targets.up.layout.split_half, self.left[0], self.right[0]),
             (targets.down, False, self.left[1], self.right[1]),
         ):
             places = [number for place in weight.places(split) for number in place]
-            to = self.module.wgrad_destination(*weight.native_size, split, places)
+            to = self.module.wgrad_destination(*weight.native_size, split, places, output)
             into = self.module.grouped_wgrad_into
             self.launch(into, left, right, to, shares_gpu, multiprocessors)
 
@@ -202,7 +211,7 @@ def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, sh
     assert memory.targets.problem(2 * shape[2], shape[1], shape[2], "cuda:0") is None
     assert memory.targets.copy_engine_problem() is None
     for shares_gpu, multiprocessors in ((False, 0), (True, 0), (True, 37)):
-        given.add(memory.targets, shares_gpu, multiprocessors)
+        given.put(memory.targets, shares_gpu, multiprocessors)
         memory.expect(dw1, dw2)
         memory.check()
     empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
@@ -210,12 +219,26 @@ def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, sh
     assert dw1.any() and dw2.any()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("dtype", WRITTEN, ids=["fp32", "bf16"])
+@EVERY_LAYOUT
+def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrangement, shape):
+    """Over whatever was there, zeros for experts without tokens; all bytes around are as before."""
+    given = operands(shape)
+    memory = Memory(shape, layout, arrangement, dtype)
+    for shares_gpu, multiprocessors in ((False, 0), (True, 37)):
+        given.put(memory.targets, shares_gpu, multiprocessors, WRITTEN[dtype])
+        memory.expect(*(sums.to(dtype) for sums in given.native), over=True)
+        memory.check()
+
+
 def test_repeats_bit_for_bit(operands):
     given = operands((4096, 1024, 448, 8, 4))
     results = []
     for _ in range(5):
         memory = Memory((4096, 1024, 448, 8, 4), LAYOUTS[3], "own")
-        given.add(memory.targets)
+        given.put(memory.targets)
         results.append([raw(allocation).clone() for allocation in memory.allocations])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -224,7 +247,7 @@ def test_repeats_bit_for_bit(operands):
 def test_nobody_wants_any(operands, module):
     """Frozen all: nothing is launched, and sizes are not needed."""
     given = operands(SHAPES[0])
-    to = module.wgrad_destination(0, 0, False, [0] * 16)
+    to = module.wgrad_destination(0, 0, False, [0] * 16, 0)
     given.launch(module.grouped_wgrad_into, given.left[0], given.right[0], to)
 
 
@@ -245,8 +268,8 @@ def test_wrong_destinations_are_named(operands, module):
         ((512, 512), False, [address, 512, 0], "4 for each expert"),
     ):
         with pytest.raises(Exception, match=words):
-            module.wgrad_destination(*size, split, numbers)
-    other = module.wgrad_destination(512, 256, False, places(512, 0, 1))
+            module.wgrad_destination(*size, split, numbers, 0)
+    other = module.wgrad_destination(512, 256, False, places(512, 0, 1), 0)
     with pytest.raises(Exception, match="gradients are \\[512, 256\\]"):
         given.launch(module.grouped_wgrad_into, given.left[0], given.right[0], other)
     torch.cuda.synchronize()

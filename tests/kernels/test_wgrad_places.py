@@ -37,7 +37,7 @@ def walk(session_folder):
             subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
     function = ctypes.CDLL(str(library)).walk
     number, array = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [number, number, ctypes.c_bool, *[number] * 5, *[array] * 3]
+    function.argtypes = [number, number, ctypes.c_bool, *[number] * 5, ctypes.c_int, *[array] * 3]
     return function
 
 
@@ -46,12 +46,13 @@ def walked(walk, target, split, experts):
     is the memory's.
     """
     m, n = target.native_size
-    places, size = target.places(split), target.tensors[0].untyped_storage().nbytes() // 4
+    item = target.tensors[0].element_size()
+    places, size = target.places(split), target.tensors[0].untyped_storage().nbytes() // item
     touched = [torch.full((size,), start, dtype=torch.int32) for start in (0, -2, -2)]
-    step = (places[-1].address - places[0].address) // 4 // max(len(places) - 1, 1)
+    step = (places[-1].address - places[0].address) // item // max(len(places) - 1, 1)
     for expert in experts:
         _, *strides = places[expert]
-        walk(m, n, split, *strides, step, expert, *(array.data_ptr() for array in touched))
+        walk(m, n, split, *strides, step, expert, item, *(array.data_ptr() for array in touched))
     return touched
 
 
@@ -59,7 +60,8 @@ def walked(walk, target, split, experts):
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("split_half", [False, True])
-def test_every_element_once(walk, split_half, transposed, permuted, size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_element_once(walk, dtype, split_half, transposed, permuted, size):
     """For both gradients; expert 1 gets none."""
     hidden, inner = size
     layout = WeightLayout(transposed, split_half)
@@ -75,7 +77,7 @@ def test_every_element_once(walk, split_half, transposed, permuted, size):
         # Columns and experts behind the matrices' own are somebody else's.
         shape = (EXPERTS, *row.shape)
         lead, rows, columns = shape[0] + 1, *(shape[2:0:-1] if permuted else shape[1:])
-        memory = torch.zeros(lead, rows + 2, columns + 4)
+        memory = torch.zeros(lead, rows + 2, columns + 8, dtype=dtype)
         stacked = memory[:EXPERTS, :rows, :columns]
         stacked = stacked.transpose(1, 2) if permuted else stacked
         target = WeightTarget.stacked(stacked, EXPERTS, layout)

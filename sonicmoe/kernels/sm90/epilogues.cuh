@@ -35,11 +35,6 @@ __device__ __forceinline__ uint32_t e4m3x2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
 }
-__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 // The low byte is x * by rounded to the nearest even integer; |x * by| < 2^22.
 __device__ __forceinline__ uint32_t int8_bits(float x, float by) {
   return __float_as_uint(__fmaf_rn(x, by, 12582912.f));

@@ -228,12 +228,16 @@ struct WarpStore {
     }
     ++turn;
   }
-  __device__ __forceinline__ void publish_add(const CUtensorMap* map, int x, int y, int z, int w,
-                                              int lane) {
+  // `adds`: to what is there; else over it.
+  __device__ __forceinline__ void publish_4d(const CUtensorMap* map, int x, int y, int z, int w,
+                                             bool adds, int lane) {
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      tma_reduce_add_4d(map, patch[turn & 1], x, y, z, w);
+      if (adds)
+        tma_reduce_add_4d(map, patch[turn & 1], x, y, z, w);
+      else
+        tma_store_4d(map, patch[turn & 1], x, y, z, w);
       bulk_commit();
     }
     ++turn;

@@ -81,6 +81,7 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   p.m = static_cast<int>(a.size);
   p.n = static_cast<int>(b.size);
   p.split = split;
+  p.output = destination == nullptr ? sm90::WgradOutput::kAddF32 : destination->output;
   if constexpr (kMaps > 1) {
     std::copy(maps_of_c + first, maps_of_c + last, maps.c);
     for (int64_t e = first; e < last; ++e)
@@ -120,7 +121,8 @@ void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_
 }
 
 // The same, added to matrices of their own; `destination`: of `wgrad_destination`, for matrices
-// [M, N]. An expert whose gradient nobody wants is not computed.
+// [M, N]. Or written there, in fp32 or bf16, as the destination says: zeros for an expert without
+// rows. An expert whose gradient nobody wants is not computed.
 void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                         TensorView padded_offsets, WgradDestination destination, bool shares_gpu,
                         int64_t multiprocessors, int64_t stream) {
@@ -131,7 +133,11 @@ void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorVi
   TVM_FFI_ICHECK(padded_offsets.numel() == experts + 1)
       << "padded_offsets is of " << padded_offsets.numel() - 1 << " experts, the destination of "
       << experts;
-  if (product.rows == 0) return;
+  if (product.rows == 0) {
+    TVM_FFI_CHECK(destination->output == sm90::WgradOutput::kAddF32, ValueError)
+        << "R is 0; needed: rows, or zeros written by the caller";
+    return;
+  }
   const bool swapped = destination->swapped();
   if (swapped) std::swap(product.a, product.b);
   const sm90::WgradSplit split{destination->split && !swapped, destination->split && swapped};
@@ -150,8 +156,8 @@ void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorVi
 
 // See `WgradDestinationObj`.
 WgradDestination wgrad_destination(int64_t m, int64_t n, bool split,
-                                   tvm::ffi::Array<int64_t> places) {
-  return WgradDestination(tvm::ffi::make_object<WgradDestinationObj>(m, n, split, places));
+                                   tvm::ffi::Array<int64_t> places, int64_t output) {
+  return WgradDestination(tvm::ffi::make_object<WgradDestinationObj>(m, n, split, places, output));
 }
 
 }  // namespace

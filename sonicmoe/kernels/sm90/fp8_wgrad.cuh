@@ -5,7 +5,7 @@
 // padded rows, and both operands have one scale per 128 x 128 block, so one number per k-block and
 // half of the columns rescales a whole warpgroup. A tile belongs to one CTA and is added to C by
 // the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is
-// not touched.
+// not touched. C may also be written instead, in fp32 or bf16; then such experts get zeros.
 // Layouts of C: wgrad_places.cuh.
 #pragma once
 
@@ -26,6 +26,7 @@ struct WgradParams {
   int first_expert, last_expert;  // the launch's are [first_expert, last_expert)
   int m, n;
   WgradSplit split;
+  WgradOutput output;
   uint32_t skipped[(kManyMaps + 31) / 32];  // a bit for each expert whose gradient nobody wants;
                                             // not read where one map serves all
 };
@@ -44,8 +45,8 @@ struct WgradTile {
   bool active;
 };
 
-// Tiles of experts that have rows and a destination: expert by expert, columns fastest, two row
-// tiles (a cluster) at a time.
+// Tiles of experts that have rows, or zeros to be written, and a destination: expert by expert,
+// columns fastest, two row tiles (a cluster) at a time.
 template <bool kMaySkip>
 class WgradScheduler {
  public:
@@ -58,7 +59,7 @@ class WgradScheduler {
       if (kMaySkip && is_skipped()) continue;
       const int64_t first = clamped(p_.padded_offsets[expert_]),
                     last = clamped(p_.padded_offsets[expert_ + 1]);
-      if (last - first < kTileK) continue;
+      if (last - first < kTileK && p_.output == WgradOutput::kAddF32) continue;
       if (index_ < tiles) {
         tile.expert = expert_;
         tile.row = (index_ / n_tiles * kCluster + Scheduler::rank()) * kTileM;
@@ -155,13 +156,31 @@ struct BlockScales {
   }
 };
 
-// fp32 rows of 32 columns at a time through a patch; the copy engine adds them to C and drops what
-// lies outside.
-__device__ __forceinline__ void add_to_output(const Accumulators& acc, const float (&unit)[2],
-                                              const CUtensorMap* map, int expert_of_map,
-                                              WgradSplit split, const WgradTile& tile, int slab,
-                                              int lane, WarpStore& way_out) {
+// Rows of 128 bytes at a time through a patch; the copy engine adds them to C, or writes them
+// there, and drops what lies outside.
+__device__ __forceinline__ void hand_over(const Accumulators& acc, const float (&unit)[2],
+                                          const CUtensorMap* map, int expert_of_map,
+                                          WgradOutput output, WgradSplit split,
+                                          const WgradTile& tile, int slab, int lane,
+                                          WarpStore& way_out) {
   const int q = lane % 4;
+  if (output == WgradOutput::kWriteBf16) {  // 64 columns
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const uint32_t patch = way_out.acquire(lane);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* v = &acc[c / 2][4 * (8 * (c % 2) + j) + 2 * h];
+          store_shared_4(chunk_address(patch, lane / 4 + 8 * h, j) + q * 4,
+                         bf16x2(v[0] * unit[c / 2], v[1] * unit[c / 2]));
+        }
+      const PatchPlace to(split, tile.row, tile.col, slab, 2 * c);
+      way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, false, lane);
+    }
+    return;
+  }
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     const uint32_t patch = way_out.acquire(lane);
@@ -174,7 +193,75 @@ __device__ __forceinline__ void add_to_output(const Accumulators& acc, const flo
                        v[0] * unit[c / 4], v[1] * unit[c / 4]);
       }
     const PatchPlace to(split, tile.row, tile.col, slab, c);
-    way_out.publish_add(map, to.x, to.y, to.part, expert_of_map, lane);
+    way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, output == WgradOutput::kAddF32,
+                       lane);
+  }
+}
+
+// What `hand_over` writes of an expert without rows.
+__device__ __forceinline__ void write_zeros(const CUtensorMap* map, int expert_of_map,
+                                            WgradOutput output, WgradSplit split,
+                                            const WgradTile& tile, int slab, int lane,
+                                            WarpStore& way_out) {
+  const int step = output == WgradOutput::kWriteBf16 ? 2 : 1;
+  for (int c = 0; c < 8; c += step) {
+    const uint32_t patch = way_out.acquire(lane);
+#pragma unroll
+    for (int i = 0; i < kPatchBytes / 512; ++i)
+      store_shared_16(patch + (32 * i + lane) * 16, 0, 0, 0, 0);
+    const PatchPlace to(split, tile.row, tile.col, slab, c);
+    way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, false, lane);
+  }
+}
+
+// The products of a tile's k-blocks; `unit`: what each half of the accumulators is to be multiplied
+// by.
+__device__ __forceinline__ void multiply(const WgradParams& p, const WgradTile& tile,
+                                         SharedStorage& s, Ring& ring, int group, int lane,
+                                         Accumulators& acc, float (&unit)[2]) {
+  BlockScales scales(p, tile, lane);
+  unit[0] = scales.at(0, 0);
+  unit[1] = scales.at(1, 0);
+  for (int first = 0; first < tile.k_blocks; first += 32) {
+    scales.load(first + 32);
+    const int end = min(tile.k_blocks - first, 32);
+#pragma unroll 2
+    for (int u = 0; u < end; ++u) {
+      const bool last = first + u + 1 == tile.k_blocks;
+      barrier_wait(&s.full[ring.stage], ring.phase);
+      named_barrier_sync(1 + group, 256);
+      const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
+      const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
+      constexpr uint64_t kHalf = (128 * kTileK) >> 4;
+      fence_registers(acc[0]);
+      fence_registers(acc[1]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kTileK / 32; ++k)
+        wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
+      wgmma_commit();
+#pragma unroll
+      for (int k = 0; k < kTileK / 32; ++k)
+        wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
+      wgmma_commit();
+      named_barrier_arrive(2 - group, 256);
+      if (u == 31) scales.enter();
+      float step[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float following = last ? unit[h] : scales.at(h, u + 1);
+        step[h] = unit[h] * reciprocal(following);
+        unit[h] = following;
+      }
+      wgmma_wait<1>();
+      fence_registers(acc[0]);
+      if (!last) rescale(acc[0], step[0], step[0]);
+      wgmma_wait<0>();
+      fence_registers(acc[1]);
+      release(s, ring.stage, lane);
+      ring.advance();
+      if (!last) rescale(acc[1], step[1], step[1]);
+    }
   }
 }
 
@@ -188,6 +275,7 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const WgradM
   WarpStore way_out(s.patch[group * 4 + warp]);
   if (group == 1) named_barrier_arrive(1, 256);
   for (WgradScheduler<kOwnMap> scheduler(p); scheduler.next(tile);) {
+    const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
     if (!tile.active) {
       for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
         barrier_wait(&s.full[ring.stage], ring.phase);
@@ -197,52 +285,16 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const WgradM
       }
       continue;
     }
-    Accumulators acc;
-    BlockScales scales(p, tile, lane);
-    float unit[2] = {scales.at(0, 0), scales.at(1, 0)};
-    for (int first = 0; first < tile.k_blocks; first += 32) {
-      scales.load(first + 32);
-      const int end = min(tile.k_blocks - first, 32);
-#pragma unroll 2
-      for (int u = 0; u < end; ++u) {
-        const bool last = first + u + 1 == tile.k_blocks;
-        barrier_wait(&s.full[ring.stage], ring.phase);
-        named_barrier_sync(1 + group, 256);
-        const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
-        const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
-        constexpr uint64_t kHalf = (128 * kTileK) >> 4;
-        fence_registers(acc[0]);
-        fence_registers(acc[1]);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k)
-          wgmma_m64n128k32(acc[0], a + 2 * k, b + 2 * k, first + u + k != 0);
-        wgmma_commit();
-#pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k)
-          wgmma_m64n128k32(acc[1], a + 2 * k, b + kHalf + 2 * k, first + u + k != 0);
-        wgmma_commit();
-        named_barrier_arrive(2 - group, 256);
-        if (u == 31) scales.enter();
-        float step[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float following = last ? unit[h] : scales.at(h, u + 1);
-          step[h] = unit[h] * reciprocal(following);
-          unit[h] = following;
-        }
-        wgmma_wait<1>();
-        fence_registers(acc[0]);
-        if (!last) rescale(acc[0], step[0], step[0]);
-        wgmma_wait<0>();
-        fence_registers(acc[1]);
-        release(s, ring.stage, lane);
-        ring.advance();
-        if (!last) rescale(acc[1], step[1], step[1]);
-      }
+    if (tile.k_blocks == 0) {  // there is nothing to multiply
+      write_zeros(map, kOwnMap ? 0 : tile.expert, p.output, p.split, tile, group * 4 + warp, lane,
+                  way_out);
+      continue;
     }
-    add_to_output(acc, unit, &maps.c[kOwnMap ? tile.expert - p.first_expert : 0],
-                  kOwnMap ? 0 : tile.expert, p.split, tile, group * 4 + warp, lane, way_out);
+    Accumulators acc;
+    float unit[2];
+    multiply(p, tile, s, ring, group, lane, acc, unit);
+    hand_over(acc, unit, map, kOwnMap ? 0 : tile.expert, p.output, p.split, tile, group * 4 + warp,
+              lane, way_out);
   }
   way_out.finish(lane);
 }

@@ -95,6 +95,15 @@ __device__ __forceinline__ void tma_reduce_add_4d(const CUtensorMap* map, const 
       "r"(smem_address(source)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+// writes the box to global memory
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void* source, int x,
+                                             int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(map),
+      "r"(smem_address(source)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
 // read-only data, at this point of the program: the compiler would put the load off until its value
 // is used
 __device__ __forceinline__ uint4 load_early_16(const void* address) {
@@ -131,6 +140,14 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
       : "memory");
+}
+__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t a) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
 }
 __device__ __forceinline__ void store_shared_8(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");

@@ -14,12 +14,15 @@
 
 namespace sonicmoe {
 
-inline CUtensorMap output_map(float* base, const sm90::OutputShape& shape) {
+inline CUtensorMap output_map(void* base, const sm90::OutputShape& shape,
+                              sm90::WgradOutput output = sm90::WgradOutput::kAddF32) {
   Boxes<4> boxes;
   std::copy_n(shape.sizes, 4, boxes.sizes.begin());
   std::copy_n(shape.strides, 3, boxes.strides.begin());
   std::copy_n(shape.box, 4, boxes.box.begin());
-  return tensor_map(base, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, boxes, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  const auto dtype = output == sm90::WgradOutput::kWriteBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  return tensor_map(base, dtype, boxes, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 // Holds addresses and owns no memory. Maps are encoded once, at the first launch, because only that
@@ -29,9 +32,11 @@ class WgradDestinationObj : public tvm::ffi::Object {
   // The native matrix of an expert is [m, n] (0 where nobody wants any); places: (address, stride
   // of m, of part, of n) of each expert, strides in elements, address 0 where nobody wants the
   // gradient. split: m's gate and up rows lie apart, `part` is the stride from one to the other,
-  // and `m` strides over gates.
-  WgradDestinationObj(int64_t m, int64_t n, bool split, const tvm::ffi::Array<int64_t>& places)
-      : m(m), n(n), split(split) {
+  // and `m` strides over gates. output: a `WgradOutput` by its number.
+  WgradDestinationObj(int64_t m, int64_t n, bool split, const tvm::ffi::Array<int64_t>& places,
+                      int64_t output)
+      : m(m), n(n), split(split), output(static_cast<sm90::WgradOutput>(output)) {
+    TVM_FFI_CHECK(output >= 0 && output <= 2, ValueError) << "output is " << output;
     TVM_FFI_CHECK(!places.empty() && places.size() % 4 == 0, ValueError)
         << "places has " << places.size() << " numbers; needed: 4 for each expert";
     for (size_t i = 0; i < places.size(); i += 4)
@@ -43,6 +48,7 @@ class WgradDestinationObj : public tvm::ffi::Object {
 
   const int64_t m, n;
   const bool split;
+  const sm90::WgradOutput output;
 
   int64_t experts() const { return static_cast<int64_t>(places_.size()); }
   bool is_wanted(int64_t expert) const { return places_[expert].address != 0; }
@@ -72,8 +78,9 @@ class WgradDestinationObj : public tvm::ffi::Object {
     const int64_t expert = experts();
     places_.push_back(place);
     if (place.address == 0) return;
-    const auto fits = [](int64_t stride) {
-      return stride > 0 && stride % 4 == 0 && stride < (int64_t(1) << 38);
+    const int item = sm90::item_bytes(output);
+    const auto fits = [item](int64_t stride) {
+      return stride > 0 && stride * item % 16 == 0 && stride < (int64_t(1) << 38);
     };
     const bool rows_fit =
         place.swapped() ? place.stride_m == 1 && fits(place.stride_n) : fits(place.stride_m);
@@ -103,8 +110,9 @@ class WgradDestinationObj : public tvm::ffi::Object {
   }
 
   CUtensorMap map_of(const sm90::MatrixPlace& place, int64_t experts, uint64_t step) const {
-    return output_map(reinterpret_cast<float*>(place.address),
-                      sm90::OutputShape(place, m, n, split, experts, step));
+    return output_map(
+        reinterpret_cast<void*>(place.address),
+        sm90::OutputShape(place, m, n, split, experts, step, sm90::item_bytes(output)), output);
   }
 
   std::vector<sm90::MatrixPlace> places_;

@@ -24,8 +24,14 @@
 
 namespace sonicmoe::sm90 {
 
-constexpr int kPatchRows = 16,
-              kPatchColumns = 32;  // that a warp hands to the copy engine at a time
+// A warp hands 16 rows of 128 bytes to the copy engine at a time.
+constexpr int kPatchRows = 16, kPatchRowBytes = 128;
+
+// What becomes of the sums: added to fp32, or written over whatever is there. What is written is
+// written whole: zeros where an expert has no rows.
+enum class WgradOutput : int { kAddF32 = 0, kWriteF32 = 1, kWriteBf16 = 2 };
+
+constexpr int item_bytes(WgradOutput output) { return output == WgradOutput::kWriteBf16 ? 2 : 4; }
 
 struct WgradSplit {
   int a, b;  // 1: split
@@ -75,22 +81,24 @@ struct MatrixPlace {
 // C by the axes of its map: contiguous columns, rows (both of one part), the part, the expert.
 struct OutputShape {
   uint64_t sizes[4], strides[3];
-  static constexpr uint32_t box[4] = {kPatchColumns, kPatchRows, 1, 1};
-  // `m`, `n`: of the native matrix; `step`: bytes from one expert's matrix to the next.
+  uint32_t box[4];
+  // `m`, `n`: of the native matrix; `step`: bytes from one expert's matrix to the next; `item`:
+  // bytes of an element.
   OutputShape(const MatrixPlace& at, int64_t m, int64_t n, bool split, int64_t experts,
-              uint64_t step) {
+              uint64_t step, int item = 4)
+      : box{static_cast<uint32_t>(kPatchRowBytes / item), kPatchRows, 1, 1} {
     const int64_t rows = split ? m / 2 : m;
     const bool swapped = at.swapped();
     sizes[0] = swapped ? rows : n;
     sizes[1] = swapped ? n : rows;
     sizes[2] = split ? 2 : 1;
     sizes[3] = experts;
-    strides[0] = 4 * (swapped ? at.stride_n : at.stride_m);
-    strides[1] = split ? 4 * at.stride_part : 0;
+    strides[0] = item * (swapped ? at.stride_n : at.stride_m);
+    strides[1] = split ? item * at.stride_part : 0;
     strides[2] = experts > 1 ? step : 0;
     // The driver looks at the stride of an axis of one element too.
     for (int axis = 1; axis < 4; ++axis)
-      if (sizes[axis] == 1) strides[axis - 1] = (4 * sizes[0] + 15) / 16 * 16;
+      if (sizes[axis] == 1) strides[axis - 1] = (item * sizes[0] + 15) / 16 * 16;
   }
 };
 

@@ -1,0 +1,166 @@
+"""Weight gradients that autograd accumulates leave the GEMM as autograd takes them: the bits of fp32
+accumulators that are rounded once, in every face and layout, over poisoned memory, without the
+accumulators' memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.functional.autograd import expert_mlp
+from sonicmoe.layouts import WeightLayout
+
+pytestmark = pytest.mark.gpu
+
+E, H, I, K = 6, 272, 192, 2
+FP8 = SonicMoEConfig(engine="hopper", fp8_mode="perf")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+LAYOUTS = [WeightLayout(t, s) for t in (False, True) for s in (False, True)]
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """A step's gradients: written, and through accumulators."""
+
+    def run(step):
+        poison = torch.full((1 << 26,), float("nan"), device="cuda")
+        del poison  # fresh memory now begins as NaN
+        written = step()
+        with monkeypatch.context() as patch:
+            patch.setattr(HopperEngine, "writes_gradients", lambda *_: False)
+            return written, step()
+
+    return run
+
+
+def batch(tokens):
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    scores = torch.rand(tokens, E, generator=generator, device="cuda")
+    scores[:, 1] = -1.0  # an expert without tokens
+    x, dout = torch.randn(2, tokens, H, generator=generator, device="cuda").to(torch.bfloat16)
+    probs = torch.rand(tokens, K, generator=generator, device="cuda")
+    return x, scores.topk(K, 1).indices, probs, dout
+
+
+def weights(layout, dtype):
+    generator = torch.Generator("cuda").manual_seed(1)
+    for rows, columns in ((2 * I, H), (H, I)):
+        shape = (E, columns, rows) if layout.transposed else (E, rows, columns)
+        values = torch.randn(shape, generator=generator, device="cuda") * columns**-0.5
+        yield torch.nn.Parameter(values.to(dtype))
+
+
+def equal(written, accumulated):
+    return all(
+        one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        for one, other in zip(written, accumulated, strict=True)
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@DTYPES
+def test_functional(both, dtype, layout, tokens):
+    x, ids, probs, dout = batch(tokens)
+
+    def step():
+        w1, w2 = weights(layout, dtype)
+        with FP8.activate():
+            for _ in range(2):  # autograd adds the second
+                out = expert_mlp(
+                    x, ids, probs, w1, w2, None, None, ActivationType.SWIGLU, layout=layout
+                )
+                out.backward(dout)
+        return w1.grad, w2.grad
+
+    written, accumulated = both(step)
+    assert equal(written, accumulated)
+    assert not written[0][1].any() and bool(written[0][0].any()) == (tokens > 0)
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["stacked", "own"])
+@DTYPES
+def test_node(both, dtype, own, frozen):
+    """Frozen: both projections' parameters, or every expert's of one."""
+    x, ids, probs, dout = batch(300)
+
+    def step():
+        stacked = list(weights(WeightLayout(True, True), dtype))
+        made = stacked
+        if own:
+            made = [torch.nn.Parameter(m.clone()) for w in stacked for m in w.detach()]
+            experts = [
+                torch.nn.ModuleDict({"up_gate_proj": module(up), "down_proj": module(down)})
+                for up, down in zip(made[:E], made[E:], strict=True)
+            ]
+            for expert in experts:
+                expert.up_gate_proj, expert.down_proj = expert["up_gate_proj"], expert["down_proj"]
+            node = SonicMoEMlpNode(experts, E, H, I, config=FP8)
+        else:
+            node = SonicMoEMlpNode.from_fused(*made, config=FP8)
+        half = len(made) // 2
+        for place in frozen:
+            for parameter in made[place * half : (place + 1) * half]:
+                parameter.requires_grad_(False)
+        p = probs.clone().requires_grad_()
+        for _ in range(2):
+            node(x, None, ids, p).backward(dout)
+        assert node.gradient_bytes == 0
+        return [w.grad for w in made if w.requires_grad] + [p.grad]
+
+    assert equal(*both(step))
+
+
+def module(weight):
+    made = torch.nn.Module()
+    made.weight = weight
+    return made
+
+
+def test_experts_that_share_a_parameter_are_summed(both):
+    x, ids, probs, dout = batch(300)
+
+    def step():
+        w1, w2 = (w.detach() for w in weights(WeightLayout(True, True), torch.bfloat16))
+        shared = torch.nn.Parameter(w1[0].clone())
+        experts = []
+        for index in range(E):
+            expert = torch.nn.Module()
+            expert.up_gate_proj = module(shared)
+            expert.down_proj = module(torch.nn.Parameter(w2[index].clone()))
+            experts.append(expert)
+        SonicMoEMlpNode(experts, E, H, I, config=FP8)(x, None, ids, probs).backward(dout)
+        return [shared.grad, *(expert.down_proj.weight.grad for expert in experts)]
+
+    assert equal(*both(step))
+
+
+def test_no_accumulators_are_made():
+    """Beside bf16 gradients of 24 MiB there is no room for fp32 ones of 48 MiB."""
+    experts, hidden, inner = 8, 1024, 512
+    x, dout = torch.randn(2, 256, hidden, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(256, experts, device="cuda").topk(2, 1).indices
+    probs = torch.rand(256, 2, device="cuda")
+    w1, w2 = (
+        torch.nn.Parameter(torch.randn(shape, device="cuda").to(torch.bfloat16))
+        for shape in ((experts, 2 * inner, hidden), (experts, hidden, inner))
+    )
+
+    def step():
+        w1.grad = w2.grad = None
+        with FP8.activate():
+            out = expert_mlp(x, ids, probs, w1, w2, None, None, ActivationType.SWIGLU)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out.backward(dout)
+        return torch.cuda.max_memory_allocated() - before
+
+    step()
+    gradients = 2 * (w1.numel() + w2.numel())
+    assert gradients <= step() < 1.9 * gradients
