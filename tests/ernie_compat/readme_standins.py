@@ -160,15 +160,17 @@ def make_batches(count):
 class Rig:
     """A model with its optimizer; counts what the reduction saw."""
 
-    def __init__(self, flush):
+    def __init__(self, flush="auto", main_grad=0.0, **options):
         from sonicmoe.ernie_compat import SonicMoEMlpNode
 
         paddle.seed(3)
         experts = [Expert() for _ in range(EXPERTS)]
-        self.node = SonicMoEMlpNode(experts, EXPERTS, HIDDEN, INTERMEDIATE, flush=flush)
+        self.node = SonicMoEMlpNode(experts, EXPERTS, HIDDEN, INTERMEDIATE, flush=flush, **options)
         self.model = Model(self.node, experts)
         for parameter in self.model.parameters():
-            parameter.main_grad = paddle.zeros(parameter.shape, dtype="float32")
+            parameter.main_grad = (
+                None if main_grad is None else paddle.full(parameter.shape, main_grad, "float32")
+            )
         self.optimizer = MixPrecisionOptimizer(
             paddle.optimizer.AdamW(1e-2, parameters=self.model.parameters())
         )
@@ -189,3 +191,26 @@ class Rig:
         twin.node.step()
         twin.optimizer.step()
         return twin.weights()
+
+
+def run_as(trainer, rig, batches):
+    """One optimizer step as the README's table has it for this trainer."""
+    if trainer == "formers":
+        made = Trainer(rig.model, rig.optimizer, rig.reduce)
+        callback = TrainerCallback()
+        callback.on_optimizer_end = lambda *arguments, **kwargs: rig.node.step()
+        made.add_callback(callback)
+        made.train(batches)
+    elif trainer == "pipeline":
+        PipelineParallel(rig.model, rig.reduce).train_batch(batches, rig.optimizer)
+        rig.node.step()
+    else:
+        for batch in batches:
+            rig.model(batch).backward()
+            if trainer == "bubbles":
+                rig.node.finish_wgrad()
+        if trainer != "forgotten":
+            rig.node.step()
+            rig.reduce()
+        rig.optimizer.step()
+        rig.optimizer.clear_grad()

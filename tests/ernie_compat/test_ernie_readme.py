@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from small_run import ROOT, run_program
+from small_run import ROOT, run_program, run_python
+from worlds import paddle_variables, run_world
 
 README = (ROOT / "ernie_compat" / "README.md").read_text(encoding="utf-8")
 SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)
@@ -16,6 +17,7 @@ SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MUL
 BEFORE = {
     "ERNIE-4.5 style: one module per expert": "from readme_standins import *",
     "With a dispatcher of this package": "rig = Rig('auto'); node, num_experts, group = rig.node, EXPERTS, None",
+    "With an all-to-all of your own": "world = 1",
     "PaddleFleet": """
 experts = paddle.nn.Layer()
 experts.weight1 = paddle.create_parameter([EXPERTS, HIDDEN, 2 * INTERMEDIATE], "float32")
@@ -51,6 +53,10 @@ for each in rigs:
     each.model((micro_batches[0][0] * float("inf"), *micro_batches[0][1:])).backward()
 optimizer = SimpleNamespace(clear_grad=lambda: [each.optimizer.clear_grad() for each in rigs])
 """,
+    "Loss scaling": """
+rig = Rig("step")
+model, nodes, optimizer = rig.model, [rig.node], rig.optimizer
+""",
     "After loading weights": """
 model = rig.model
 state = {name: value * 2 for name, value in model.state_dict().items()}
@@ -69,6 +75,10 @@ assert all(p.grad is not None for e in layer.experts if e is not None for p in e
     "With a dispatcher of this package": """
 x, ids, probs = make_batches(1)[0]
 assert (moe_forward(x, ids, probs) == node(x, None, ids, probs)).all()
+""",
+    "With an all-to-all of your own": """
+dist.alltoall_single = lambda arrived, rows, send, recv, group: paddle.assign(rows, arrived)
+same([moe_forward(x, ids, probs).numpy()], [node(x, None, ids, probs).numpy()])
 """,
     "PaddleFleet": """
 x, ids, probs = make_batches(1)[0]
@@ -145,11 +155,37 @@ for each in rigs:
     each.optimizer.step()
     same(each.weights(), each.wanted(micro_batches))
 """,
+    "Loss scaling": """
+same(rig.weights(), rig.wanted(micro_batches))
+assert not found_inf
+# An overflow leaves weights and the next step alone.
+before, good = rig.weights(), micro_batches
+micro_batches = [(good[0][0] * float("inf"), *good[0][1:]), *good[1:]]
+exec(LOSS_SCALING)
+assert found_inf
+same(rig.weights(), before)
+micro_batches = good
+exec(LOSS_SCALING)
+assert not found_inf and not np.array_equal(rig.weights()[0], before[0])
+# The factor is a power of two: the codes are the same, and so are the gradients but for it.
+from sonicmoe import SonicMoEConfig
+def gradients(factor):
+    fp8 = Rig("auto", config=SonicMoEConfig(fp8_mode="perf"))
+    (fp8.model(good[0]) * factor).backward()
+    return [p.main_grad.numpy() / factor for p in fp8.model.parameters()]
+assert all(np.array_equal(a, b) for a, b in zip(gradients(1.0), gradients(scale), strict=True))
+model = rig.model
+wanted = fresh = rig.node(good[0][0], None, *good[0][1:]).numpy()
+""",
     "After loading weights": """
 after = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
 assert not np.array_equal(fresh, after)
 """,
 }
+PREPARE = """
+import paddle
+paddle.enable_compat(scope={"sonicmoe"}, silent=True)
+"""
 HELPERS = """
 import json, logging, warnings
 from types import SimpleNamespace
@@ -179,11 +215,113 @@ def test_every_snippet_is_known() -> None:
 @pytest.mark.trained
 @pytest.mark.paddle
 def test_every_snippet_runs_and_does_what_it_says() -> None:
-    parts = [HELPERS]
+    parts = [HELPERS, f"LOSS_SCALING = {snippets()['Loss scaling']!r}"]
     for name, code in snippets().items():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
     parts.append('print(json.dumps([line for line in lines if "too late" in line]))')
     assert run_program("\n".join(parts), framework="paddle") == []
+
+
+@pytest.mark.paddle
+def test_an_all_to_all_of_your_own_equals_one_process() -> None:
+    """Two processes, each with half of the experts and tokens of its own."""
+    command = [ROOT / "tests" / "ernie_compat" / "own_all_to_all_rank.py"]
+    code = snippets()["With an all-to-all of your own"]
+    for out in run_world(lambda rank: [*command, code], paddle_variables(2), "paddle"):
+        assert out.endswith("as one process\n"), out
+
+
+# Trainer and options of each row of the table that runs, and whether the log warns.
+ROWS = [
+    ("own", {}, False),
+    ("own", {"split_wgrad": True}, False),
+    ("formers", {}, False),
+    ("formers", {"flush": "backward"}, False),
+    ("pipeline", {}, False),
+    ("pipeline", {"flush": "backward"}, False),
+    ("bubbles", {"split_wgrad": True}, False),
+    ("formers", {"split_wgrad": True}, True),  # not possible, says the table
+    ("pipeline", {"split_wgrad": True}, True),
+]
+
+
+@pytest.mark.trained
+@pytest.mark.paddle
+def test_the_rows_of_the_table_of_trainers_train_alike() -> None:
+    program = f"""{PREPARE}{HELPERS}
+from readme_standins import *
+from sonicmoe.errors import ConfigError
+from sonicmoe.node import step_guard
+batches = make_batches(3)
+wanted = Rig("step").wanted(batches)
+for trainer, options, warned in {ROWS!r}:
+    rig = Rig(**options)
+    overlap = None if "split_wgrad" in options else Overlap(rig.model)
+    lines.clear()
+    run_as(trainer, rig, batches)
+    said = [line for line in lines if "too late" in line or "wait in" in line]
+    assert bool(said) == warned, (trainer, options, lines)
+    if not warned:
+        same(rig.weights(), wanted)
+        assert rig.reduced > 0, (trainer, options)
+        if overlap:
+            assert sum(overlap.seen) == rig.reduced and set(overlap.calls) == {{3}}
+try:
+    Rig(split_wgrad=True, flush="backward")
+    raise SystemExit("split_wgrad took flush='backward'")
+except ConfigError:
+    pass
+# A forgotten step(). Where gradients are handed over, experts train on.
+for flush, trains in (("auto", True), ("backward", True), ("step", False)):
+    rig = Rig(flush, main_grad=None)
+    before = rig.weights()
+    step_guard._asked.clear()
+    lines.clear()
+    for _ in range(9):
+        run_as("forgotten", rig, batches[:1])
+    assert trains != np.array_equal(rig.weights()[0], before[0]), flush
+    assert trains != any("node.step() was never called" in line for line in lines), lines
+print(json.dumps("done"))
+"""
+    assert run_program(program, framework="paddle") == "done"
+
+
+@pytest.mark.paddle
+def test_what_the_page_says_of_paddle_is_so() -> None:
+    program = """
+from readme_standins import *
+import sys
+rig = Rig("auto")
+x, ids, probs = make_batches(1)[0]
+x.stop_gradient = False
+if sys.argv[1] == "freed":
+    rows = x * 1
+    out = rig.node(rows, None, ids, probs)
+    rows._clear_to_zero_allocation()
+    try:
+        out.sum().backward()
+    except OSError as error:
+        assert "RuntimeError: x was freed between this node's forward and its backward" in str(error)
+        print("freed")
+    assert "node" not in rig.model.state_dict() and len(rig.model.state_dict()) == 2 * EXPERTS
+    sys.exit()
+loss = paddle.exp(rig.node(x, None, ids, probs)).mean()
+if sys.argv[1] == "grad":
+    paddle.grad(loss, [x], retain_graph=True)
+else:
+    loss.backward(retain_graph=True)
+print("once", flush=True)
+loss.backward()
+print("twice")
+"""
+    ends = {
+        which: run_python(["-c", PREPARE + program, which], "paddle")
+        for which in ("freed", "grad", "backward")
+    }
+    assert ends["freed"].stdout == "freed\n", ends["freed"].stderr
+    assert ends["grad"].stdout == "once\ntwice\n", ends["grad"].stderr
+    # Should Paddle mend this, the page has a paragraph less.
+    assert ends["backward"].stdout == "once\n" and ends["backward"].returncode != 0
 
 
 def test_named_files_exist() -> None:
