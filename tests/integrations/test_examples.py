@@ -50,12 +50,12 @@ def test_a_layer_learns(script: str) -> None:
 @pytest.mark.trained
 def test_two_ranks_that_accumulate_train_as_one() -> None:
     """Without `no_sync()`, without the division or with other batches the errors would differ."""
-    command = [EXAMPLES / "train_ddp.py", "--steps", 11, "--accumulate", 2]
+    command = [EXAMPLES / "train_ddp.py", "--steps", 6, "--accumulate", 2]
     first, second = run_world(lambda rank: command, torchrun_variables(2), "torch")
     errors = figures(first, "error")
-    assert second == "" and len(errors) == 3 and errors[-1] < 0.6 * errors[0]
-    alone = figures(run("torch", "train_ddp", "--steps", 11, "--accumulate", 4), "error")
-    # fp32 sums in another order, through ten optimizer steps of products in bf16 and FP8.
+    assert second == "" and len(errors) == 2 and errors[-1] < 0.6 * errors[0]
+    alone = figures(run("torch", "train_ddp", "--steps", 6, "--accumulate", 4), "error")
+    # fp32 sums in another order, through five optimizer steps of products in bf16 and FP8.
     assert all(abs(a - b) < 0.01 * b for a, b in zip(errors, alone, strict=True))
 
 
@@ -64,11 +64,11 @@ def test_two_ranks_that_accumulate_train_as_one() -> None:
 @pytest.mark.parametrize("options", [(), ("--freeze-experts",)], ids=["all", "frozen"])
 def test_a_language_model_is_fine_tuned_and_saved(tmp_path: Path, options: tuple[str, ...]) -> None:
     losses = figures(
-        run("transformers", "finetune_transformers", "--steps", 11, "--save", tmp_path, *options),
+        run("transformers", "finetune_transformers", "--steps", 6, "--save", tmp_path, *options),
         "loss",
     )
     # 5.5 is the logarithm of 256 bytes; letters of English and Python alone bring it below 4.
-    assert len(losses) == 3 and abs(losses[0] - 5.545) < 0.1 and losses[-1] < 4.2
+    assert len(losses) == 2 and abs(losses[0] - 5.545) < 0.1 and losses[-1] < 4.2
     write_tokenizer_of_bytes(tmp_path)
     again = run("transformers", "finetune_transformers", "--steps", 1, "--model", tmp_path)
     assert figures(again, "loss")[0] < 4.2
@@ -93,12 +93,12 @@ def write_tokenizer_of_bytes(folder: Path) -> None:
 @pytest.mark.paddle
 @pytest.mark.trained
 def test_paddle_trains_and_a_saved_run_continues(tmp_path: Path) -> None:
-    whole = run("paddle", "train_paddle", "--steps", 12)
+    whole = run("paddle", "train_paddle", "--steps", 8)
     errors = figures(whole, "error")
-    assert len(errors) == 4 and errors[-1] < 0.9 * errors[0]
+    assert len(errors) == 3 and errors[-1] < 0.95 * errors[0]
     begun = run("paddle", "train_paddle", "--steps", 6, "--save", tmp_path)
-    continued = run("paddle", "train_paddle", "--steps", 12, "--load", tmp_path)
-    # Step 5 is the last one of the first part, and steps 10 and 11 are those of the second.
+    continued = run("paddle", "train_paddle", "--steps", 8, "--load", tmp_path)
+    # Steps 0 and 5 are of the first part, and step 7 is the last one of the second.
     assert begun.splitlines() + continued.splitlines() == whole.splitlines()
 
 
