@@ -2,7 +2,7 @@
 accumulation, clipping.
 
 python examples/finetune_transformers.py
-python examples/finetune_transformers.py --model Qwen/Qwen3-30B-A3B --text book.txt --freeze-experts
+python examples/finetune_transformers.py --model allenai/OLMoE-1B-7B-0924 --text book.txt
 
 Without --model it trains a tiny random Qwen3-MoE on bytes, and downloads nothing.
 """
@@ -26,6 +26,12 @@ parser.add_argument(
 parser.add_argument(
     "--freeze-experts", action="store_true", help="train everything but the experts"
 )
+parser.add_argument(
+    "--dtype",
+    default="float32",
+    choices=["float32", "bfloat16"],
+    help="of the weights; float32: masters, trained under autocast to bfloat16",
+)
 parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
 parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
 parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch")
@@ -38,7 +44,7 @@ register()  # before the model is made
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 text = arguments.text.read_text(encoding="utf-8")
-options = {"dtype": torch.float32, "experts_implementation": arguments.experts}  # fp32 masters
+options = {"dtype": arguments.dtype, "experts_implementation": arguments.experts}
 if arguments.model:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokens = torch.tensor(tokenizer(text).input_ids)
@@ -63,7 +69,7 @@ for step in range(arguments.steps):
     for _ in range(arguments.accumulate):
         starts = torch.randint(0, len(tokens) - arguments.length, (arguments.batch, 1))
         ids = tokens[starts + torch.arange(arguments.length)].to(device)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=arguments.dtype == "float32"):
             loss = model(input_ids=ids, labels=ids).loss
         (loss / arguments.accumulate).backward()
         total += loss.item() / arguments.accumulate

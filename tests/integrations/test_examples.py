@@ -70,8 +70,10 @@ def test_a_language_model_is_fine_tuned_and_saved(tmp_path: Path, options: tuple
     # 5.5 is the logarithm of 256 bytes; letters of English and Python alone bring it below 4.
     assert len(losses) == 2 and abs(losses[0] - 5.545) < 0.1 and losses[-1] < 4.2
     write_tokenizer_of_bytes(tmp_path)
-    again = run("transformers", "finetune_transformers", "--steps", 1, "--model", tmp_path)
-    assert figures(again, "loss")[0] < 4.2
+    for more in (), ("--dtype", "bfloat16", "--experts", "grouped_mm"):
+        options = ("--steps", 1, "--model", tmp_path, *more)
+        again = run("transformers", "finetune_transformers", *options)
+        assert figures(again, "loss")[0] < 4.2
 
 
 def write_tokenizer_of_bytes(folder: Path) -> None:
