@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,24 +36,30 @@ STUDENT_T = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 NORMAL = 1.960
+LABEL_WIDTH = 80  # characters of a line of the legend
 
 
 class LossGapError(SonicMoEError, ValueError):
-    """A directory does not hold a finished run with `--compare`."""
+    """A directory does not hold a finished run with `--compare`, or a file no losses that fit."""
 
 
 @dataclass(frozen=True, eq=False)
 class GapRun:
-    """One run. Gaps are fractions; `curve` is the signed gap of the smoothed losses at every step."""
+    """One run. Gaps are fractions; `curve` is the signed gap of the smoothed losses at every step.
+
+    directory: the file, for losses out of files. seed: None where nobody knows it. at: the step of
+    each value of `curve`; None: 1, 2, ...
+    """
 
     directory: Path
     kind: str
-    seed: int
+    seed: int | None
     steps: int
     gap: float
     signed_gap: float
     held_out_gap: float | None
     curve: Array
+    at: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -122,16 +129,15 @@ def read_run(directory: Path) -> GapRun:
     expect(
         bool(pairs),
         LossGapError,
-        f"{directory} was trained without --compare: there is nothing to measure a gap from",
+        f"{directory} was trained without --compare: there is nothing to measure a gap from; "
+        "a second run, or a file of losses, can be its reference",
     )
     losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
     config = SavedRun.read(directory / CHECKPOINT_NAME).config
     # Where a loss is infinite or zero, every figure below would be too.
     sound = all(0 < value < math.inf for value in (*losses, *references))
     expect(sound, LossGapError, f"{directory} has a loss that is not a positive number")
-    # Smoothed before the division: a ratio of single steps is mostly noise.
-    curve = smoothed(losses) / smoothed(references) - 1
-    tail = max(1, round(len(curve) * GAP_TAIL))
+    curve, gap, signed_gap = gap_curve(losses, references)
     held_out, reference = (
         _figure(summary, name, summary_path)
         for name in ("held_out_loss", "held_out_loss_full_precision")
@@ -141,11 +147,30 @@ def read_run(directory: Path) -> GapRun:
         kind=_kind(summary, config),
         seed=config.train.seed,
         steps=len(pairs),
-        gap=loss_gap(losses, references),
-        signed_gap=float(np.mean(curve[-tail:])),
+        gap=gap,
+        signed_gap=signed_gap,
         held_out_gap=held_out / reference - 1 if held_out and reference else None,
         curve=curve,
     )
+
+
+def gap_curve(losses: Sequence[float], references: Sequence[float]) -> tuple[Array, float, float]:
+    """`(curve, gap, signed gap)` as of `GapRun`, of positive losses, equally many."""
+    # Smoothed before the division: a ratio of single steps is mostly noise.
+    curve = smoothed(losses) / smoothed(references) - 1
+    tail = max(1, round(len(curve) * GAP_TAIL))
+    return curve, loss_gap(losses, references), float(np.mean(curve[-tail:]))
+
+
+def is_compared(directory: Path) -> bool:
+    """Whether a directory holds a run with `--compare`; True where it holds no steps, so that
+    `read_run` says what is missing.
+
+    Raises:
+        MetricsError: its metrics are damaged.
+    """
+    records = read_metrics(directory / METRICS_NAME)
+    return not records or any(record.full_precision_loss is not None for record in records)
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
@@ -190,7 +215,7 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
     summaries = []
     for kind in dict.fromkeys(run.kind for run in runs):
         own = [run for run in runs if run.kind == kind]
-        seeds = [run.seed for run in own]
+        seeds = [run.seed for run in own if run.seed is not None]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         expect(
             not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}"
@@ -209,6 +234,10 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
     return summaries
 
 
+def _count(runs: Sequence[GapRun]) -> str:
+    return "one run" if runs[0].seed is None else f"{len(runs)} seeds"
+
+
 def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
     """Signed gap over steps: a thin line per run, per kind the mean and the 95 % interval of the
     mean.
@@ -223,12 +252,18 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
         # Runs of unequal length are compared as far as all of them go.
         length = min(run.steps for run in own)
         curves = 100 * np.stack([run.curve[:length] for run in own])
-        steps, colour = np.arange(1, length + 1), f"C{number % 10}"
+        first = own[0].at
+        steps = np.arange(1, length + 1) if first is None else first[:length]
+        colour = f"C{number % 10}"
         for curve in curves:
             axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.7)
         bands = [Interval.of(list(column)) for column in curves.T]
         axes.plot(
-            steps, [band.mean for band in bands], color=colour, label=f"{kind}: {len(own)} seeds"
+            steps,
+            [band.mean for band in bands],
+            color=colour,
+            # Names of files may be longer than the picture is wide.
+            label=textwrap.fill(f"{kind}: {_count(own)}", LABEL_WIDTH),
         )
         axes.fill_between(
             steps,

@@ -1,4 +1,4 @@
-"""`sonicmoe lossgap`: the loss gap of `train --compare` runs over seeds."""
+"""`sonicmoe lossgap`: the loss gap of `train --compare` runs over seeds, or of two files of losses."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
+from ..errors import ConfigError, expect
 from .numerics import print_table
 from .refusals import Location, OneLineCommand
+from .screen import Activity
 
 if TYPE_CHECKING:
+    from ernie_compat.loss_files import LossFile
     from ernie_compat.lossgap import GapRun, GapSummary, Interval
 
 
 @click.command(cls=OneLineCommand)
-@click.argument(
-    "directories",
-    nargs=-1,
-    required=True,
-    metavar="DIR...",
-    type=Location(file_okay=False),
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=Location())
+@click.option(
+    "--column",
+    metavar="NAME",
+    help="Column, or key, of the loss in files; its number where a file has no header.  "
+    "[default: loss, or the only column]",
 )
 @click.option(
     "--plot",
@@ -36,22 +39,44 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 def lossgap(
-    directories: tuple[Path, ...], plot: Path | None, as_json: bool, markdown: bool
+    paths: tuple[Path, ...], column: str | None, plot: Path | None, as_json: bool, markdown: bool
 ) -> None:
-    """Summarise the gap between a precision and full precision over the runs in DIR...
+    """Summarise the gap in loss between a precision and full precision.
 
-    Each DIR is the --out of one `sonicmoe train --compare --seed N` run. Runs that differ in more
-    than the seed are summarised apart. docs/performance.md says how to read the numbers.
+    Runs: each PATH is the --out of one `sonicmoe train --compare --seed N`. Runs that differ in
+    more than the seed are summarised apart.
+
+    Two files: the losses of a run, then those of its reference, of any program: CSV, one loss on
+    each line, JSON lines, or transformers' trainer_state.json. Either may be the --out of a run of
+    `sonicmoe train`, and both where neither was trained with --compare. Both need the same steps.
+
+    docs/performance.md says how to read the numbers.
     """
     from ernie_compat.lossgap import plot_gaps, read_run, summarise
 
-    # Every directory is read before anything is printed: a bad one leaves no half of a report.
-    runs = [read_run(directory) for directory in directories]
-    summaries = summarise(runs)
-    picture = None if plot is None else str(plot_gaps(runs, plot))
+    # Everything is read before anything is printed: a bad file leaves no half of a report.
+    with Activity("lossgap") as doing:
+        pair = is_pair(paths)
+        expect(
+            pair or column is None,
+            ConfigError,
+            "--column is for files of losses, and these are runs with --compare",
+        )
+        doing.begin("reading", total=len(paths))
+        files = read_pair(paths, column, doing) if pair else []
+        runs = [compare_pair(files)] if pair else []
+        for directory in () if pair else paths:
+            doing.at(str(directory))
+            runs.append(read_run(directory))
+            doing.advance()
+        summaries = summarise(runs)
+        picture = None if plot is None else str(plot_gaps(runs, plot))
     if as_json:
-        click.echo(json.dumps(to_json(runs, summaries, picture), indent=2, allow_nan=False))
+        data = to_json(runs, summaries, files, picture)
+        click.echo(json.dumps(data, indent=2, allow_nan=False))
         return
+    if files:
+        print_table(file_table(files), markdown)
     print_table(run_table(runs), markdown)
     print_table(summary_table(summaries), markdown)
     for summary in summaries:
@@ -60,13 +85,70 @@ def lossgap(
         click.echo(f"plot: {picture}")
 
 
+def is_pair(paths: Sequence[Path]) -> bool:
+    """Whether these are a run and its reference; else they are runs with `--compare`.
+
+    Raises:
+        ConfigError: a path is not there, or files come in another number than two.
+    """
+    from ernie_compat.lossgap import is_compared
+
+    for path in paths:
+        expect(path.exists(), ConfigError, f"{path} is not there")
+    if all(path.is_dir() for path in paths):
+        return len(paths) == 2 and not any(map(is_compared, paths))
+    expect(
+        len(paths) == 2,
+        ConfigError,
+        f"{len(paths)} paths, with files of losses among them; needed: two, the losses of a run and "
+        "those of its reference",
+    )
+    return True
+
+
+def read_pair(paths: Sequence[Path], column: str | None, doing: Activity) -> list[LossFile]:
+    """The losses of both, in order."""
+    from ernie_compat.loss_files import read_losses
+
+    files = []
+    for path in paths:
+        doing.at(str(path))
+        files.append(read_losses(path, column))
+        doing.advance()
+    return files
+
+
+def compare_pair(files: Sequence[LossFile]) -> GapRun:
+    """The gap of the first against the second."""
+    from ernie_compat.loss_files import compare_files
+
+    run, reference = files
+    return compare_files(run, reference)
+
+
+def file_table(files: Sequence[LossFile]) -> Table:
+    """What was read, so that a wrong column is seen."""
+    table = Table("losses", "rows", "left out", "steps", "first", "end (smoothed)")
+    for one in files:
+        steps = "–" if one.steps is None else f"{one.steps[0]} to {one.steps[-1]}"
+        table.add_row(
+            str(one.path),
+            str(len(one.losses)),
+            str(one.left_out),
+            steps,
+            f"{one.losses[0]:.4f}",
+            f"{one.end:.4f}",
+        )
+    return table
+
+
 def run_table(runs: Sequence[GapRun]) -> Table:
     """One row per run."""
     table = Table("run", "seed", "gap %", "signed gap %", "held-out gap %")
     for run in runs:
         table.add_row(
             str(run.directory),
-            str(run.seed),
+            "–" if run.seed is None else str(run.seed),
             percent(run.gap),
             percent(run.signed_gap),
             percent(run.held_out_gap),
@@ -93,7 +175,9 @@ def summary_table(summaries: Sequence[GapSummary]) -> Table:
 def verdict(summary: GapSummary) -> str:
     """The conclusion from the intervals, in a line."""
     if summary.runs < 2:
-        return f"{summary.kind}: one seed; train more seeds for an interval"
+        return (
+            f"{summary.kind}: one run, which chance may explain; train more seeds for an interval"
+        )
     if not summary.shifted:
         return f"{summary.kind}: seeds explain the difference to full precision (the signed gap's interval contains 0)"
     direction = "worse" if summary.signed_gap.mean > 0 else "better"
@@ -112,7 +196,10 @@ def interval(one: Interval) -> str:
 
 
 def to_json(
-    runs: Sequence[GapRun], summaries: Sequence[GapSummary], plot: str | None
+    runs: Sequence[GapRun],
+    summaries: Sequence[GapSummary],
+    files: Sequence[LossFile],
+    plot: str | None,
 ) -> dict[str, Any]:
     """Plain data; fractions, and None where a number is unknown."""
     listed = [
@@ -128,7 +215,20 @@ def to_json(
     return {
         "runs": listed,
         "summaries": [plain({**asdict(one), "shifted": one.shifted}) for one in summaries],
+        "files": [file_json(one) for one in files],
         "plot": plot,
+    }
+
+
+def file_json(one: LossFile) -> dict[str, Any]:
+    """What was read from a file of losses."""
+    return {
+        "path": str(one.path),
+        "rows": len(one.losses),
+        "left_out": one.left_out,
+        "steps": None if one.steps is None else [one.steps[0], one.steps[-1]],
+        "first": one.losses[0],
+        "end": one.end,
     }
 
 

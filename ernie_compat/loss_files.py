@@ -1,0 +1,249 @@
+"""Losses out of files that other programs wrote, and the gap between two of them. Imports no
+framework.
+
+A file is CSV (separated by commas, semicolons, tabs or spaces, with a header or a single column),
+JSON lines, a JSON list, or the `trainer_state.json` of transformers. A directory is a run of
+`sonicmoe train`. Rows without a loss, such as those of an evaluation, are left out and counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sonicmoe.errors import expect
+
+from .lossgap import GapRun, LossGapError, gap_curve
+from .metrics import SMOOTHING_WINDOW
+from .trainer import METRICS_NAME
+
+LOSS = "loss"
+STEP_NAMES = ("step", "global_step", "iteration", "iter")
+_SEPARATORS = ",\t;"
+
+
+@dataclass(frozen=True)
+class LossFile:
+    """What a file says.
+
+    steps: of each loss, ascending; None where the file has none. left_out: rows without a loss.
+    """
+
+    path: Path
+    losses: tuple[float, ...]
+    steps: tuple[int, ...] | None
+    left_out: int
+
+    @property
+    def end(self) -> float:
+        """Mean of the last losses, as many as are smoothed over."""
+        return float(np.mean(self.losses[-SMOOTHING_WINDOW:]))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Cells by the name of their column; `place` for messages."""
+
+    place: str
+    cells: dict[str, Any]
+
+
+def read_losses(path: Path, column: str | None = None) -> LossFile:
+    """The losses of a file, or of a run of `sonicmoe train`.
+
+    Args:
+        path: the file, or the directory of the run.
+        column: the column, or the key, that holds the loss; its number from 1 where a file has no
+            header. Default: `loss`, or the only column.
+
+    Raises:
+        LossGapError: it cannot be read, has no such column, a loss that is no positive number, or
+            steps that do not ascend. The message names the file and the row.
+    """
+    path = path / METRICS_NAME if path.is_dir() else path
+    rows = list(_rows(path, _text_of(path)))
+    name = _loss_column(path, rows, column)
+    held = [row for row in rows if row.cells.get(name) not in (None, "")]
+    losses = tuple(_loss(path, row, name) for row in held)
+    return LossFile(path, losses, _steps(path, held), len(rows) - len(held))
+
+
+def compare_files(run: LossFile, reference: LossFile) -> GapRun:
+    """The gap of `run` against `reference`, row by row.
+
+    Raises:
+        LossGapError: they do not have the same steps, or not equally many losses.
+    """
+    _require_same_steps(run, reference)
+    curve, gap, signed = gap_curve(run.losses, reference.losses)
+    steps = run.steps or reference.steps
+    return GapRun(
+        directory=run.path,
+        kind=f"{run.path} against {reference.path}",
+        seed=None,
+        steps=len(curve),
+        gap=gap,
+        signed_gap=signed,
+        held_out_gap=None,
+        curve=curve,
+        at=None if steps is None else np.asarray(steps),
+    )
+
+
+def _require_same_steps(run: LossFile, reference: LossFile) -> None:
+    if run.steps is not None and reference.steps is not None and run.steps != reference.steps:
+        strays = sorted(set(run.steps) ^ set(reference.steps))
+        raise LossGapError(
+            f"{_extent(run)}, {_extent(reference)}: step {strays[0]} is in one of them alone; "
+            "needed: the same steps in both"
+        )
+    expect(
+        len(run.losses) == len(reference.losses),
+        LossGapError,
+        f"{_extent(run)}, {_extent(reference)}; needed: equally many, one for each step of both",
+    )
+
+
+def _extent(one: LossFile) -> str:
+    steps = "" if one.steps is None else f" at steps {one.steps[0]} to {one.steps[-1]}"
+    return f"{one.path} has {len(one.losses)} losses{steps}"
+
+
+def _text_of(path: Path) -> str:
+    expect(path.is_file(), LossGapError, f"{path} is no file of losses")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LossGapError(f"cannot read {path}: {error}") from None
+
+
+def _rows(path: Path, text: str) -> Iterable[_Row]:
+    if text.lstrip()[:1] in {"{", "["}:
+        return _json_rows(path, text)
+    return _table_rows(path, text)
+
+
+def _json_rows(path: Path, text: str) -> list[_Row]:
+    """Of one document, or of a document on every line."""
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        return [_json_row(f"{path}, line {n}", _parsed(f"{path}, line {n},", x)) for n, x in lines]
+    if isinstance(whole, dict):
+        # trainer_state.json; any other object is a file of one line.
+        whole = whole.get("log_history", [whole])
+    expect(isinstance(whole, list), LossGapError, f"{path} has no list of losses")
+    return [_json_row(f"{path}, entry {n}", entry) for n, entry in enumerate(whole, start=1)]
+
+
+def _parsed(place: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise LossGapError(f"{place} is no JSON: {error}") from None
+
+
+def _json_row(place: str, entry: Any) -> _Row:
+    if isinstance(entry, dict):
+        return _Row(place, entry)
+    number = isinstance(entry, int | float) and not isinstance(entry, bool)
+    expect(number, LossGapError, f"{place} is {entry!r:.40}; needed: an object, or a number")
+    return _Row(place, {LOSS: entry})
+
+
+def _table_rows(path: Path, text: str) -> list[_Row]:
+    """Of lines of cells. Lines that begin with # are comments."""
+    lines = [
+        (n, line)
+        for n, line in enumerate(text.splitlines(), start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    expect(bool(lines), LossGapError, f"{path} is empty")
+    split = _splitter(lines[0][1])
+    try:
+        cells = [(f"{path}, line {n}", [cell.strip() for cell in split(x)]) for n, x in lines]
+    except csv.Error as error:
+        raise LossGapError(f"cannot read {path}: {error}") from None
+    first = cells[0][1]
+    if all(_is_number(cell) for cell in first):
+        names = [LOSS] if len(first) == 1 else [str(n) for n in range(1, len(first) + 1)]
+    else:
+        names, cells = first, cells[1:]
+    for place, row in cells:
+        wide = f"{place}, has {len(row)} cells; needed: {len(names)}, as in the first line"
+        expect(len(row) == len(names), LossGapError, wide)
+    return [_Row(place, dict(zip(names, row, strict=True))) for place, row in cells]
+
+
+def _splitter(line: str) -> Callable[[str], list[str]]:
+    """By the first separator that the line has, or by spaces."""
+    separator = next((mark for mark in _SEPARATORS if mark in line), None)
+    if separator is None:
+        return str.split
+    return lambda text: next(csv.reader([text], delimiter=separator))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _loss_column(path: Path, rows: Sequence[_Row], asked: str | None) -> str:
+    """The name of the column, in the file's own spelling."""
+    names = list(dict.fromkeys(name for row in rows for name in row.cells))
+    expect(bool(names), LossGapError, f"{path} has no losses")
+    if asked is None and len(names) == 1:
+        return names[0]
+    wanted = LOSS if asked is None else asked
+    found = next((name for name in names if name.lower() == wanted.lower()), None)
+    if found is None:
+        raise LossGapError(
+            f"{path} has no column {wanted!r}; its columns are {names}, and --column names one"
+        )
+    return found
+
+
+def _loss(path: Path, row: _Row, name: str) -> float:
+    value = row.cells[name]
+    try:
+        loss = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        loss = math.nan
+    # The gap is a ratio of losses.
+    sound = 0 < loss < math.inf
+    expect(sound, LossGapError, f"{row.place}: {name} is {value!r:.40}; needed: a positive number")
+    return loss
+
+
+def _steps(path: Path, rows: Sequence[_Row]) -> tuple[int, ...] | None:
+    expect(bool(rows), LossGapError, f"{path} has no losses")
+    names = {name.lower(): name for name in rows[0].cells}
+    name = next((names[known] for known in STEP_NAMES if known in names), None)
+    if name is None:
+        return None
+    steps: list[int] = []
+    for row in rows:
+        value = row.cells.get(name)
+        try:
+            number = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        sound = number.is_integer()  # of NaN and infinity too: False
+        expect(sound, LossGapError, f"{row.place}: {name} is {value!r:.40}; needed: a whole number")
+        rises = not steps or number > steps[-1]
+        last = f"{name} {number:.0f} comes after {steps[-1] if steps else 0}"
+        needed = "needed: ascending steps (a run that was resumed may have logged some twice)"
+        expect(rises, LossGapError, f"{row.place}: {last}; {needed}")
+        steps.append(int(number))
+    return tuple(steps)
