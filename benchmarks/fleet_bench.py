@@ -10,7 +10,7 @@ between dispatch and the first GEMM, and memory while the BF16 weights are freed
 |---|---|
 | stage | median microseconds of the device's clock; ranks start together |
 | error | relative L2 against the BF16 engine behind a BF16 dispatch, this rank's tokens and experts |
-| host | microseconds from the dispatched tokens until the forward's GEMMs are launched, median |
+| host | microseconds from the dispatched tokens until the forward's GEMMs are launched, median: after a wait, and in a row |
 | memory | MiB at the peak of a step above what lies there before, and of the weights in all forms |
 
 Before anything is timed, every arm is compared. An error beyond its bound ends it with exit code 1.
@@ -74,6 +74,7 @@ DEFAULTS = {  # on a GPU, on a CPU
 }
 WARM_UPS = 3
 FLEET = "run_sonic_moe"
+IN_A_ROW = 8  # calls whose host time is taken after one wait
 # FP8 of operands against BF16 of them; tokens and dout in FP8 add a rounding of their own, which is
 # what the engine would have done to them.
 BOUND = 0.1
@@ -155,19 +156,21 @@ class Rank:
         """
         found = {}
         for name, forward in self._forwards().items():
-            times = [forward() for _ in range(WARM_UPS + repeats)]
-            found[name] = 1e6 * statistics.median(times[WARM_UPS:])
+            times = [forward() for _ in range(WARM_UPS + repeats)][WARM_UPS:]
+            found[name] = 1e6 * statistics.median(first for first, *_ in times)
+            in_a_row = [time for _, *later in times for time in later]
+            found[f"{name}, in a row"] = 1e6 * statistics.median(in_a_row)
         take_copies(self.weights[ARMS["fp8 dispatch"]])
         return found
 
-    def _forwards(self) -> dict[str, Callable[[], float]]:
-        def of_arm(arm: Arm, experts: Experts) -> float:
+    def _forwards(self) -> dict[str, Callable[[], list[float]]]:
+        def of_arm(arm: Arm, experts: Experts) -> list[float]:
             x, probs = (leaf(t) for t in (self.batch.x, self.batch.probs))
             options = {"fp8": arm.fp8_tokens, "fp8_grad": arm.fp8_gradients}
             received = self.dispatcher.dispatch(x, self.batch.ids, probs, **options)
             return self._until_launched(lambda: experts(received))
 
-        def of_fleet(weights: list[torch.Tensor]) -> float:
+        def of_fleet(weights: list[torch.Tensor]) -> list[float]:
             arguments = fleet_arguments(weights, self.batch, {})
             if copies_of(*weights) is None:  # made once per optimizer step
                 give_copies(weights)
@@ -179,11 +182,12 @@ class Rank:
             forwards[FLEET] = partial(of_fleet, self.weights[ARMS["fp8 dispatch"]])
         return forwards
 
-    def _until_launched(self, call: Callable[[], object]) -> float:
-        """Seconds until the pass returned that launches the GEMMs of a forward, the later ones too.
-        A profiler would see the first launch, and slow the way to it down.
+    def _until_launched(self, call: Callable[[], object]) -> list[float]:
+        """Seconds until the pass returned that launches the GEMMs of a forward, the later ones too:
+        after a wait, and of calls in a row behind it. A profiler would see the first launch, and
+        slow the way to it down.
         """
-        launched = []
+        launched: list[float] = []
         launch = hopper._Layer.forward
 
         def observed(*arguments: Any) -> None:
@@ -191,10 +195,12 @@ class Rank:
             launched.append(time.perf_counter())
 
         self.meet()
+        begins = []
         with mock.patch.object(hopper._Layer, "forward", observed):
-            begin = time.perf_counter()
-            call()
-        return launched[0] - begin
+            for _ in range(IN_A_ROW):
+                begins.append(time.perf_counter())
+                call()
+        return [end - begin for begin, end in zip(begins, launched, strict=True)]
 
     def memory(self) -> dict[str, float]:
         """Peaks of a step in FP8, with the BF16 weights and with their memory freed."""

@@ -184,8 +184,9 @@ class HopperEngine(Engine):
             return
         with plain_ops():
             if isinstance(targets, FreshTargets) and pending.routing.num_rows == 0:
-                for memory in targets.tensors():  # without rows nothing is launched
+                for memory in targets.tensors():  # there is nothing to launch
                     memory.zero_()
+                return
             passes = _passes_of(anchor_of(pending.x), settings)
             both = targets.wants("dw1") and targets.wants("dw2")
             add = _add_both if both and not settings.frees_stagewise else _add_one_by_one

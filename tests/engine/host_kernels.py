@@ -261,6 +261,7 @@ def grouped_wgrad_into(
     size = len(destination.places), *destination.size
     if any(destination.size):
         if destination.output is not WgradOutput.ADD_F32:
+            assert at(a).shape[1] > 0, "without rows the caller writes zeros"
             for expert in range(size[0]):
                 destination.put(expert, torch.zeros(size[1:]))
         for expert, gradient in wgrad_products(*operands, size):
