@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from start_together import REPOSITORY, start_together, with_package
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 TOKENS, TOPK = 4096, 2
 ARCH_WITHOUT_GPU = "sm_90a"
@@ -94,28 +94,10 @@ def first_step(
     the last one is done.
     """
     options = [*map(str, sizes), precision]
-    children = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--child", *options, str(rank)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(cache),
-        )
-        for rank in range(ranks)
-    ]
-    for process in children:
-        if process.stdout is None or process.stdout.readline() != "ready\n":
-            raise click.ClickException("a measuring process ended before it was ready")
-    started = time.monotonic()
-    for process in children:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate()[0] for process in children]
-    if any(process.returncode for process in children):
-        raise click.ClickException("a measuring process failed")
-    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    child = [sys.executable, __file__, "--child", *options]
+    started, results = start_together(
+        [[*child, str(rank)] for rank in range(ranks)], environment(cache)
+    )
     return {
         "slowest": max(result["seconds"] for result in results),
         "all": max(result["ended"] for result in results) - started,
@@ -137,11 +119,9 @@ def warm_up_both(cache: Path, sizes: tuple[int, int, int]) -> float:
 
 def environment(cache: Path) -> dict[str, str]:
     """This process's, with the cache directories of a measurement."""
-    return {
-        **os.environ,
+    return with_package(os.environ) | {
         "SONIC_MOE_CACHE_DIR": str(cache / "cache"),
         "SONIC_MOE_LOCAL_CACHE_DIR": str(cache / "local"),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +22,8 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from start_together import start_together, with_package
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = {
     "import_s": ("import", "import sonicmoe.jit: no framework, no compiler"),
     "key_s": ("key", "hash the sources, find nvcc and ask its version: once a process"),
@@ -83,28 +82,7 @@ def run_together(root: Path, processes: int) -> tuple[float, list[dict[str, Any]
     each measured.
     """
     command = [sys.executable, __file__, "--child", str(root)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    children = [
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for _ in range(processes)
-    ]
-    for process in children:
-        if process.stdout is None or process.stdout.readline() != "ready\n":
-            raise click.ClickException("a measuring process ended before it was ready")
-    started = time.monotonic()
-    for process in children:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate()[0] for process in children]
-    if any(process.returncode for process in children):
-        raise click.ClickException("a measuring process failed")
-    results = [json.loads(output) for output in outputs]
+    started, results = start_together(processes * [command], with_package(os.environ))
     return max(result["built_at"] for result in results) - started, results
 
 
