@@ -9,7 +9,6 @@ import torch
 
 from sonicmoe import KernelBackendMoE, MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import Change
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.call import make_plan
 from sonicmoe.layouts import WeightLayout
@@ -164,14 +163,19 @@ def test_never_waits_for_the_gpu(face, use_fp8: bool) -> None:
 @pytest.mark.parametrize("use_fp8", [True], ids=["fp8"])
 @FACES
 def test_weights_are_quantised_once_per_update(face, use_fp8: bool, monkeypatch) -> None:
-    calls, original = [], HopperEngine.refresh
+    calls, original, kept = [], HopperEngine.refresh, HopperEngine.keep
 
     def refresh(self, source, settings, previous, change):
-        changed = "changed" if change is Change.YES else "guarded"
-        calls.append("new buffers" if previous is None else changed)
+        calls.append("new buffers" if previous is None else "changed")
         return original(self, source, settings, previous, change)
 
+    def keep(self, previous, change):
+        calls.append("guarded")
+        assert kept(self, previous, change)
+        return True
+
     monkeypatch.setattr(HopperEngine, "refresh", refresh)
+    monkeypatch.setattr(HopperEngine, "keep", keep)
     moe, (x, dout) = layer(), batch(512)
     optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2, fused=True)
     for update in range(3):
