@@ -186,6 +186,7 @@ class MoE(nn.Module):
                 use_fp8=use_fp8,
                 face=MOE,
                 lead=shape[:-1],
+                module=self,
             )
         elif backend == KernelBackendMoE.torch.value:
             check_use_fp8(use_fp8)

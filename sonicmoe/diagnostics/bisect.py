@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ..enums import is_glu
 from .callers import GRADIENT, Located
 from .golden_stages import RowLayout
 from .stage_arithmetic import StageArithmetic
@@ -344,11 +343,7 @@ class _Judge:
         yield self._fault(name, "deviation", place, what)
 
     def _fault(self, name: str, kind: str, index: tuple[int, ...], what: str) -> Fault:
-        step, rows = self._step, int(self._step.w1.shape[1])
-        gated = is_glu(step.settings.activation_type)
-        known = step.caller
-        caller = None if known is None else known.locate(name, index, rows, gated)
-        place = self._place(name, index)
+        place, caller = self._place(name, index), self._step.locate(name, index)
         if caller is not None and name in (*WEIGHT_STAGES, *BIAS_STAGES):
             # A row of the native weight is no row of the caller's.
             place = Place(index, expert=place.expert)

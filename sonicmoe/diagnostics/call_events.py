@@ -37,6 +37,9 @@ class ExpertCall:
     layer: the state that all calls of a node have in common; None for other faces, whose layers are
         told by their weights.
     lead: the axes of the caller's tokens that are T to the experts; None where unknown.
+    first_triple: int `[T]`, of general routing the number of every token's first triple.
+    module: whose attributes the weights are, under the names that the face has for them; None where
+        unknown. Adapters and parametrizations compute a weight from parameters of other names.
     """
 
     engine: str
@@ -48,6 +51,8 @@ class ExpertCall:
     face: str
     layer: object = None
     lead: Sequence[int] | None = None
+    first_triple: Tensor | None = None
+    module: object = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,6 +111,7 @@ class Case:
 
     settings: how the call ran; generated ones are SwiGLU in the default recipe.
     caller: what the caller calls these tensors, of a captured call.
+    first_triple: as in `StepDump`.
 
     Engine and golden read the same arrays, so a difference between them is the engine's alone.
 
@@ -129,6 +130,7 @@ class Case:
     b2: Array | None = None
     settings: StepSettings = field(default_factory=StepSettings)
     caller: Caller | None = None
+    first_triple: Array | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, then round to bf16."""
@@ -177,13 +179,14 @@ class Case:
             own.activation, recipe, activation_parameters=own.activation_parameters
         )
         arrays = (self.x, self.indices, self.probs, self.w1, self.w2, self.dout)
-        return StepDump(self.name, settings, *arrays, b1=self.b1, b2=self.b2, caller=self.caller)
+        optional = {name: getattr(self, name) for name in _OPTIONAL}
+        return StepDump(self.name, settings, *arrays, caller=self.caller, **optional)
 
     @classmethod
     def of(cls, step: StepDump) -> Case:
         """A step that has a `dout`; tokens that arrived in FP8 as their values."""
         assert step.dout is not None
-        arrays = {name: getattr(step, name) for name in (*_ARRAYS, *_BIASES)}
+        arrays = {name: getattr(step, name) for name in (*_ARRAYS, *_OPTIONAL)}
         return cls(step.name, **arrays, settings=step.settings, caller=step.caller)
 
 
@@ -239,12 +242,12 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
 
 
 _ARRAYS = ("x", "indices", "probs", "w1", "w2", "dout")
-_BIASES = ("b1", "b2")
+_OPTIONAL = ("b1", "b2", "first_triple")
 
 
 def save_case(path: str | Path, case: Case) -> None:
     """Write a compressed .npz that `load_case` and `load_dump` read."""
-    arrays = {name: getattr(case, name) for name in (*_ARRAYS, *_BIASES)}
+    arrays = {name: getattr(case, name) for name in (*_ARRAYS, *_OPTIONAL)}
     np.savez_compressed(
         path,
         **words_of(case.step().but(**case.settings.names())),  # type: ignore[arg-type]
@@ -260,13 +263,13 @@ def load_case(path: str | Path) -> Case:
         ShapeError: the arrays do not belong together.
     """
     needed = ("name", *_ARRAYS)
-    optional = (*_BIASES, "settings", "caller")
+    optional = (*_OPTIONAL, "settings", "caller")
     try:
         found = read_npz(
             Path(path), lambda names: [*needed, *(name for name in optional if name in names)]
         )
-        arrays = {name: found[name] for name in (*_ARRAYS, *_BIASES) if name in found}
-        require_numbers(arrays, integers=("indices",))
+        arrays = {name: found[name] for name in (*_ARRAYS, *_OPTIONAL) if name in found}
+        require_numbers(arrays, integers=("indices", "first_triple"))
         settings, caller = settings_in(found), caller_in(found)
         return Case(str(found["name"]), **arrays, settings=settings, caller=caller)
     except ShapeError as error:

@@ -34,21 +34,21 @@ def caller_of(call: ExpertCall) -> Caller:
         # A compiled graph does not tell how the tokens lay before.
         tensors = {name: Named(named.names, "") for name, named in tensors.items()}
     tensors["probs"] = Named((face.probs,), NATIVE_AXES["probs"] if face.indexed_probs else "")
-    layers: list[str] = []
+    own_module, layers = owners.path_of(call.module), []
     for name, weights in given.items():
         axes = _axes(call, name, stacked=len(weights) == 1)
         found = [owners.of(weight, axes) for weight in weights]
         layers += [owned for owned, _ in filter(None, found)]
         if None in found:
-            own = _face_axes(face.axes, name) or axes
-            tensors[name] = Named(_argument_names(call.face, name, len(weights)), own)
+            names, own = _argument_names(call.face, name, len(weights)), _face_axes(face.axes, name)
+            prefix = f"{own_module}." if own_module else ""
+            tensors[name] = Named(tuple(f"{prefix}{one}" for one in names), own or axes)
         else:
             # Of one weight every expert has the same axes.
             kept = [owned for owned in found if owned is not None]
             tensors[name] = Named(tuple(owned for owned, _ in kept), kept[0][1])
-    return Caller(
-        call.face, tensors, _common_module(layers), call.layout.split_half, tuple(call.lead or ())
-    )
+    layer = own_module or _common_module(layers)
+    return Caller(call.face, tensors, layer, call.layout.split_half, tuple(call.lead or ()))
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -103,10 +103,15 @@ class _Owners:
         for module, name, parameter in self._found:
             order = _order(parameter, tensor, axes)
             if order is not None:
-                found += [(f"{path}{name}", order) for path in self._paths(module, ())]
-        # A module may be part of several: the outermost has the longest name. Of equals any will
-        # do, but always the same.
-        return min(found, key=lambda owned: (-owned[0].count("."), owned[0]), default=None)
+                # Experts compute on one part of a distributed weight, and so does its index.
+                part = "" if _local(parameter) is parameter else ".to_local()"
+                found += [(f"{path}{name}{part}", order) for path in self._paths(module, ())]
+        return min(found, key=lambda owned: _outermost(owned[0]), default=None)
+
+    def path_of(self, module: object) -> str:
+        """The name of a module, empty where it is not known or the outermost."""
+        paths = self._paths(module, ())
+        return min(paths, key=_outermost, default="").removesuffix(".")
 
     def _paths(self, module: Any, below: tuple[int, ...]) -> Iterator[str]:
         """What stands before the name of the module's parameters, ending in a dot."""
@@ -118,6 +123,13 @@ class _Owners:
             own = "" if name == _COMPILED else f"{name}."
             for path in self._paths(parent, (*below, id(module))):
                 yield path + own
+
+
+def _outermost(name: str) -> tuple[int, str]:
+    """A module may be part of several: the outermost has the longest name. Of equals any will do,
+    but always the same.
+    """
+    return -name.count("."), name
 
 
 def _modules() -> list[Any]:
@@ -168,6 +180,6 @@ def _order(parameter: Any, tensor: Tensor, axes: str) -> str | None:
 
 def _common_module(names: Sequence[str]) -> str:
     """The module that all of these parameters are below."""
-    parts = [name.split(".")[:-1] for name in names]
+    parts = [name.removesuffix(".to_local()").split(".")[:-1] for name in names]
     together = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in together)

@@ -24,9 +24,6 @@ from .module_names import caller_of, shares_memory
 from .stages import forget, observe
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
 
-if not IS_PADDLE:  # its proxy has no such hook, and no face without `step()`
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
 logger = logging.getLogger("sonicmoe")
 
 Tensor = torch.Tensor
@@ -127,6 +124,7 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
         b1=b1,
         b2=b2,
         caller=caller_of(call),
+        first_triple=None if call.first_triple is None else to_numpy(call.first_triple),
         **tokens,
     )
 
@@ -167,7 +165,26 @@ def to_numpy(tensor: Tensor) -> Array:
     """A copy on the host: integers as int64, everything else as fp32."""
     # By name, because the two frameworks have dtype objects of different classes.
     integral = str(tensor.dtype).endswith(("int32", "int64"))
-    return np.array(tensor.detach().to(torch.int64 if integral else torch.float32).cpu().numpy())
+    # A clone first: `numpy()` of the caller's own memory would leave it at a size for good, and a
+    # sharded model frees gathered weights by resizing them.
+    own = tensor.detach().clone().to(torch.int64 if integral else torch.float32)
+    return np.asarray(own.cpu().numpy())
+
+
+# Dumps that a step of any optimizer ends.
+_until_optimizer: set[_Writer] = set()
+
+
+def _optimizer_stepped(*_: Any) -> None:
+    for writer in tuple(_until_optimizer):
+        writer.end()
+
+
+if not IS_PADDLE:  # its proxy has no such hook, and no face without `step()`
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    # Once and for good: a hook cannot remove itself while the optimizer goes through its hooks.
+    register_optimizer_step_post_hook(_optimizer_stepped)
 
 
 class _Writer:
@@ -177,8 +194,7 @@ class _Writer:
         # Weakly: a dump that waits for a backward must not keep a dropped layer's weights.
         self._layer, self._path = weakref.ref(_owner(layer)), path
         self._indices: Array | None = None  # of the forward that was written, where ids are here
-        self._taken: Sequence[Tensor] | None = None  # its w1, where the layer has no state
-        self._optimizers: Any = None
+        self._taken: ExpertCall | None = None  # the call of it, where the layer has no state
 
     def say_if_unused(self) -> None:
         """At the end of the program: the dump was asked for behind the step that it was to show."""
@@ -188,23 +204,23 @@ class _Writer:
                 self._path,
             )
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Observe no longer; twice is once."""
         forget(self)
         atexit.unregister(self.say_if_unused)
         self._taken = None
-        if self._optimizers is not None:
-            self._optimizers.remove()
+        _until_optimizer.discard(self)
 
     def __call__(self, event: CallEvent) -> None:
         layer = self._layer()
         # The layer was dropped before its next step, so no event of it can come.
         if layer is None:
             self.say_if_unused()
-            self._end()
+            self.end()
         elif isinstance(event, StepDone):
             # A step without a forward before it belongs to the time before the dump was asked for.
             if event.layer is layer and self._indices is not None:
-                self._end()
+                self.end()
         elif self._is_of(layer, event.call):
             self._take(event)
 
@@ -214,9 +230,14 @@ class _Writer:
         """
         if call.layer is not None and call.layer is layer:
             return True
+        w1 = call.weights.get("w1", ())
         if self._taken is not None:
-            return _share(self._taken, call.weights.get("w1", ()))
-        return _share(_weights_of(layer), call.weights.get("w1", ()))
+            known = self._taken.module
+            of_module = known is not None and known is call.module
+            return of_module or _share(self._taken.weights["w1"], w1)
+        if call.module is not None and any(part is call.module for part in _modules_of(layer)):
+            return True
+        return _share(_weights_of(layer), w1)
 
     def _take(self, event: CallEvent) -> None:
         """Diagnosis must not end a training: whatever fails here is logged, and nothing more is
@@ -227,20 +248,16 @@ class _Writer:
                 self._indices = self._here(event)
                 self._write(lambda name: step_of_forward(name, event))
                 if event.call.layer is None:
-                    self._taken = event.call.weights["w1"]
-                    self._watch_optimizers()
+                    self._taken = event.call
+                    _until_optimizer.add(self)
             elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event):
-                self._end()
+                self.end()
                 self._write(lambda name: step_of_backward(name, event))
         except Exception as error:
-            self._end()
+            self.end()
             logger.warning(
                 "no dump of this step in %s: %s: %s", self._path, type(error).__name__, error
             )
-
-    def _watch_optimizers(self) -> None:
-        """A layer without `step()` is told of the end of its step by the optimizer."""
-        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end())
 
     def _is_of_the_forward(self, event: BackwardBegins) -> bool:
         """Whether a backward belongs to the forward that was written, not to another micro-batch.
@@ -275,6 +292,11 @@ def _weights_of(layer: Any) -> Sequence[Tensor]:
         return (layer,)
     parameters = getattr(layer, "parameters", None)
     return list(parameters()) if callable(parameters) else ()
+
+
+def _modules_of(layer: Any) -> Sequence[Any]:
+    modules = getattr(layer, "modules", None)
+    return list(modules()) if callable(modules) else ()
 
 
 def _share(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

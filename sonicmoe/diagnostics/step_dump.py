@@ -19,12 +19,12 @@ from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, la
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
 from ..npz import NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
-from .callers import Caller
+from .callers import Caller, Located
 
 Array = np.ndarray
 
 ARRAYS = ("x", "indices", "probs", "w1", "w2")
-OPTIONAL = ("dout", "b1", "b2", "x_codes", "x_scale", "dout_codes", "dout_scale")
+OPTIONAL = ("dout", "b1", "b2", "first_triple", "x_codes", "x_scale", "dout_codes", "dout_scale")
 TOKEN_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -122,6 +122,7 @@ class StepDump:
 
     b1, b2: fp32, both or neither.
     caller: what the caller calls these tensors; None for a step of no caller.
+    first_triple: int64 `[T]`, of general routing the number of every token's first triple.
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
     multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values. dout_codes,
     dout_scale: the same of dout.
@@ -145,6 +146,7 @@ class StepDump:
     b1: Array | None = None
     b2: Array | None = None
     caller: Caller | None = None
+    first_triple: Array | None = None
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
@@ -169,6 +171,7 @@ class StepDump:
             "dout": (tokens, hidden),
             "b1": (experts, n1),
             "b2": (experts, hidden),
+            "first_triple": (tokens,),
         }
         for name, shape in wanted.items():
             found = getattr(self, name)
@@ -213,6 +216,17 @@ class StepDump:
     def flushes(self) -> bool:
         """Whether gradients go to the parameters by the flush of a node."""
         return self.b1 is None and (self.caller is None or self.caller.flushes)
+
+    def locate(self, stage: str, index: tuple[int, ...]) -> Located | None:
+        """An element of one of `bisect.STAGES` in the caller's tensors, if it is known."""
+        if self.caller is None:
+            return None
+        gated = is_glu(self.settings.activation_type)
+        found = self.caller.locate(stage, index, int(self.w1.shape[1]), gated)
+        if found is None or self.first_triple is None or stage not in ("probs", "ds"):
+            return found
+        token, slot = index
+        return replace(found, index=(int(self.first_triple[token]) + slot,))
 
     def has_row_scales(self, name: str) -> bool:
         """Whether "x" or "dout" arrived in FP8 with one scale for more than 128 columns."""
@@ -283,7 +297,7 @@ def load_dump(path: str | Path) -> StepDump:
         found = read_npz(Path(path))
         arrays = {name: found[name] for name in ARRAYS}
         arrays |= {name: found[name] for name in OPTIONAL if name in found}
-        require_numbers(arrays, integers=("indices", "x_codes", "dout_codes"))
+        require_numbers(arrays, integers=("indices", "first_triple", "x_codes", "dout_codes"))
         settings, caller = settings_in(found), caller_in(found)
         return StepDump(str(found["name"]), settings, **arrays, caller=caller)
     except KeyError as error:

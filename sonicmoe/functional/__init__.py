@@ -164,6 +164,7 @@ def softmax_topk_layer(
     use_fp8: bool | None = None,
     face: str = TOPK,
     lead: Sequence[int] = (),
+    module: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as there
     and in `expert_mlp`.
@@ -187,6 +188,7 @@ def softmax_topk_layer(
         use_fp8=use_fp8,
         face=face,
         lead=lead,
+        module=module,
     )
     counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
@@ -257,7 +259,7 @@ def moe_general_routing_inputs(
     _check_tokens(x)
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
-    indices, probs = _triples_to_topk(
+    indices, probs, first_triple = _triples_to_topk(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
     )
     activation = member_of(ActivationType, activation_type, "activation_type")
@@ -275,6 +277,7 @@ def moe_general_routing_inputs(
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TRIPLES,
+        first_triple=first_triple,
     )
     counts = count_cumsum(expert_indices, experts, do_cumsum=False)
     assert isinstance(counts, torch.Tensor)
@@ -283,9 +286,9 @@ def moe_general_routing_inputs(
 
 def _triples_to_topk(
     scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int, topk: int | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in
-    the scores.
+    the scores; and the number of every token's first triple, `[T]`.
     """
     _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
@@ -307,7 +310,7 @@ def _triples_to_topk(
     probs = torch.zeros(num_tokens * topk, dtype=torch.float32, device=tokens.device).index_put(
         (slot,), scores.to(torch.float32)
     )
-    return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk)
+    return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk), first
 
 
 def _check_token_indices(

@@ -15,7 +15,7 @@ from ..layouts import WeightLayout
 from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
 from ..weights.stacked_cache import read_weights
-from .call import Given, Plan, backward, forward, make_plan
+from .call import Origin, Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
 
 Tensor = torch.Tensor
@@ -37,6 +37,8 @@ def expert_mlp(
     use_fp8: bool | None = None,
     face: str = STACKED,
     lead: Sequence[int] = (),
+    first_triple: Tensor | None = None,
+    module: object = None,
 ) -> Tensor:
     """Routed expert MLP `[T, H] -> [T, H]`, differentiable in all but `indices`.
 
@@ -51,6 +53,9 @@ def expert_mlp(
         use_fp8: True or False overrides the configuration's FP8 mode.
         face: a key of `callers.FACES`: the names of the arguments, for a diagnosis.
         lead: the axes of the caller's tokens that are T here, for the same.
+        first_triple: int `[T]`, of general routing the number of every token's first triple, for
+            the same.
+        module: whose attributes the weights are, for the same.
 
     Inside `torch.compile` the call is one custom operator, under the configuration in force when
     the graph is compiled.
@@ -68,26 +73,18 @@ def expert_mlp(
         return compiled_expert_mlp(
             x, indices, probs, weights, activation, parameters, layout, use_fp8, save, face
         )
+    origin = Origin(indices, lead, first_triple, module)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8, parameters, face)
     with plan.config.activate():
         plan = plan.fitted(x, weights)
     if save:
-        out: Tensor = _ExpertMlp.apply(plan, indices, lead, *differentiable)
+        out: Tensor = _ExpertMlp.apply(plan, origin, *differentiable)
         return out
     with plan.config.activate():
         routing = _route(plan, indices, probs, w1)
-        out, _, _ = forward(
-            plan,
-            x.contiguous(),
-            probs,
-            routing,
-            weights,
-            save=False,
-            indices=indices,
-            lead=lead,
-        )
+        out, _, _ = forward(plan, x.contiguous(), probs, routing, weights, origin, save=False)
         return out
 
 
@@ -109,8 +106,7 @@ class _ExpertMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: Plan,
-        indices: Tensor,
-        lead: Sequence[int],
+        origin: Origin,
         x: Tensor,
         probs: Tensor,
         *weights: Tensor | None,
@@ -119,16 +115,10 @@ class _ExpertMlp(torch.autograd.Function):
         w1, w2, b1, b2 = weights
         assert w1 is not None and w2 is not None
         with plan.config.activate():
-            routing = _route(plan, indices, probs, w1)
+            assert origin.indices is not None
+            routing = _route(plan, origin.indices, probs, w1)
             out, saved, reading = forward(
-                plan,
-                x.contiguous(),
-                probs,
-                routing,
-                (w1, w2, b1, b2),
-                save=True,
-                indices=indices,
-                lead=lead,
+                plan, x.contiguous(), probs, routing, (w1, w2, b1, b2), origin, save=True
             )
         assert saved is not None
         tensors, ctx.spec = saved.pack()
@@ -138,10 +128,10 @@ class _ExpertMlp(torch.autograd.Function):
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
         ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
-        ctx.plan, ctx.lead = plan, lead
-        # Who observes this forward sees its backward with the user's weights. Nobody else may keep
+        ctx.plan = plan
+        # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
-        ctx.observed = weights if quantised and is_awaited() else None
+        ctx.observed = (weights, origin) if is_awaited() else None
         ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
         return out
 
@@ -152,12 +142,13 @@ class _ExpertMlp(torch.autograd.Function):
         plan = ctx.plan
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
         saved = ctx.spec.unpack(tensors)
-        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[3:]
+        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[2:]
         with plan.config.activate():
             # Plain weights come through the saved tensors, whose version autograd has just compared
             # with that of the forward. Quantised ones are copies, and `check_current` compares for
             # them.
-            reading, weights = ctx.reading, ctx.observed
+            reading = ctx.reading
+            weights, origin = ctx.observed or (None, Origin())
             if reading is None:
                 weights = (w1, w2, b1, b2)
                 engine = plan.choose(saved.x, weights)
@@ -175,11 +166,12 @@ class _ExpertMlp(torch.autograd.Function):
                 reading,
                 ctx.dtypes,
                 wgrad=any(weights_wanted),
-                given=Given(weights, lead=ctx.lead),
+                given=weights,
+                origin=origin,
             )
         kept = (
             gradient if wanted else None
             for gradient, wanted in zip(gradients, weights_wanted, strict=True)
         )
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
-        return (None, None, None, *of_tokens, *kept)
+        return (None, None, *of_tokens, *kept)

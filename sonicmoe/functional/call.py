@@ -124,18 +124,20 @@ def check_use_fp8(use_fp8: object) -> None:
         raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """The caller's tensors of one call, for those who observe it.
+@dataclass(frozen=True, eq=False, slots=True)
+class Origin:
+    """Where the experts' tokens and weights come from, for those who observe the call.
 
-    weights: None where the call no longer has them; what the engine made of them stands for them.
-    indices: None where the routing that was made of them stands for them.
+    indices: int `[T, K]`; None where the routing that was made of them stands for them.
     lead: the axes of the caller's tokens that are one axis T here; None where unknown.
+    first_triple: int `[T]`, of general routing the number of every token's first triple.
+    module: whose attributes the weights are; None where unknown.
     """
 
-    weights: Weights | None
     indices: Tensor | None = None
     lead: Sequence[int] | None = None
+    first_triple: Tensor | None = None
+    module: object = None
 
 
 def forward(
@@ -144,13 +146,12 @@ def forward(
     probs: Tensor,
     routing: RoutingMetadata,
     weights: Weights,
+    origin: Origin,
     *,
     save: bool,
-    indices: Tensor,
-    lead: Sequence[int] | None = None,
 ) -> tuple[Tensor, Saved | None, Reading]:
     """`(out [T, H], what backward needs, weights as the engine read them)`; `routing` is that of
-    probs and indices.
+    probs and the indices in `origin`.
     """
     engine = plan.choose(x, weights)
     try:
@@ -161,7 +162,7 @@ def forward(
         raise
     # Asked before anything is built, so that a run without observers pays one read of a global.
     if is_awaited():
-        call = _described(plan, engine, reading, Given(weights, indices, lead))
+        call = _described(plan, engine, reading, weights, origin)
         emit(ForwardDone(call, x, probs, out, saved))
     return out, saved, reading
 
@@ -174,14 +175,18 @@ def backward(
     dtypes: tuple[torch.dtype | None, ...],
     *,
     wgrad: bool,
-    given: Given,
+    given: Weights | None,
+    origin: Origin,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
     to `dtypes`.
+
+    given: the caller's weights, for those who observe the call; None where it no longer has them,
+        and what the engine made of them stands for them.
     """
     weights = reading.weights
     engine = plan.choose(plain_tokens(saved.x), weights)
-    call = _described(plan, engine, reading, given) if is_awaited() else None
+    call = _described(plan, engine, reading, given, origin) if is_awaited() else None
     if call is not None:
         emit(BackwardBegins(call, dout, saved))
     gradients: tuple[Tensor | None, ...] = (None,) * len(dtypes)
@@ -207,18 +212,21 @@ def backward(
     return dx, dprobs, gradients
 
 
-def _described(plan: Plan, engine: Engine, reading: Reading, given: Given) -> ExpertCall:
-    weights = given.weights
+def _described(
+    plan: Plan, engine: Engine, reading: Reading, weights: Weights | None, origin: Origin
+) -> ExpertCall:
     names = zip(("w1", "w2", "b1", "b2"), weights or (), strict=False)
     return ExpertCall(
         engine.name,
         plan.settings,
-        given.indices,
+        origin.indices,
         functools.partial(_native, plan.layout, reading, weights),
         {name: (weight,) for name, weight in names if weight is not None},
         plan.layout,
         plan.face,
-        lead=given.lead,
+        lead=origin.lead,
+        first_triple=origin.first_triple,
+        module=origin.module,
     )
 
 

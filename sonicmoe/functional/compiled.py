@@ -22,7 +22,7 @@ from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import build_routing, num_rows_bound
 from ..routing.metadata import RoutingMetadata
 from ..weights.stacked_cache import Weights, read_weights
-from .call import Given, Plan, backward, forward, make_plan
+from .call import Origin, Plan, backward, forward, make_plan
 from .plan_numbers import plan_of
 
 Tensor = torch.Tensor
@@ -81,7 +81,7 @@ def _expert_mlp(
         plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
         tokens = x.contiguous()
-        out, saved, _ = forward(plan, tokens, probs, routing, weights, save=save, indices=indices)
+        out, saved, _ = forward(plan, tokens, probs, routing, weights, Origin(indices), save=save)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
@@ -151,9 +151,15 @@ def _expert_mlp_backward(
             plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales)
         )
         dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
-        given = Given(weights, indices)
         dx, dprobs, gradients = backward(
-            plan, dout, saved, reading, dtypes, wgrad=wgrad, given=given
+            plan,
+            dout,
+            saved,
+            reading,
+            dtypes,
+            wgrad=wgrad,
+            given=weights,
+            origin=Origin(indices),
         )
     dw1, dw2, db1, db2 = (
         x.new_empty(0) if gradient is None else gradient for gradient in gradients

@@ -342,6 +342,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             layout=_layout(self),
             use_fp8=use_fp8,
             face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
+            module=self,
         )
         return out.to(tokens.dtype)
 

@@ -4,6 +4,7 @@ refused in one line.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,27 @@ from click.testing import CliRunner
 from damage import variants
 
 from sonicmoe.cli.main import main
+from sonicmoe.diagnostics.callers import TRIPLES, Caller, Named
 from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case
-from sonicmoe.diagnostics.step_dump import load_dump, save_dump
+from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
 from sonicmoe.errors import SonicMoEError
 
-CASE = make_case("gaussian", Sizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
+PLAIN = make_case("gaussian", Sizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
+# As a functional call leaves it.
+CASE = dataclasses.replace(
+    PLAIN,
+    b1=np.ones((2, 16), np.float32),
+    b2=np.ones((2, 8), np.float32),
+    settings=StepSettings(activation="swiglu_oai", activation_parameters={"limit": 2.0}),
+    caller=Caller(
+        TRIPLES,
+        {"w1": Named(("up", "gate"), "NH"), "x": Named(("x",), "TH")},
+        "model.layer",
+        split_half=True,
+        lead=(2, 2),
+    ),
+    first_triple=np.arange(4),
+)
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,34 @@ class TestFunctional:
         assert bisect(step, "reference").healthy
 
 
+@FP8
+def test_a_score_of_general_routing_is_named_by_its_triple(fp8, tmp_path):
+    """Tokens have 0 to 3 triples here, some of experts that are not here."""
+    tokens = torch.tensor([0, 0, 0, 2, 2, 3, 3, 3, 5])
+    experts = torch.tensor([0, -1, 2, 1, 2, E, 3, 0, 4])
+    w1, b1, w2, b2 = weights()
+
+    def run(scores):
+        arguments = scores, tokens, experts, w1, b1, w2, b2
+        return moe_general_routing_inputs(make_tokens(6, H), *arguments, use_fp8=fp8)[0]
+
+    for number in (2, 4, 6, 8):
+        error = found(lambda number=number: run(spoil(torch.ones(9), number)))
+        slot = int((tokens[:number] == tokens[number]).sum())
+        text = f"first bad: input probs = router_scores[{number}] at expert {experts[number]}, row"
+        assert fault_of(error).startswith(text), fault_of(error)
+        assert f"token {tokens[number]}, slot {slot}: nan" in fault_of(error)
+    with captured_calls("call") as cases:
+        scores = torch.ones(9, requires_grad=True)
+        run(scores).sum().backward()
+    path = tmp_path / "case.npz"
+    save_case(path, cases[0])
+    probs = load_case(path).step().probs
+    probs[3, 1] = NAN
+    fault = bisect(load_case(path).step().but(probs=probs), "reference").fault
+    assert fault.caller.index == (6,)
+
+
 def test_the_probabilities_of_the_top_k_layer():
     router = spoil(torch.randn(E, H), 2, 7)
     error = found(lambda: topk(make_tokens(30, H), weights(), router))

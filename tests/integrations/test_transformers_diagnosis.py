@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from click.testing import CliRunner
 from integrations.hf_models import FAMILIES, VOCABULARY, build
 
@@ -123,6 +124,54 @@ def test_in_a_compiled_model(implementation):
     assert line.startswith(f"first bad: input w1 = {whole} at expert 5: nan")
 
 
+class Doubled(torch.nn.Module):
+    """Computes a weight from the parameter, as adapters do."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+@IMPLEMENTATIONS
+def test_a_weight_that_is_computed_has_the_name_of_its_attribute(implementation, tmp_path):
+    model, path = build(FAMILIES["qwen3-moe"](LAYERS), implementation), tmp_path / "step.npz"
+    experts = model.model.layers[1].mlp.experts
+    torch.nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", Doubled())
+    dump(experts, path)
+    step(model)
+    written = load_dump(path)
+    assert written.caller.layer == "model.layers.1.mlp.experts" and written.dout is not None
+    with torch.no_grad():
+        experts.parametrizations.gate_up_proj.original[5, 60, 3] = float("nan")
+    line = str(found(lambda: step(model))).splitlines()[1]
+    named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
+    assert line.startswith(f"first bad: input w1 = {named} at expert 5: nan")
+
+
+@pytest.fixture
+def one_rank_mesh():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@IMPLEMENTATIONS
+def test_of_a_distributed_weight_it_is_this_ranks_part(implementation, one_rank_mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = build(FAMILIES["qwen3-moe"](2), implementation)
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[5, 60, 3] = float("nan")
+    whole = distribute_tensor(experts.gate_up_proj.detach(), one_rank_mesh, [Shard(0)])
+    experts.gate_up_proj = torch.nn.Parameter(whole)
+    error = found(lambda: step(model))
+    named = "model.layers.1.mlp.experts.gate_up_proj.to_local()[5, 60, 3]"
+    assert f"first bad: input w1 = {named} at expert 5: nan" in str(error)
+    assert error.report.layer == "model.layers.1.mlp.experts"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @IMPLEMENTATIONS
 def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, tmp_path):
@@ -159,3 +208,23 @@ def test_one_layer_is_dumped(implementation, tmp_path):
     np.testing.assert_array_equal(written.w1[:, 1::2], halves[:, width:])
     report = bisect(written, "reference")
     assert report.healthy and report.missing == ()
+
+
+@IMPLEMENTATIONS
+def test_in_a_fully_sharded_model(implementation, one_rank_mesh, tmp_path):
+    """The parameter is gathered for the call, and is found by the same name as without."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(FAMILIES["qwen3-moe"](2), implementation)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=one_rank_mesh)
+    fully_shard(model, mesh=one_rank_mesh)
+    path = tmp_path / "step.npz"
+    dump(model.model.layers[0].mlp.experts, path)
+    error = found(lambda: step(model))
+    named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
+    assert f"first bad: input w1 = {named} at expert 5: nan" in str(error)
+    assert load_dump(path).caller.layer == "model.layers.0.mlp.experts"
+    stages.forget(stages._observers[0])
