@@ -44,8 +44,9 @@ def bisect(
 ) -> None:
     """Run the step in DUMP stage by stage and name the first wrong stage, expert, row and token.
 
-    DUMP is what `node.dump(path)` or `detect_nonfinite(dump_dir=...)` wrote, or a captured call of
-    `sonicmoe numerics`. Exit code 1 when a stage is wrong.
+    DUMP is what `dump(path)` of a node or a `MoE`, `sonicmoe.diagnostics.capture.dump` or
+    `detect_nonfinite(dump_dir=...)` wrote, or a captured call of `sonicmoe numerics`. Bad weights
+    are named by parameter and index as the model has them. Exit code 1 when a stage is wrong.
     """
     step = load_dump(dump)
     if precision != "as-dumped":

@@ -20,35 +20,24 @@ from .call_events import ExpertCall
 from .callers import FACES, NATIVE_AXES, NODE, Caller, Named
 
 Tensor = torch.Tensor
-Names = tuple[str, ...]
 
 _COMPILED = "_orig_mod"  # the attribute in which torch.compile keeps the module that it wraps
 
 
 def caller_of(call: ExpertCall) -> Caller:
     """Names from the model where its modules hold the weights, else those of the arguments."""
-    face, given = FACES[call.face], call.weights
-    owners = _Owners([weight for weights in given.values() for weight in weights])
-    tensors = {name: Named((getattr(face, name),), NATIVE_AXES[name]) for name in ("x", "out")}
-    if face.flattens and call.lead is None:
-        # A compiled graph does not tell how the tokens lay before.
-        tensors = {name: Named(named.names, "") for name, named in tensors.items()}
-    tensors["probs"] = Named((face.probs,), NATIVE_AXES["probs"] if face.indexed_probs else "")
-    own_module, layers = owners.path_of(call.module), []
-    for name, weights in given.items():
-        axes = _axes(call, name, stacked=len(weights) == 1)
-        found = [owners.of(weight, axes) for weight in weights]
-        layers += [owned for owned, _ in filter(None, found)]
-        if None in found:
-            names, own = _argument_names(call.face, name, len(weights)), _face_axes(face.axes, name)
-            prefix = f"{own_module}." if own_module else ""
-            tensors[name] = Named(tuple(f"{prefix}{one}" for one in names), own or axes)
-        else:
-            # Of one weight every expert has the same axes.
-            kept = [owned for owned in found if owned is not None]
-            tensors[name] = Named(tuple(owned for owned, _ in kept), kept[0][1])
-    layer = own_module or _common_module(layers)
-    return Caller(call.face, tensors, layer, call.layout.split_half, tuple(call.lead or ()))
+    owners = _Owners(list(itertools.chain(*call.weights.values())))
+    module = owners.path_of(call.module)
+    found = {name: owners.named(call.weights[name], _axes(call, name)) for name in call.weights}
+    weights = {name: named or _argument(call, name, module) for name, named in found.items()}
+    owned = [name for named in found.values() if named is not None for name in named.names]
+    return Caller(
+        call.face,
+        {**_tokens(call), **weights},
+        module or _common_module(owned),
+        call.layout.split_half,
+        tuple(call.lead or ()),
+    )
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -59,21 +48,36 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     return memory is not None and memory == _memory(other)
 
 
-def _axes(call: ExpertCall, name: str, *, stacked: bool) -> str:
-    """The axes of a weight as the call gives it."""
-    native = NATIVE_AXES[name]
-    if call.layout.transposed and len(native) == 3:
-        native = native[0] + native[2] + native[1]
-    return native if stacked else native.removeprefix("E")
+def _tokens(call: ExpertCall) -> dict[str, Named]:
+    """x, out and probs, which have the names of arguments."""
+    face = FACES[call.face]
+    # A compiled graph does not tell how the tokens lay before they were made one axis.
+    known = call.lead is not None or not face.flattens
+    return {
+        "x": Named((face.x,), NATIVE_AXES["x"] if known else ""),
+        "out": Named((face.out,), NATIVE_AXES["out"] if known else ""),
+        "probs": Named((face.probs,), NATIVE_AXES["probs"] if face.indexed_probs else ""),
+    }
 
 
-def _face_axes(axes: tuple[str, str] | None, name: str) -> str | None:
-    return None if axes is None else {"w1": axes[0], "w2": axes[1]}.get(name)
+def _axes(call: ExpertCall, name: str) -> str:
+    """The axes of a weight as the call gives it, stacked or one per expert."""
+    axes = NATIVE_AXES[name]
+    if call.layout.transposed and len(axes) == 3:
+        axes = axes[0] + axes[2] + axes[1]
+    return axes if len(call.weights[name]) == 1 else axes.removeprefix("E")
 
 
-def _argument_names(face: str, name: str, count: int) -> Names:
-    if face != NODE:
-        return (getattr(FACES[face], name),)
+def _argument(call: ExpertCall, name: str, module: str) -> Named:
+    """A weight that no module holds: by its argument, or by the attribute of `module`."""
+    face, count = FACES[call.face], len(call.weights[name])
+    axes = dict(zip(("w1", "w2"), face.axes or (), strict=False)).get(name, _axes(call, name))
+    names = _of_node(name, count) if call.face == NODE else (str(getattr(face, name)),)
+    prefix = f"{module}." if module else ""
+    return Named(tuple(prefix + own for own in names), axes)
+
+
+def _of_node(name: str, count: int) -> tuple[str, ...]:
     if count == 1:
         return ("weight1" if name == "w1" else "weight2",)
     part = "up_gate_proj" if name == "w1" else "down_proj"
@@ -95,7 +99,14 @@ class _Owners:
                 if id(parameter) in wanted_ids or _memory(parameter) in wanted_memory:
                     self._found.append((module, name, parameter))
 
-    def of(self, tensor: Tensor, axes: str) -> tuple[str, str] | None:
+    def named(self, weights: Sequence[Tensor], axes: str) -> Named | None:
+        """A weight, stacked or one per expert, by the parameters; None where one is not found."""
+        found = [self._owner(weight, axes) for weight in weights]
+        names = tuple(owned[0] for owned in found if owned is not None)
+        # Of one weight every expert has the same axes.
+        return Named(names, found[0][1]) if found[0] and len(names) == len(found) else None
+
+    def _owner(self, tensor: Tensor, axes: str) -> tuple[str, str] | None:
         """The name of the parameter that this tensor is or is a view of, and the parameter's axes
         where the tensor's are these.
         """

@@ -218,6 +218,28 @@ def test_captured_calls_run_again(fp8, bias, activation, tmp_path):
     assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
 
 
+@FP8
+def test_a_compiled_model_is_captured_and_dumped(fp8, tmp_path):
+    """The same copies as of the eager model, but for the axes that the tokens had."""
+    torch._dynamo.reset()
+    model, x = Model(bias=True), make_tokens(4, 10, H).requires_grad_()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x, use_fp8=fp8).sum().backward()  # compiled before anybody observes
+    model.layers[1].dump(tmp_path / "step.npz")
+    with captured_calls("call") as cases:
+        compiled(x, use_fp8=fp8).sum().backward()
+    with captured_calls("call") as eager:
+        model(x, use_fp8=fp8).sum().backward()
+    for case, wanted in zip(cases, eager, strict=True):
+        assert case.name == wanted.name and case.settings == wanted.settings
+        for name in ("indices", "w1", "w2", "b1", "b2"):
+            np.testing.assert_array_equal(getattr(case, name), getattr(wanted, name))
+        np.testing.assert_allclose(case.dout, wanted.dout, rtol=0.01, atol=1e-3)
+    step = load_dump(tmp_path / "step.npz")
+    np.testing.assert_array_equal(step.indices, cases[1].indices)
+    assert step.dout is not None and bisect(step, "reference").healthy
+
+
 def test_a_dump_serves_numerics(tmp_path):
     moe, path = make_layer(bias=True), tmp_path / "step.npz"
     moe.dump(path)

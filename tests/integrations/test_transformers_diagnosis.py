@@ -5,8 +5,11 @@ it.
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 import torch.nn.utils.parametrize
@@ -24,6 +27,7 @@ from sonicmoe.integrations.transformers import register
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 LAYERS = 3
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -210,21 +214,49 @@ def test_one_layer_is_dumped(implementation, tmp_path):
     assert report.healthy and report.missing == ()
 
 
-@IMPLEMENTATIONS
-def test_in_a_fully_sharded_model(implementation, one_rank_mesh, tmp_path):
-    """The parameter is gathered for the call, and is found by the same name as without."""
-    from torch.distributed.fsdp import fully_shard
+SHARDED = """
+import sys
 
-    model = build(FAMILIES["qwen3-moe"](2), implementation)
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=one_rank_mesh)
-    fully_shard(model, mesh=one_rank_mesh)
-    path = tmp_path / "step.npz"
-    dump(model.model.layers[0].mlp.experts, path)
-    error = found(lambda: step(model))
+import torch
+import torch.distributed as dist
+from integrations.hf_models import FAMILIES, VOCABULARY, build
+from torch.distributed.fsdp import fully_shard
+
+from sonicmoe.diagnostics.capture import dump
+from sonicmoe.diagnostics.nonfinite import detect_nonfinite
+from sonicmoe.integrations.transformers import register
+
+implementation, path = sys.argv[1:]
+register()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+model = build(FAMILIES["qwen3-moe"](2), implementation)
+with torch.no_grad():
+    model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+dump(model.model.layers[0].mlp.experts, path)
+ids = torch.randint(3, VOCABULARY, (2, 24))
+try:
+    with detect_nonfinite():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+except ArithmeticError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@IMPLEMENTATIONS
+def test_in_a_fully_sharded_model(implementation, tmp_path):
+    """The parameter is gathered for the call, and is found by the same name as without. In another
+    process, because one that has sharded a module keeps no prepared weights.
+    """
+    script, path = tmp_path / "sharded.py", tmp_path / "step.npz"
+    script.write_text(SHARDED, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    arguments = [str(script), implementation, str(path)]
+    result = preloaded.run("torch", arguments, environment, ROOT, timeout=240)
     named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
-    assert f"first bad: input w1 = {named} at expert 5: nan" in str(error)
+    assert f"first bad: input w1 = {named} at expert 5: nan" in result.stdout, result.stderr
     assert load_dump(path).caller.layer == "model.layers.0.mlp.experts"
-    stages.forget(stages._observers[0])
