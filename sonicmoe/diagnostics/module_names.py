@@ -44,8 +44,8 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same tensor, or views of the same memory."""
     if one is other:
         return True
-    memory = _memory(one)
-    return memory is not None and memory == _memory(other)
+    memory = memory_of(one)
+    return memory is not None and memory == memory_of(other)
 
 
 def _tokens(call: ExpertCall) -> dict[str, Named]:
@@ -89,14 +89,14 @@ class _Owners:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         wanted_ids = set(map(id, tensors))
-        wanted_memory = {memory for memory in map(_memory, tensors) if memory is not None}
+        wanted_memory = {memory for memory in map(memory_of, tensors) if memory is not None}
         self._found: list[tuple[Any, str, Tensor]] = []
         self._above: dict[int, list[tuple[Any, str]]] = {}
         for module in _modules():
             for name, child in _parts(module, "_sub_layers" if IS_PADDLE else "_modules"):
                 self._above.setdefault(id(child), []).append((module, name))
             for name, parameter in _parts(module, "_parameters"):
-                if id(parameter) in wanted_ids or _memory(parameter) in wanted_memory:
+                if id(parameter) in wanted_ids or memory_of(parameter) in wanted_memory:
                     self._found.append((module, name, parameter))
 
     def named(self, weights: Sequence[Tensor], axes: str) -> Named | None:
@@ -161,7 +161,7 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _memory(tensor: Any) -> int | None:
+def memory_of(tensor: Any) -> int | None:
     """The address of the allocation; None where there is none, and under Paddle, whose callers give
     parameters themselves.
     """

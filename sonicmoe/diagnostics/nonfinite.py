@@ -28,8 +28,8 @@ Tensor = torch.Tensor
 
 
 class NonFiniteError(SonicMoEError, ArithmeticError):
-    """A layer of experts computed NaN or infinity. `report` says where it began; `dump` is the file to bisect
-    again, None if none was asked for.
+    """A layer of experts computed NaN or infinity. `report` says where it began; `dump` is the file
+    to bisect again, None if none was asked for.
     """
 
     def __init__(self, message: str, report: Report, dump: Path | None) -> None:
@@ -122,7 +122,8 @@ class _Watcher:
             path = _unused(self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz")
             save_dump(path, step)
         called = result if step.caller is None else step.caller.called(result)
-        layer = f" of {report.layer}" if report.layer else ""
+        # The name of a weight has that of its layer.
+        layer = f" of {report.layer}" if report.layer and report.layer not in called else ""
         lines = [
             f"{called}{layer} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ..engine.interface import Tokens, token_dtype
-from ..interop import IS_PADDLE, dtype_name
+from ..interop import IS_PADDLE, dtype_name, is_cuda
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..routing.ids import is_here
 from .call_events import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone
-from .module_names import caller_of, shares_memory
+from .module_names import caller_of, memory_of, shares_memory
 from .stages import forget, observe
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
 
@@ -165,9 +165,11 @@ def to_numpy(tensor: Tensor) -> Array:
     """A copy on the host: integers as int64, everything else as fp32."""
     # By name, because the two frameworks have dtype objects of different classes.
     integral = str(tensor.dtype).endswith(("int32", "int64"))
-    # A clone first: `numpy()` of the caller's own memory would leave it at a size for good, and a
-    # sharded model frees gathered weights by resizing them.
-    own = tensor.detach().clone().to(torch.int64 if integral else torch.float32)
+    own = tensor.detach().to(torch.int64 if integral else torch.float32)
+    if own.dtype == tensor.dtype and not is_cuda(tensor):
+        # `numpy()` of the caller's own memory would leave it at its size for good, and a sharded
+        # model frees gathered weights by resizing them.
+        own = own.clone()
     return np.asarray(own.cpu().numpy())
 
 
@@ -194,7 +196,8 @@ class _Writer:
         # Weakly: a dump that waits for a backward must not keep a dropped layer's weights.
         self._layer, self._path = weakref.ref(_owner(layer)), path
         self._indices: Array | None = None  # of the forward that was written, where ids are here
-        self._taken: ExpertCall | None = None  # the call of it, where the layer has no state
+        # Of the layer that it belongs to, where that has no state: its module and its memory.
+        self._taken: tuple[Any, set[int]] | None = None
 
     def say_if_unused(self) -> None:
         """At the end of the program: the dump was asked for behind the step that it was to show."""
@@ -232,12 +235,12 @@ class _Writer:
             return True
         w1 = call.weights.get("w1", ())
         if self._taken is not None:
-            known = self._taken.module
-            of_module = known is not None and known is call.module
-            return of_module or _share(self._taken.weights["w1"], w1)
+            module, memory = self._taken
+            of_module = call.module is not None and module() is call.module
+            return of_module or any(memory_of(weight) in memory for weight in w1)
         if call.module is not None and any(part is call.module for part in _modules_of(layer)):
             return True
-        return _share(_weights_of(layer), w1)
+        return any(shares_memory(one, other) for one in _weights_of(layer) for other in w1)
 
     def _take(self, event: CallEvent) -> None:
         """Diagnosis must not end a training: whatever fails here is logged, and nothing more is
@@ -248,7 +251,7 @@ class _Writer:
                 self._indices = self._here(event)
                 self._write(lambda name: step_of_forward(name, event))
                 if event.call.layer is None:
-                    self._taken = event.call
+                    self._taken = _reference(event.call)
                     _until_optimizer.add(self)
             elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event):
                 self.end()
@@ -299,5 +302,7 @@ def _modules_of(layer: Any) -> Sequence[Any]:
     return list(modules()) if callable(modules) else ()
 
 
-def _share(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return any(shares_memory(one, other) for one in some for other in others)
+def _reference(call: ExpertCall) -> tuple[Any, set[int]]:
+    """Module and memory of a call, and nothing that keeps them alive."""
+    module: Any = (lambda: None) if call.module is None else weakref.ref(call.module)
+    return module, {memory for memory in map(memory_of, call.weights["w1"]) if memory is not None}

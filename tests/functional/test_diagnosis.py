@@ -4,8 +4,10 @@ knows it.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,12 +19,14 @@ from torch import nn
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.cli.main import main
+from sonicmoe.diagnostics import bisect as bisect_module
 from sonicmoe.diagnostics import stages
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import load_case, save_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 
 NAN = float("nan")
@@ -179,6 +183,17 @@ class TestMoE:
         out.backward(dout)
         np.testing.assert_array_equal(load_dump(path).dout, dout.numpy())
 
+    def test_a_waiting_dump_keeps_no_dropped_layer(self, tmp_path):
+        moe = make_layer()
+        dump(moe, tmp_path / "step.npz")
+        with torch.no_grad():
+            moe(make_tokens(10, H))
+        gone = weakref.ref(moe), weakref.ref(moe.c_fc.weight)
+        del moe
+        gc.collect()
+        assert [reference() for reference in gone] == [None, None]
+        make_layer()(make_tokens(10, H))  # its first event finds the observer without a layer
+
     def test_of_several_layers_the_first_that_runs_is_taken(self, tmp_path):
         model, path = Model(), tmp_path / "step.npz"
         dump(model, path)
@@ -328,6 +343,25 @@ class TestFunctional:
         spoil(model[0].down, 7, 3, 4)
         text = fault_of(found(lambda: model(make_tokens(30, H))))
         assert text.startswith("first bad: input w2 = 0.down[7, 3, 4] at expert 4: nan")
+
+    def test_a_weight_gradient_that_does_not_repeat(self, call, monkeypatch):
+        """Of an engine whose sums are broken once: nothing but the name of the result is known."""
+        original = ReferenceEngine.backward_dw
+
+        def broken(engine, pending, targets):
+            original(engine, pending, targets)
+            if type(engine) is ReferenceEngine:
+                targets.dw2[2, 7, 3] = NAN
+
+        class Sound(ReferenceEngine):
+            pass
+
+        monkeypatch.setattr(bisect_module, "engine_named", lambda *_: Sound())
+        monkeypatch.setattr(ReferenceEngine, "backward_dw", broken)
+        tensors = [None if weight is None else weight.requires_grad_() for weight in weights()]
+        error = found(lambda: call(make_tokens(30, H), tensors).sum().backward())
+        assert str(error).startswith("the gradient of w2 is not finite (engine reference, call 1")
+        assert "did not repeat its result" in str(error) and error.report.healthy
 
     def test_tokens_and_the_gradient(self, call):
         x = make_tokens(30, H)
