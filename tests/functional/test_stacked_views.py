@@ -14,6 +14,7 @@ from functional.layer_golden import make_layer, make_tokens, run_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe.engine.capabilities import REFERENCE
 from sonicmoe.engine.interface import Change, EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.functional.call import Plan
@@ -32,6 +33,7 @@ class Following(ReferenceEngine):
     """
 
     name = "following"
+    record = REFERENCE  # what it computes, and into which memory, is the reference engine's
 
     def __init__(self):
         # "made": in new buffers; "remade": in the old ones, as told; "found": in the old ones, by
