@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .floors import PEAK_TFLOPS, STEP_STAGES, Floor, floors
+from .nvml import Reading
 from .shapes import Shape
 
 
@@ -41,6 +42,65 @@ class Spread:
         return 50.0 * (self.high - self.low) / self.median if self.median else 0.0
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One uninterrupted row of steps of `layers` layers: microseconds per layer of each step, and
+    what NVML saw meanwhile, or why it saw nothing.
+    """
+
+    us: tuple[float, ...]
+    layers: int
+    power: Reading | str
+
+    @property
+    def seconds(self) -> float:
+        return 1e-6 * self.layers * sum(self.us)
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Steps back to back for seconds, so long that power and clocks have settled.
+
+    us: time per layer, over the steps counted; seconds: the time they took together. The rest is
+    None where NVML gives nothing, and `unavailable` says why: the SM clock, the mean power of the
+    board, its limit, the energy of one layer, and where power and energy come from ("energy
+    counter", "power samples").
+    """
+
+    us: Spread
+    seconds: float
+    sm_mhz: float | None = None
+    watts: float | None = None
+    limit_watts: float | None = None
+    joules: float | None = None
+    source: str | None = None
+    unavailable: str | None = None
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> Sustained:
+        """Of at least one turn; clocks and power are weighted by the turns' times."""
+        steps = [us for turn in turns for us in turn.us]
+        us, seconds = Spread.of(steps), sum(turn.seconds for turn in turns)
+        readings = [(turn.seconds, turn.power) for turn in turns]
+        for _, reading in readings:
+            if isinstance(reading, str):
+                return cls(us, seconds, unavailable=reading)
+        known = [(weight, r) for weight, r in readings if not isinstance(r, str)]
+        watts = sum(weight * r.watts for weight, r in known) / seconds
+        return cls(
+            us,
+            seconds,
+            sum(weight * r.sm_mhz for weight, r in known) / seconds,
+            watts,
+            known[0][1].limit_watts,
+            # The window of the power reading and that of the steps differ by a few steps at each
+            # end. Power times time per layer does not mind; a difference of two energies over the
+            # number of layers would count those steps in full.
+            watts * 1e-6 * statistics.fmean(steps),
+            known[0][1].source,
+        )
+
+
 @dataclass
 class Result:
     """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty
@@ -48,7 +108,7 @@ class Result:
 
     `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps
     issued back to back (`steady.py`), `steady_busy` the time in which the GPU worked during such
-    steps; None where not measured. `stages` and `kernels` sum GPU time per call by stage and by
+    steps; None where not measured. `sustained` is the same for seconds. `stages` and `kernels` sum GPU time per call by stage and by
     kernel name; work outside every stage stands under "". `gradient_mib` is what the node holds of
     fp32 gradients beside `main_grad`. `refusal` says why the engine did not run, and then nothing
     else is set.
@@ -63,6 +123,7 @@ class Result:
     busy: dict[str, float] = field(default_factory=dict)
     steady: Spread | None = None
     steady_busy: Spread | None = None
+    sustained: Sustained | None = None
     stages: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, float] = field(default_factory=dict)
     saved_mib: float | None = None

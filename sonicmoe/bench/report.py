@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from .figures import Result, Spread
+from .figures import Result, Spread, Sustained
 from .floors import PEAK_TFLOPS
 from .trace import short_name
 
@@ -25,6 +25,15 @@ def rate_table(results: Sequence[Result]) -> Table:
     ran = [result for result in results if result.pair_us]
     base = ran[0] if ran else None
     return _table(None, ran, lambda result: _rates(result, base))
+
+
+def sustained_table(results: Sequence[Result]) -> Table:
+    """Time, clock, power and energy per layer of the sustained rows at the same shape; ratios over
+    the first engine that has one.
+    """
+    ran = [result for result in results if result.sustained]
+    base = ran[0].sustained if ran else None
+    return _table(None, ran, lambda result: _sustained(result.sustained, base))
 
 
 def _table(
@@ -74,6 +83,24 @@ def _rates(result: Result, base: Result | None) -> dict[str, str]:
     }
 
 
+def _sustained(row: Sustained | None, base: Sustained | None) -> dict[str, str]:
+    assert row is not None and base is not None
+    power = {
+        "SM MHz": _number(row.sm_mhz, ",.0f"),
+        "W": _number(row.watts, ".0f"),
+        "W limit": _number(row.limit_watts, ".0f"),
+        "J/layer": _number(row.joules, ".3g"),
+    }
+    if row.unavailable:
+        # The columns stay, so that nobody takes a missing figure for one that was not asked for.
+        power |= dict.fromkeys(["SM MHz", "W", "J/layer"], "no NVML")
+    return {
+        "sustained us": _spread(row.us),
+        "sustained speed-up": _ratio(base.us.median, row.us.median),
+        **power,
+    }
+
+
 def notes(results: Sequence[Result]) -> list[str]:
     """Lines under the tables: the variants that did not run, with reasons, and the columns'
     meanings.
@@ -83,6 +110,17 @@ def notes(results: Sequence[Result]) -> list[str]:
         for r in results
         if r.refusal is not None
     ]
+    refusals += [
+        f"{r.variant} at {r.shape}: no clock, power and energy: {r.sustained.unavailable}"
+        for r in results
+        if r.sustained and r.sustained.unavailable
+    ]
+    if any(r.sustained for r in results):
+        sources = {r.sustained.source for r in results if r.sustained and r.sustained.source}
+        refusals += [
+            "sustained: per layer of the same steps back to back for seconds (--sustained), behind others that let clocks settle; "
+            f"W: of the whole board{''.join(f', from {s}' for s in sorted(sources))}; J/layer: W times sustained"
+        ]
     if any(result.gpu for result in results):
         return [
             *refusals,

@@ -13,15 +13,16 @@ import torch
 from .. import __version__
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
-from .figures import Result, Spread
+from .figures import Result, Spread, Sustained, Turn
 from .shapes import Shape
-from .steady import LAYERS, Stack, profile_steps, time_steps
+from .steady import LAYERS, Stack, open_nvml, profile_steps, sustain, time_steps
 from .timing import MIB, PhaseTime, clock_state, measure_memory, profile_phases, time_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
 
 PROFILED_CALLS = 5
 STEADY_ROUNDS, STEADY_STEPS, PROFILED_STEPS = 5, 2, 3
+TURNS = 2  # of each variant's sustained row, so that a drift of the machine falls on all of them
 PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 Notify = Callable[[str], None]
 
@@ -39,6 +40,7 @@ def measure(
     warmup: int,
     nvtx: bool = False,
     layers: int = LAYERS,
+    sustained_s: float = 0.0,
     notify: Notify = lambda text: None,
 ) -> list[Result]:
     """One result per variant, in order; an engine that refuses these sizes yields a result that
@@ -51,6 +53,7 @@ def measure(
         warmup: untimed runs before them.
         nvtx: open NVTX ranges too, for Nsight.
         layers: forwards of a step in the steady state, before its one backward.
+        sustained_s: seconds of the sustained row of each variant; 0 leaves it out.
         notify: called with the name of each measurement as it starts.
     """
     device = find_device()
@@ -76,6 +79,9 @@ def measure(
     _time_interleaved(nodes, results, batches, rounds, device)
     if device != "cpu":
         _time_steady(nodes, results, batches, min(rounds, STEADY_ROUNDS), layers, device)
+    if sustained_s:
+        notify(f"{shape}: {sustained_s:g} s of each of {len(nodes)} engines, sustained")
+        _time_sustained(nodes, results, batches, sustained_s, layers, device)
     for index, node in nodes.items():
         notify(f"{shape}: profiling {variants[index]}")
         _examine(node, results[index], batches, device, nvtx)
@@ -141,6 +147,32 @@ def _time_steady(
         results[index].steady = Spread.of(times[index])
         busy = profile_steps(stack, PROFILED_STEPS)
         results[index].steady_busy = Spread.of(busy) if busy else None
+
+
+def _time_sustained(
+    nodes: dict[int, SonicMoEMlpNode],
+    results: Sequence[Result],
+    batches: Sequence[Batch],
+    seconds: float,
+    layers: int,
+    device: str,
+) -> None:
+    """Time, clock, power and energy per layer of steps back to back for seconds, in turns. Left out
+    where they do not fit.
+    """
+    stacks = {index: Stack(node, batches, layers) for index, node in nodes.items()}
+    turns: dict[int, list[Turn]] = {index: [] for index in stacks}
+    gpu = open_nvml(device)
+    for number in range(TURNS):
+        for index in list(stacks) if number % 2 == 0 else list(reversed(stacks)):
+            try:
+                turns[index].append(sustain(stacks[index], seconds / TURNS, device, gpu))
+            except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
+                del stacks[index]
+    for index in stacks:
+        results[index].sustained = Sustained.of(turns[index])
+    if not isinstance(gpu, str):
+        gpu.close()
 
 
 def _examine(

@@ -3,26 +3,44 @@
 A step here is like that of a model with many layers: the forwards of several layers, then one
 `backward()` for all of them. PyTorch hands every `backward()` to a thread of the device, and waking
 that thread can take half a millisecond. A model pays this once per step, and so does a `Stack`.
-Steps are issued back to back, so the measurement never leaves the GPU idle, and its clocks are
-those of a training run.
+Steps are issued back to back, so the measurement never leaves the GPU idle. A few of them see the
+clocks of a burst; `sustain` issues them for seconds, until power and clocks are those of a training
+run.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
 from ..node.mlp_node import SonicMoEMlpNode
+from .figures import Turn
+from .nvml import Meter, Nvml, NvmlError
 from .timing import trace_of
 from .trace import covered_us, gpu_spans
 from .workload import Batch
 
 Tensor = torch.Tensor
 LAYERS = 8
+# Long enough for the power regulation, which takes a few tenths of a second, and for drivers that
+# report power as its mean over the last second.
+SETTLE_S = 1.0
+AHEAD = 2  # steps that the host may be ahead of the GPU: it never waits, and no queue builds up
+
+
+class Steps(Protocol):
+    """Something that repeats a step of several layers."""
+
+    layers: int
+
+    def run(self) -> None:
+        """Issue one step; wait for nothing."""
 
 
 class Stack:
@@ -64,7 +82,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
+def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
     """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
     host's clock.
     """
@@ -86,7 +104,96 @@ def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
     return [1e3 * a.elapsed_time(b) / stack.layers for a, b in itertools.pairwise(events)]
 
 
-def profile_steps(stack: Stack, steps: int) -> list[float]:
+def open_nvml(device: str) -> Nvml | str:
+    """NVML of the benchmark's GPU, or why there is none."""
+    if device == "cpu":
+        return "no GPU"
+    try:
+        return Nvml(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except NvmlError as error:
+        return str(error)
+
+
+def sustain(
+    stack: Steps, seconds: float, device: str, gpu: Nvml | str, settle_s: float = SETTLE_S
+) -> Turn:
+    """Steps for `settle_s` seconds that do not count, then for `seconds` that do.
+
+    Args:
+        stack: what is repeated.
+        seconds: how long; at least one step counts.
+        device: "cpu", where the host's clock is read, or a GPU.
+        gpu: its NVML, or why there is none.
+        settle_s: how long power and clocks are given to settle.
+    """
+    clock = _HostClock() if device == "cpu" else _StreamClock()
+    meter = None if isinstance(gpu, str) else Meter(gpu)
+    _run_for(stack, settle_s, clock.mark)
+    clock.start()
+    with meter or nullcontext():
+        _run_for(stack, seconds, clock.mark)
+    us = tuple(1e6 * step / stack.layers for step in clock.durations())
+    if meter is None:
+        return Turn(us, stack.layers, str(gpu))
+    try:
+        return Turn(us, stack.layers, meter.reading())
+    except NvmlError as error:
+        return Turn(us, stack.layers, str(error))
+
+
+def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
+    began = time.perf_counter()
+    while True:
+        stack.run()
+        mark()
+        if time.perf_counter() - began >= seconds:
+            return
+
+
+class _HostClock:
+    """Durations between marks by the host's clock."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def start(self) -> None:
+        """Only the last mark so far, and those that follow, count."""
+        del self._marks[:-1]
+
+    def durations(self) -> list[float]:
+        """In seconds."""
+        return [b - a for a, b in itertools.pairwise(self._marks)]
+
+
+class _StreamClock:
+    """Durations between marks by the GPU's clock; a mark waits for the one `AHEAD` before it."""
+
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+        self._queue: deque[torch.cuda.Event] = deque()
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+        self._queue.append(event)
+        if len(self._queue) > AHEAD:
+            self._queue.popleft().synchronize()
+
+    def start(self) -> None:
+        """Only the last mark so far, and those that follow, count."""
+        del self._marks[:-1]
+
+    def durations(self) -> list[float]:
+        """In seconds. Waits for the last mark."""
+        torch.cuda.synchronize()
+        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
+
+
+def profile_steps(stack: Steps, steps: int) -> list[float]:
     """Microseconds per layer in which the GPU worked, of `steps` steps behind one that is left out;
     empty without a profiler.
 

@@ -44,7 +44,9 @@ class Point:
     None where the engine refused.
 
     percent: half the interquartile range of `us` over the steps measured. wall_us: wall time per
-    layer of the same steps unprofiled.
+    layer of the same steps unprofiled. sustained_us, sm_mhz, watts, joules: time, SM clock, power
+    and energy per layer of a sustained row (`figures.Sustained`); None where none was asked for, or
+    where NVML gives nothing.
     """
 
     tokens: int
@@ -58,6 +60,10 @@ class Point:
     us: float | None
     percent: float | None = None
     wall_us: float | None = None
+    sustained_us: float | None = None
+    sm_mhz: float | None = None
+    watts: float | None = None
+    joules: float | None = None
     date: str = ""
     refusal: str | None = None
 
@@ -134,9 +140,20 @@ def sweep(
     *,
     budget_s: float | None = None,
     rounds: int = STEPS,
+    sustained_s: float = 0.0,
     notify: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, int]:
     """Measure the shapes that `path` lacks, appending each as soon as it is known.
+
+    Args:
+        path: file of JSON lines, continued where it exists.
+        shapes: points of the grid.
+        variant: what is measured.
+        budget_s: no point is begun later than so many seconds.
+        rounds: least number of timed steps.
+        sustained_s: seconds of the sustained row of each point; 0 leaves it out. A point that the
+            file holds without one is not measured again.
+        notify: called with the name of each point as it starts.
 
     Returns:
         Points measured now, and points left when the budget ended.
@@ -144,7 +161,7 @@ def sweep(
     from .point_bench import PointBench
     from .runner import find_device, machine
 
-    started, bench = time.monotonic(), PointBench(variant, find_device())
+    started, bench = time.monotonic(), PointBench(variant, find_device(), sustained_s)
     facts = machine()
     # Refusals count as known, so a sweep that is continued does not repeat them.
     known = {point.key for point in _all_points(path)}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SIZE_FIELDS = {"H": "hidden", "I": "intermediate", "E": "experts", "K": "topk"}
 ROUNDS = {"cuda": 20, "cpu": 3}
+SUSTAINED_S = {"cuda": 2.5, "cpu": 0.0}
 MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
 _BF16 = 2  # bytes
 
@@ -66,6 +67,9 @@ def _size(letter: str, text: str) -> Any:
 )
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True,
               help="Layers of a step in the steady state: so many forwards, then one backward() for all.")  # fmt: skip
+@click.option("--sustained", type=click.FloatRange(0), metavar="SECONDS",
+              help="Seconds of steps back to back per engine, for time, SM clock, power and joules per layer under steady load; "
+              "0 leaves them out.  [default: 2.5; 0 without a GPU and in a sweep]")  # fmt: skip
 @click.option("--one-thread", is_flag=True,
               help="Run backward() on the calling thread: torch.autograd.set_multithreading_enabled(False).")  # fmt: skip
 @click.option(
@@ -110,6 +114,7 @@ def bench(
     rounds: int | None,
     warmup: int,
     layers: int,
+    sustained: float | None,
     one_thread: bool,
     kernels: int,
     nvtx: bool,
@@ -140,13 +145,14 @@ def bench(
         )
     load_framework("torch")
     if sweep is not None:
-        run_sweep(sweep, engines, flushes, budget, rounds, as_json)
+        run_sweep(sweep, engines, flushes, budget, rounds, sustained or 0.0, as_json)
         report_fit(sweep, plot, as_json, markdown)
         return
     from ..bench.runner import find_device, machine, measure
     from ..bench.steady import autograd_threads
 
     device = find_device()
+    kind = device.split(":")[0]
     shapes = chosen_shapes(
         names, tokens, {key.upper(): value for key, value in sizes.items()}, device
     )
@@ -154,14 +160,14 @@ def bench(
     results: list[Result] = []
     with Activity("bench") as doing, autograd_threads(not one_thread):
         for shape in shapes:
-            count = rounds or ROUNDS[device.split(":")[0]]
             results += measure(
                 shape,
                 variants,
-                rounds=count,
+                rounds=rounds or ROUNDS[kind],
                 warmup=warmup,
                 nvtx=nvtx,
                 layers=layers,
+                sustained_s=SUSTAINED_S[kind] if sustained is None else sustained,
                 notify=doing.begin,
             )
     pictures = draw(results, plot)
@@ -218,8 +224,15 @@ def report(
     pictures: list[str],
     markdown: bool,
 ) -> None:
-    """Machine, two tables per shape, stages and kernels per engine, and the columns' meanings."""
-    from ..bench.report import kernel_table, notes, rate_table, stage_table, time_table
+    """Machine, the tables of each shape, stages and kernels per engine, and the columns' meanings."""
+    from ..bench.report import (
+        kernel_table,
+        notes,
+        rate_table,
+        stage_table,
+        sustained_table,
+        time_table,
+    )
 
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
     clocks = ", ".join(f"{name} {value}" for name, value in machine["clocks"].items())
@@ -231,6 +244,8 @@ def report(
         if any(result.pair_us for result in own):
             print_table(time_table(own), markdown)
             print_table(rate_table(own), markdown)
+        if any(result.sustained for result in own):
+            print_table(sustained_table(own), markdown)
     for result in results:
         if result.stages and kernels:
             print_table(stage_table(result), markdown)
@@ -263,6 +278,7 @@ def run_sweep(
     flushes: Sequence[str],
     budget: float | None,
     rounds: int | None,
+    sustained_s: float,
     as_json: bool,
 ) -> None:
     """Measure the points that `path` lacks."""
@@ -276,7 +292,13 @@ def run_sweep(
     variant = chosen_variants(engines, flushes, device)[-1]
     with Activity("sweep") as doing:
         done, left = sweep(
-            path, grid(device), variant, budget_s=budget, rounds=rounds or STEPS, notify=doing.begin
+            path,
+            grid(device),
+            variant,
+            budget_s=budget,
+            rounds=rounds or STEPS,
+            sustained_s=sustained_s,
+            notify=doing.begin,
         )
     click.echo(
         f"{path}: {done} points measured now, {left} left"

@@ -96,3 +96,17 @@ def test_inputs_exceed_the_cache_and_the_machine_is_named():
     assert sum(batch.nbytes for batch in batches) > 2 * (60 << 20)
     found = machine()
     assert "H" in found["device"] and found["gpu"] is True and found["versions"]["cuda"]
+
+
+def test_a_sustained_row_has_the_clock_power_and_energy_of_this_gpu():
+    shape = Shape(4096, 2048, 1024, 8, 4)
+    (result,) = measure(
+        shape, available_variants(find_device())[-1:], rounds=2, warmup=1, sustained_s=1.0
+    )
+    row = result.sustained
+    assert row.unavailable is None and row.source == "energy counter"
+    assert 0.9 < row.seconds < 2 and row.us.median > 0.8 * result.steady_busy.median
+    assert 300 < row.sm_mhz < 2100
+    # The counter and the limit belong to one board: a driver regulates to a few percent.
+    assert 100 < row.watts < 1.05 * row.limit_watts
+    assert row.joules == pytest.approx(row.watts * row.us.median * 1e-6, rel=0.2)
