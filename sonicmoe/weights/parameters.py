@@ -212,6 +212,9 @@ class PerExpertParameters(ExpertParameters):
         )
 
 
+_FUSED = (WeightLayout(transposed=True), WeightLayout(transposed=True, split_half=True))
+
+
 class StackedParameters(ExpertParameters):
     """Two stacked parameters in one of two layouts: `[E, H, 2I]` (split-half, gate first) and
     `[E, I, H]`, or native, `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`.
@@ -223,7 +226,7 @@ class StackedParameters(ExpertParameters):
 
     def other_layout(self) -> WeightLayout:
         """That of the two in which the weights are not."""
-        return NATIVE if self.layout.transposed else WeightLayout(True, is_glu(self.activation))
+        return NATIVE if self.layout.transposed else _FUSED[is_glu(self.activation)]
 
     def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
         """The layouts of the gradient of the weight at this place, in the order in which they are
@@ -244,8 +247,10 @@ class StackedParameters(ExpertParameters):
         if memory is None:
             return layouts[0]
         shape = tuple(memory.shape)
-        fitting = (layout for layout in layouts if self.shape_in(layout, index) == shape)
-        return next(fitting, self.layout)
+        for layout in layouts:
+            if self.shape_in(layout, index) == shape:
+                return layout
+        return self.layout
 
     def fresh_shape(self, index: int, parameter: Tensor) -> tuple[int, ...]:
         return self.shape_in(self.preferred(index)[0], index)
@@ -327,6 +332,12 @@ class FusedParameters(StackedParameters):
         self.layout = layout or self.layout
         self._given = (weight1, weight2)
         self._weights = self._checked(*map(_current, self._given))
+        # Of the first weights, and therefore of all: `parameters` refuses other sizes. Every backward
+        # asks several times.
+        up, down = map(_sizes, self._weights)
+        if self.layout.transposed:
+            up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
+        self._native_shapes = up, down
 
     def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
         first, second = ("[E, H, 2I]", "[E, I, H]")
@@ -383,10 +394,7 @@ class FusedParameters(StackedParameters):
         return list(self._weights)
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        up, down = (tuple(int(size) for size in weight.shape) for weight in self._weights)
-        if self.layout.transposed:
-            up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
-        return up, down  # type: ignore[return-value]
+        return self._native_shapes  # type: ignore[return-value]
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """Views of each expert's matrices."""
