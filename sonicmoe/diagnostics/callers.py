@@ -53,11 +53,13 @@ class Face:
     flushes: bool = False
 
 
-NODE, MOE, TOPK, TRIPLES, STACKED = "node", "MoE", "top-k layer", "general routing", "expert_mlp"
+NODE, FLEET = "node", "PaddleFleet"
+MOE, TOPK, TRIPLES, STACKED = "MoE", "top-k layer", "general routing", "expert_mlp"
 GATED_EXPERTS, PLAIN_EXPERTS = "transformers, gated", "transformers, not gated"
 _UPSTREAM = ("NHE", "HIE")
 FACES: Mapping[str, Face] = {
     NODE: Face(probs="dispatched_probs", flushes=True),
+    FLEET: Face(x="hidden_states", probs="topk_scores", flushes=True),
     MOE: Face(
         x="hidden_states", out="output", probs="the softmax of hidden_states @ router.weight.T",
         w1="c_fc.weight", w2="c_proj.weight", b1="c_fc.bias", b2="c_proj.bias",

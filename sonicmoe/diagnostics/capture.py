@@ -27,8 +27,8 @@ def dump(layer: object, path: str | Path) -> None:
     Args:
         layer: a `SonicMoEMlpNode`, a `MoE`, the experts of a transformers model
             (`model.model.layers[3].mlp.experts`), or any module that has these weights; of several
-            such layers the first that runs is taken. For the functional API w1, or the parameter
-            that it is a view of.
+            such layers the first that runs is taken. For the functional API and PaddleFleet w1, or
+            the parameter that it is a view of.
         path: of the file.
 
     Raises:

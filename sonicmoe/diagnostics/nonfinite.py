@@ -43,8 +43,8 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
     """Inside the block every call of experts is checked: out after forward; dx, dprobs and weight
     gradients after backward.
 
-    So are those of `SonicMoEMlpNode`, `MoE`, the functional API and transformers models that run on
-    the engine, also inside compiled graphs. A block that saw no call ends with a warning. Waits for
+    So are those of `SonicMoEMlpNode`, `MoE`, the functional API, PaddleFleet, and transformers
+    models that run on the engine, also inside compiled graphs. A block that saw no call ends with a warning. Waits for
     the device after every call, and costs nothing outside the block.
 
     Args:

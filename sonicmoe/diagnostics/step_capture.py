@@ -196,8 +196,7 @@ class _Writer:
         # Weakly: a dump that waits for a backward must not keep a dropped layer's weights.
         self._layer, self._path = weakref.ref(_owner(layer)), path
         self._indices: Array | None = None  # of the forward that was written, where ids are here
-        # Of the layer that it belongs to, where that has no state: its module and its memory.
-        self._taken: tuple[Any, set[int]] | None = None
+        self._taken: _Weights | None = None  # of the forward, where the layer is no node's state
 
     def say_if_unused(self) -> None:
         """At the end of the program: the dump was asked for behind the step that it was to show."""
@@ -235,9 +234,7 @@ class _Writer:
             return True
         w1 = call.weights.get("w1", ())
         if self._taken is not None:
-            module, memory = self._taken
-            of_module = call.module is not None and module() is call.module
-            return of_module or any(memory_of(weight) in memory for weight in w1)
+            return self._taken.are_of(call)
         if call.module is not None and any(part is call.module for part in _modules_of(layer)):
             return True
         return any(shares_memory(one, other) for one in _weights_of(layer) for other in w1)
@@ -250,8 +247,8 @@ class _Writer:
             if isinstance(event, ForwardDone) and self._indices is None:
                 self._indices = self._here(event)
                 self._write(lambda name: step_of_forward(name, event))
-                if event.call.layer is None:
-                    self._taken = _reference(event.call)
+                if event.call.layer is not self._layer():
+                    self._taken = _Weights(event.call)
                     _until_optimizer.add(self)
             elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event):
                 self.end()
@@ -302,7 +299,21 @@ def _modules_of(layer: Any) -> Sequence[Any]:
     return list(modules()) if callable(modules) else ()
 
 
-def _reference(call: ExpertCall) -> tuple[Any, set[int]]:
-    """Module and memory of a call, and nothing that keeps them alive."""
-    module: Any = (lambda: None) if call.module is None else weakref.ref(call.module)
-    return module, {memory for memory in map(memory_of, call.weights["w1"]) if memory is not None}
+class _Weights:
+    """The weights of a call, told again in others, and not kept alive."""
+
+    def __init__(self, call: ExpertCall) -> None:
+        w1 = call.weights["w1"]
+        self._module = None if call.module is None else weakref.ref(call.module)
+        self._tensors = [weakref.ref(weight) for weight in w1]
+        # Of a view, which is another object in every call.
+        self._memory = {memory for memory in map(memory_of, w1) if memory is not None}
+
+    def are_of(self, call: ExpertCall) -> bool:
+        if self._module is not None and self._module() is call.module:
+            return True
+        held = [reference() for reference in self._tensors]
+        return any(
+            memory_of(weight) in self._memory or any(weight is one for one in held)
+            for weight in call.weights.get("w1", ())
+        )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..config import SonicMoEConfig
+from ..diagnostics.callers import FLEET
 from ..enums import ActivationParameters, ActivationType, FlushMode, is_glu
 from ..errors import ConfigError, expect
 from ..node.layer_state import LayerState
@@ -44,7 +45,7 @@ class FleetLayer:
     def __init__(self, weight1: Tensor, weight2: Tensor, hidden: int) -> None:
         self.parameters = PairParameters(weight1, weight2, hidden)
         self.state = LayerState(self.parameters, FlushMode.PROMPT, split_wgrad=False)
-        self.state.offers = current_offer
+        self.state.offers, self.state.face = current_offer, FLEET
         (self.experts, _, self.hidden), _ = self.parameters.native_shapes()
         self._nodes: dict[tuple[Any, ...], SonicMoEMlpNode] = {}
         self._references: tuple[Any, ...] = ()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ..diagnostics.callers import NODE
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode
 from ..gradients.routes import Addition, Route
@@ -41,6 +42,7 @@ class LayerState:
 
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
     offers: gives the one to whom each weight's gradient is offered, if there is one now.
+    face: a key of `callers.FACES`, for those who observe the calls.
     """
 
     def __init__(self, parameters: ExpertParameters, flush: FlushMode, split_wgrad: bool) -> None:
@@ -58,6 +60,7 @@ class LayerState:
         self.wgrad_queue = WgradQueue() if split_wgrad else None
         self.offers: Callable[[], WgradOffer | None] | None = None
         self._said_not_offered = False
+        self.face = NODE
 
     def read_weights(
         self,

@@ -19,7 +19,6 @@ from ..diagnostics.call_events import (
     ForwardDone,
     NativeWeights,
 )
-from ..diagnostics.callers import NODE
 from ..diagnostics.stages import emit, is_awaited, stage
 from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
 from ..gradients.routes import Addition, Route
@@ -219,7 +218,7 @@ class MlpCall(DifferentiableCall):
             self._native_weights,
             {"w1": self.parameters[:half], "w2": self.parameters[half:]},
             self.state.parameters.layout,
-            NODE,
+            self.state.face,
             layer=self.state,
         )
 

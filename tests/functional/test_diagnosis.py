@@ -9,6 +9,7 @@ import json
 import logging
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -370,6 +371,30 @@ class TestFunctional:
         dout = spoil(torch.ones_like(x), 23, 9)
         error = found(lambda: call(x.requires_grad_(), weights()).backward(dout))
         assert fault_of(error).startswith("first bad: input dout at token 23, column 9,")
+
+    @FP8
+    @pytest.mark.parametrize("halves", [False, True], ids=["in turns", "halves"])
+    def test_captured_bisected_measured(self, call, halves, fp8, tmp_path):
+        x = make_tokens(30, H).requires_grad_()
+        with captured_calls("call") as cases:
+            call(x, weights(), concat_layout=halves, use_fp8=fp8).sum().backward()
+        (case,) = cases
+        path = tmp_path / "case.npz"
+        save_case(path, case)
+        result = CliRunner().invoke(main, ["bisect", str(path)])
+        assert result.exit_code == 0, result.output
+        w1 = case.w1.copy()
+        w1[2, 15, 3] = NAN  # up 7
+        save_case(path, replace(case, w1=w1))
+        result = CliRunner().invoke(main, ["bisect", str(path)])
+        index = f"[{I + 7 if halves else 15}, 3, 2]"
+        assert result.exit_code == 1 and f"input w1 = w1{index} at expert 2: nan" in result.output
+        save_case(path, case)
+        arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
+        measured = CliRunner().invoke(main, ["numerics", "--captured", str(path), *arguments])
+        assert measured.exit_code == 0, measured.output
+        (entry,) = json.loads(measured.stdout)["results"]
+        assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
 
     @FP8
     def test_a_dump_follows_the_parameter(self, call, fp8, tmp_path):

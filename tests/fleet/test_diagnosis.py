@@ -1,0 +1,120 @@
+"""Diagnosis of PaddleFleet's calls, whose weights may be in either layout: found in the names, the
+layout and the indices that they have at the call. Also under PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from engine.moe_golden import make_problem
+from fleet.fleet_calls import LAYOUTS, Experts
+from framework import IS_PADDLE, torch
+
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics import stages
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.capture import captured_calls, dump
+from sonicmoe.diagnostics.cases import save_case
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.step_dump import load_dump
+
+if IS_PADDLE:
+    import paddle
+
+    Module = paddle.nn.Layer
+else:
+    Module = torch.nn.Module
+
+FRAMEWORK = ["--framework", "paddle" if IS_PADDLE else "torch"]
+MODES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert stages._observers == ()
+
+
+class Layer(Module):
+    """Holds the two weights, as Fleet's experts do."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.weight1, self.weight2 = experts.weights
+
+
+def found(run) -> str:
+    with pytest.raises(NonFiniteError) as caught, detect_nonfinite():
+        run()
+    return str(caught.value)
+
+
+def spoiled(array, *index):
+    array = np.array(array)
+    array[index] = np.nan
+    return array
+
+
+@MODES
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("held", [False, True], ids=["arguments", "model"])
+def test_a_weight_is_named_in_the_layout_that_it_has(layout, held, fp8):
+    problem = make_problem()
+    inner = problem.intermediate
+    # Up row 3 of expert 1, and column 5 of H: [E, H, 2I], gate half first.
+    up_gate = spoiled(problem.up_gate, 1, 5, inner + 3)
+    experts = Experts(replace(problem, up_gate=up_gate), layout)
+    model = Layer(experts) if held else None
+    text = found(lambda: experts.call(fp8=fp8))
+    name = "weight1" if model is not None else "w1"
+    index = f"[1, 5, {inner + 3}]" if layout == "grouped" else "[1, 7, 5]"
+    assert f"first bad: input w1 = {name}{index} at expert 1: nan" in text
+
+
+@MODES
+def test_tokens_scores_and_the_gradient(fp8):
+    problem = make_problem()
+    token, slot = map(
+        int, np.argwhere((problem.indices >= 0) & (problem.indices < problem.num_experts))[0]
+    )
+    bad = replace(problem, x=spoiled(problem.x, token, 5))
+    assert f"input x = hidden_states[{token}, 5] at token {token}, column 5" in found(
+        lambda: Experts(bad).call(fp8=fp8)
+    )
+    bad = replace(problem, probs=spoiled(problem.probs, token, slot))
+    assert f"input probs = topk_scores[{token}, {slot}] at expert" in found(
+        lambda: Experts(bad).call(fp8=fp8)
+    )
+    bad = replace(problem, dout=spoiled(problem.dout, token, 5))
+    assert f"first bad: input dout at token {token}, column 5" in found(
+        lambda: Experts(bad).call(fp8=fp8).backward()
+    )
+
+
+@MODES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dumped_by_a_weight_captured_bisected_measured(layout, fp8, tmp_path):
+    experts, other = Experts(make_problem(), layout), Experts(make_problem(), layout)
+    path = tmp_path / "step.npz"
+    dump(experts.weights[0], path)
+    other.call(fp8=fp8).backward()
+    assert not path.exists()
+    with captured_calls("call") as cases:
+        experts.call(fp8=fp8).backward()
+    step = load_dump(path)
+    assert step.dout is not None and bisect(step, "reference").healthy
+    (case,) = cases
+    assert case.caller == step.caller and case.caller.face == "PaddleFleet"
+    save_case(tmp_path / "case.npz", case)
+    for file in (path, tmp_path / "case.npz"):
+        result = CliRunner().invoke(main, ["bisect", str(file), "--json", *FRAMEWORK])
+        assert result.exit_code == 0, result.output
+        arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json", *FRAMEWORK]
+        result = CliRunner().invoke(main, ["numerics", "--captured", str(file), *arguments])
+        assert result.exit_code == 0, result.output
+        (entry,) = json.loads(result.stdout)["results"]
+        assert all(tensor["rmse"] < 0.15 for tensor in entry["tensors"].values())
