@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,9 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import ConfigError, LayoutError, ShapeError, expect
+from ..errors import ConfigError, FrameworkError, LayoutError, ShapeError, expect
 from ..interop import (
+    IS_PADDLE,
     device_name,
     dtype_name,
     grad_enabled,
@@ -54,6 +55,9 @@ from .fp8_gradients import GradientSource, check_source
 from .fp8_tokens import check_token_gradient, inputs_of, token_form
 from .layer_state import LayerState
 from .mlp_call import MlpCall
+
+if TYPE_CHECKING:
+    from .graphed import GraphedLayer
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
@@ -377,6 +381,39 @@ class SonicMoEMlpNode:
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
         return out, BackwardStep(call, saved, read)
+
+    def graphed(
+        self, x: Tensor, dispatched_indices: Tensor, dispatched_probs: Tensor
+    ) -> GraphedLayer:
+        """The layer as two CUDA graphs, for batches that take the host longer than the GPU; under
+        PyTorch, on a GPU engine. Call the result as `out = layer(x, indices, probs)`.
+
+        Every batch needs the dtypes and widths of these samples, and at most as many tokens; of the
+        samples' values nothing is read. Replays add weight gradients to the `main_grad` that the
+        weights have now, which must stay where it is. The backward of a call comes before the next
+        forward: layers in a row need a graphed layer each, and so do micro-batches in flight.
+
+        Raises:
+            ConfigError: a weight that trains has no `main_grad`; or a setting waits for the device
+                (`validate_dispatch`).
+            DeviceError, FrameworkError, ShapeError, DTypeError: naming the argument, what came and
+                what is needed.
+        """
+        expect(
+            not self._choices.settings()[0].validate_dispatch,
+            ConfigError,
+            "validate_dispatch reads ids on the host, which no graph can; needed: validate_dispatch=False",
+        )
+        expect(
+            not IS_PADDLE,
+            FrameworkError,
+            "graphed() is for PyTorch; under Paddle it was not tried: needed: the node itself",
+        )
+        from .graphed import GraphedLayer  # a function of PyTorch's autograd
+
+        return GraphedLayer(
+            self.forward_step, self._state, self._choices, x, dispatched_indices, dispatched_probs
+        )
 
     def _call(
         self,
