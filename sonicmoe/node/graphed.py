@@ -12,6 +12,7 @@ that was captured: the rows behind it have no expert, so nobody reads them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import reached_parameters
 from ..enums import EngineName
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
-from ..interop import device_name, dtype_name, is_cuda, require_framework_tensor
+from ..interop import data_ptr, device_name, dtype_name, is_cuda, require_framework_tensor
 from ..stream_order import StreamOrder
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class GraphedLayer:
         forward_step, layer, choices: the node's.
         """
         _check_samples(x, indices, probs)
-        self._parameters = layer.parameters.parameters()
+        self._layer = layer.parameters
+        self._parameters = self._layer.parameters()
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         _check_destinations(self._parameters, self._trained)
         # Zeros and no expert: the warm-up adds nothing to any gradient.
@@ -66,6 +68,7 @@ class GraphedLayer:
         self._warm_up(forward_step)
         _check_engine(choices.latest.engine.name, layer)
         self._capture(forward_step)
+        self._places = list(map(data_ptr, self._parameters))
 
     def __call__(self, x: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
         """`[T, H]` in x's dtype of a batch of up to as many tokens as were captured.
@@ -73,10 +76,12 @@ class GraphedLayer:
         Raises:
             ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and
                 what was captured.
-            RuntimeError: in the backward, where another forward of this layer ran since, weights
-                were frozen or unfrozen, or gradients of some inputs alone are asked for.
+            RuntimeError: the weights are others or lie elsewhere by now. In the backward: another
+                forward of this layer ran since, weights were frozen or unfrozen, or gradients of
+                some inputs alone are asked for.
         """
         self._check(x, indices, probs)
+        check_in_place(self._layer.parameters(), self._parameters, self._places)
         arguments = (self, x, indices, probs, *self._parameters)
         return _Replayed.apply(*arguments)  # type: ignore[no-any-return]
 
@@ -192,6 +197,15 @@ class _Replayed(torch.autograd.Function):
         needs_x, _, needs_probs = ctx.needs_input_grad[1:4]
         kept = dx if needs_x else None, None, dprobs if needs_probs else None
         return (None, *kept, *(None,) * len(reached))
+
+
+def check_in_place(now: list[Tensor], captured: list[Tensor], places: list[int]) -> None:
+    """Raise RuntimeError where a layer's weights are not those, or not where those lay."""
+    if not all(map(is_, now, captured)) or list(map(data_ptr, now)) != places:
+        raise RuntimeError(
+            "the layer has other weights by now than at the capture, or they lie elsewhere (load_state_dict(assign=True), .data, "
+            "FSDP), and a replay reads those of the capture; needed: another capture"
+        )
 
 
 def _check_engine(name: str, layer: LayerState) -> None:

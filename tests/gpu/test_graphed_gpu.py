@@ -96,6 +96,10 @@ def test_what_a_replay_cannot_serve_raises():
     out = layer(x, ids, probs)
     with pytest.raises(RuntimeError, match="gradients of some inputs alone"):
         torch.autograd.grad(out, x, dout, retain_graph=True)
+    with pytest.raises(RuntimeError, match="they lie elsewhere"):
+        kept, made[1].data = made[1].data, made[1].data.clone()
+        layer(x, ids, probs)
+    made[1].data = kept
     made[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match="frozen or unfrozen"):
         out.backward(dout)

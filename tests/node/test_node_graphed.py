@@ -22,6 +22,22 @@ def test_a_host_has_no_graphs():
         layer.node.graphed(*samples(layer))
 
 
+@pytest.mark.skipif(IS_PADDLE, reason="graphs are PyTorch's here")
+def test_weights_that_are_others_by_now_are_refused():
+    from sonicmoe.node.graphed import check_in_place
+
+    layer = Layer()
+    held = layer.weights
+    places = [weight.data_ptr() for weight in held]
+    check_in_place(list(held), held, places)
+    others = [torch.nn.Parameter(held[0].detach().clone()), *held[1:]]
+    with pytest.raises(RuntimeError, match="other weights by now"):
+        check_in_place(others, held, places)
+    held[1].data = held[1].data.clone()
+    with pytest.raises(RuntimeError, match="they lie elsewhere"):
+        check_in_place(list(held), held, places)
+
+
 def test_settings_that_wait_are_refused_first():
     layer = Layer(config=SonicMoEConfig(validate_dispatch=True))
     with pytest.raises(ConfigError, match="validate_dispatch reads ids on the host"):
