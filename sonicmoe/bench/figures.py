@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .floors import PEAK_TFLOPS, STEP_STAGES, Floor, floors
+from .floors import PEAK_TFLOPS, STEP_STAGES, Floor, floors, gemm_flop
 from .nvml import Reading
 from .shapes import Shape
 
@@ -103,7 +103,7 @@ class Sustained:
 
 @dataclass
 class Result:
-    """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty
+    """One variant, or a peer (`peer`), at one shape. Times in microseconds; `busy` is kernel time per phase, empty
     without a GPU.
 
     `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps
@@ -131,6 +131,7 @@ class Result:
     total_peak_mib: float | None = None
     gradient_mib: float | None = None
     refusal: str | None = None
+    peer: bool = False
 
     @property
     def pair_busy(self) -> float | None:
@@ -173,14 +174,19 @@ class Result:
     @property
     def floors(self) -> dict[str, Floor]:
         """Of the stages that this variant has: there is a flush only where gradients wait in the
-        node.
+        node. A peer has the GEMMs alone.
         """
-        return floors(self.shape, self.fp8, flush=bool(self.gradient_mib))
+        found = floors(self.shape, self.fp8, flush=bool(self.gradient_mib))
+        gemms = gemm_flop(self.shape)
+        return {name: floor for name, floor in found.items() if not self.peer or name in gemms}
 
     @property
     def gbytes_per_s(self) -> float | None:
-        """Least traffic of forward and backward (each operand moves once) over `pair_us`, in GB/s."""
-        if not self.pair_us:
+        """Least traffic of forward and backward (each operand moves once) over `pair_us`, in GB/s.
+
+        None for a peer, whose GEMMs write what ours never store.
+        """
+        if not self.pair_us or self.peer:
             return None
         moved = sum(
             floor.bytes

@@ -46,9 +46,12 @@ class Nvml:
             raise NvmlError(f"no NVML: {error}") from None
         self._call("nvmlInit_v2")
         self._handle = ctypes.c_void_p()
-        self._call(
-            "nvmlDeviceGetHandleByUUID", ctypes.c_char_p(uuid.encode()), ctypes.byref(self._handle)
-        )
+        try:
+            name = ctypes.c_char_p(uuid.encode())
+            self._call("nvmlDeviceGetHandleByUUID", name, ctypes.byref(self._handle))
+        except NvmlError:
+            self.close()
+            raise
 
     def sm_mhz(self) -> float:
         """Clock of the multiprocessors now."""

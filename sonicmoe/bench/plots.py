@@ -83,7 +83,10 @@ def bars_of(result: Result) -> dict[str, float]:
         }
         other = {"other": sum(us for stage, us in result.stages.items() if stage not in named)}
         return {**named, **other}
-    return result.busy or {phase: result.wall[phase].median for phase in PHASE_STAGES}
+    # A peer has no step.
+    return result.busy or {
+        phase: result.wall[phase].median for phase in PHASE_STAGES if phase in result.wall
+    }
 
 
 def floor_bars(results: Sequence[Result], names: Sequence[str]) -> dict[str, float]:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from .figures import Result, Spread, Sustained
+from .figures import Result, Spread
 from .floors import PEAK_TFLOPS
 from .trace import short_name
 
 NONE = "–"
+OVER_PEER = "over DeepGEMM"
 
 
 def time_table(results: Sequence[Result]) -> Table:
@@ -24,7 +25,15 @@ def rate_table(results: Sequence[Result]) -> Table:
     """
     ran = [result for result in results if result.pair_us]
     base = ran[0] if ran else None
-    return _table(None, ran, lambda result: _rates(result, base))
+    peer = next((result for result in ran if result.peer), None)
+    return _table(
+        None,
+        ran,
+        lambda result: {
+            **_rates(result, base),
+            OVER_PEER: _over(result, peer, lambda one: one.pair_us),
+        },
+    )
 
 
 def sustained_table(results: Sequence[Result]) -> Table:
@@ -32,8 +41,22 @@ def sustained_table(results: Sequence[Result]) -> Table:
     the first engine that has one.
     """
     ran = [result for result in results if result.sustained]
-    base = ran[0].sustained if ran else None
-    return _table(None, ran, lambda result: _sustained(result.sustained, base))
+    base = ran[0] if ran else None
+    peer = next((result for result in ran if result.peer), None)
+    return _table(
+        None,
+        ran,
+        lambda result: {
+            **_sustained(result, base),
+            OVER_PEER: _over(
+                result, peer, lambda one: one.sustained.us.median if one.sustained else None
+            ),
+        },
+    )
+
+
+def _over(result: Result, peer: Result | None, time_of: Callable[[Result], float | None]) -> str:
+    return NONE if peer is None or result.peer else _ratio(time_of(result), time_of(peer))
 
 
 def _table(
@@ -62,14 +85,16 @@ def _times(result: Result) -> dict[str, str]:
         "steady us": _spread(result.steady),
         "steady busy us": _spread(result.steady_busy),
         "steady/busy": _number(result.steady_ratio, ".3f"),
-        "step us": _us(wall["step"].median),
+        "step us": _us(wall["step"].median if "step" in wall else None),
     }
 
 
 def _rates(result: Result, base: Result | None) -> dict[str, str]:
     assert base is not None
     steady = (
-        _ratio(base.steady.median, result.steady.median) if base.steady and result.steady else NONE
+        _speed_up(result, base.steady.median, result.steady.median)
+        if base.steady and result.steady
+        else NONE
     )
     return {
         "TFLOPS": _number(result.tflops, ".1f" if result.gpu else ".4f"),
@@ -78,13 +103,14 @@ def _rates(result: Result, base: Result | None) -> dict[str, str]:
         "peak MiB": _number(result.peak_mib, ",.0f"),
         "saved MiB": _number(result.saved_mib, ",.1f"),
         "gradient MiB": _number(result.gradient_mib, ",.0f"),
-        "speed-up": _ratio(base.pair_us, result.pair_us),
+        "speed-up": _speed_up(result, base.pair_us, result.pair_us),
         "steady speed-up": steady,
     }
 
 
-def _sustained(row: Sustained | None, base: Sustained | None) -> dict[str, str]:
-    assert row is not None and base is not None
+def _sustained(result: Result, base: Result | None) -> dict[str, str]:
+    row = result.sustained
+    assert row is not None and base is not None and base.sustained is not None
     power = {
         "SM MHz": _number(row.sm_mhz, ",.0f"),
         "W": _number(row.watts, ".0f"),
@@ -96,7 +122,7 @@ def _sustained(row: Sustained | None, base: Sustained | None) -> dict[str, str]:
         power |= dict.fromkeys(["SM MHz", "W", "J/layer"], "no NVML")
     return {
         "sustained us": _spread(row.us),
-        "sustained speed-up": _ratio(base.us.median, row.us.median),
+        "sustained speed-up": _speed_up(result, base.sustained.us.median, row.us.median),
         **power,
     }
 
@@ -130,7 +156,7 @@ def notes(results: Sequence[Result]) -> list[str]:
                 if r.wall and not r.busy
             ),
             *(
-                f"{r.variant}: several layers of {r.shape} do not fit at once; no steady state (fewer --layers)"
+                f"{r.variant}: several layers of {r.shape} do not fit at once; no steady state (fewer --layers, or --no-peer)"
                 for r in results
                 if r.wall and r.steady is None
             ),
@@ -140,6 +166,14 @@ def notes(results: Sequence[Result]) -> list[str]:
             "and as time in which the GPU worked: what a training step pays",
             "step: wall time of node.step(), with a flush where gradients wait in the node, plus preparing the weights; "
             "GB/s: least traffic over busy",
+            *(
+                [
+                    f"{OVER_PEER}: time over that of the six GEMMs alone, whose operands are quantised beforehand: they gather, "
+                    "activate, quantise, route and aggregate nothing"
+                ]
+                if any(r.peer and r.wall for r in results)
+                else []
+            ),
             "gradient MiB: fp32 gradients that the node holds beside main_grad; 0 where every backward adds straight into it",
             f"MFU: of the dense peaks {PEAK_TFLOPS['fp8']:.0f} TFLOPS (FP8) and {PEAK_TFLOPS['bf16']:.0f} (BF16); "
             "TFLOPS: 18 T K H I / busy time of forward and backward",
@@ -186,7 +220,7 @@ def stage_table(result: Result) -> Table:
             _us(floor.us),
             _ratio(us, floor.us),
             tflops,
-            f"{floor.bytes / us / 1e3:,.0f}",
+            NONE if result.peer else f"{floor.bytes / us / 1e3:,.0f}",
         )
     return table
 
@@ -201,6 +235,11 @@ def _spread(spread: Spread | None) -> str:
 
 def _ratio(above: float | None, below: float | None) -> str:
     return f"{above / below:.2f}" if above and below else NONE
+
+
+def _speed_up(result: Result, base: float | None, own: float | None) -> str:
+    """Nothing for a peer, which does only part of the work."""
+    return NONE if result.peer else _ratio(base, own)
 
 
 def _number(value: float | None, form: str) -> str:

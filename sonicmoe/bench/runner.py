@@ -5,26 +5,60 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .. import __version__
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
+from . import deepgemm
 from .figures import Result, Spread, Sustained, Turn
 from .shapes import Shape
-from .steady import LAYERS, Stack, open_nvml, profile_steps, sustain, time_steps
-from .timing import MIB, PhaseTime, clock_state, measure_memory, profile_phases, time_phases
+from .steady import LAYERS, Stack, Steps, open_nvml, profile_steps, sustain, time_steps
+from .timing import (
+    MIB,
+    Phases,
+    PhaseTime,
+    clock_state,
+    measure_memory,
+    profile_phases,
+    time_phases,
+)
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
 
 PROFILED_CALLS = 5
 STEADY_ROUNDS, STEADY_STEPS, PROFILED_STEPS = 5, 2, 3
 TURNS = 2  # of each variant's sustained row, so that a drift of the machine falls on all of them
-PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "deep-gemm")
 Notify = Callable[[str], None]
+
+
+class Contestant(Protocol):
+    """What is measured side by side: an engine's node, or a peer."""
+
+    def phases(self, number: int) -> Phases:
+        """The phases of call `number`, in order of time."""
+
+    def steps(self, layers: int) -> Steps:
+        """A step of several layers."""
+
+
+@dataclass
+class NodeRun:
+    """A node on rotating batches."""
+
+    node: SonicMoEMlpNode
+    batches: Sequence[Batch]
+
+    def phases(self, number: int) -> Phases:
+        return Call(self.node, self.batches[number % len(self.batches)]).phases
+
+    def steps(self, layers: int) -> Steps:
+        return Stack(self.node, self.batches, layers)
 
 
 def find_device() -> str:
@@ -41,10 +75,14 @@ def measure(
     nvtx: bool = False,
     layers: int = LAYERS,
     sustained_s: float = 0.0,
+    peer: bool = False,
     notify: Notify = lambda text: None,
 ) -> list[Result]:
     """One result per variant, in order; an engine that refuses these sizes yields a result that
     says so.
+
+    With `peer`, on a GPU where `deep_gemm` is installed, a last one is of DeepGEMM's six bare GEMMs
+    of such a layer, or says why they did not run.
 
     Args:
         shape: sizes.
@@ -54,6 +92,7 @@ def measure(
         nvtx: open NVTX ranges too, for Nsight.
         layers: forwards of a step in the steady state, before its one backward.
         sustained_s: seconds of the sustained row of each variant; 0 leaves it out.
+        peer: whether DeepGEMM takes part.
         notify: called with the name of each measurement as it starts.
     """
     device = find_device()
@@ -61,6 +100,7 @@ def measure(
     batches = rotating_batches(shape, device)
     results = [Result(shape, str(variant), variant.fp8, device != "cpu") for variant in variants]
     nodes: dict[int, SonicMoEMlpNode] = {}
+    runs: dict[int, Contestant] = {}
     for index, variant in enumerate(variants):
         notify(f"{shape}: warming up {variant}")
         # A variant that cannot run at these sizes becomes a line in the report, and the others go
@@ -70,18 +110,26 @@ def measure(
             # At least once: the first call compiles, quantises weights, and allocates accumulators
             # where gradients cannot go straight into `main_grad`.
             for number in range(max(1, warmup)):
-                time_phases(Call(nodes[index], batches[number % len(batches)]).phases, device)
+                time_phases(NodeRun(nodes[index], batches).phases(number), device)
             results[index].gradient_mib = nodes[index].gradient_bytes / MIB
+            runs[index] = NodeRun(nodes[index], batches)
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             nodes.pop(index, None)
             results[index].refusal = " ".join(str(error).split())
-    notify(f"{shape}: {rounds} rounds of {len(nodes)} engines")
-    _time_interleaved(nodes, results, batches, rounds, device)
+    if peer and device != "cpu":
+        notify(f"{shape}: compiling and checking {deepgemm.NAME}")
+        _add_peer(runs, results, shape, batches, warmup, device)
+    notify(f"{shape}: {rounds} rounds of {len(runs)} engines")
+    _time_interleaved(runs, results, rounds, device)
     if device != "cpu":
-        _time_steady(nodes, results, batches, min(rounds, STEADY_ROUNDS), layers, device)
+        _time_steady(runs, results, min(rounds, STEADY_ROUNDS), layers, device)
     if sustained_s:
-        notify(f"{shape}: {sustained_s:g} s of each of {len(nodes)} engines, sustained")
-        _time_sustained(nodes, results, batches, sustained_s, layers, device)
+        notify(f"{shape}: {sustained_s:g} s of each of {len(runs)} engines, sustained")
+        _time_sustained(runs, results, sustained_s, layers, device)
+    for index in [index for index in runs if results[index].peer]:
+        notify(f"{shape}: profiling {deepgemm.NAME}")
+        # Its operands are freed before the engines' memory is measured.
+        _profile(runs.pop(index), results[index], nvtx)
     for index, node in nodes.items():
         notify(f"{shape}: profiling {variants[index]}")
         _examine(node, results[index], batches, device, nvtx)
@@ -92,41 +140,61 @@ def measure(
     return results
 
 
-def _time_interleaved(
-    nodes: dict[int, SonicMoEMlpNode],
-    results: Sequence[Result],
+def _add_peer(
+    runs: dict[int, Contestant],
+    results: list[Result],
+    shape: Shape,
     batches: Sequence[Batch],
+    warmup: int,
+    device: str,
+) -> None:
+    """DeepGEMM's six GEMMs behind the engines, with the rows per expert of the same batches."""
+    result = Result(shape, deepgemm.NAME, fp8=True, gpu=True, peer=True)
+    try:
+        library = deepgemm.load()
+        if library is None:
+            return
+        six = deepgemm.prepare(library, shape, [batch.counts for batch in batches], device)
+        for number in range(warmup):
+            time_phases(six.phases(number), device)
+        runs[len(results)] = six
+    except deepgemm.PeerError as error:
+        result.refusal = str(error)
+    results.append(result)
+
+
+def _time_interleaved(
+    runs: dict[int, Contestant],
+    results: Sequence[Result],
     rounds: int,
     device: str,
 ) -> None:
     """Every round runs every variant once; the order turns round by round, so that no variant
     always follows the same one.
     """
-    times: dict[int, list[dict[str, PhaseTime]]] = {index: [] for index in nodes}
+    times: dict[int, list[dict[str, PhaseTime]]] = {index: [] for index in runs}
     # Clocks and temperature drift during a measurement. Taking turns spreads the drift over all
     # variants, so their ratio is good even where their absolute times are not.
     for number in range(rounds):
-        order = list(nodes) if number % 2 == 0 else list(reversed(nodes))
+        order = list(runs) if number % 2 == 0 else list(reversed(runs))
         for index in order:
-            call = Call(nodes[index], batches[number % len(batches)])
-            times[index].append(time_phases(call.phases, device))
-    for index, runs in times.items():
+            times[index].append(time_phases(runs[index].phases(number), device))
+    for index, calls in times.items():
         for clock in ("wall", "host"):
             spreads = {
-                name: Spread.of([getattr(run[name], clock) for run in runs]) for name in runs[0]
+                name: Spread.of([getattr(call[name], clock) for call in calls]) for name in calls[0]
             }
             # Summed per run and not from the medians, because the two phases of one run share its
             # clock speed.
             pairs = [
-                getattr(run["forward"], clock) + getattr(run["backward"], clock) for run in runs
+                getattr(call["forward"], clock) + getattr(call["backward"], clock) for call in calls
             ]
             setattr(results[index], clock, {**spreads, "pair": Spread.of(pairs)})
 
 
 def _time_steady(
-    nodes: dict[int, SonicMoEMlpNode],
+    runs: dict[int, Contestant],
     results: Sequence[Result],
-    batches: Sequence[Batch],
     rounds: int,
     layers: int,
     device: str,
@@ -134,7 +202,7 @@ def _time_steady(
     """Wall time per layer of steps back to back, in interleaved rounds; then busy time of such
     steps. Left out where they do not fit.
     """
-    stacks = {index: Stack(node, batches, layers) for index, node in nodes.items()}
+    stacks = {index: run.steps(layers) for index, run in runs.items()}
     times: dict[int, list[float]] = {index: [] for index in stacks}
     for number in range(rounds):
         for index in list(stacks) if number % 2 == 0 else list(reversed(stacks)):
@@ -150,9 +218,8 @@ def _time_steady(
 
 
 def _time_sustained(
-    nodes: dict[int, SonicMoEMlpNode],
+    runs: dict[int, Contestant],
     results: Sequence[Result],
-    batches: Sequence[Batch],
     seconds: float,
     layers: int,
     device: str,
@@ -160,7 +227,7 @@ def _time_sustained(
     """Time, clock, power and energy per layer of steps back to back for seconds, in turns. Left out
     where they do not fit.
     """
-    stacks = {index: Stack(node, batches, layers) for index, node in nodes.items()}
+    stacks = {index: run.steps(layers) for index, run in runs.items()}
     turns: dict[int, list[Turn]] = {index: [] for index in stacks}
     gpu = open_nvml(device)
     for number in range(TURNS):
@@ -185,9 +252,13 @@ def _examine(
         memory.peak,
         memory.total_peak,
     )
-    if device == "cpu":
-        return
-    calls = [Call(node, batches[number % len(batches)]).phases for number in range(PROFILED_CALLS)]
+    if device != "cpu":
+        _profile(NodeRun(node, batches), result, nvtx)
+
+
+def _profile(run: Contestant, result: Result, nvtx: bool) -> None:
+    """Kernel times of several calls."""
+    calls = [run.phases(number) for number in range(PROFILED_CALLS)]
     kernels = profile_phases(calls, nvtx)
     if not kernels:
         return  # the driver lets nobody profile here; wall times must do

@@ -126,10 +126,10 @@ def first_row(table):
 
 def test_steady_figures_reach_the_table(profiler, gpu, monkeypatch):
     layer = Layer(TINY, "cpu")
-    nodes = {n: layer.node(variant) for n, variant in enumerate(VARIANTS)}
+    runs = {n: runner.NodeRun(layer.node(variant), []) for n, variant in enumerate(VARIANTS)}
     results = [Result(TINY, str(variant), variant.fp8, True) for variant in VARIANTS]
     monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: FakeStack(gpu))
-    runner._time_steady(nodes, results, [], 2, 2, "cuda:0")
+    runner._time_steady(runs, results, 2, 2, "cuda:0")
     for result in results:
         assert (
             result.steady.count == 4
@@ -158,7 +158,7 @@ def test_layers_that_do_not_fit_leave_no_steady_figure_and_a_line(gpu, monkeypat
 
     monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: Full(gpu))
     result = Result(TINY, "hopper:perf", True, True)
-    runner._time_steady({0: None}, [result], [], 2, 2, "cuda:0")
+    runner._time_steady({0: runner.NodeRun(None, [])}, [result], 2, 2, "cuda:0")
     assert result.steady is None and result.steady_ratio is None
     result.wall = {"pair": None}
     assert any("do not fit at once" in line for line in notes([result]))

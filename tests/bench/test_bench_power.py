@@ -68,6 +68,7 @@ def test_every_quantity_comes_in_the_units_of_its_name(library):
 def test_what_nvml_refuses_is_named(library):
     with pytest.raises(NvmlError, match="nvmlDeviceGetHandleByUUID failed: Not Found"):
         Nvml("GPU-another", library())
+    assert ctypes.CDLL(library()).fake_users() == 0, "the initialisation is undone"
     with pytest.raises(NvmlError, match="TotalEnergyConsumption failed: Not Supported"):
         Nvml(UUID, library("WITHOUT_COUNTER")).joules()
     with pytest.raises(NvmlError, match="too old: it has no nvmlDeviceGetTotalEnergyConsumption"):
@@ -217,8 +218,9 @@ def test_variants_take_turns_and_the_figures_reach_tables_and_json(monkeypatch):
     monkeypatch.setattr(runner, "open_nvml", lambda device: gpu)
     monkeypatch.setattr(runner, "sustain", fake_sustain)
     monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: node)
+    runs = {index: runner.NodeRun(name, []) for index, name in enumerate(us)}
     results = [Result(TINY, str(v), v.fp8, True) for v in (OFF, PERF)]
-    runner._time_sustained(dict(enumerate(us)), results, [], 2.5, 2, "cuda:0")
+    runner._time_sustained(runs, results, 2.5, 2, "cuda:0")
     assert order == [str(OFF), str(PERF), str(PERF), str(OFF)] and FakeGpu.closed == 1
     table = sustained_table(results)
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
@@ -240,7 +242,7 @@ def test_layers_that_do_not_fit_have_no_sustained_row(monkeypatch):
 
     monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: Full())
     result = Result(TINY, "reference:off", False, False)
-    runner._time_sustained({0: None}, [result], [], 0.1, 2, "cpu")
+    runner._time_sustained({0: runner.NodeRun(None, [])}, [result], 0.1, 2, "cpu")
     assert result.sustained is None
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sonicmoe.bench.deepgemm import NAME
 from sonicmoe.bench.runner import find_device, machine, measure
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.sweep import read_points, sweep
@@ -110,3 +111,20 @@ def test_a_sustained_row_has_the_clock_power_and_energy_of_this_gpu():
     # The counter and the limit belong to one board: a driver regulates to a few percent.
     assert 100 < row.watts < 1.05 * row.limit_watts
     assert row.joules == pytest.approx(row.watts * row.us.median * 1e-6, rel=0.2)
+
+
+def test_deepgemm_is_measured_beside_the_engines_where_it_is_installed():
+    """Results are checked against the operands before the timing, so a run is a right run."""
+    pytest.importorskip("deep_gemm")
+    shape = Shape(2000, 1024, 512, 8, 2)  # about 500 rows an expert: partly filled blocks
+    variant = available_variants(find_device())[-1]
+    ours, peer = measure(shape, [variant], rounds=3, warmup=1, sustained_s=0.5, peer=True)
+    assert (peer.variant, peer.refusal) == (NAME, None)
+    assert set(peer.busy) == {"forward", "backward"} and peer.sustained.joules > 0
+    gemms = {"up", "down", "dgated", "dx_gemm", "dw2", "dw1"}
+    # The launches of a product are all inside its range, and nothing else runs.
+    assert set(peer.stages) == gemms
+    assert sum(peer.stages.values()) == pytest.approx(peer.pair_busy)
+    # Scales lie as the kernels read them: no kernel transposes them.
+    assert all("gemm" in name for name in peer.kernels)
+    assert 0.5 < ours.pair_busy / peer.pair_busy < 4
