@@ -123,16 +123,18 @@ def measure(
     _time_interleaved(runs, results, rounds, device)
     if device != "cpu":
         _time_steady(runs, results, min(rounds, STEADY_ROUNDS), layers, device)
+    for index in list(runs):  # no name here may keep a run beyond `runs.clear()`
+        notify(f"{shape}: profiling {results[index].variant}")
+        _profile(runs[index], results[index], device, nvtx)
     if sustained_s:
+        # Behind everything that is short, because it heats the GPU.
         notify(f"{shape}: {sustained_s:g} s of each of {len(runs)} engines, sustained")
         _time_sustained(runs, results, sustained_s, layers, device)
-    for index in [index for index in runs if results[index].peer]:
-        notify(f"{shape}: profiling {deepgemm.NAME}")
-        # Its operands are freed before the engines' memory is measured.
-        _profile(runs.pop(index), results[index], nvtx)
+    # A peer's operands are no part of the engines' memory.
+    runs.clear()
     for index, node in nodes.items():
-        notify(f"{shape}: profiling {variants[index]}")
-        _examine(node, results[index], batches, device, nvtx)
+        notify(f"{shape}: memory of {variants[index]}")
+        _measure_memory(node, results[index], batches[0], device)
         # Free accumulators and prepared weights, so that the peak of the next variant is its own.
         node.step()
         node.release_grads()
@@ -242,22 +244,19 @@ def _time_sustained(
         gpu.close()
 
 
-def _examine(
-    node: SonicMoEMlpNode, result: Result, batches: Sequence[Batch], device: str, nvtx: bool
-) -> None:
-    """Memory of one call, then kernel times of several."""
-    memory = measure_memory(Call(node, batches[0]), device)
+def _measure_memory(node: SonicMoEMlpNode, result: Result, batch: Batch, device: str) -> None:
+    memory = measure_memory(Call(node, batch), device)
     result.saved_mib, result.peak_mib, result.total_peak_mib = (
         memory.saved,
         memory.peak,
         memory.total_peak,
     )
-    if device != "cpu":
-        _profile(NodeRun(node, batches), result, nvtx)
 
 
-def _profile(run: Contestant, result: Result, nvtx: bool) -> None:
-    """Kernel times of several calls."""
+def _profile(run: Contestant, result: Result, device: str, nvtx: bool) -> None:
+    """Kernel times of several calls, of which a CPU has none."""
+    if device == "cpu":
+        return
     calls = [run.phases(number) for number in range(PROFILED_CALLS)]
     kernels = profile_phases(calls, nvtx)
     if not kernels:

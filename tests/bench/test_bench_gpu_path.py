@@ -340,11 +340,9 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
         )
 
     monkeypatch.setattr(runner, "profile_phases", spied)
-    original = runner._examine
+    original = runner._profile
     monkeypatch.setattr(
-        runner,
-        "_examine",
-        lambda node, result, batches, device, nvtx: original(node, result, batches, "cuda:0", nvtx),
+        runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
     )
     results = measure(TINY, VARIANTS, rounds=2, warmup=1)
     for result in results:
@@ -367,11 +365,9 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
 def test_a_driver_that_forbids_profiling_leaves_wall_times(gpu, monkeypatch):
     monkeypatch.setattr(runner, "find_device", lambda: "cpu")
     monkeypatch.setattr(runner, "profile_phases", lambda calls, nvtx: [])
-    original = runner._examine
+    original = runner._profile
     monkeypatch.setattr(
-        runner,
-        "_examine",
-        lambda node, result, batches, device, nvtx: original(node, result, batches, "cuda:0", nvtx),
+        runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
     )
     (result,) = measure(TINY, VARIANTS[:1], rounds=2, warmup=1)
     result.gpu = True

@@ -5,9 +5,11 @@ that goes on where it cannot be measured.
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib
 import json
 import sys
+import weakref
 
 import pytest
 from click.testing import CliRunner
@@ -313,3 +315,34 @@ def test_the_column_is_the_ratio_to_the_six_gemms(tmp_path):
     assert stages["stage"] == ["up"] and stages["GB/s"] == ["–"], "the floor's bytes are ours"
     results[2].busy = results[2].stages = {}
     assert len(plot_all(results, tmp_path)) == 1
+
+
+def test_what_heats_the_gpu_comes_last_and_the_peers_operands_leave_before_memory(
+    install, gpu, monkeypatch
+):
+    install()
+    log, alive = [], []
+    six = deepgemm.prepare
+
+    def prepared(*arguments):
+        made = six(*arguments)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(deepgemm, "prepare", prepared)
+    for name in ("_time_interleaved", "_time_steady", "_profile", "_time_sustained"):
+        done = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda *a, d=done, n=name: log.append(n) or d(*a))
+    measured = runner.measure_memory
+
+    def memory(call, device):
+        gc.collect()
+        log.append(("memory", alive[0]() is not None))
+        return measured(call, device)
+
+    monkeypatch.setattr(runner, "measure_memory", memory)
+    measure(TINY, [OFF], rounds=1, warmup=1, layers=1, sustained_s=0.01, peer=True)
+    assert log == [
+        "_time_interleaved", "_time_steady", "_profile", "_profile", "_time_sustained",
+        ("memory", False),
+    ]  # fmt: skip
