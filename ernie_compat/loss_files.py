@@ -21,7 +21,7 @@ import numpy as np
 from sonicmoe.errors import expect
 
 from .lossgap import GapRun, LossGapError, gap_curve
-from .metrics import SMOOTHING_WINDOW
+from .model_config import smoothing_window
 from .trainer import METRICS_NAME
 
 LOSS = "loss"
@@ -42,9 +42,14 @@ class LossFile:
     left_out: int
 
     @property
+    def window(self) -> int:
+        """Losses that each is averaged over."""
+        return smoothing_window(len(self.losses))
+
+    @property
     def end(self) -> float:
         """Mean of the last losses, as many as are smoothed over."""
-        return float(np.mean(self.losses[-SMOOTHING_WINDOW:]))
+        return float(np.mean(self.losses[-self.window :]))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from sonicmoe.errors import SonicMoEError, expect
 
 from .checkpoint import partial_of
-from .model_config import SMOOTHING_WINDOW
+from .model_config import smoothing_window
 
 GAP_TAIL = 0.25
 
@@ -176,10 +176,11 @@ def load_imbalance(counts: np.ndarray) -> float:
     return float((counts.max(axis=1) / mean).mean())
 
 
-def smoothed(losses: Sequence[float], window: int = SMOOTHING_WINDOW) -> np.ndarray:
+def smoothed(losses: Sequence[float], window: int | None = None) -> np.ndarray:
     """Mean over the last `window` steps at every step (over all steps so far where there are
-    fewer); fp64 `[N]`.
+    fewer); fp64 `[N]`. window: None is `smoothing_window` of the number of losses.
     """
+    window = smoothing_window(len(losses)) if window is None else window
     # Differences of running sums: one pass however long the window is.
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
@@ -190,11 +191,11 @@ def smoothed(losses: Sequence[float], window: int = SMOOTHING_WINDOW) -> np.ndar
 def loss_gap(
     losses: Sequence[float],
     reference: Sequence[float],
-    window: int = SMOOTHING_WINDOW,
+    window: int | None = None,
     tail: float = GAP_TAIL,
 ) -> float:
     """Mean of `|s - r| / r` over the last `tail` of the steps, `s` and `r` the two smoothed losses;
-    a fraction, not percent.
+    a fraction, not percent. window: as of `smoothed`.
 
     Both curves see the same batches in the same order, so the noise of the batches cancels and the
     rest comes from the precision.

@@ -22,6 +22,13 @@ MOST = 2**63 - 1
 MOST_LR = 1.0
 
 
+def smoothing_window(steps: int) -> int:
+    """Steps that a loss of a run of `steps` is averaged over: a quarter of them, 1 at least and
+    `SMOOTHING_WINDOW` at most. A longer window would average short runs from their first step on.
+    """
+    return min(SMOOTHING_WINDOW, max(1, steps // 4))
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the decoder: RMSNorm, rotary causal attention, `dense_layers` dense SwiGLU layers,

@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .metrics import SMOOTHING_WINDOW, StepRecord
+from .metrics import StepRecord
+from .model_config import SMOOTHING_WINDOW
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 20

@@ -31,7 +31,7 @@ from .metrics import (
     read_metrics,
     recorded_loss_gap,
 )
-from .model_config import SMOOTHING_WINDOW, RunConfig
+from .model_config import RunConfig, smoothing_window
 from .parallel import Parallel, SingleProcess
 from .saved_run import SavedRun
 
@@ -206,7 +206,7 @@ class Trainer:
         main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
         # Evaluation is a collective, which is why every rank calls `summary`.
         held_out = self.evaluate()
-        last = self.records[-SMOOTHING_WINDOW:]
+        last = self.records[-smoothing_window(len(self.records)) :]
         return {
             "framework": self.config.framework,
             "precision": self.config.precision,

@@ -128,7 +128,7 @@ def compare_pair(files: Sequence[LossFile]) -> GapRun:
 
 def file_table(files: Sequence[LossFile]) -> Table:
     """What was read, so that a wrong column is seen."""
-    table = Table("losses", "rows", "left out", "steps", "first", "end (smoothed)")
+    table = Table("losses", "rows", "left out", "steps", "first", "end (mean)")
     for one in files:
         steps = "–" if one.steps is None else f"{one.steps[0]} to {one.steps[-1]}"
         table.add_row(
@@ -137,7 +137,7 @@ def file_table(files: Sequence[LossFile]) -> Table:
             str(one.left_out),
             steps,
             f"{one.losses[0]:.4f}",
-            f"{one.end:.4f}",
+            f"{one.end:.4f} (last {one.window})",
         )
     return table
 
@@ -229,6 +229,7 @@ def file_json(one: LossFile) -> dict[str, Any]:
         "steps": None if one.steps is None else [one.steps[0], one.steps[-1]],
         "first": one.losses[0],
         "end": one.end,
+        "window": one.window,
     }
 
 

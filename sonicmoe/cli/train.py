@@ -61,7 +61,8 @@ TRAIN_OPTIONS = {
 RUN_OPTIONS = ("framework", "precision", "engine", "compare", "against", "ep")
 COMPARE_HELP = (
     "Train the same seed in full precision beside it, on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
-    f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps."
+    f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps "
+    f"(over a quarter of a run of fewer than {4 * SMOOTHING_WINDOW})."
 )
 
 

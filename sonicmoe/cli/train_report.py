@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ernie_compat.model_config import SMOOTHING_WINDOW
+from ernie_compat.model_config import smoothing_window
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +120,7 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("loss at start", figure("loss_start", ".4f")),
         (
             "loss at end",
-            figure("loss_end", ".4f", f"  (mean of the last {SMOOTHING_WINDOW} steps)"),
+            figure("loss_end", ".4f", _last(smoothing_window(summary["steps"]))),
         ),
         ("held-out loss", figure("held_out_loss", ".4f", beside("held_out_loss", ".4f"))),
         ("gap to full precision", gap and f"{gap}  (smoothed loss, last quarter of the steps)"),
@@ -131,3 +131,7 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("metrics", summary["metrics"]),
         ("checkpoint", summary["checkpoint"]),
     ]
+
+
+def _last(window: int) -> str:
+    return f"  (mean of the last {window} steps)" if window > 1 else "  (of the last step)"

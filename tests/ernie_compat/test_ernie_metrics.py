@@ -19,6 +19,7 @@ from ernie_compat.metrics import (
     recorded_loss_gap,
     smoothed,
 )
+from ernie_compat.model_config import smoothing_window
 from ernie_compat.plots import binned, plot_expert_load, plot_loss
 
 
@@ -37,6 +38,18 @@ def test_expert_load_and_imbalance() -> None:
 def test_smoothing_is_the_mean_of_what_is_there() -> None:
     assert smoothed([4.0, 2.0, 0.0, 6.0], window=2).tolist() == [4.0, 3.0, 1.0, 3.0]
     assert smoothed([4.0, 2.0], window=25).tolist() == [4.0, 3.0]
+
+
+def test_short_runs_are_smoothed_over_a_quarter() -> None:
+    windows = {1: 1, 7: 1, 8: 2, 20: 5, 99: 24, 100: 25, 10_000: 25}
+    assert {steps: smoothing_window(steps) for steps in windows} == windows
+    losses = [*(15 * [9.0]), *(5 * [1.0])]
+    assert smoothed(losses)[-1] == 1, "the mean of the last five, not of the whole run"
+    assert loss_gap(losses, [*(15 * [1.0]), *(5 * [2.0])]) == pytest.approx(
+        np.abs(
+            smoothed(losses, 5)[-5:] / smoothed([*(15 * [1.0]), *(5 * [2.0])], 5)[-5:] - 1
+        ).mean()
+    )
 
 
 def test_loss_gap_is_the_mean_relative_difference_of_the_tail() -> None:

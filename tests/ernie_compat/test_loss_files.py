@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from ernie_compat.loss_files import LossFile, compare_files, read_losses
 from ernie_compat.lossgap import LossGapError
-from ernie_compat.metrics import SMOOTHING_WINDOW, loss_gap, smoothed
+from ernie_compat.metrics import loss_gap, smoothed
+from ernie_compat.model_config import SMOOTHING_WINDOW
 from sonicmoe.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +195,14 @@ def test_command_on_two_files_on_runs_and_on_one_of_each(tmp_path: Path) -> None
     said = invoke(*files)
     assert "1 to 100" in said.stdout and "one run, which chance may explain" in said.stdout
     assert "| losses | rows |" in invoke(*files, "--markdown").stdout
+
+
+def test_the_table_says_over_how_many_rows_a_short_run_is_averaged(tmp_path: Path) -> None:
+    losses = tuple(range(20, 0, -1))
+    short = csv_of(tmp_path / "a", losses), csv_of(tmp_path / "b", losses)
+    assert "3.0000 (last 5)" in invoke(*short, "--markdown").stdout
+    (one, _) = json.loads(invoke(*short, "--json").stdout)["files"]
+    assert (one["end"], one["window"]) == (3.0, 5)
 
 
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
