@@ -30,6 +30,8 @@ class ExpertCall:
     native_weights: `w1 [E, N1, H]` (gate, up interleaved), `w2 [E, H, I]`, b1 `[E, N1]` and b2
         `[E, H]`, copied out of the caller's parameters as they are when it is called, or decoded
         where they hold no memory.
+    read_weights: w1 and w2 as the engine read them, with the axes of `native_weights`: the values of
+        its codes, where it computes on quantised copies.
     weights: the caller's own tensors by the names w1, w2, b1 and b2: one that is stacked, or one
         per expert; empty where the call no longer has them.
     layout: how they lie.
@@ -46,6 +48,7 @@ class ExpertCall:
     settings: EngineSettings
     indices: Tensor | None
     native_weights: Callable[[], NativeWeights]
+    read_weights: Callable[[], tuple[Tensor, Tensor]]
     weights: Mapping[str, Sequence[Tensor]]
     layout: WeightLayout
     face: str

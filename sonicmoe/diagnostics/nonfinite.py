@@ -5,19 +5,20 @@ the stage, expert, row and token that began it, in the caller's own names and in
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..errors import SonicMoEError
-from ..interop import device_name
+from ..interop import device_name, holds_memory
 from ..quant.tokens import anchor_of
 from .bisect import GOLDEN, Report, bisect
 from .bisect_report import text_of
-from .call_events import BackwardBegins, BackwardDone, CallEvent, ForwardDone
+from .call_events import BackwardBegins, BackwardDone, CallEvent, ExpertCall, ForwardDone
 from .stages import observing
 from .step_capture import step_of_backward, step_of_forward
 from .step_dump import StepDump, save_dump
@@ -40,8 +41,9 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
 
 @contextmanager
 def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
-    """Inside the block every call of experts is checked: out after forward; dx, dprobs and weight
-    gradients after backward.
+    """Inside the block every call of experts is checked: out and the weights after forward; dx,
+    dprobs and weight gradients after backward. A weight may be bad where out is not: no token uses
+    its expert, or the engine has computed on FP8 copies that are older than the weight.
 
     So are those of `SonicMoEMlpNode`, `MoE`, the functional API, PaddleFleet, and transformers
     models that run on the engine, also inside compiled graphs. A block that saw no call ends with a warning. Waits for
@@ -51,7 +53,8 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
         dump_dir: where the step that failed is written, for `sonicmoe bisect`.
 
     Raises:
-        NonFiniteError: from the forward or backward that computed the first NaN or infinity.
+        NonFiniteError: from the forward or backward that computed the first NaN or infinity, or whose
+            weights have one.
     """
     watcher = _Watcher(None if dump_dir is None else Path(dump_dir))
     try:
@@ -97,8 +100,14 @@ class _Watcher:
     def _check_forward(self, event: ForwardDone) -> None:
         self.calls += 1
         if not all_finite(event.out):
-            step = step_of_forward(f"call {self.calls}", event)
-            self._fail("out", step, device_name(event.out))
+            self._fail_in_forward("out", event)
+        for name, weights in event.call.weights.items():
+            if not _are_finite(weights):
+                self._fail_in_forward(name, event)
+
+    def _fail_in_forward(self, result: str, event: ForwardDone) -> None:
+        step = step_of_forward(f"call {self.calls}", event)
+        self._fail(result, step, event.call, device_name(event.out))
 
     def _check_backward(self, event: BackwardDone) -> None:
         # Taken out before the checks, so that the copy of the activations does not outlive this
@@ -110,9 +119,9 @@ class _Watcher:
         for name, tensor in results:
             if not all_finite(tensor):
                 step = step_of_backward(f"call {self.calls}", begun)
-                self._fail(name, step, device_name(anchor_of(begun.dout)))
+                self._fail(name, step, begun.call, device_name(anchor_of(begun.dout)))
 
-    def _fail(self, result: str, step: StepDump, device: str) -> None:
+    def _fail(self, result: str, step: StepDump, call: ExpertCall, device: str) -> None:
         engine = step.settings.engine
         # The step runs once more, stage by stage, on copies of its inputs. This is slow and happens
         # once, because the block ends here.
@@ -128,7 +137,8 @@ class _Watcher:
             f"{called}{layer} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),
         ]
-        if report.fault is None:
+        lines += _about_copies(step, call)
+        if report.fault is None and len(lines) == 2:
             lines.append(
                 "the same inputs give finite stages when run again: the engine did not repeat its result, or memory was overwritten"
             )
@@ -136,6 +146,40 @@ class _Watcher:
             lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
         self.failure = NonFiniteError("\n".join(lines), report, path)
         raise self.failure
+
+
+def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:
+    """A line where the copies that the engine read and the weights are not finite at the same
+    places. A write that leaves no trace makes no new copies.
+    """
+    if step.settings.recipe is None:
+        return []
+    old = [
+        name
+        for name, weight, copy in zip(
+            ("w1", "w2"), (step.w1, step.w2), call.read_weights(), strict=True
+        )
+        if np.isfinite(weight).all() != all_finite(copy)
+    ]
+    if not old:
+        return []
+    return [
+        f"the engine computed on FP8 copies of {' and '.join(old)} that are older than the weights: call invalidate_caches() "
+        "after a write through .data, or by an optimizer that is no torch.optim.Optimizer"
+    ]
+
+
+def _are_finite(weights: Sequence[Tensor]) -> bool:
+    """Whether no weight, stacked or one per expert, has an entry that is NaN or infinite; True for
+    those whose memory the framework has freed.
+    """
+    # Expert after expert, because the check makes an fp32 copy of what it looks at.
+    held = [weight for weight in weights if holds_memory(weight)]
+    return all(
+        all_finite(part)
+        for weight in held
+        for part in (weight if len(weight.shape) == 3 else [weight])
+    )
 
 
 def _unused(path: Path) -> Path:

@@ -221,6 +221,7 @@ def _described(
         plan.settings,
         origin.indices,
         functools.partial(_native, plan.layout, reading, weights),
+        reading.values,
         {name: (weight,) for name, weight in names if weight is not None},
         plan.layout,
         plan.face,

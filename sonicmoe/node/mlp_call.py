@@ -216,6 +216,7 @@ class MlpCall(DifferentiableCall):
             self.settings,
             self.indices,
             self._native_weights,
+            self.reading.values,
             {"w1": self.parameters[:half], "w2": self.parameters[half:]},
             self.state.parameters.layout,
             self.state.face,

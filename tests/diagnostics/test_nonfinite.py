@@ -26,7 +26,7 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 T, H, I, E, K = 40, 128, 128, 4, 2
 
 
-def make_node(mode="perf", **options):
+def make_experts():
     rng = np.random.default_rng(0)
 
     def projection(rows, columns):
@@ -34,10 +34,14 @@ def make_node(mode="perf", **options):
         weight.main_grad = None
         return types.SimpleNamespace(weight=weight)
 
-    experts = [
+    return [
         types.SimpleNamespace(up_gate_proj=projection(H, 2 * I), down_proj=projection(I, H))
         for _ in range(E)
     ]
+
+
+def make_node(mode="perf", experts=None, **options):
+    experts = make_experts() if experts is None else experts
     return SonicMoEMlpNode(experts, E, H, I, config=SonicMoEConfig(fp8_mode=mode), **options)
 
 
@@ -97,6 +101,26 @@ def test_a_bad_token_is_named_in_forward(tmp_path):
         train_step(make_node(), x=tensor(values, torch.float32).to(torch.bfloat16))
     assert again.value.dump == tmp_path / "nonfinite-call-1-2.npz", "the first one stays"
     assert caught.value.dump.read_bytes() == before
+
+
+@pytest.mark.parametrize("mode", ["perf", "off"])
+def test_a_bad_weight_of_an_expert_without_tokens_is_named(mode):
+    experts = make_experts()
+    values = numpy(experts[2].down_proj.weight)
+    values[7, 3] = np.nan
+    experts[2].down_proj.weight = parameter(values, torch.bfloat16)
+    experts[2].down_proj.weight.main_grad = None
+    node = make_node(mode, experts)
+    x, indices, probs, _ = batch()
+    ids = numpy(indices)
+    ids[ids == 2] = -1
+    with (
+        pytest.raises(NonFiniteError, match=r"first bad: input w2 = ") as caught,
+        detect_nonfinite(),
+    ):
+        node(x, None, tensor(ids), probs)
+    assert "experts[2].down_proj.weight[7, 3]" in str(caught.value)
+    assert "older than the weights" not in str(caught.value)
 
 
 def test_a_bad_gradient_is_named_in_backward(tmp_path):

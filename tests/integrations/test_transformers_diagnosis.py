@@ -23,7 +23,7 @@ from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import save_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
-from sonicmoe.integrations.transformers import register
+from sonicmoe.integrations.transformers import invalidate_caches, register
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 LAYERS = 3
@@ -78,6 +78,30 @@ def test_a_weight_is_named_by_layer_parameter_and_index(family, implementation, 
     assert error.report.layer == name
     result = CliRunner().invoke(main, ["bisect", str(error.dump)])
     assert result.exit_code == 1 and line in result.output
+
+
+def test_a_write_that_left_no_trace_is_found_in_the_weights_and_in_the_copies():
+    """FP8 copies are made once. Both ways round: the weight is bad, and only the copy is."""
+    model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe_fp8")
+    experts = model.model.layers[1].mlp.experts
+    weight, sound = experts.gate_up_proj, experts.gate_up_proj[1, 7, 3].item()
+    step(model)
+    weight.data[1, 7, 3] = float("nan")
+    error = str(found(lambda: step(model)))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert error.startswith(f"{name} is not finite (engine reference, call ")
+    assert f"first bad: input w1 = {name}[1, 7, 3] at expert 1: nan; 1 NaN" in error
+    older = "FP8 copies of w1 that are older than the weights: call invalidate_caches()"
+    assert older in error
+
+    invalidate_caches(model)
+    assert older not in str(found(lambda: step(model)))  # and has made copies of it
+    weight.data[1, 7, 3] = sound
+    error = str(found(lambda: step(model)))
+    assert older in error and "did not repeat" not in error
+    invalidate_caches(model)
+    with detect_nonfinite():
+        step(model)
 
 
 @pytest.mark.parametrize("name", ["down_proj", "gate_up_proj_bias", "down_proj_bias"])
