@@ -34,6 +34,7 @@ _TENSOR_OF_STAGE = {
 class Face:
     """One way into the library, and the names of its arguments.
 
+    indices, scores: ids and probabilities in messages about routing.
     axes: the order of w1 and w2 where the caller's differs from that of the `WeightLayout`.
     flattens: tokens come with any number of leading axes, and are one axis to the experts.
     indexed_probs: probabilities are an argument `[T, K]`.
@@ -47,6 +48,8 @@ class Face:
     w2: str = "w2"
     b1: str = "b1"
     b2: str = "b2"
+    indices: str = "dispatched_indices"
+    scores: str = "dispatched_probs"
     axes: tuple[str, str] | None = None
     flattens: bool = False
     indexed_probs: bool = True
@@ -66,12 +69,15 @@ FACES: Mapping[str, Face] = {
         flattens=True, indexed_probs=False,
     ),
     TOPK: Face(probs="the softmax of x @ router_w.T", axes=_UPSTREAM, indexed_probs=False),
-    TRIPLES: Face(probs="router_scores", axes=_UPSTREAM, indexed_probs=False),
+    TRIPLES: Face(
+        probs="router_scores", indices="expert_indices", scores="router_scores", axes=_UPSTREAM,
+        indexed_probs=False,
+    ),
     STACKED: Face(),
     **{
         face: Face(
             x="hidden_states", probs="top_k_weights", w1=up, w2="down_proj", b1=f"{up}_bias",
-            b2="down_proj_bias",
+            b2="down_proj_bias", indices="top_k_index", scores="top_k_weights",
         )
         for face, up in ((GATED_EXPERTS, "gate_up_proj"), (PLAIN_EXPERTS, "up_proj"))
     },

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..diagnostics.callers import STACKED
+from ..diagnostics.callers import FACES, STACKED
 from ..diagnostics.stages import is_awaited
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
+from ..routing.validation import RoutingNames
 from ..weights.stacked_cache import read_weights
 from .call import Origin, Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
@@ -83,16 +84,23 @@ def expert_mlp(
         out: Tensor = _ExpertMlp.apply(plan, origin, *differentiable)
         return out
     with plan.config.activate():
-        routing = _route(plan, indices, probs, w1)
+        routing = _route(plan, origin, probs, w1)
         out, _, _ = forward(plan, x.contiguous(), probs, routing, weights, origin, save=False)
         return out
 
 
-def _route(plan: Plan, indices: Tensor, probs: Tensor, w1: Tensor) -> Any:
-    experts = int(w1.shape[0])
+def _route(plan: Plan, origin: Origin, probs: Tensor, w1: Tensor) -> Any:
+    indices, experts = origin.indices, int(w1.shape[0])
+    assert indices is not None
+    face = FACES[plan.face]
     try:
         return build_routing(
-            indices, probs, experts, alignment=plan.settings.row_alignment, validate=plan.validate
+            indices,
+            probs,
+            experts,
+            alignment=plan.settings.row_alignment,
+            validate=plan.validate,
+            names=RoutingNames(face.indices, face.scores, origin.first_triple),
         )
     except Exception as error:
         raise_with_advice(error, "forward", plan.settings, indices)
@@ -115,8 +123,7 @@ class _ExpertMlp(torch.autograd.Function):
         w1, w2, b1, b2 = weights
         assert w1 is not None and w2 is not None
         with plan.config.activate():
-            assert origin.indices is not None
-            routing = _route(plan, origin.indices, probs, w1)
+            routing = _route(plan, origin, probs, w1)
             out, saved, reading = forward(
                 plan, x.contiguous(), probs, routing, (w1, w2, b1, b2), origin, save=True
             )

@@ -11,7 +11,14 @@ from ..interop import is_cuda, plain_ops
 from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
 from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment, round_up
 from .reference import exact_routing
-from .validation import check_contents, check_counts, check_indices_and_probs, host_counts_of
+from .validation import (
+    DISPATCHED,
+    RoutingNames,
+    check_contents,
+    check_counts,
+    check_indices_and_probs,
+    host_counts_of,
+)
 
 Tensor = torch.Tensor
 
@@ -25,6 +32,7 @@ def build_routing(
     alignment: int = ROW_ALIGNMENT,
     validate: bool = False,
     static_rows: bool = False,
+    names: RoutingNames = DISPATCHED,
 ) -> RoutingMetadata:
     """Build the metadata of one forward.
 
@@ -44,6 +52,7 @@ def build_routing(
         validate: also check distinct ids, finite probabilities, ids >= -1 and the counts; waits for
             the device.
         static_rows: size R on a host as on a GPU, from shapes and given counts alone.
+        names: for the messages of `validate`.
 
     Raises:
         RoutingError: counts disagree with the indices, or `validate` found a violation.
@@ -60,6 +69,7 @@ def build_routing(
         alignment=alignment,
         validate=validate,
         static_rows=static_rows,
+        names=names,
     )
 
 
@@ -72,13 +82,14 @@ def route(
     alignment: int,
     validate: bool = False,
     static_rows: bool = False,
+    names: RoutingNames = DISPATCHED,
 ) -> RoutingMetadata:
     """`build_routing` for callers whose own border has checked indices, probabilities and E."""
     given = host_counts_of(tokens_per_expert, num_experts)
     indices, probs = indices.detach().contiguous(), probs.detach().contiguous()
     if validate:
         with plain_ops():
-            check_contents(indices, probs, num_experts)
+            check_contents(indices, probs, num_experts, names)
     # A host reads values without waiting, so R can be exact. A GPU would have to wait for the
     # counts.
     if not (static_rows or is_cuda(indices)):

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -20,6 +22,8 @@ from ..interop import (
 )
 from .ids import is_here
 from .metadata import round_up
+
+logger = logging.getLogger("sonicmoe")
 
 Tensor = torch.Tensor
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -82,25 +86,64 @@ def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
     )
 
 
-def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
-    """Check every routing precondition; waits for the device.
+@dataclass(frozen=True, eq=False)
+class RoutingNames:
+    """What the caller calls the ids and the probabilities.
+
+    first_triple: int `[T]`, where they are one-dimensional, one entry per triple: the number of
+        every token's first one.
+    """
+
+    indices: str = "dispatched_indices"
+    probs: str = "dispatched_probs"
+    first_triple: Tensor | None = None
+
+    def at(self, token: int, slot: int) -> str:
+        """The index of a slot in both."""
+        return (
+            f"[{token}, {slot}]" if self.first_triple is None else f"[{self._triple(token, slot)}]"
+        )
+
+    def twice(self, token: int, slots: tuple[int, int]) -> str:
+        """`dispatched_indices row 4 names expert`, and where, around a `{}` for the expert."""
+        one, two = slots
+        if self.first_triple is None:
+            return f"{self.indices} row {token} names expert {{}} twice (slots {one} and {two})"
+        triples = f"triples {self._triple(token, one)} and {self._triple(token, two)}"
+        return f"{self.indices} names expert {{}} twice for token {token} ({triples})"
+
+    def _triple(self, token: int, slot: int) -> int:
+        assert self.first_triple is not None
+        return int(self.first_triple[token]) + slot
+
+
+DISPATCHED = RoutingNames()
+
+
+def check_contents(
+    indices: Tensor, probs: Tensor, num_experts: int, names: RoutingNames = DISPATCHED
+) -> None:
+    """Check every routing precondition; waits for the device. Warns once where some ids are of
+    experts here and others are beyond all "not here" marks, as ids of the whole model are.
 
     Raises:
         RoutingError: an id is below -1, a token names an expert twice, or a valid slot's
-            probability is not finite; the message names the row and slot. Or no id is of an expert
-            here and some are beyond all "not here" marks, as ids of the whole model are.
+            probability is not finite; the message names the row and slot, or the triple. Or no id
+            is of an expert here and some are beyond all "not here" marks.
     """
     ids = indices.to(torch.int64)
     _raise_at(
         ids < -1,
-        lambda t, k: f"dispatched_indices[{t}, {k}] is {int(ids[t, k])}; ids below -1 mean nothing",
+        lambda t, k: (
+            f"{names.indices}{names.at(t, k)} is {int(ids[t, k])}; ids below -1 mean nothing"
+        ),
     )
     valid = is_here(ids, num_experts)
-    _raise_if_global(ids, valid, num_experts)
+    _check_range(ids, valid, num_experts, names.indices)
     _raise_at(
         valid & ~torch.isfinite(probs),
         lambda t, k: (
-            f"dispatched_probs[{t}, {k}] is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})"
+            f"{names.probs}{names.at(t, k)} is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})"
         ),
     )
     # Every pair of columns: K is small, and a sort of each row would lose the slots' positions.
@@ -111,21 +154,36 @@ def check_contents(indices: Tensor, probs: Tensor, num_experts: int) -> None:
             _raise_at(
                 repeated.unsqueeze(-1),
                 lambda t, _, k=k, earlier=earlier: (
-                    f"dispatched_indices row {t} names expert {int(ids[t, k])} twice (slots {earlier} and {k}); ids must be distinct"
+                    f"{names.twice(t, (earlier, k)).format(int(ids[t, k]))}; ids must be distinct"
                 ),
             )
 
 
-def _raise_if_global(ids: Tensor, valid: Tensor, num_experts: int) -> None:
-    if 0 in tuple(ids.shape) or bool(valid.any()):
+_WARNED: set[tuple[str, int]] = set()
+
+
+def _check_range(ids: Tensor, valid: Tensor, num_experts: int, name: str) -> None:
+    if 0 in tuple(ids.shape):
         return
     largest = int(ids.max())
+    if largest <= num_experts:  # the number itself marks "not here", as -1 does
+        return
+    needed = "needed: ids of this rank's experts, counted from 0, and -1 for experts of other ranks"
     expect(
-        largest <= num_experts,  # the number itself marks "not here", as -1 does
+        bool(valid.any()),
         RoutingError,
-        f"no id of dispatched_indices is in 0..{num_experts - 1}, and the largest is {largest}; needed: ids of this rank's "
-        "experts, counted from 0, and -1 for experts of other ranks",
+        f"no id of {name} is in 0..{num_experts - 1}, and the largest is {largest}; {needed}",
     )
+    # A dispatcher may mark other ranks' experts by their own ids, so this is no error.
+    if (name, num_experts) not in _WARNED:
+        _WARNED.add((name, num_experts))
+        logger.warning(
+            "the largest id of %s is %d, and only 0..%d are experts here: slots with larger ids are dropped. %s",
+            name,
+            largest,
+            num_experts - 1,
+            needed.capitalize(),
+        )
 
 
 def _raise_at(bad: Tensor, message: Any) -> None:

@@ -341,6 +341,32 @@ def test_refused(case):
         moe_general_routing_inputs(**arguments | changes)
 
 
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "value", "message"),
+    [
+        ("scores", float("nan"), r"^router_scores\[6\] is nan at a valid slot \(expert 0\)"),
+        ("ids", -7, r"^expert_indices\[6\] is -7; ids below -1 mean nothing"),
+        (
+            "ids",
+            2,
+            r"^expert_indices names expert 2 twice for token 3 \(triples 6 and 7\); ids must",
+        ),
+    ],
+)
+def test_validation_names_the_triple(changed, value, message, saves):
+    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
+    experts = torch.where(torch.arange(len(TOKENS)) == 10, -1, experts)  # 3 stands twice
+    scores = scores.detach()
+    (scores if changed == "scores" else experts)[6] = value
+    with (
+        SonicMoEConfig(validate_dispatch=True).activate(),
+        torch.set_grad_enabled(saves),
+        pytest.raises(RoutingError, match=message),
+    ):
+        moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
+
+
 def test_validation_names_a_repeated_expert():
     moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
     with (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, tensor, torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.routing import validation
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.deepep import check_dispatched_tokens
 from sonicmoe.routing.validation import host_counts_of
@@ -147,6 +150,17 @@ class TestContents:
         assert build(indices, num_experts=4).num_rows == 0, "without validation all are elsewhere"
         # No expert here, in either way of saying it.
         build(np.array([[4, -1], [-1, 4]], np.int64), num_experts=4, validate=True)
+
+    def test_ids_beyond_the_marks_are_said_once(self, caplog, monkeypatch):
+        """Of some ids in range and some larger than E; E itself and -1 mean "not here"."""
+        monkeypatch.setattr(validation, "_WARNED", set())
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            build(np.array([[0, 4], [-1, 3]], np.int64), num_experts=4, validate=True)
+            assert not caplog.records
+            for _ in range(2):
+                build(np.array([[0, 4], [-1, 14]], np.int64), num_experts=4, validate=True)
+        (record,) = caplog.records
+        assert "the largest id of dispatched_indices is 14, and only 0..3 are" in record.message
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_non_finite_probability_at_a_valid_slot_is_named(self, value):
