@@ -207,6 +207,11 @@ def problem(
     return next((text for _, text in _problems(record, workload, arch)), None)
 
 
+def problems(record: EngineRecord, workload: Workload) -> list[str]:
+    """Every reason why this engine cannot compute this, on any architecture; see `problem`."""
+    return [text for _, text in _problems(record, workload, None)]
+
+
 def require(record: EngineRecord, workload: Workload) -> None:
     """Raise what `problem` finds in the workload, as the error that fits it.
 

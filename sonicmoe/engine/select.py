@@ -29,6 +29,7 @@ from .hopper import HopperEngine
 from .interface import Engine
 from .reference import ReferenceEngine
 from .settings import EngineSettings
+from .without_kernels import lost_on_gpus
 
 logger = logging.getLogger("sonicmoe")
 
@@ -44,7 +45,8 @@ class EngineChoice:
     """The engine to run and the reason, in words fit for a log line.
 
     falls_back: a faster one was wanted and cannot run. settings: what to run it with, where not
-    with the workload's own. dequantises: why the caller must hand it the values of quantised tokens
+    with the workload's own. on_gpus: what FP8 that is emulated on the host loses on a GPU, None where
+    nothing. dequantises: why the caller must hand it the values of quantised tokens
     in bfloat16; None where it takes the workload's tokens as they are.
     """
 
@@ -52,6 +54,7 @@ class EngineChoice:
     reason: str
     falls_back: bool = False
     settings: EngineSettings | None = None
+    on_gpus: str | None = None
     dequantises: str | None = None
 
 
@@ -120,7 +123,9 @@ def _automatic(device: str, workload: Workload | None) -> EngineChoice:
     """The first engine with kernels, in the order of the records, that computes this precision."""
     plain = f"{RECORDS[EngineName.REFERENCE].gemms}, {_emulation(workload)}"
     if _arch(device) == HOST:
-        return EngineChoice(ReferenceEngine(), f"no GPU: {plain}")
+        emulates = workload is not None and workload.settings.recipe is not None
+        lost = lost_on_gpus(workload) if workload is not None and emulates else None
+        return EngineChoice(ReferenceEngine(), f"no GPU: {plain}", on_gpus=lost)
     fp8 = workload is not None and workload.settings.recipe is not None
     name, problems = _first_able(device, workload, fp8)
     if name is not None:
@@ -175,6 +180,13 @@ def announce(choice: EngineChoice, device: str) -> None:
     if choice.dequantises is not None:
         words = "engine %s on %s: tokens that arrive in FP8 are dequantised to bfloat16, because %s"
         _log_once(logging.WARNING, words, choice.engine.name, device, choice.dequantises)
+
+
+def announce_emulation(choice: EngineChoice, device: str) -> None:
+    """Warn once of FP8 that is emulated here and that no GPU computes."""
+    if choice.on_gpus is not None:
+        words = "engine %s on %s emulates FP8, but %s"
+        _log_once(logging.WARNING, words, choice.engine.name, device, choice.on_gpus)
 
 
 def announce_gradients(engine: str, device: str, reason: str) -> None:

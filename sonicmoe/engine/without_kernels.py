@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .capabilities import RECORDS, Workload, problem
+from .capabilities import RECORDS, Workload, problems
 
 
 def lost_on_gpus(workload: Workload) -> str | None:
@@ -26,12 +26,14 @@ def lost_on_gpus(workload: Workload) -> str | None:
 
 
 def _without_kernels(workload: Workload) -> list[str]:
-    """Why no engine with kernels takes a workload in its precision; empty where one does."""
+    """Every reason why no engine with kernels takes a workload in its precision; empty where one
+    does.
+    """
     reasons = []
     for name, record in RECORDS.items():
         if record.architectures and record.quantises(workload.settings.recipe is not None):
-            reason = problem(record, workload)
-            if reason is None:
+            found = problems(record, workload)
+            if not found:
                 return []
-            reasons.append(f"not {name.value}: {reason}")
+            reasons += [f"not {name.value}: {reason}" for reason in found]
     return reasons

@@ -32,7 +32,7 @@ from ..engine.interface import (
     WeightTarget,
     plain_tokens,
 )
-from ..engine.select import EngineChoice, announce, ready_engine
+from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name, plain_ops
@@ -67,6 +67,7 @@ class Plan:
         # The log line is written here and not in `choose`, which forward and backward ask again.
         choice, device = self._decide(x, weights), device_name(x)
         announce(choice, device)
+        announce_emulation(choice, device)
         return (
             self if choice.settings is None else dataclasses.replace(self, settings=choice.settings)
         )

@@ -4,6 +4,7 @@ training, and the border.
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -417,3 +418,33 @@ def test_models_name_of_the_routers_normalisation_is_answered_with_the_functions
     plain, _, _ = moe_TC_softmax_topk_layer(x, router, *weights, 2, **over_all)
     assert torch.allclose(default, divided, rtol=1e-5, atol=1e-4)
     assert not torch.allclose(default, plain, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype", "words"),
+    [
+        (48, torch.bfloat16, "a GPU computes it without FP8 (not hopper: H is 64 and I is 48, and"),
+        (
+            64,
+            torch.float16,
+            "a GPU computes it without FP8 (not hopper: tokens are float16, and it",
+        ),
+        (48, torch.float16, "and it takes bfloat16; not hopper: H is 64 and I is 48, and it needs"),
+        (64, torch.bfloat16, None),
+    ],
+)
+def test_fp8_that_no_gpu_computes_is_said_once(inner, dtype, words, caplog, monkeypatch):
+    monkeypatch.setattr("sonicmoe.engine.select._LOGGED", set())
+    moe = MoE(4, 2, 64, inner).to(dtype)
+    x = torch.randn(8, 64).to(dtype)
+    with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+        moe(x)
+        assert not caplog.records, "without FP8 a GPU computes the same"
+        for _ in range(2):
+            moe(x, use_fp8=True)
+        said = [record.message for record in caplog.records]
+        assert len(said) == (words is not None), said
+        assert words is None or (words in said[0] and "cpu emulates FP8, but" in said[0])
+        with SonicMoEConfig(engine="reference").activate():
+            moe(x, use_fp8=True)
+    assert len(caplog.records) == len(said)

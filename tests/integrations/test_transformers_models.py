@@ -252,6 +252,9 @@ def test_the_check_warns_of_what_gpt_oss_loses_in_fp8(caplog):
     check_model(build(FAMILIES["gpt-oss"](1), "sonicmoe_fp8"))
     (record,) = caplog.records
     assert "GptOssExperts: a GPU computes it without FP8 (not hopper: the " in record.message
+    # Every reason, so that nobody mends one and meets the next.
+    for reason in ("biases", "the activation is 'swiglu_oai'"):
+        assert reason in record.message
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
