@@ -18,6 +18,7 @@ from ..weights.cache import LayerWeights, Reading, Unannounced
 from ..weights.copies import WeightCopies
 from ..weights.parameters import ExpertParameters
 from .step_guard import StepGuard
+from .unread_gradients import UnreadGradients
 from .wgrad_queue import WgradQueue
 
 Tensor = torch.Tensor
@@ -56,7 +57,8 @@ class LayerState:
         self.gradients = GradientStore(parameters, mode)
         # PaddleFleet calls no `step()`, and its callback announces what the optimizer wrote.
         self.guard = StepGuard(asks=flush is not FlushMode.PROMPT)
-        self._said_dropped = False
+        self._unread = UnreadGradients(asks=flush is not FlushMode.PROMPT)
+        self._said_dropped = self._said_rebuilt = False
         self.wgrad_queue = WgradQueue() if split_wgrad else None
         self.offers: Callable[[], WgradOffer | None] | None = None
         self._said_not_offered = False
@@ -78,9 +80,11 @@ class LayerState:
             # to another model.
             if self.gradients.waiting:
                 self.guard.note_write(reading.unannounced)
-            elif reading.unannounced is Unannounced.WRITE:
+            elif reading.unannounced is Unannounced.WRITE and not self._said_rebuilt:
+                # A loop without step() would say so in every step.
+                self._said_rebuilt = True
                 logger.info(
-                    "expert weights changed without step() or invalidate_caches(); caches rebuilt"
+                    "expert weights changed without step() or invalidate_caches(); caches rebuilt. Said once."
                 )
         return reading
 
@@ -115,6 +119,7 @@ class LayerState:
         waited so far are dropped where their batch was, and handed over where they are for other
         parameters.
         """
+        self._unread.begin_backward(parameters, trained)
         if self.gradients.waiting:
             if self.guard.saw_clearing(self.gradients.owners):
                 self._drop()
@@ -157,6 +162,7 @@ class LayerState:
     def end_step(self) -> None:
         """The parameters have their gradients, and an optimizer is about to write the weights."""
         self.guard.end_step()
+        self._unread.end_step(self.weights.marks)
         self.invalidate("node.step() announced an optimizer step")
 
     def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:

@@ -168,6 +168,11 @@ class WeightCache:
         assert self.weights is not None
         return Reading(self.weights, self, self.writes, unannounced)
 
+    @property
+    def marks(self) -> tuple[int | None, ...]:
+        """Of the weights as the last `read` found them; empty before the first."""
+        return self._seen.marks
+
     def lend(self) -> None:
         """A forward that starts now reads the weights as they are, without their source."""
         assert self.weights is not None
@@ -209,6 +214,13 @@ class LayerWeights:
     def sees_writes(self) -> bool:
         """Whether the last `read` would have noticed a write that nobody announced."""
         return not self._traceless
+
+    @property
+    def marks(self) -> tuple[int | None, ...]:
+        """The traces of writes that the last `read` saw (`changes.Seen`); empty where it read copies
+        or saw none.
+        """
+        return self._cache.marks
 
     def read(
         self,
