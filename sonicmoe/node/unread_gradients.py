@@ -93,7 +93,8 @@ class UnreadGradients:
         if self._look is None:
             return False
         before, now = self._look, getattr(weight, "main_grad", None)
-        if now is None or not (now is before.main_grad() and holds_memory(now)):
+        replaced = now is not before.main_grad()
+        if now is None or replaced or not holds_memory(now):
             return True
         return writes_of(now) != before.writes or _total(now) != before.total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from .validation import (
 )
 
 Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+_said: set[str] = set()  # in this process
 
 
 def build_routing(
@@ -95,6 +98,7 @@ def route(
     if not (static_rows or is_cuda(indices)):
         with plain_ops():
             routing = exact_routing(indices, probs, num_experts, alignment)
+            _warn_if_global(indices, routing, num_experts)
         return _with_counts_checked(routing, given)
     tokens, topk = (int(size) for size in indices.shape)
     # The number of rows must be known before the kernel that counts has run.
@@ -122,6 +126,24 @@ def _kernels(indices: Tensor, num_experts: int) -> RoutingKernels:
     if num_experts > MAX_EXPERTS:
         return plain_kernels(f"{num_experts} experts; the GPU kernels take at most {MAX_EXPERTS}")
     return kernels_for(indices)
+
+
+def _warn_if_global(indices: Tensor, routing: RoutingMetadata, num_experts: int) -> None:
+    """Say once that a batch names experts and none of them is here, as ids of the whole model do:
+    its output is zeros. On a host, where the counts are known anyway.
+    """
+    if _said or 0 in tuple(indices.shape) or any(routing.counts_on_host()):
+        return
+    largest = int(indices.max())
+    if largest > num_experts:  # the number itself marks "not here", as -1 does
+        _said.add("global ids")
+        logger.warning(
+            "no expert id of a batch of %d tokens is in 0..%d, and the largest is %d: the output is zeros. Needed: ids of this "
+            "rank's experts, counted from 0, and -1 for experts of other ranks. Said once.",
+            int(indices.shape[0]),
+            num_experts - 1,
+            largest,
+        )
 
 
 def _with_counts_checked(

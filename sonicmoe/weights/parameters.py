@@ -22,7 +22,7 @@ import torch
 from ..engine.activations import pre_activation_width
 from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
 from ..engine.targets import WeightTarget
-from ..enums import ActivationType, is_glu
+from ..enums import ACTIVATIONS, ActivationType, is_glu
 from ..errors import DTypeError, LayoutError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name, holds_memory, require_framework_tensor
 from ..layouts import NATIVE, WeightLayout, WeightSource
@@ -157,14 +157,15 @@ class PerExpertParameters(ExpertParameters):
             len(local) == num_experts,
             LayoutError,
             f"experts holds {len(local)} local modules ({len(self._given)} entries, None = another "
-            f"rank's); n_experts is {num_experts}",
+            f"rank's); n_experts is {num_experts}"
+            + (f"; pass the number of local experts ({len(local)})" if local else ""),
         )
         up_shape, down_shape = self._shapes
         for index, expert in enumerate(local):
             up_gate = _projection(expert, index, "up_gate_proj").weight
             down = _projection(expert, index, "down_proj").weight
             place = f"experts[{index}]"
-            check_parameter(up_gate, f"{place}.up_gate_proj.weight", up_shape, "[H, 2I]")
+            check_up(up_gate, f"{place}.up_gate_proj.weight", up_shape, "[H, 2I]", self.activation)
             check_parameter(down, f"{place}.down_proj.weight", down_shape, "[I, H]")
         return local
 
@@ -362,7 +363,7 @@ class FusedParameters(StackedParameters):
             # Else the wrong one of the two might be blamed.
             halves = (turned[0], down), (up, turned[1])
             wanted = next((pair for pair in halves if pair == self._wanted_beside(*pair)), wanted)
-        check_parameter(weight1, "weight1", wanted[0], first)
+        check_up(weight1, "weight1", wanted[0], first, self.activation)
         check_parameter(weight2, "weight2", wanted[1], second)
         return weight1, weight2
 
@@ -439,8 +440,32 @@ def _projection(expert: Any, index: int, name: str) -> Any:
     raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
 
 
-def check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
-    """Refuse what is no contiguous leaf of this shape in a dtype that engines read.
+def check_up(
+    weight: Any, name: str, shape: tuple[int, ...], legend: str, activation: ActivationType
+) -> None:
+    """`check_parameter` of an up-projection; `legend` is that of a gated activation.
+
+    Raises:
+        DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
+    """
+    if is_glu(activation):
+        check_parameter(weight, name, shape, legend)
+        return
+    check_parameter(weight, name, shape, legend.replace("2I", "I"), _of_gated(activation))
+
+
+def _of_gated(activation: ActivationType) -> str:
+    """What to say to one who has brought two halves for an ungated activation."""
+    gated = next((a for a, r in ACTIVATIONS.items() if r.gated and r.base is activation), None)
+    other = "" if gated is None else f"; {gated.value!r} is gated"
+    return f"; {activation.value!r} is ungated{other}"
+
+
+def check_parameter(
+    weight: Any, name: str, shape: tuple[int, ...], legend: str, remark: str = ""
+) -> None:
+    """Refuse what is no contiguous leaf of this shape in a dtype that engines read; `remark` ends
+    the message about its shape.
 
     Raises:
         DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
@@ -461,7 +486,9 @@ def check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str)
         else ""
     )
     expect(
-        found == shape, ShapeError, f"{name} has shape {found}; needed: {legend} = {shape}{hint}"
+        found == shape,
+        ShapeError,
+        f"{name} has shape {found}; needed: {legend} = {shape}{hint}{remark}",
     )
     expect(
         # Autograd fills `.grad` of leaves only, and the flush would write where nobody looks.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.routing import build as routing_build
 from sonicmoe.routing import validation
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.deepep import check_dispatched_tokens
@@ -302,3 +303,29 @@ class TestPublicFace:
     def test_missing_routing_is_named(self, given_arguments, missing):
         with pytest.raises(RoutingError, match=f"{missing}.*HybridEP"):
             check_dispatched_tokens(1, *given_arguments)
+
+
+class TestGlobalIds:
+    """On a host a batch of ids of the whole model is named once; its output is zeros."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_said(self, monkeypatch):
+        monkeypatch.setattr(routing_build, "_said", set())
+
+    def test_ids_of_the_whole_model_are_named_once(self, caplog):
+        for _ in range(2):
+            build(np.array([[4, 7], [5, -1]]))
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert (
+            "no expert id of a batch of 2 tokens is in 0..2, and the largest is 7" in record.message
+        )
+
+    @pytest.mark.parametrize(
+        "indices",
+        [INDICES, np.full((4, 2), -1), np.full((4, 2), 3), np.zeros((0, 2), np.int64)],
+        ids=["some are here", "-1 marks others", "E marks others", "no token"],
+    )
+    def test_other_batches_are_not(self, caplog, indices):
+        build(indices)
+        assert caplog.records == []

@@ -260,3 +260,37 @@ class TestSources:
         modules[0].down_proj.weight = torch.nn.Parameter(torch.zeros(16, 12).t())
         with pytest.raises(LayoutError, match="not contiguous"):
             PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+
+
+class TestUngatedActivations:
+    """Who brings two halves for an ungated activation is told so."""
+
+    def test_of_modules(self):
+        up_gate, down = weight_arrays()
+        hidden, width = up_gate.shape[1:]
+        experts = expert_modules(up_gate, down, torch.float32)
+        with pytest.raises(
+            ShapeError,
+            match=rf"\({hidden}, {width}\); needed: \[H, I\] = \({hidden}, {width // 2}\); 'silu' is ungated; 'swiglu' is gated",
+        ):
+            PerExpertParameters(experts, len(experts), hidden, width // 2, ActivationType.SILU)
+
+    @pytest.mark.parametrize(
+        ("activation", "words"),
+        [
+            (ActivationType.GELU, "'gelu' is ungated; 'geglu' is gated$"),
+            (ActivationType.RELU_SQ, "'relu_sq' is ungated$"),
+        ],
+    )
+    def test_stacked(self, activation, words):
+        up_gate, down = (parameter(array, torch.float32) for array in weight_arrays())
+        with pytest.raises(ShapeError, match=rf"weight1 has .*needed: \[E, H, I\] = .*{words}"):
+            FusedParameters(up_gate, down, activation)
+
+
+def test_a_wrong_number_of_experts_says_which_is_right():
+    experts = expert_modules(*weight_arrays(), torch.float32)[:1]
+    with pytest.raises(
+        LayoutError, match=r"4 entries.*n_experts is 4; pass the number of local experts \(1\)"
+    ):
+        PerExpertParameters([*experts, None, None, None], 4, 16, 12, SWIGLU)
