@@ -97,10 +97,11 @@ class Trainer:
             callback.on_optimizer_end(None, None, None, scaler=None)
 
 
-class PipelineParallel:
+class PipelineParallel(paddle.nn.Layer):
     """Paddle's pipeline wrapper: everything in one call."""
 
     def __init__(self, model, reduce):
+        super().__init__()
         self.model, self.reduce = model, reduce
 
     def train_batch(

@@ -33,16 +33,19 @@ installing._device = lambda reference: "compute capability 9.0, says the test"
 """,
     "A loop of your own": """
 rig, micro_batches = Rig("direct"), make_batches(3)
-model, nodes, optimizer, wanted = rig.model, [rig.node], rig.optimizer, rig.wanted(micro_batches)
+model, wanted = paddle.nn.Sequential(rig.model), rig.wanted(micro_batches)
+for p in model.parameters():
+    del p.main_grad  # the snippet is to give it
 """,
     "PaddleFormers trainer": """
 rig = Rig("auto")
-nodes, trainer, wanted = [rig.node], Trainer(rig.model, rig.optimizer, rig.reduce), rig.wanted(micro_batches)
+trainer = Trainer(paddle.nn.Sequential(rig.model), rig.optimizer, rig.reduce)
+wanted = rig.wanted(micro_batches)
 """,
     "Pipeline parallel: `train_batch`": """
 rig = Rig("auto")
 overlap = Overlap(rig.model)
-nodes, optimizer, pipeline_model, data = [rig.node], rig.optimizer, PipelineParallel(rig.model, rig.reduce), micro_batches
+optimizer, pipeline_model, data = rig.optimizer, PipelineParallel(rig.model, rig.reduce), micro_batches
 lr_scheduler = scaler = None
 wanted, stale = rig.wanted(micro_batches), rig.node(*[micro_batches[0][i] for i in (0,)], None, *micro_batches[0][1:]).numpy()
 """,
@@ -78,7 +81,10 @@ assert (moe_forward(x, ids, probs) == node(x, None, ids, probs)).all()
 """,
     "With an all-to-all of your own": """
 dist.alltoall_single = lambda arrived, rows, send, recv, group: paddle.assign(rows, arrived)
-same([moe_forward(x, ids, probs).numpy()], [node(x, None, ids, probs).numpy()])
+x = x.astype("bfloat16")  # as the table asks
+one, out = node(x, None, ids, probs), moe_forward(x, ids, probs)
+assert out.dtype == one.dtype == paddle.bfloat16
+same([out.astype("float32").numpy()], [one.astype("float32").numpy()])
 """,
     "PaddleFleet": """
 x, ids, probs = make_batches(1)[0]
@@ -119,10 +125,11 @@ fleet.uninstall()
 """,
     "A loop of your own": """
 same(rig.weights(), wanted)
-assert rig.node.gradient_bytes == 0
+assert nodes == [rig.node] and rig.node.gradient_bytes == 0
 """,
     "PaddleFormers trainer": """
 trainer.train(micro_batches)
+assert nodes == [rig.node]
 assert rig.reduced > 0 and rig.node.gradient_bytes == 0
 assert "expert weight gradients are added straight into main_grad" in lines
 same(rig.weights(), wanted)
@@ -138,7 +145,7 @@ assert [line for line in lines if "too late" in line and "on_optimizer_begin" in
 lines.clear()
 """,
     "Pipeline parallel: `train_batch`": """
-assert rig.reduced > 0 and loss > 0
+assert rig.reduced > 0 and loss > 0 and nodes == [rig.node]
 same(rig.weights(), wanted)
 fresh = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
 assert not np.array_equal(fresh, stale)
@@ -237,8 +244,10 @@ ROWS = [
     ("own", {"split_wgrad": True}, False),
     ("formers", {}, False),
     ("formers", {"flush": "backward"}, False),
+    ("formers", {"flush": "prompt"}, False),
     ("pipeline", {}, False),
     ("pipeline", {"flush": "backward"}, False),
+    ("pipeline", {"flush": "prompt"}, False),
     ("bubbles", {"split_wgrad": True}, False),
     ("formers", {"split_wgrad": True}, True),  # not possible, says the table
     ("pipeline", {"split_wgrad": True}, True),
@@ -272,7 +281,7 @@ try:
 except ConfigError:
     pass
 # A forgotten step(). Where gradients are handed over, experts train on.
-for flush, trains in (("auto", True), ("backward", True), ("step", False)):
+for flush, trains in (("auto", True), ("backward", True), ("prompt", True), ("step", False)):
     rig = Rig(flush, main_grad=None)
     before = rig.weights()
     step_guard._asked.clear()
@@ -322,6 +331,78 @@ print("twice")
     assert ends["grad"].stdout == "once\ntwice\n", ends["grad"].stderr
     # Should Paddle mend this, the page has a paragraph less.
     assert ends["backward"].stdout == "once\n" and ends["backward"].returncode != 0
+
+
+PAGE_ON_PADDLE = """
+import sys
+def layer():
+    built = paddle.nn.Linear(4, 4)
+    return built, paddle.optimizer.AdamW(1e-2, parameters=built.parameters())
+def trains(built, optimizer):
+    before = built.weight.numpy().copy()
+    built(paddle.ones([2, 4])).sum().backward()
+    optimizer.step()
+    return bool((before != built.weight.numpy()).any())
+if sys.argv[1] == "adamw":
+    from sonicmoe.ernie_compat import SonicMoEMlpNode
+    w1, w2 = paddle.create_parameter([2, 8, 12], "float32"), paddle.create_parameter([2, 6, 8], "float32")
+    for w in (w1, w2):
+        w.main_grad = None
+    node = SonicMoEMlpNode.from_fused(w1, w2)
+    call = paddle.ones([3, 8]), None, paddle.zeros([3, 1], "int64"), paddle.ones([3, 1])
+    before, adamw = w1.numpy().copy(), paddle.optimizer.AdamW(1e-2, parameters=[w1, w2])
+    node(*call).sum().backward()
+    adamw.step()
+    assert float(w1.main_grad.abs().sum()) > 0 and (before == w1.numpy()).all()
+    for w in (w1, w2):
+        w.main_grad = w.main_grad.astype("bfloat16")
+    try:
+        node(*call).sum().backward()
+    except OSError as error:
+        assert "DTypeError: main_grad is bfloat16; needed: float32" in str(error), error
+        print("adamw")
+else:
+    first, second = layer(), layer()
+    assert trains(*first) and "linear_0.w_0_moment1_0" in first[1].state_dict()
+    second[1].set_state_dict(first[1].state_dict())
+    try:
+        trains(*second)
+    except Exception as error:
+        assert "Optimizer set error" in str(error) and "should in state dict" in str(error), error
+        print("counter")
+"""
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize("which", ["adamw", "counter"])
+def test_what_the_page_says_of_optimizers_is_so(which: str) -> None:
+    result = run_python(["-c", PREPARE + PAGE_ON_PADDLE, which], "paddle")
+    assert result.stdout == f"{which}\n", result.stderr
+    # Paddle has set up the root logger, so the line about gradients needs nothing else.
+    said = (
+        "expert weight gradients are added straight into main_grad" in result.stdout + result.stderr
+    )
+    assert said == (which == "adamw"), result.stderr
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize("checked", ["0", "1"])
+def test_ids_of_the_whole_model_show_only_where_the_variable_is_set(checked: str) -> None:
+    program = f"""
+import os
+os.environ["SONIC_MOE_VALIDATE_DISPATCH"] = "{checked}"
+{PREPARE}
+from readme_standins import *
+from sonicmoe.errors import RoutingError
+rig = Rig("auto")
+x, ids, probs = make_batches(1)[0]
+try:
+    print(float(rig.node(x, None, ids + EXPERTS + 1, probs).abs().max()))
+except RoutingError:
+    print("refused")
+"""
+    result = run_python(["-c", program], "paddle")
+    assert result.stdout == ("refused\n" if checked == "1" else "0.0\n"), result.stderr
 
 
 def test_named_files_exist() -> None:
