@@ -50,7 +50,7 @@ def lossgap(
     each line, JSON lines, or transformers' trainer_state.json. Either may be the --out of a run of
     `sonicmoe train`, and both where neither was trained with --compare. Both need the same steps.
 
-    docs/performance.md says how to read the numbers.
+    docs/troubleshooting.md has the formats of files, docs/performance.md how to read the numbers.
     """
     from ernie_compat.lossgap import plot_gaps, read_run, summarise
 
