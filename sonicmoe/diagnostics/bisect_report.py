@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from .bisect import Report
 
 WIDTH = 160
+# What to do about inputs that other modules made.
+_OUTSIDE = {
+    "x": "it came from before the experts: look for the first module whose output is not finite; where a gradient "
+    "was bad first, torch.autograd.detect_anomaly() names the line of its forward (PyTorch)",
+    "dout": "it came from outside the experts, from the side of the loss: torch.autograd.detect_anomaly() names the line "
+    "of the forward whose backward returned it first (PyTorch)",
+}
 
 
 def stage_table(report: Report) -> Table:
@@ -77,6 +84,8 @@ def verdict(report: Report) -> list[str]:
     lines = []
     if report.fault is not None:
         lines.append(str(report.fault))
+        if report.fault.stage in _OUTSIDE:
+            lines.append(_OUTSIDE[report.fault.stage])
         spread = [name for name in report.wrong if name != report.fault.stage]
         if spread:
             lines.append(f"wrong after it: {', '.join(spread)}")

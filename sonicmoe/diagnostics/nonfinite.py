@@ -19,6 +19,7 @@ from ..quant.tokens import anchor_of
 from .bisect import GOLDEN, Report, bisect
 from .bisect_report import text_of
 from .call_events import BackwardBegins, BackwardDone, CallEvent, ExpertCall, ForwardDone
+from .callers import Located
 from .stages import observing
 from .step_capture import step_of_backward, step_of_forward
 from .step_dump import StepDump, save_dump
@@ -131,12 +132,14 @@ class _Watcher:
             path = _unused(self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz")
             save_dump(path, step)
         called = result if step.caller is None else step.caller.called(result)
+        called = "output" if called == "out" else called
         # The name of a weight has that of its layer.
         layer = f" of {report.layer}" if report.layer and report.layer not in called else ""
         lines = [
             f"{called}{layer} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),
         ]
+        lines += _about_router(report, call)
         lines += _about_copies(step, call)
         if report.fault is None and len(lines) == 2:
             lines.append(
@@ -146,6 +149,26 @@ class _Watcher:
             lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
         self.failure = NonFiniteError("\n".join(lines), report, path)
         raise self.failure
+
+
+# Of a distributed weight every rank sees its own part, whose indices are others.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _about_router(report: Report, call: ExpertCall) -> list[str]:
+    """A line where the probabilities are a layer's own softmax, and its router's weight is bad."""
+    weight = getattr(getattr(call.module, "router", None), "weight", None)
+    if report.fault is None or report.fault.stage != "probs":
+        return []
+    if weight is None or type(weight) not in _PLAIN:
+        return []
+    bad = torch.nonzero(~torch.isfinite(weight.detach()))
+    if len(bad) == 0:
+        return []
+    index = tuple(int(axis) for axis in bad[0].tolist())
+    name = f"{report.layer}.router.weight" if report.layer else "router.weight"
+    value = float(weight.detach()[index])
+    return [f"the probabilities come from {Located(name, index)}, which is {value}"]
 
 
 def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:

@@ -120,7 +120,7 @@ def test_a_weight_is_named_as_the_model_has_it(arrangement, which, index, stage,
     text = f"first bad: input {stage} = layers.1.{named} at expert 2: nan; 1 NaN"
     assert str(error).splitlines()[1].startswith(text)
     layer = "layers.1" + (".experts" if arrangement == "per expert" else "")
-    assert error.report.layer == layer and f"out of {layer} is not finite" in str(error)
+    assert error.report.layer == layer and f"output of {layer} is not finite" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_weights_of_no_module_have_the_names_of_the_arguments(arrangement, named
         node = SonicMoEMlpNode(plain, E, H, I)
     text = str(found(lambda: train_step(node)))
     assert f"first bad: input w2 = {named} at expert 2: nan" in text
-    assert text.startswith("out is not finite (engine reference")
+    assert text.startswith("output is not finite (engine reference")
 
 
 @MODES

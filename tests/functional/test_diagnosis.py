@@ -447,6 +447,26 @@ def test_the_probabilities_of_the_top_k_layer():
     assert "input probs = the softmax of x @ router_w.T at expert" in fault_of(error)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_routers_own_weight_is_named(wrapped):
+    moe = make_layer()
+    spoil(moe.router.weight, 1, 3)
+    if wrapped:
+        model = nn.ModuleDict({"block": moe})  # noqa: F841  it gives the layer its name
+    error = str(found(lambda: moe(make_tokens(30, H))))
+    name = "block.router.weight[1, 3]" if wrapped else "router.weight[1, 3]"
+    assert f"\nthe probabilities come from {name}, which is nan\n" in error + "\n"
+
+
+def test_a_value_from_outside_says_so():
+    x = make_tokens(30, H)
+    error = found(lambda: make_layer()(spoil(x.clone(), 17, 5)))
+    assert "it came from before the experts: look for the first module" in str(error)
+    x.requires_grad_()
+    error = found(lambda: make_layer()(x)[0].backward(spoil(torch.ones_like(x), 23, 9)))
+    assert "from the side of the loss: torch.autograd.detect_anomaly()" in str(error)
+
+
 def test_a_weight_gradient_is_named_in_the_callers_layout(tmp_path):
     """Of a stage behind the inputs: its index in the caller's halves too."""
     from sonicmoe.diagnostics.stages import listening

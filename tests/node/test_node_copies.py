@@ -313,5 +313,5 @@ def test_those_who_inspect_a_call_get_the_decoded_weights(tmp_path, release):
     x = batch.x.copy()
     x[3] = np.nan
     if not release:
-        with pytest.raises(NonFiniteError, match="out is not finite"), detect_nonfinite():
+        with pytest.raises(NonFiniteError, match="output is not finite"), detect_nonfinite():
             Step(layer, [batch.but(x=x)], copies)
