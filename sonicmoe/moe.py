@@ -4,8 +4,11 @@ SonicMoE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ParamSpec
 
 import torch
 from torch import nn
@@ -29,6 +32,7 @@ from .interop import current_stream
 from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor
+P = ParamSpec("P")
 
 
 class Experts(nn.Module):
@@ -67,6 +71,19 @@ class Experts(nn.Module):
         return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
 
 
+def _names_unknown_first(init: Callable[P, None]) -> Callable[P, None]:
+    """Refuse unknown arguments before Python misses the one that such a name stands for."""
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(*arguments: P.args, **named: P.kwargs) -> None:
+        unknown = {name: value for name, value in named.items() if name not in known}
+        refuse_unknown("MoE.__init__", unknown, _WAYS_OUT)
+        init(*arguments, **named)
+
+    return checked
+
+
 class MoE(nn.Module):
     """Router, top-k, softmax over the chosen, gated expert MLPs, weighted sum; with the Switch
     load-balancing loss.
@@ -95,6 +112,7 @@ class MoE(nn.Module):
             it.
     """
 
+    @_names_unknown_first
     def __init__(
         self,
         num_experts: int,
@@ -106,10 +124,9 @@ class MoE(nn.Module):
         std: float = 0.02,
         is_glu: bool | None = None,
         activation_parameters: Mapping[str, float | None] | None = None,
-        **unknown: object,
     ) -> None:
+        """See the class; weights are drawn from a normal distribution."""
         super().__init__()
-        refuse_unknown("MoE.__init__", unknown, _WAYS_OUT)
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         sizes |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, size in sizes.items():

@@ -31,6 +31,10 @@ class NpzError(SonicMoEError, ValueError):
     """A file is missing, or holds something else than named arrays; the text says which."""
 
 
+class NotNpzError(NpzError):
+    """A file is something else, or was cut off."""
+
+
 def read_npz(
     path: Path, wanted: Callable[[Iterable[str]], Iterable[str]] = lambda names: names
 ) -> dict[str, np.ndarray]:
@@ -44,9 +48,12 @@ def read_npz(
         NpzError: the file cannot be read, or is damaged, or holds objects that would be unpickled.
     """
     try:
-        with _open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            members = _members(archive)
-            return {name: _read_array(archive, members[name]) for name in wanted(members)}
+        with _open_regular(path) as file:
+            whole = zipfile.is_zipfile(file)
+            expect(whole, NotNpzError, "it is no .npz file, or its end is missing")
+            with zipfile.ZipFile(file) as archive:
+                members = _members(archive)
+                return {name: _read_array(archive, members[name]) for name in wanted(members)}
     except NpzError:
         raise
     except OSError as error:

@@ -4,6 +4,7 @@ framework.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -48,7 +49,11 @@ class LazyGroup(OneLineGroup):
 
         Raises:
             ConfigError: naming the variable, its value and what is needed.
+            UsageError: no such subcommand; the message names the nearest.
         """
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1) if args else []
+        if near and args[0] not in COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")
         found = super().resolve_command(ctx, args)
         # Reading the environment raises for a value that is not understood. Help must work all the
         # same.

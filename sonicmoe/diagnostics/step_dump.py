@@ -17,7 +17,7 @@ import numpy as np
 from ..config import FLAGS, ResolvedConfig, spelling
 from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
-from ..npz import NpzError, read_npz, require_numbers
+from ..npz import NotNpzError, NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
 from .callers import Caller, Located
 
@@ -304,6 +304,8 @@ def load_dump(path: str | Path) -> StepDump:
         raise DumpError(f"{path} is no dump of a step: it has no {error.args[0]!r}") from None
     except (ShapeError, DumpError) as error:
         raise type(error)(f"{path}: {error}") from None
+    except NotNpzError as error:
+        raise DumpError(f"{path} is no dump of sonicmoe: {error}") from None
     # Settings that are no JSON, or of other types than theirs.
     except (NpzError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DumpError(f"cannot read a step from {path}: {error}") from None

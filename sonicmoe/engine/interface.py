@@ -443,6 +443,7 @@ def check_weights(
     """
     expect(len(w1.shape) == 3, ShapeError, f"w1 has shape {tuple(w1.shape)}; needed: [E, N1, H]")
     expect(len(w2.shape) == 3, ShapeError, f"w2 has shape {tuple(w2.shape)}; needed: [E, H, I]")
+    _refuse_transposed(w1, w2, activation)
     experts, n1, hidden = (int(size) for size in w1.shape)
     wanted = (experts, hidden, int(w2.shape[2]))
     expect(
@@ -468,6 +469,31 @@ def check_weights(
             ShapeError,
             f"b2 has shape {tuple(b2.shape)}; needed: {(experts, hidden)}",
         )
+
+
+def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> None:
+    """Raise where w1, w2 or both fit once their last two axes change places. Else the wrong one of
+    the two might be blamed.
+    """
+    up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
+    turned_up, turned_down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
+    if _fit(up, down, activation):
+        return
+    for first, second, looks in (
+        (turned_up, down, "w1 looks"),
+        (up, turned_down, "w2 looks"),
+        (turned_up, turned_down, "both look"),
+    ):
+        if _fit(first, second, activation):
+            raise ShapeError(
+                f"w1 has shape {up} and w2 {down} with the experts first, and {looks} transposed; "
+                f"needed: [E, N1, H] = {first} and [E, H, I] = {second}"
+            )
+
+
+def _fit(up: tuple[int, ...], down: tuple[int, ...], activation: ActivationType) -> bool:
+    experts, hidden, inner = down
+    return up == (experts, pre_activation_width(inner, activation), hidden)
 
 
 def token_format(x: Tokens) -> TokenFormat:

@@ -402,8 +402,19 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
         expect(
             shape[2] == experts,
             ShapeError,
-            f"{name} {axes} has shape {shape}; needed: {experts} experts ({source})",
+            f"{name} {axes} has shape {shape}; needed: {experts} experts ({source}){_native_hint(w1, w2)}",
         )
+
+
+def _native_hint(w1: Tensor, w2: Tensor) -> str:
+    """What to pass where both have the experts first, as `MoE` and models hold them."""
+    up, down = tuple(w1.shape), tuple(w2.shape)
+    if len(up) != 3 or len(down) != 3 or (up[0], up[2]) != down[:2]:
+        return ""
+    return (
+        "; w1 looks like [E, N1, H] and w2 like [E, H, I]: pass w1.permute(1, 2, 0) and "
+        "w2.permute(1, 2, 0)"
+    )
 
 
 def _layout(activation: ActivationType, concat_layout: bool) -> WeightLayout:

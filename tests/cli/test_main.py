@@ -63,6 +63,21 @@ def test_unknown_command_is_a_usage_error() -> None:
     assert "No such command 'trian'" in result.output
 
 
+def test_a_misspelt_command_is_guessed() -> None:
+    result = CliRunner().invoke(main, ["doctr"])
+    assert result.exit_code == 2
+    assert result.output == "Error: No such command 'doctr'; did you mean doctor?\n"
+    assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).output
+
+
+def test_a_file_of_another_kind_is_no_dump(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    result = CliRunner().invoke(main, ["bisect", str(path)])
+    assert result.exit_code == 2 and "BadZipFile" not in result.output
+    assert f"{path} is no dump of sonicmoe: it is no .npz file" in result.output
+
+
 def test_refusal_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyPatch) -> None:
     @click.command()
     def doctor() -> None:

@@ -374,3 +374,28 @@ def test_validation_names_a_repeated_expert():
         pytest.raises(RoutingError, match="names expert 3 twice"),
     ):
         moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
+
+
+def test_weights_with_the_experts_first_are_recognised():
+    """As `MoE` holds them: w1 `[E, N1, H]`, w2 `[E, H, I]`."""
+    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
+    weights = moe.c_fc.weight, None, moe.c_proj.weight, None
+    hint = r"pass w1\.permute\(1, 2, 0\) and w2\.permute\(1, 2, 0\)"
+    with pytest.raises(ShapeError, match=r"w1 looks like \[E, N1, H\].*" + hint):
+        moe_general_routing_inputs(x, scores, tokens, experts, *weights)
+    with pytest.raises(ShapeError) as refused:
+        moe_general_routing_inputs(x, scores, tokens, experts, *views(moe), E=4)
+    assert "permute" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("turned", "looks"), [("w1", "w1 looks"), ("w2", "w2 looks"), ("w1 w2", "both look")]
+)
+def test_transposed_weights_are_blamed_themselves(turned, looks):
+    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
+    w1, b1, w2, b2 = views(moe)
+    w1 = w1.transpose(0, 1) if "w1" in turned else w1
+    w2 = w2.transpose(0, 1) if "w2" in turned else w2
+    needed = r"needed: \[E, N1, H\] = \(5, 48, 32\) and \[E, H, I\] = \(5, 32, 24\)"
+    with pytest.raises(ShapeError, match=rf"and {looks} transposed; {needed}"):
+        moe_general_routing_inputs(x, scores, tokens, experts, w1, b1, w2, b2)

@@ -4,6 +4,7 @@ training, and the border.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 
@@ -448,3 +449,12 @@ def test_fp8_that_no_gpu_computes_is_said_once(inner, dtype, words, caplog, monk
         with SonicMoEConfig(engine="reference").activate():
             moe(x, use_fp8=True)
     assert len(caplog.records) == len(said)
+
+
+def test_an_unknown_argument_is_named_before_a_missing_one():
+    with pytest.raises(TypeError, match=r"MoE.__init__\(\) got an unexpected .* 'n_experts'$"):
+        MoE(n_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        MoE(4, 2, 32)
+    assert list(inspect.signature(MoE).parameters)[:2] == ["num_experts", "num_experts_per_tok"]
+    assert MoE.__init__.__doc__.startswith("See the class")
