@@ -351,8 +351,11 @@ if sys.argv[1] == "adamw":
     node = SonicMoEMlpNode.from_fused(w1, w2)
     call = paddle.ones([3, 8]), None, paddle.zeros([3, 1], "int64"), paddle.ones([3, 1])
     before, adamw = w1.numpy().copy(), paddle.optimizer.AdamW(1e-2, parameters=[w1, w2])
-    node(*call).sum().backward()
-    adamw.step()
+    for _ in range(8):
+        node(*call).sum().backward()
+        node.step()
+        adamw.step()
+        adamw.clear_grad()
     assert float(w1.main_grad.abs().sum()) > 0 and (before == w1.numpy()).all()
     for w in (w1, w2):
         w.main_grad = w.main_grad.astype("bfloat16")
@@ -383,11 +386,14 @@ def test_what_the_page_says_of_optimizers_is_so(which: str) -> None:
         "expert weight gradients are added straight into main_grad" in result.stdout + result.stderr
     )
     assert said == (which == "adamw"), result.stderr
+    assert ("no optimizer reads main_grad" in result.stderr) == said, result.stderr
 
 
 @pytest.mark.paddle
 @pytest.mark.parametrize("checked", ["0", "1"])
-def test_ids_of_the_whole_model_show_only_where_the_variable_is_set(checked: str) -> None:
+def test_ids_of_the_whole_model_give_zeros_or_are_refused_where_the_variable_is_set(
+    checked: str,
+) -> None:
     program = f"""
 import os
 os.environ["SONIC_MOE_VALIDATE_DISPATCH"] = "{checked}"
@@ -403,6 +409,7 @@ except RoutingError:
 """
     result = run_python(["-c", program], "paddle")
     assert result.stdout == ("refused\n" if checked == "1" else "0.0\n"), result.stderr
+    assert ("the output is zeros" in result.stderr) == (checked == "0"), result.stderr
 
 
 def test_named_files_exist() -> None:
