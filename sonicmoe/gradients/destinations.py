@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..engine.interface import NativeBuffer
-from ..errors import DTypeError, LayoutError, ShapeError, expect
+from ..errors import DTypeError, LayoutError, ShapeError
 from ..interop import (
     IS_PADDLE,
     current_stream,
@@ -26,6 +26,7 @@ from ..interop import (
     is_cuda,
     numel,
     require_same_device,
+    same_device,
 )
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels.cuda_wgrad import flush_source
@@ -52,9 +53,15 @@ class FlushKernel(Protocol):
     def gradient_format(self, dtype: str, fresh: bool) -> int: ...
 
 
-def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
+def check_main_grad(
+    parameter: Tensor,
+    gradient: Tensor,
+    name_of: Callable[[int], str] = lambda _: "weight",
+    index: int = 0,
+) -> None:
     """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`,
-    where there is one.
+    where there is one. `name_of(index)` names the parameter in messages; a function, because every
+    flush checks.
 
     Raises:
         DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape
@@ -64,25 +71,27 @@ def check_main_grad(parameter: Tensor, gradient: Tensor) -> None:
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return
-    expect(
-        main_grad.dtype == torch.float32,
-        DTypeError,
-        f"main_grad is {dtype_name(main_grad.dtype)}; needed: float32",
-    )
-    shape = tuple(parameter.shape)
+    # Messages are composed only where one is needed.
+    shape, found = tuple(parameter.shape), tuple(main_grad.shape)
     known = [shape, (shape[0], shape[2], shape[1])] if len(shape) == 3 else [shape]
-    expect(
-        tuple(main_grad.shape) in known,
-        ShapeError,
-        f"main_grad has shape {tuple(main_grad.shape)}; the parameter's is {shape}"
-        + (f", and {known[1]} in its other layout" if len(known) > 1 else ""),
-    )
-    require_same_device([("the gradient", gradient), ("main_grad", main_grad)])
-    expect(
-        parameter.dtype != torch.float32 or data_ptr(main_grad) != data_ptr(parameter),
-        LayoutError,
-        "main_grad is the memory of the weight itself, and adding gradients would change the weight; needed: memory of its own",
-    )
+    if main_grad.dtype != torch.float32:
+        raise DTypeError(
+            f"{name_of(index)}.main_grad is {dtype_name(main_grad.dtype)}; needed: float32"
+        )
+    if found not in known:
+        other = f", and {known[1]} in its other layout" if len(known) > 1 else ""
+        raise ShapeError(
+            f"{name_of(index)}.main_grad has shape {found}; the parameter's is {shape}{other}"
+        )
+    if not same_device(main_grad, gradient):
+        require_same_device(
+            [("the gradient", gradient), (f"{name_of(index)}.main_grad", main_grad)]
+        )
+    if parameter.dtype == torch.float32 and data_ptr(main_grad) == data_ptr(parameter):
+        raise LayoutError(
+            f"{name_of(index)}.main_grad is the memory of the weight itself, and adding gradients would change the weight; "
+            "needed: memory of its own"
+        )
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:

@@ -168,9 +168,10 @@ def direct_problem(
     problem = targets.problem(n1, hidden, inner, device_name(dout))
 
     def check() -> None:
-        for parameter, wanted in zip(addition.parameters, addition.trained, strict=True):
+        pairs = zip(addition.parameters, addition.trained, strict=True)
+        for index, (parameter, wanted) in enumerate(pairs):
             if wanted:
-                check_main_grad(parameter, dout)
+                check_main_grad(parameter, dout, layer.name_of, index)
 
     if problem is not None:
         # Its dtype, shape or device would be refused by a flush as well, so it is refused here.

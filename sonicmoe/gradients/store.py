@@ -321,7 +321,7 @@ class GradientStore:
             if self._mode is FlushMode.DIRECT:
                 lacking = [main_grad is ABSENT for main_grad in main_grads].index(True)
                 raise ConfigError(
-                    f"flush='direct', and expert parameter {lacking} of {len(parameters)} has no main_grad; needed: fp32 "
+                    f"flush='direct', and {self._parameters.name_of(lacking)} has no main_grad; needed: fp32 "
                     "main_grad (None: memory is made) on every one that trains, or flush='auto'"
                 )
             self._say(Route.AUTOGRAD)
@@ -392,9 +392,9 @@ class GradientStore:
         trained = self._trained or list(map(requires_grad, parameters))
         # Before the first addition, so that a flush that raises may be repeated and adds nothing
         # twice.
-        for parameter, wanted in zip(parameters, trained, strict=True):
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
             if wanted:
-                check_main_grad(parameter, native.dw1)
+                check_main_grad(parameter, native.dw1, self._parameters.name_of, index)
         into_parameters = _into_parameters(device_name(native.dw1))
         with plain_ops():
             # Finding the kernel may compile and raise, so it comes before the first addition.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config
 from ..engine.capabilities import TokenFormat, Workload
 from ..engine.interface import EngineSettings
-from ..engine.select import EngineChoice, announce, ready_engine
+from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
 from ..enums import ActivationParameters, ActivationType
 from ..errors import ConfigError
 
@@ -97,6 +97,7 @@ class Choices:
         workload = Workload(settings, *self._sizes, token_dtype, tokens=tokens)
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
+        announce_emulation(choice, device)
         self._engines = [*self._engines[-_KEPT + 1 :], (key, choice)]
         return choice
 

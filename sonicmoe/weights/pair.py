@@ -103,6 +103,9 @@ class PairParameters(StackedParameters):
             self.layout, self._shapes = layout, shapes
         return [weight1, weight2]
 
+    def name_of(self, index: int) -> str:
+        return f"w{index + 1}"
+
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         return self._native_shapes  # type: ignore[return-value]
 

@@ -56,6 +56,10 @@ class ExpertParameters(ABC):
         return self.source().native()[:2]
 
     @abstractmethod
+    def name_of(self, index: int) -> str:
+        """What the caller calls the parameter at this place, for messages."""
+
+    @abstractmethod
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Shapes of `native()` without making it."""
 
@@ -181,6 +185,10 @@ class PerExpertParameters(ExpertParameters):
         names = ("up_gate_proj", "down_proj")
         return [_weight(expert, name) for name in names for expert in self._experts]
 
+    def name_of(self, index: int) -> str:
+        expert, is_down = index % len(self._experts), index >= len(self._experts)
+        return f"experts[{expert}].{'down_proj' if is_down else 'up_gate_proj'}.weight"
+
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """From the first expert."""
         first, count = self._experts[0], len(self._experts)
@@ -224,6 +232,9 @@ class StackedParameters(ExpertParameters):
     tells which. Where both layouts give one shape (H = 2I for the first weight, H = I for the
     second), it is the layout of the weight.
     """
+
+    def name_of(self, index: int) -> str:
+        return f"weight{index + 1}"
 
     def other_layout(self) -> WeightLayout:
         """That of the two in which the weights are not."""

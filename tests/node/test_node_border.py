@@ -289,3 +289,25 @@ class TestRefusals:
             tensor(p.x, torch.float32), None, tensor(p.indices), tensor(p.probs, torch.float32)
         )
         assert relative_rmse(numpy(out), golden(p).out) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "words"),
+    [
+        ((40, 48), torch.bfloat16, "not hopper: H is 40 and I is 48, and"),
+        ((64, 64), torch.float16, "not hopper: tokens are float16, and it"),
+        ((64, 64), torch.bfloat16, None),
+    ],
+)
+def test_fp8_that_no_gpu_computes_is_said_once(sizes, dtype, words, caplog, monkeypatch):
+    monkeypatch.setattr("sonicmoe.engine.select._LOGGED", set())
+    caplog.set_level(logging.WARNING, logger="sonicmoe")
+    hidden, inner = sizes
+    problem = make_problem(hidden=hidden, intermediate=inner)
+    for config in (SonicMoEConfig(), SonicMoEConfig(fp8_mode="perf")):
+        layer = Layer(problem, dtype=dtype, config=config)
+        for _ in range(2):
+            layer.call(x_grad=False, probs_grad=False)
+        said = [r.getMessage() for r in caplog.records if "emulates FP8, but" in r.getMessage()]
+        assert len(said) == (config.fp8_mode is not None and words is not None)
+        assert not said or words in said[0]

@@ -280,7 +280,7 @@ class TestWhatDecides:
         del layer.weights[2].main_grad
         with pytest.raises(
             (ConfigError, OSError),
-            match="flush='direct', and expert parameter 2 of 8 has no main_grad",
+            match=r"flush='direct', and experts\[2\].up_gate_proj.weight has no main_grad",
         ):
             layer.run()
         assert not any(numpy(w.main_grad).any() for w in layer.weights if hasattr(w, "main_grad"))
@@ -288,9 +288,10 @@ class TestWhatDecides:
     @pytest.mark.parametrize("flush", ["auto", "direct"])
     def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, flush):
         layer = Layer(flush=flush)
+        up = r"experts\[3\].up_gate_proj.weight.main_grad"
         for wrong, error, words in (
-            (torch.float16, DTypeError, "main_grad is float16; needed: float32"),
-            (None, ShapeError, "main_grad has shape"),
+            (torch.float16, DTypeError, f"{up} is float16; needed: float32"),
+            (None, ShapeError, f"{up} has shape"),
         ):
             layer.set_main_grad(0.0)
             held = layer.weights[3].main_grad
@@ -299,6 +300,23 @@ class TestWhatDecides:
                 layer.run()
             layer.weights[3].main_grad = held
             assert not any(each.any() for each in layer.gradients("main_grad"))
+
+    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+    @pytest.mark.parametrize(
+        ("arrangement", "name"),
+        [
+            ("per_expert", r"experts\[3\].down_proj.weight"),
+            ("fused", "weight2"),
+            ("native", "weight2"),
+        ],
+    )
+    def test_a_wrong_main_grad_is_named(self, arrangement, name, flush):
+        layer = Layer(arrangement=arrangement, flush=flush)
+        held = layer.set_main_grad(0.0)
+        layer.weights[-1].main_grad = held[-1].to(torch.bfloat16)
+        with pytest.raises((DTypeError, OSError), match=f"{name}.main_grad is bfloat16"):
+            layer.run()
+            layer.node.step()
 
     @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
     def test_what_trains_is_decided_in_the_backward(self, flush):
