@@ -12,7 +12,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,14 @@ class _Row:
     cells: dict[str, Any]
 
 
-def read_losses(path: Path, column: str | None = None) -> LossFile:
+def read_losses(path: Path, column: str | None = None, *, keeps_missing: bool = False) -> LossFile:
     """The losses of a file, or of a run of `sonicmoe train`.
 
     Args:
         path: the file, or the directory of the run.
         column: the column, or the key, that holds the loss; its number from 1 where a file has no
             header. Default: `loss`, or the only column.
+        keeps_missing: losses that are nan stay, for `without_missing`.
 
     Raises:
         LossGapError: it cannot be read, has no such column, a loss that is no positive number, or
@@ -76,8 +77,38 @@ def read_losses(path: Path, column: str | None = None) -> LossFile:
     rows = list(_rows(path, _text_of(path)))
     name = _loss_column(path, rows, column)
     held = [row for row in rows if row.cells.get(name) not in (None, "")]
-    losses = tuple(_loss(path, row, name) for row in held)
+    losses = tuple(_loss(row, name, keeps_missing) for row in held)
     return LossFile(path, losses, _steps(path, held), len(rows) - len(held))
+
+
+def without_missing(run: LossFile, reference: LossFile) -> tuple[LossFile, LossFile, int]:
+    """Both files at the steps at which both have a loss, and how many steps were dropped. Where a
+    file has no steps, its rows are counted.
+
+    Raises:
+        LossGapError: no step is left; or rows are counted and not equally many.
+    """
+    if run.steps is None or reference.steps is None:
+        _require_same_steps(run, reference)
+        places = [tuple(range(len(run.losses)))] * 2
+    else:
+        places = [run.steps, reference.steps]
+    held = [
+        {place: n for n, place in enumerate(at) if not math.isnan(one.losses[n])}
+        for one, at in zip((run, reference), places, strict=True)
+    ]
+    common = sorted(held[0].keys() & held[1].keys())
+    what = f"{run.path} and {reference.path} have no step at which both have a loss"
+    expect(bool(common), LossGapError, what)
+    first, second = (
+        replace(
+            one,
+            losses=tuple(one.losses[at[place]] for place in common),
+            steps=None if one.steps is None else tuple(one.steps[at[place]] for place in common),
+        )
+        for one, at in zip((run, reference), held, strict=True)
+    )
+    return first, second, len({*places[0], *places[1]}) - len(common)
 
 
 def compare_files(run: LossFile, reference: LossFile) -> GapRun:
@@ -107,7 +138,7 @@ def _require_same_steps(run: LossFile, reference: LossFile) -> None:
         strays = sorted(set(run.steps) ^ set(reference.steps))
         raise LossGapError(
             f"{_extent(run)}, {_extent(reference)}: step {strays[0]} is in one of them alone; "
-            "needed: the same steps in both"
+            "needed: the same steps in both; --skip-missing drops those that one lacks"
         )
     expect(
         len(run.losses) == len(reference.losses),
@@ -219,15 +250,18 @@ def _loss_column(path: Path, rows: Sequence[_Row], asked: str | None) -> str:
     return found
 
 
-def _loss(path: Path, row: _Row, name: str) -> float:
+def _loss(row: _Row, name: str, keeps_missing: bool) -> float:
     value = row.cells[name]
     try:
-        loss = math.nan if isinstance(value, bool) else float(value)
+        loss = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        loss = math.nan
+        loss = -1.0
+    missing = math.isnan(loss)
     # The gap is a ratio of losses.
-    sound = 0 < loss < math.inf
-    expect(sound, LossGapError, f"{row.place}: {name} is {value!r:.40}; needed: a positive number")
+    sound = 0 < loss < math.inf or (missing and keeps_missing)
+    remedy = "; --skip-missing drops its step from both files" if missing else ""
+    found = f"{row.place}: {name} is {value!r:.40}"
+    expect(sound, LossGapError, f"{found}; needed: a positive number{remedy}")
     return loss
 
 

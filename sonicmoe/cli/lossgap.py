@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     "[default: loss, or the only column]",
 )
 @click.option(
+    "--skip-missing",
+    is_flag=True,
+    help="Of two files: drop steps whose loss is nan, or absent, in one of them from both.",
+)
+@click.option(
     "--plot",
     type=Location(dir_okay=False),
     metavar="FILE",
@@ -39,7 +44,12 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 def lossgap(
-    paths: tuple[Path, ...], column: str | None, plot: Path | None, as_json: bool, markdown: bool
+    paths: tuple[Path, ...],
+    column: str | None,
+    skip_missing: bool,
+    plot: Path | None,
+    as_json: bool,
+    markdown: bool,
 ) -> None:
     """Summarise the gap in loss between a precision and full precision.
 
@@ -62,8 +72,16 @@ def lossgap(
             ConfigError,
             "--column is for files of losses, and these are runs with --compare",
         )
+        expect(
+            pair or not skip_missing,
+            ConfigError,
+            "--skip-missing is for files of losses, and these are runs with --compare",
+        )
         doing.begin("reading", total=len(paths))
-        files = read_pair(paths, column, doing) if pair else []
+        files = read_pair(paths, column, doing, skip_missing) if pair else []
+        skipped = 0
+        if skip_missing:
+            files, skipped = skip(files)
         runs = [compare_pair(files)] if pair else []
         for directory in () if pair else paths:
             doing.at(str(directory))
@@ -73,10 +91,14 @@ def lossgap(
         picture = None if plot is None else str(plot_gaps(runs, plot))
     if as_json:
         data = to_json(runs, summaries, files, picture)
+        if skip_missing:
+            data["skipped_steps"] = skipped
         click.echo(json.dumps(data, indent=2, allow_nan=False))
         return
     if files:
         print_table(file_table(files), markdown)
+    if skip_missing:
+        click.echo(f"{skipped} steps without a loss in one of the files were dropped from both")
     print_table(run_table(runs), markdown)
     print_table(summary_table(summaries), markdown)
     for summary in summaries:
@@ -106,14 +128,25 @@ def is_pair(paths: Sequence[Path]) -> bool:
     return True
 
 
-def read_pair(paths: Sequence[Path], column: str | None, doing: Activity) -> list[LossFile]:
+def skip(files: Sequence[LossFile]) -> tuple[list[LossFile], int]:
+    """Both at the steps at which both have a loss, and how many were dropped."""
+    from ernie_compat.loss_files import without_missing
+
+    run, reference = files
+    first, second, skipped = without_missing(run, reference)
+    return [first, second], skipped
+
+
+def read_pair(
+    paths: Sequence[Path], column: str | None, doing: Activity, keeps_missing: bool
+) -> list[LossFile]:
     """The losses of both, in order."""
     from ernie_compat.loss_files import read_losses
 
     files = []
     for path in paths:
         doing.at(str(path))
-        files.append(read_losses(path, column))
+        files.append(read_losses(path, column, keeps_missing=keeps_missing))
         doing.advance()
     return files
 

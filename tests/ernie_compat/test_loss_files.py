@@ -247,3 +247,40 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 def open_metrics(losses: tuple[float, ...]) -> list[str]:
     path = metrics(Path("runs/bf16"), losses) / "metrics.jsonl"
     return path.read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_steps_without_a_loss_are_dropped_from_both(has_steps: bool, tmp_path: Path) -> None:
+    whole, reference = list(noisy(0)), list(noisy(1))
+    run = [*whole[:7], float("nan"), *whole[8:]]
+    reference[30] = float("nan")
+    files = [tmp_path / "run", tmp_path / "reference"]
+    for path, losses in zip(files, (run, reference), strict=True):
+        if has_steps:
+            csv_of(path, tuple(losses))
+        else:
+            written(path, "\n".join(map(repr, losses)))
+    refused = invoke(*files)
+    assert refused.exit_code == 2 and "--skip-missing drops its step" in refused.output
+    result = invoke(*files, "--skip-missing", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    kept = [n for n in range(len(run)) if n not in (7, 30)]
+    assert data["skipped_steps"] == 2 and [one["rows"] for one in data["files"]] == [98, 98]
+    wanted = loss_gap(tuple(run[n] for n in kept), tuple(reference[n] for n in kept))
+    assert data["runs"][0]["gap"] == wanted
+    said = invoke(*files, "--skip-missing").stdout
+    assert "2 steps without a loss in one of the files were dropped from both" in said
+
+
+def test_a_step_that_one_file_lacks_is_dropped_from_the_other(tmp_path: Path) -> None:
+    files = csv_of(tmp_path / "a", noisy(0)), csv_of(tmp_path / "b", noisy(1, 99))
+    assert "--skip-missing drops those that one lacks" in invoke(*files).output
+    data = json.loads(invoke(*files, "--skip-missing", "--json").stdout)
+    assert data["skipped_steps"] == 1 and [one["rows"] for one in data["files"]] == [99, 99]
+    assert all(one["steps"] == [1, 99] for one in data["files"])
+    none = csv_of(tmp_path / "none", (float("nan"),))
+    words = "have no step at which both have a loss"
+    assert words in invoke(none, files[0], "--skip-missing").output
+    compared = metrics(tmp_path / "compared", noisy(2), 1.0)
+    assert "--skip-missing is for files" in invoke(compared, compared, "--skip-missing").output
