@@ -30,7 +30,7 @@ ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUT
               help="fp64 and each stage's own arithmetic, or another engine's stages.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
               help="Run it quantised, or not, whatever it was.")  # fmt: skip
-@framework_option("Runs the engines.")
+@framework_option("Runs the engines; not given: that which wrote DUMP, if it is installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def bisect(
@@ -51,7 +51,7 @@ def bisect(
     step = load_dump(dump)
     if precision != "as-dumped":
         step = step.but(recipe=None if precision == "bf16" else step.settings.recipe or "iso128")
-    load_framework(framework)
+    load_framework(framework, step.framework)
     # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict

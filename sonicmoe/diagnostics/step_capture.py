@@ -124,6 +124,7 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
         b1=b1,
         b2=b2,
         caller=caller_of(call),
+        framework="paddle" if IS_PADDLE else "torch",
         first_triple=None if call.first_triple is None else to_numpy(call.first_triple),
         **tokens,
     )

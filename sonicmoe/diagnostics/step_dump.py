@@ -17,6 +17,7 @@ import numpy as np
 from ..config import FLAGS, ResolvedConfig, spelling
 from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
+from ..frameworks import FRAMEWORKS
 from ..npz import NotNpzError, NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
 from .callers import Caller, Located
@@ -126,6 +127,7 @@ class StepDump:
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
     multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values. dout_codes,
     dout_scale: the same of dout.
+    framework: that ran the step, one of `FRAMEWORKS`; None where nobody knows.
 
     Raises:
         ShapeError: the arrays do not belong together.
@@ -147,9 +149,13 @@ class StepDump:
     b2: Array | None = None
     caller: Caller | None = None
     first_triple: Array | None = None
+    framework: str | None = None
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
+        known = [None, *FRAMEWORKS]
+        words = f"framework is {self.framework!r}; needed: one of {known}"
+        expect(self.framework in known, DumpError, words)
         for tokens in ("x", "dout"):
             self._check_tokens(tokens)
         expect(
@@ -262,6 +268,8 @@ def words_of(step: StepDump) -> dict[str, Array]:
     words = {"name": step.name, "settings": json.dumps(step.settings.names())}
     if step.caller is not None:
         words["caller"] = json.dumps(step.caller.to_json())
+    if step.framework is not None:
+        words["framework"] = step.framework
     return {name: np.array(text) for name, text in words.items()}
 
 
@@ -299,7 +307,8 @@ def load_dump(path: str | Path) -> StepDump:
         arrays |= {name: found[name] for name in OPTIONAL if name in found}
         require_numbers(arrays, integers=("indices", "first_triple", "x_codes", "dout_codes"))
         settings, caller = settings_in(found), caller_in(found)
-        return StepDump(str(found["name"]), settings, **arrays, caller=caller)
+        framework = str(found["framework"]) if "framework" in found else None
+        return StepDump(str(found["name"]), settings, **arrays, caller=caller, framework=framework)
     except KeyError as error:
         raise DumpError(f"{path} is no dump of a step: it has no {error.args[0]!r}") from None
     except (ShapeError, DumpError) as error:

@@ -11,7 +11,7 @@ import pytest
 from small_commands import SMALL, run_small
 
 from sonicmoe import frameworks
-from sonicmoe.cli.framework import CHOICES, choice_line
+from sonicmoe.cli.framework import CHOICES, choice_line, preferring
 from sonicmoe.cli.main import main
 from sonicmoe.errors import FrameworkError
 from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
@@ -139,3 +139,13 @@ def test_bench_refuses_paddle_in_one_line() -> None:
     assert result.output == (
         "Error: --framework paddle: bench measures with PyTorch's events and profiler; needed: torch\n"
     )
+
+
+def test_the_framework_that_wrote_the_file_goes_before_the_rule() -> None:
+    rule = FrameworkChoice("torch", "both are installed", "paddle")
+    for name, other in (("torch", "paddle"), ("paddle", "torch")):
+        line = f"framework: {name} (it wrote the file; --framework {other} takes the other)"
+        assert choice_line(preferring(rule, name)) == line
+    assert preferring(rule, None) is rule
+    for decided in (FrameworkChoice("torch", "asked for"), FrameworkChoice("torch", "only one")):
+        assert preferring(decided, "paddle") is decided

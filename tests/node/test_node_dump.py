@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from engine.moe_golden import make_problem
-from framework import IS_PADDLE, numpy, torch
+from framework import IS_PADDLE, NAME, numpy, torch
 from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, problems
 
 from sonicmoe.diagnostics import stages
@@ -48,7 +48,7 @@ def test_holds_forward_then_backward_of_the_next_step(tmp_path, arrangement, con
     call = layer.call()
     step = load_dump(path)
     assert_inputs(step, call, layer)
-    assert step.dout is None
+    assert step.dout is None and step.framework == NAME
     assert (
         step.settings.recipe == ("iso128" if config is FP8 else None)
         and step.settings.dtype == "float32"
