@@ -66,7 +66,9 @@ class UnreadGradients:
             return
         pairs = zip(parameters, trained, strict=True)
         weight = next((p for p, wanted in pairs if wanted and hasattr(p, "main_grad")), None)
-        if weight is None or (IS_PADDLE and is_cuda(weight)) or self._was_cleared(weight):
+        # A freed weight names no device, and whoever frees weights has a sharding that writes them.
+        shows = weight is not None and holds_memory(weight) and not (IS_PADDLE and is_cuda(weight))
+        if weight is None or not shows or self._was_cleared(weight):
             self._end()
         else:
             self._weight = weight
