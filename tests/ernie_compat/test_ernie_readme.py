@@ -362,7 +362,7 @@ if sys.argv[1] == "adamw":
     try:
         node(*call).sum().backward()
     except OSError as error:
-        assert "DTypeError: main_grad is bfloat16; needed: float32" in str(error), error
+        assert "DTypeError: weight1.main_grad is bfloat16; needed: float32" in str(error), error
         print("adamw")
 else:
     first, second = layer(), layer()
