@@ -24,16 +24,7 @@ def rate_table(results: Sequence[Result]) -> Table:
     in the steady state.
     """
     ran = [result for result in results if result.pair_us]
-    base = ran[0] if ran else None
-    peer = next((result for result in ran if result.peer), None)
-    return _table(
-        None,
-        ran,
-        lambda result: {
-            **_rates(result, base),
-            OVER_PEER: _over(result, peer, lambda one: one.pair_us),
-        },
-    )
+    return _table_beside_peer(ran, _rates, lambda result: result.pair_us)
 
 
 def sustained_table(results: Sequence[Result]) -> Table:
@@ -41,22 +32,28 @@ def sustained_table(results: Sequence[Result]) -> Table:
     the first engine that has one.
     """
     ran = [result for result in results if result.sustained]
-    base = ran[0] if ran else None
-    peer = next((result for result in ran if result.peer), None)
-    return _table(
-        None,
+    return _table_beside_peer(
         ran,
-        lambda result: {
-            **_sustained(result, base),
-            OVER_PEER: _over(
-                result, peer, lambda one: one.sustained.us.median if one.sustained else None
-            ),
-        },
+        _sustained,
+        lambda result: result.sustained.us.median if result.sustained else None,
     )
 
 
-def _over(result: Result, peer: Result | None, time_of: Callable[[Result], float | None]) -> str:
-    return NONE if peer is None or result.peer else _ratio(time_of(result), time_of(peer))
+def _table_beside_peer(
+    ran: Sequence[Result],
+    cells_of: Callable[[Result, Result | None], dict[str, str]],
+    time_of: Callable[[Result], float | None],
+) -> Table:
+    """A row for each result: its cells beside the first result's, and its time over the peer's."""
+    base = ran[0] if ran else None
+    peer = next((result for result in ran if result.peer), None)
+
+    def over_peer(result: Result) -> str:
+        return NONE if peer is None or result.peer else _ratio(time_of(result), time_of(peer))
+
+    return _table(
+        None, ran, lambda result: {**cells_of(result, base), OVER_PEER: over_peer(result)}
+    )
 
 
 def _table(
