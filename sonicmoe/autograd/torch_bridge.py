@@ -39,7 +39,7 @@ class _CallFunction(torch.autograd.Function):
         saved = None
         try:
             saved = _take_saved(ctx)
-            reached, collected = reached_parameters(ctx, ctx.num_inputs)
+            reached, collected = asked_for([node for node, _ in following[ctx.num_inputs :]])
             of_inputs, of_parameters = ctx.call.backward(
                 gradients,
                 saved,
@@ -88,12 +88,7 @@ def _take_saved(ctx: Any) -> Saved | None:
     return saved
 
 
-def reached_parameters(ctx: Any, num_inputs: int) -> tuple[list[bool], bool]:
-    """What `_asked_for` says of the tensors behind the first `num_inputs` of a running backward."""
-    return _asked_for([node for node, _ in ctx.next_functions[num_inputs:]])
-
-
-def _asked_for(nodes: Sequence[Any]) -> tuple[list[bool], bool]:
+def asked_for(nodes: Sequence[Any]) -> tuple[list[bool], bool]:
     """Which of these nodes, None for tensors outside the graph, the running backward goes on to; and
     whether it is `torch.autograd.grad` of one of them.
     """

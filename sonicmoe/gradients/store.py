@@ -327,8 +327,9 @@ class GradientStore:
             self._say(Route.AUTOGRAD)
             absent = (m is ABSENT for m, wanted in zip(main_grads, trained, strict=True) if wanted)
             if all(absent) and not self._waiting:
-                arguments = (self._parameters, parameters, trained, engine, settings, dout)
-                fresh = fresh_addition(*arguments)
+                fresh = fresh_addition(
+                    self._parameters, parameters, trained, engine, settings, dout
+                )
                 if fresh is not None:
                     return fresh
             accumulators = self.accumulators(engine, dout.device)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..autograd.torch_bridge import reached_parameters
+from ..autograd.torch_bridge import asked_for
 from ..enums import EngineName
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
 from ..interop import data_ptr, device_name, dtype_name, is_cuda, require_framework_tensor
@@ -186,9 +186,9 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         layer: GraphedLayer = ctx.layer
-        reached, collected = reached_parameters(ctx, 3)
-        wanted = [is_trained for is_trained in layer.trained]
-        if collected or reached != wanted:
+        # Of the tensors among the arguments x, indices and probs come first.
+        reached, collected = asked_for([node for node, _ in ctx.next_functions[3:]])
+        if collected or reached != layer.trained:
             raise RuntimeError(
                 "gradients of some inputs alone were asked for (torch.autograd.grad, or backward(inputs=...)), and the captured "
                 "backward of a graphed layer adds those of its weights to main_grad; needed: backward(), or the node itself"
