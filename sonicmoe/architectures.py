@@ -1,35 +1,53 @@
-"""GPU architectures: the name that compilers take, and the compute capability that devices report.
+"""GPU architectures: the compute capability that devices report, the name that compilers take, and
+the family whose kernel sources serve it.
 
-A leaf: standard library only. An engine's record lists the architectures it has kernels for
+Imports `errors` alone. An engine's record lists the architectures it has kernels for
 (`engine/capabilities.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture that an engine has kernels for.
+    """One architecture that some engine is made for.
 
-    name: as compilers take it; kernels bound to it lie in a folder of that number
-    (`kernels/sm90`). family: NVIDIA's name, for messages.
+    name: as compilers take it. generation: NVIDIA's name, for messages. family: architectures that
+    one set of kernel sources serves, each compiled for its own name; kernels bound to a family lie
+    in a folder of its name (`kernels/sm90`).
     """
 
     name: str
     capability: tuple[int, int]
+    generation: str
     family: str
 
     def __str__(self) -> str:
         """`sm_90a (Hopper, compute capability 9.0)`."""
         major, minor = self.capability
-        return f"{self.name} ({self.family}, compute capability {major}.{minor})"
+        return f"{self.name} ({self.generation}, compute capability {major}.{minor})"
 
 
-SM90 = Architecture("sm_90a", (9, 0), "Hopper")
+SM80 = Architecture("sm_80", (8, 0), "Ampere", "sm80")
+SM86 = Architecture("sm_86", (8, 6), "Ampere", "sm80")
+SM89 = Architecture("sm_89", (8, 9), "Ada", "sm80")
+SM90 = Architecture("sm_90a", (9, 0), "Hopper", "sm90")
+SM100 = Architecture("sm_100a", (10, 0), "Blackwell", "sm100")
+SM103 = Architecture("sm_103a", (10, 3), "Blackwell Ultra", "sm100")
+# The mma.sync of Ampere with the TMA of Hopper: no tcgen05, no clusters, 99 KB of shared memory.
+SM120 = Architecture("sm_120a", (12, 0), "Blackwell RTX", "sm120")
+SM121 = Architecture("sm_121a", (12, 1), "Blackwell GB10", "sm120")
 
-# Warm-up compiles for this one unless it is told another: it may run on a machine without a GPU.
+ARCHITECTURES: dict[str, Architecture] = {
+    known.name: known for known in (SM80, SM86, SM89, SM90, SM100, SM103, SM120, SM121)
+}
+
+# Warm-up compiles for this one on a host that has no GPU and names none.
 DEFAULT_ARCH = SM90.name
 
 
@@ -37,3 +55,19 @@ def arch_name(capability: tuple[int, int]) -> str:
     """(9, 0) -> "sm_90a". From 9.0 on, compilers need the suffix for instructions such as WGMMA."""
     major, minor = capability
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def arch_of_host(capabilities: Iterable[tuple[int, int]]) -> str:
+    """What to compile for where nobody names an architecture: that of the host's GPUs, and
+    `DEFAULT_ARCH` where it has none.
+
+    Raises:
+        ConfigError: its GPUs are of several architectures.
+    """
+    names = sorted({arch_name(capability) for capability in capabilities})
+    if len(names) > 1:
+        raise ConfigError(
+            f"arch is not given, and this host has GPUs of {' and '.join(names)}; "
+            f"needed: one of them (--arch {names[0]})"
+        )
+    return names[0] if names else DEFAULT_ARCH

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .architectures import DEFAULT_ARCH
+from .architectures import arch_of_host
 from .config import SonicMoEConfig, current_config
 from .engine.compile_plan import require_precision, warm_up_plan
 from .enums import ActivationParameters, ActivationType, layer_parameters
 from .errors import DeviceError, expect
+from .host_gpus import capabilities_of_host
 from .jit.cache import default_cache
 from .jit.errors import CompileError
 from .jit.parallel import FAILED, Progress
@@ -57,7 +58,8 @@ def warmup_jit(
         activation: the expert's activation.
         activation_parameters: numbers of it that the layers set. They are compiled in: layers with
             others need a warm-up of their own.
-        arch: the GPU architecture to compile for; default: `architectures.DEFAULT_ARCH`.
+        arch: the GPU architecture to compile for; default: that of this host's GPUs, and
+            `architectures.DEFAULT_ARCH` where it has none.
         jobs: worker processes at most; default: the CPUs this process may use.
         cache_dir: instead of the configured one.
         config: instead of the configuration in force.
@@ -66,7 +68,7 @@ def warmup_jit(
     Raises:
         ConfigError: a dimension, dtype, activation, parameter or precision is not understood, or
             `precision` names one that has no kernels for this model; without it the report says
-            what was left out, and why.
+            what was left out, and why. Or `arch` is not given, and GPUs of several are here.
         DeviceError: the device is neither a CUDA device nor "cpu".
         CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError
             and ToolchainError are kinds of it.
@@ -82,7 +84,9 @@ def warmup_jit(
         settings = settings.replace(cache_dir=Path(cache_dir))
     kind_of = ActivationType(activation)
     own = layer_parameters(kind_of, activation_parameters)
-    spec = ModelSpec(E, H, I, dtype, kind_of.value, arch or DEFAULT_ARCH, own)
+    # Nothing is compiled for a CPU, so the GPUs of the host have no say then.
+    arch = arch or arch_of_host(() if kind == "cpu" else capabilities_of_host())
+    spec = ModelSpec(E, H, I, dtype, kind_of.value, arch, own)
     needed = WarmUpPlan((), NEITHER)
     if kind != "cpu":
         needed = warm_up_plan(spec, precision or _precision_of(config), settings)

@@ -99,22 +99,22 @@ from sonicmoe.engine.capabilities import BF16, HOPPER, problem
 from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.plan import ModelSpec
 for record in (BF16, HOPPER):
-    print(record.name.value, problem(record, None, "sm_100a"))
-planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_100a"), "bf16")
+    print(record.name.value, problem(record, None, "sm_110a"))
+planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_110a"), "bf16")
 print(planned.precision, {job.key().arch for job in planned.jobs})
 """
 
 
 def test_a_new_architecture(tmp_path):
-    assert "its kernels are for sm_90a" in str(problem(BF16, None, "sm_100a"))
+    assert "its kernels are for sm_90a" in str(problem(BF16, None, "sm_110a"))
     tree = copy_of_the_tree(tmp_path)
     for step in steps("A new architecture"):
         carry_out(step, tree)
     asked = python(tree, "-c", ARCHITECTURE)
     served, refused, planned = asked.stdout.splitlines()
     assert served == "bf16 None", asked.stderr
-    assert refused.startswith("hopper the architecture is sm_100a, and its kernels are for sm_90a")
-    assert planned == "bf16 {'sm_100a'}"
+    assert refused.startswith("hopper the architecture is sm_110a, and its kernels are for sm_90a")
+    assert planned == "bf16 {'sm_110a'}"
     # The page that lists what engines serve is asked to follow.
     page = "tests/engine/test_capabilities.py"
     result = pytest_on(

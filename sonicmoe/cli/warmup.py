@@ -14,10 +14,11 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from ..architectures import DEFAULT_ARCH
+from ..architectures import DEFAULT_ARCH, arch_of_host
 from ..config import current_config
 from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
+from ..host_gpus import capabilities_of_host
 from ..jit.cache import CompileCache, default_cache
 from ..jit.cpus import usable_cpus
 from ..jit.errors import PackError
@@ -63,7 +64,9 @@ MOST = 2**31 - 1
     help="A number of the activation that the layers set (limit=7); give it again for another one.",
 )  # fmt: skip
 @click.option(
-    "--arch", default=DEFAULT_ARCH, show_default=True, help="GPU architecture to compile for."
+    "--arch",
+    show_default=f"that of this host's GPUs, and {DEFAULT_ARCH} where it has none",
+    help="GPU architecture to compile for; the GPU need not be here.",
 )
 @click.option(
     "--jobs",
@@ -102,7 +105,7 @@ def warmup(
     dtype: str,
     activation: str,
     parameters: tuple[str, ...],
-    arch: str,
+    arch: str | None,
     jobs: int | None,
     cache_dir: Path | None,
     check_only: bool,
@@ -124,8 +127,7 @@ def warmup(
     sizes = {"--E": experts, "--H": hidden, "--I": intermediate}
     if unpack_file is not None:
         _refuse_beside(ctx, "unpack_file", ("arch", "cache_dir", "as_json"))
-        asked = ctx.get_parameter_source("arch") is ParameterSource.COMMANDLINE
-        ctx.exit(_unpack(unpack_file, cache, arch if asked else None, console, as_json))
+        ctx.exit(_unpack(unpack_file, cache, arch, console, as_json))
     if pack_file is not None and not any(sizes.values()):
         _refuse_beside(ctx, "pack_file", ("cache_dir",))
         _pack(pack_file, matching(cache.held()), console)
@@ -136,6 +138,7 @@ def warmup(
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
     own = tuple(map(_read_parameter, parameters))
+    arch = arch or arch_of_host(capabilities_of_host())
     spec = ModelSpec(experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch, own)
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
@@ -166,15 +169,14 @@ def command_for(
     plain_wgrad: bool = False,
 ) -> str:
     """The command line that compiles the kernels of `spec`, fit for a shell; options that have
-    their default are left out.
+    their default are left out. The architecture is always named: another host has another default.
     """
-    words = ["sonicmoe", "warmup", "--E", spec.E, "--H", spec.H, "--I", spec.I]
+    words = ["sonicmoe", "warmup", "--E", spec.E, "--H", spec.H, "--I", spec.I, "--arch", spec.arch]
     usual = ModelSpec(spec.E, spec.H, spec.I)
     asked = {
         "--precision": (precision, BOTH),
         "--dtype": (spec.dtype, usual.dtype),
         "--activation": (spec.activation, usual.activation),
-        "--arch": (spec.arch, usual.arch),
         "--jobs": (jobs, None),
         "--cache-dir": (cache_dir, None),
     }

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ..architectures import DEFAULT_ARCH
 from ..config import ResolvedConfig, current_config
 from ..jit.cache import CompileCache, default_cache
 from ..jit.guard import forbidden_by
@@ -46,7 +47,8 @@ def compile_missing(
         if asked not in _ASKED:
             _ASKED.add(asked)
             if settings.compile_jobs != OFF and forbidden_by() is None:
-                _compile(missing(run_jobs(record, workload, arch), cache), workload, settings)
+                lacking = missing(run_jobs(record, workload, arch), cache)
+                _compile(lacking, workload, settings, _options(workload.settings, arch))
 
 
 def run_jobs(record: EngineRecord, workload: Workload, arch: str) -> tuple[CompileJob, ...]:
@@ -67,7 +69,9 @@ def expected_seconds(jobs: Sequence[CompileJob], processes: int) -> float:
     return _START_S + max(*efforts, sum(efforts) / processes)
 
 
-def _compile(jobs: list[CompileJob], workload: Workload, settings: ResolvedConfig) -> None:
+def _compile(
+    jobs: list[CompileJob], workload: Workload, settings: ResolvedConfig, options: str
+) -> None:
     if not jobs:
         return
     cache = default_cache(settings)
@@ -86,7 +90,7 @@ def _compile(jobs: list[CompileJob], workload: Workload, settings: ResolvedConfi
         expected_seconds(jobs, processes),
         workload.hidden_size,
         workload.intermediate_size,
-        _activation_options(workload.settings),
+        options,
     )
     try:
         ParallelBuild(jobs, cache, slots, collected).run()
@@ -96,15 +100,16 @@ def _compile(jobs: list[CompileJob], workload: Workload, settings: ResolvedConfi
     _report(collected.outcomes, time.monotonic() - started, level)
 
 
-def _activation_options(settings: EngineSettings) -> str:
+def _options(settings: EngineSettings, arch: str) -> str:
     """What a warm-up is told beside the sizes, where it is not the default."""
+    named = "" if arch == DEFAULT_ARCH else f" --arch {arch}"
     if settings.activation is EngineSettings().activation:
-        return ""
+        return named
     own = (
         f" --activation-parameter {name}={value!r}"
         for name, value in settings.activation_parameters
     )
-    return f" --activation {settings.activation.value}{''.join(own)}"
+    return f"{named} --activation {settings.activation.value}{''.join(own)}"
 
 
 def _report(outcomes: Sequence[KernelOutcome], seconds: float, level: int) -> None:

@@ -157,7 +157,7 @@ def _gpu(device: str, record: EngineRecord) -> str:
     """ "a Hopper GPU", for the log line."""
     architecture = record.architecture(_arch(device))
     assert architecture is not None
-    return f"a {architecture.family} GPU"
+    return f"a {architecture.generation} GPU"
 
 
 def _emulation(workload: Workload | None) -> str:

@@ -65,9 +65,9 @@ def test_everything_is_compiled_at_once_with_one_line_before_and_one_after(
     assert after.startswith("sonicmoe: 3 kernels are ready after ")
     own = (("beta", 4.0), ("linear_beta", 25.0))
     settings = EngineSettings(ActivationType.SITU_GLU, activation_parameters=own)
-    assert cold_start._activation_options(settings) == (
-        " --activation situ_glu --activation-parameter beta=4.0 --activation-parameter linear_beta=25.0"
-    )
+    options = " --activation situ_glu --activation-parameter beta=4.0 --activation-parameter linear_beta=25.0"
+    assert cold_start._options(settings, "sm_90a") == options
+    assert cold_start._options(settings, "sm_100a") == f" --arch sm_100a{options}"
 
 
 def test_a_process_looks_once_and_a_warm_one_says_nothing(

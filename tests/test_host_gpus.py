@@ -1,0 +1,129 @@
+"""What warm-up compiles for where nobody names an architecture: the GPUs of the host, asked through
+a library with NVML's own signatures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import sonicmoe.cli.warmup as warmup_module
+import sonicmoe.jit_warmup as jit_warmup_module
+from sonicmoe.architectures import ARCHITECTURES, DEFAULT_ARCH, arch_name, arch_of_host
+from sonicmoe.cli.main import main
+from sonicmoe.errors import ConfigError
+from sonicmoe.host_gpus import capabilities_of_host
+from sonicmoe.jit_warmup import warmup_jit
+
+SIZES = ["--E", "8", "--H", "3072", "--I", "1536"]
+
+FAKE = r"""
+static int gpus[COUNT + 1], users;
+static const int majors[] = {MAJORS, 0}, minors[] = {MINORS, 0};
+int nvmlInit_v2(void) { users++; return FAILS; }
+int nvmlShutdown(void) { users--; return 0; }
+int fake_users(void) { return users; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = COUNT; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
+    *gpu = &gpus[index];
+    return index == LOST ? 15 : 0;
+}
+#ifndef OLD
+int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) {
+    long index = (int *)gpu - gpus;
+    *major = majors[index];
+    *minor = minors[index];
+    return 0;
+}
+#endif
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Callable[..., str]:
+    """Builds an NVML of GPUs with these capabilities and returns its path."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs cc")
+
+    def build(*capabilities: tuple[int, int], **macros: int) -> str:
+        majors, minors = (",".join(str(pair[at]) for pair in capabilities) or "0" for at in (0, 1))
+        values = {"COUNT": len(capabilities), "MAJORS": majors, "MINORS": minors}
+        values |= {"FAILS": 0, "LOST": -1} | macros
+        path = tmp_path / f"libnvidia-ml-{len(list(tmp_path.iterdir()))}.so.1"
+        command = ["cc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(path)]
+        command += [f"-D{name}={value}" for name, value in values.items()]
+        subprocess.run(command, input=FAKE, text=True, check=True)
+        return str(path)
+
+    return build
+
+
+def test_every_gpu_of_the_host_is_asked(library: Callable[..., str]) -> None:
+    path = library((9, 0), (12, 0))
+    assert capabilities_of_host(path) == ((9, 0), (12, 0))
+    assert ctypes.CDLL(path).fake_users() == 0, "NVML is closed again"
+    assert capabilities_of_host(library((9, 0), (9, 0), (9, 0), LOST=1)) == ((9, 0), (9, 0))
+
+
+def test_a_host_without_an_answer_has_no_gpus(library: Callable[..., str], tmp_path: Path) -> None:
+    assert capabilities_of_host(str(tmp_path / "absent.so")) == ()
+    assert capabilities_of_host(library()) == ()
+    assert capabilities_of_host(library((9, 0), FAILS=9)) == ()
+    assert capabilities_of_host(library((9, 0), OLD=1)) == ()
+
+
+def test_gpus_of_one_architecture_decide_and_others_are_refused() -> None:
+    assert arch_of_host(()) == DEFAULT_ARCH
+    assert arch_of_host([(10, 3), (10, 3)]) == "sm_103a"
+    with pytest.raises(ConfigError, match="GPUs of sm_120a and sm_90a; needed: one of them"):
+        arch_of_host([(9, 0), (12, 0)])
+
+
+def test_names_follow_from_capabilities() -> None:
+    for name, known in ARCHITECTURES.items():
+        assert name == known.name == arch_name(known.capability)
+        assert str(known) == (
+            f"{name} ({known.generation}, compute capability "
+            f"{known.capability[0]}.{known.capability[1]})"
+        )
+    families = [known.family for known in ARCHITECTURES.values()]
+    assert families == ["sm80"] * 3 + ["sm90"] + ["sm100"] * 2 + ["sm120"] * 2
+
+
+def test_a_warm_up_without_an_architecture_follows_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the command and from a program; one that is named decides, and a CPU asks nobody."""
+
+    def asked(*options: str) -> dict:
+        words = ["warmup", *SIZES, "--cache-dir", str(tmp_path), "--check", "--json", *options]
+        result = CliRunner().invoke(main, words)
+        return json.loads(result.stdout)
+
+    seen = []
+    for module in (warmup_module, jit_warmup_module):
+        monkeypatch.setattr(module, "capabilities_of_host", lambda: ((10, 0),))
+    monkeypatch.setattr(
+        jit_warmup_module, "warm_up", lambda spec, *_, **__: seen.append(spec.arch) or _NOTHING
+    )
+    found = asked()
+    assert found["model"]["arch"] == "sm_100a" and "--arch sm_100a" in found["command"]
+    assert asked("--arch", "sm_90a")["model"]["arch"] == "sm_90a"
+    warmup_jit(8, 3072, 1536)
+    warmup_jit(8, 3072, 1536, arch="sm_90a")
+    warmup_jit(8, 3072, 1536, device="cpu")
+    assert seen == ["sm_100a", "sm_90a", DEFAULT_ARCH]
+
+
+class _Nothing:
+    kernels = ()
+
+
+_NOTHING = _Nothing()
