@@ -14,7 +14,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..diagnostics.cases import DATA_KINDS, Case, Dispatch, Sizes, load_case, make_case
+from ..diagnostics.cases import (
+    BASELINES,
+    DATA_KINDS,
+    Baseline,
+    Case,
+    Dispatch,
+    Sizes,
+    load_case,
+    make_case,
+)
 from ..diagnostics.golden_stages import TENSORS
 from ..enums import ZCode
 from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
@@ -73,6 +82,14 @@ def _size(name: str, default: int) -> Any:
     "is DeepSeek-V3's way alone.",
 )
 @click.option(
+    "--against",
+    type=click.Choice(list(BASELINES)),
+    default="deepseek-v3",
+    show_default=True,
+    help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3, or MXFP8 (one power-of-two scale per 32 "
+    "of the contraction) with z in bf16, for recipes with power-of-two scales.",
+)
+@click.option(
     "--captured",
     multiple=True,
     type=Location(),
@@ -101,6 +118,7 @@ def numerics(
     z: tuple[str, ...],
     data: tuple[str, ...],
     dispatch: tuple[str, ...],
+    against: str,
     captured: tuple[Path, ...],
     capture_steps: int | None,
     capture_dir: Path,
@@ -119,6 +137,8 @@ def numerics(
     """
     if as_json and markdown:
         raise click.UsageError("--json and --markdown exclude each other")
+    if against != "deepseek-v3" and set(dispatch) != {Dispatch.BF16.value}:
+        raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
     recipes = chosen_recipes(recipe, scales)
     if list_only:
         listing = [
@@ -146,7 +166,8 @@ def numerics(
         # A generator, so that one case at a time is in memory.
         cases = (make_case(kind, problem, seed) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]
-        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, ways, doing)
+        bar = BASELINES[against]
+        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, ways, bar, doing)
     if as_json:
         click.echo(json.dumps(to_json(results, lost), indent=2, allow_nan=False))
     else:
@@ -180,6 +201,7 @@ def measure(
     recipes: list[Fp8Recipe],
     codes: list[ZCode],
     ways: list[Dispatch],
+    bar: Baseline,
     doing: Activity,
 ) -> tuple[list[Result], list[Octaves]]:
     """Every case under every recipe and code, behind every dispatch that the recipe can read;
@@ -196,11 +218,11 @@ def measure(
         doing.at(case.name)
         for way in ways:
             before = len(results)
-            for result in evaluate(case, recipes, codes, way):
+            for result in evaluate(case, recipes, codes, way, bar):
                 results.append(result)
                 doing.advance()
             doing.advance(pairs - (len(results) - before))  # those that cannot read the tokens
-        lost += octaves(case, recipes)
+        lost += octaves(case, recipes, bar.recipe)
     return results, lost
 
 

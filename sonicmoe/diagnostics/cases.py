@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..enums import is_glu
+from ..enums import ZCode, is_glu
 from ..errors import ShapeError, SonicMoEError, expect
 from ..host_memory import require_memory
 from ..npz import NpzError, read_npz, require_numbers
+from ..quant.recipes import DEEPSEEK_V3, MXFP8, Fp8Recipe
 from .callers import Caller
 from .step_dump import (
     Array,
@@ -64,6 +65,25 @@ class Dispatch(Enum):
             return self
         return Dispatch.FP8_BOTH if self.sends_gradients else Dispatch.FP8
 
+
+@dataclass(frozen=True)
+class Baseline:
+    """A recipe and saved-z code that others are measured against.
+
+    absolute: whether the bars on Gaussian data hold beside it.
+    """
+
+    recipe: Fp8Recipe
+    z: ZCode
+    absolute: bool
+
+
+BASELINES = {
+    "deepseek-v3": Baseline(DEEPSEEK_V3, ZCode.E4M3, absolute=True),
+    # Power-of-two scales cost more than the absolute bars leave. z is bf16, as engine `mxfp8` has
+    # it: a baseline with a coarser z would be easier to meet.
+    "mxfp8": Baseline(MXFP8, ZCode.BF16, absolute=False),
+}
 
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0

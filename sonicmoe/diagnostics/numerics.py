@@ -22,11 +22,11 @@ from ..engine.capabilities import (
 from ..engine.interface import EngineSettings, NativeBuffer, Tokens
 from ..engine.reference import ReferenceEngine
 from ..enums import ZCode
-from ..quant.recipes import DEEPSEEK_V3, BlockShape, Fp8Recipe, rows
+from ..quant.recipes import BlockShape, Fp8Recipe, rows
 from ..quant.reference import quantize
 from ..quant.tokens import tokens_of
 from ..routing.build import build_routing
-from .cases import Case, Dispatch
+from .cases import BASELINES, Baseline, Case, Dispatch
 from .golden_stages import TENSORS, RowLayout, golden_stages, golden_tensors
 from .step_dump import Array
 
@@ -37,8 +37,9 @@ COSINE_BAR = 0.9975
 BASELINE_SLACK = 1.03
 RESOLUTION = 2.0
 BARRED_DATA = "gaussian"
-BASELINE = (DEEPSEEK_V3, ZCode.E4M3)
+BASELINE = BASELINES["deepseek-v3"]
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+
 
 # Operand fields of a recipe -> the row stage that they quantise; weights are handled apart.
 ROW_OPERANDS = {
@@ -122,9 +123,10 @@ def evaluate(
     recipes: Sequence[Fp8Recipe],
     z_codes: Sequence[ZCode],
     dispatch: Dispatch = Dispatch.BF16,
+    against: Baseline = BASELINE,
 ) -> Iterator[Result]:
-    """Results of every recipe and code on one case, each judged against the bars and the
-    DeepSeek-V3 recipe with e4m3 z. Behind a dispatch in FP8 the baseline's tokens, and gradients
+    """Results of every recipe and code on one case, each judged against the bars and the baseline,
+    which is the DeepSeek-V3 recipe with e4m3 z unless another is named. Behind a dispatch in FP8 the baseline's tokens, and gradients
     where they do, come in FP8 too, one scale per row and 128 columns; recipes that read them in
     other blocks have no result.
     """
@@ -132,19 +134,20 @@ def evaluate(
     # The baseline runs on the same case, so both errors share the data and their ratio is far more
     # certain than either.
     theirs = dispatch.of_baseline
-    baseline = run_recipe(case, *BASELINE, theirs)
+    baseline = run_recipe(case, against.recipe, against.z, theirs)
     for recipe in recipes:
         if not arrives(recipe, dispatch, case.x.shape[1]):
             continue
         for z in z_codes:
             # Not run twice: the engine gives the same bits.
-            again = (recipe, z) == BASELINE and dispatch is theirs
+            again = (recipe, z) == (against.recipe, against.z) and dispatch is theirs
             computed = baseline if again else run_recipe(case, recipe, z, dispatch)
             found = {
                 name: score(name, case, computed[name], baseline[name], wanted[name])
                 for name in TENSORS
             }
-            verdict = judge(case.name, found, absolute=dispatch is Dispatch.BF16)
+            absolute = against.absolute and dispatch is Dispatch.BF16
+            verdict = judge(case.name, found, absolute=absolute, against=against.recipe)
             yield Result(case.name, recipe, z, found, *verdict, dispatch)
 
 
@@ -304,7 +307,11 @@ def root_ratio(numerator: Array, denominator: Array) -> tuple[float, float]:
 
 
 def judge(
-    data: str, found: Mapping[str, Score], *, absolute: bool = True
+    data: str,
+    found: Mapping[str, Score],
+    *,
+    absolute: bool = True,
+    against: Fp8Recipe = BASELINE.recipe,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """`(failures, unresolved)`: every bar missed overall or by an expert, in words. NaN is a
     failure.
@@ -320,7 +327,7 @@ def judge(
             (
                 BASELINE_SLACK,
                 [(p.ratio, p.ratio_error) for p in one.parts],
-                f"of {DEEPSEEK_V3.name}",
+                f"of {against.name}",
             )
         ]
         if absolute and data == BARRED_DATA:
@@ -359,7 +366,9 @@ def max_or_nan(values: Iterable[float]) -> float:
     return float(np.max(np.fromiter(values, dtype=np.float64), initial=0.0))
 
 
-def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
+def octaves(
+    case: Case, recipes: Iterable[Fp8Recipe], against: Fp8Recipe = BASELINE.recipe
+) -> Iterator[Octaves]:
     """Quantiles for every distinct (operand, block) of `recipes` that is coarser than the
     baseline's block of that operand.
     """
@@ -369,7 +378,7 @@ def octaves(case: Case, recipes: Iterable[Fp8Recipe]) -> Iterator[Octaves]:
     seen = set()
     for recipe in recipes:
         for operand in (*ROW_OPERANDS, *WEIGHT_OPERANDS):
-            block, strip = getattr(recipe, operand), getattr(DEEPSEEK_V3, operand)
+            block, strip = getattr(recipe, operand), getattr(against, operand)
             is_coarser = block != strip and block.rows >= strip.rows and block.cols >= strip.cols
             if not is_coarser or (operand, block) in seen:
                 continue

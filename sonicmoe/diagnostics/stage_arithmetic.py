@@ -124,11 +124,21 @@ class StageArithmetic:
         came = getattr(self._step, f"{tokens}_codes") is not None
         return self._best(tokens) if came else self._stored(self._best(tokens), tokens)
 
+    def _rows_read(self, tokens: str) -> Array:
+        """x or dout in expert order, as the GEMMs read it."""
+        recipe = self._step.settings.fp8_recipe
+        if recipe is None or not recipe.in_expert_order(tokens):
+            return gathered(self._best(f"{tokens}_fp8"), self._token)
+        # One operand serves this product and that of wgrad, where both are quantised.
+        if self._step.settings.flags.fp8_wgrad:
+            return self._best(f"wgrad_{tokens}")
+        return self._stored(gathered(self._best(tokens), self._token), tokens)
+
     # No rounding here: engines keep z in fp32 in the accumulator, and its rounded form is the stage
     # `z_saved`.
     def _z(self) -> Array:
         return grouped(
-            gathered(self._best("x_fp8"), self._token),
+            self._rows_read("x"),
             self._best("w1_fp8").transpose(0, 2, 1),
             self._owners,
             self._bias("b1"),
@@ -161,9 +171,7 @@ class StageArithmetic:
         return self._read("dout")
 
     def _dy1(self) -> Array:
-        return grouped(
-            gathered(self._best("dout_fp8"), self._token), self._dgrad_weight("w2"), self._owners
-        )
+        return grouped(self._rows_read("dout"), self._dgrad_weight("w2"), self._owners)
 
     def _dz(self) -> Array:
         # Backward reads the stored z, which is rounded or quantised, and not the z that forward

@@ -214,19 +214,24 @@ def _up_projection(
     x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
 ) -> Tensor:
     """fp32 `z [R, N1]`; padding rows are zero."""
-    values = _token_values(x, "x", settings)
-    return _grouped(
-        _gather_rows(values, routing), weights.w1, routing, transpose_weight=True, bias=weights.b1
-    )
+    rows = _token_rows(x, "x", routing, settings)
+    return _grouped(rows, weights.w1, routing, transpose_weight=True, bias=weights.b1)
 
 
-def _token_values(tokens: Tokens, name: str, settings: EngineSettings) -> Tensor:
-    """fp32 `[T, H]` as the GEMMs of x or dout read it (`name` is a field of the recipe): quantised
-    once per token, by the sender or here, and gathered after.
+def _token_rows(
+    tokens: Tokens, name: str, routing: RoutingMetadata, settings: EngineSettings
+) -> Tensor:
+    """fp32 `[R, H]` as the GEMMs of x or dout read it (`name` is a field of the recipe): quantised
+    once per token, by the sender or here, and gathered after. Blocks of several rows exist after the
+    gather only; those codes are the operand of wgrad, and show themselves under its name.
     """
     if isinstance(tokens, BlockScaledTensor):
-        return dequantize(tap(_STAGE_OF_OPERAND[name], tokens))
-    return _operand(tokens, name, settings, tokens.dtype)
+        return _gather_rows(dequantize(tap(_STAGE_OF_OPERAND[name], tokens)), routing)
+    recipe = settings.recipe
+    if recipe is None or not recipe.in_expert_order(name):
+        return _gather_rows(_operand(tokens, name, settings, tokens.dtype), routing)
+    quantised = _quantize(_gather_rows(tokens, routing), getattr(recipe, name), recipe)
+    return dequantize(tap(f"wgrad_{name}", quantised) if settings.fp8_wgrad else quantised)
 
 
 def _dgated(
@@ -239,7 +244,7 @@ def _dgated(
     """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before
     weighting by the probability.
     """
-    dout_rows = _gather_rows(_token_values(dout, "dout", settings), routing)
+    dout_rows = _token_rows(dout, "dout", routing, settings)
     # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
     y1, dz = activate_backward(

@@ -133,7 +133,7 @@ class QuantizedWeights:
         table = self._check_arguments[0]
         if pointers != self._pointers:
             self._order.enter(table)
-            _kernels(device_name(table)).store_addresses(
+            self._module(device_name(table)).store_addresses(
                 list(pointers), table, current_stream(table)
             )
             self._pointers = pointers
@@ -155,9 +155,25 @@ class QuantizedWeights:
         self._order.enter(table)
         kernels, stream = self._kernels, current_stream(table)
         kernels.check_weights(*self._check_arguments, stream)
-        kernels.quantize_weights(*self._quantize_arguments, force, stream)
+        self._quantize(*self._quantize_arguments, force, stream)
         self._order.leave()
         self._current = True
+
+    def _module(self, device: str) -> Any:
+        """The kernels that check and quantise."""
+        return _kernels(device)
+
+    def _quantize(self, *arguments: Any) -> None:
+        self._kernels.quantize_weights(*arguments)
+
+    def _written(self) -> list[Any]:
+        """The tensors that the kernel writes, in the order of its arguments; None where it leaves
+        one out.
+        """
+        written: list[Any] = [
+            tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)
+        ]
+        return written + [None] * (4 if self._iso_weight else 0)
 
     @property
     def w1(self) -> BlockScaledTensor:
@@ -193,20 +209,16 @@ class QuantizedWeights:
             self._allocate_codes(experts, n1, hidden, inner, device)
         table = empty((2 * experts,), torch.int64, device)
         dtype = dtype_name(source.up[0].dtype)
-        count = _kernels(device_name(table)).num_checksums(
+        count = self._module(device_name(table)).num_checksums(
             table, n1, hidden, inner, source.layout.transposed, dtype
         )
         checksums = empty((int(count),), torch.int32, device)
         state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
-        written = [
-            tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)
-        ]
-        outputs = written + [None] * (4 if self._iso_weight else 0)
         transposed, split_half = source.layout.transposed, source.layout.split_half
         sizes = n1, hidden, inner
         self._check_arguments = (table, *sizes, transposed, dtype, checksums, state)
-        self._quantize_arguments = (table, *outputs, transposed, split_half, dtype, state)
-        self._kernels = _kernels(device_name(table))
+        self._quantize_arguments = (table, *self._written(), transposed, split_half, dtype, state)
+        self._kernels = self._module(device_name(table))
         self._layout, self._pointers = layout, ()
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:

@@ -71,7 +71,7 @@ def iso(size: int) -> BlockShape:
 class Fp8Recipe:
     """Block shape of every FP8 operand of forward, dgrad and wgrad.
 
-    x, dout, y1, dz:    A operands `[tokens, features]`, contracted over features
+    x, dout, y1, dz:    A operands `[tokens, features]`, contracted over features; see `in_expert_order`
     w1, w2:             native weights as forward reads them, contracted over their columns
     w1_dgrad, w2_dgrad: the same logical matrices as dgrad reads them, contracted over their rows
     wgrad_*:            `[tokens, features]`, contracted over tokens, in expert order, each expert padded to `row_alignment`
@@ -100,6 +100,13 @@ class Fp8Recipe:
         blocks, so transposing rounds nothing.
         """
         return (self.w1, self.w2) == (self.w1_dgrad, self.w2_dgrad)
+
+    def in_expert_order(self, tokens: str) -> bool:
+        """Whether `tokens` ("x" or "dout") are quantised after the gather and not before it: a
+        block of several rows exists in expert order only. Their codes then serve wgrad too.
+        """
+        block: BlockShape = getattr(self, tokens)
+        return block.rows > 1
 
     @functools.cached_property
     def row_alignment(self) -> int:
@@ -199,6 +206,17 @@ def wide_recipe(size: int) -> Fp8Recipe:
     )  # fmt: skip
 
 
+def iso32_recipe() -> Fp8Recipe:
+    """32x32 blocks for all but y1: the blocks of MXFP8, which has one power-of-two scale per 32 of
+    the contraction, with one set of codes for both orientations.
+    """
+    block = iso(32)
+    return dataclasses.replace(
+        iso_recipe(32), x=block, dout=block,
+        note="32x32 blocks, x and dout in expert order, but y1 per row and 32: MXFP8 whose codes serve both orientations",
+    )  # fmt: skip
+
+
 def mixed_recipe() -> Fp8Recipe:
     """`iso128` with row scales over 512 of K for the gathered operands."""
     return dataclasses.replace(
@@ -210,6 +228,8 @@ def mixed_recipe() -> Fp8Recipe:
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     deepseek_v3_recipe(),
     row_recipe(128),
+    row_recipe(32),
+    iso32_recipe(),
     iso_recipe(128),
     iso_recipe(256),
     iso_recipe(512),
@@ -226,3 +246,5 @@ RECIPES: dict[str, Fp8Recipe] = {
     for recipe in (base, base.with_scales(ScaleFormat.POW2))
 }  # fmt: skip
 DEEPSEEK_V3 = RECIPES["deepseek-v3"]
+# OCP MXFP8 for every operand. Its scales of one byte (UE8M0) are powers of two.
+MXFP8 = RECIPES["1x32-pow2"]

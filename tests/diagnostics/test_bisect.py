@@ -154,6 +154,14 @@ def test_healthy_steps_are_called_healthy(kind, settings):
         assert all(one.cosine > 0.99 for one in report.stats.values())
 
 
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+def test_tokens_quantised_in_expert_order_are_no_stage_of_their_own(fp8_wgrad):
+    """Their codes are the operands of wgrad, on which z and dy1 are then judged."""
+    step = make_step(recipe="iso32-pow2", save_z="bf16", fp8_wgrad=fp8_wgrad)
+    report = bisect(step, "reference")
+    assert report.healthy and report.missing == ("x_fp8", "dout_fp8"), text_of(report)
+
+
 @pytest.mark.parametrize("activation", list(ActivationType))
 def test_every_activation(activation):
     step = make_step()

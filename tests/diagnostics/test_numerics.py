@@ -15,6 +15,7 @@ from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.cases import (
+    BASELINES,
     DATA_KINDS,
     CaseError,
     Dispatch,
@@ -106,13 +107,38 @@ def test_behind_a_dispatch_in_fp8_no_tensor_is_worse_than_deepseeks_way(kind, di
 def test_the_baseline_of_a_dispatch_in_fp8_rounds_twice_too(dispatch):
     """So its own ratio is 1, and it is worse than the baseline of a dispatch in bf16."""
     case = make_case("gaussian", SMALL, seed=0)
-    (result,) = evaluate(case, [BASELINE[0]], [BASELINE[1]], dispatch)
-    (plain,) = evaluate(case, [BASELINE[0]], [BASELINE[1]])
+    (result,) = evaluate(case, [BASELINE.recipe], [BASELINE.z], dispatch)
+    (plain,) = evaluate(case, [BASELINE.recipe], [BASELINE.z])
     assert {one.overall.ratio for one in result.scores.values()} == {1.0}
     for name in ("dw1", "dw2"):
         worse = result.scores[name].overall.rmse > 1.02 * plain.scores[name].overall.rmse
         assert worse == (name == "dw1" or dispatch.sends_gradients)
     assert result.failures == () and plain.failures != ()
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+def test_square_blocks_of_32_are_no_worse_than_mxfp8(kind):
+    """The bar of `iso32-pow2` is 3 % above MXFP8 1x32 everywhere, for each expert too."""
+    mxfp8, iso32 = BASELINES["mxfp8"], RECIPES["iso32-pow2"]
+    case = make_case(kind, SMALL, seed=0)
+    both = [*evaluate(case, [iso32, mxfp8.recipe], [mxfp8.z], against=mxfp8)]
+    assert [result.failures for result in both] == [(), ()]
+    assert {one.overall.ratio for one in both[1].scores.values()} == {1.0}
+    # The bar sees a coarser z: codes in E4M3 cost the gradients more than 3 %.
+    (coarser,) = evaluate(case, [iso32], [ZCode.E4M3], against=mxfp8)
+    if kind == "gaussian":
+        assert any(words.startswith("dw1 ") for words in coarser.failures)
+
+
+def test_the_command_says_what_is_compared_with():
+    options = ["--recipe", "iso32", "--z", "bf16", "--data", "gaussian", *TINY_OPTIONS]
+    found = json.loads(run(*options, "--against", "mxfp8", "--json").stdout)
+    assert [one["recipe"] for one in found["results"]] == ["iso32", "iso32-pow2"]
+    strips = {(one["operand"], one["block"]) for one in found["octaves"]}
+    assert ("wgrad_x", "32x32") in strips and ("y1", "1x32") not in strips
+    assert found["octaves"] != json.loads(run(*options, "--json").stdout)["octaves"]
+    refused = run(*options, "--against", "mxfp8", "--dispatch", "fp8")
+    assert refused.exit_code == 2 and "arrive in bf16" in refused.output
 
 
 def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
@@ -123,6 +149,9 @@ def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
             found = [*evaluate(case, [RECIPES["wide256"]], [DEFAULT_Z], dispatch)]
             wanted = 1 if dispatch is Dispatch.BF16 else of_rows if dispatch.per_row else 0
             assert len(found) == wanted, dispatch
+            # Blocks of several tokens exist behind the gather only.
+            square = [*evaluate(case, [RECIPES["iso32-pow2"]], [DEFAULT_Z], dispatch)]
+            assert len(square) == (dispatch is Dispatch.BF16), dispatch
 
 
 def test_the_command_says_which_dispatch():
@@ -141,7 +170,7 @@ def test_the_baseline_misses_the_absolute_bars():
     """FP8 codes of z cost the gradients more than the bars allow: a bar everything passes would be
     none.
     """
-    (result,) = evaluate(make_case("gaussian", SMALL, seed=0), [BASELINE[0]], [BASELINE[1]])
+    (result,) = evaluate(make_case("gaussian", SMALL, seed=0), [BASELINE.recipe], [BASELINE.z])
     assert {failure.split()[0] for failure in result.failures} >= {"dw1", "dw2", "dx"}
     assert all(one.overall.ratio == 1 for one in result.scores.values())
 

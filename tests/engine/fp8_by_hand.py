@@ -133,15 +133,20 @@ def by_hand(
             made[:n] = source[tokens]
             return made
 
+        def read(name, quantised, rows=rows):
+            """x or dout as its GEMM reads it: blocks of several rows are cut after the gather."""
+            in_order = hand.recipe is not None and getattr(hand.recipe, name).rows > 1
+            return hand.operand(rows(getattr(problem, name)), name) if in_order else rows(quantised)
+
         p = np.zeros((padded, 1))
         p[:n, 0] = [problem.probs[pair] for pair in pairs]
 
-        z = rows(x_operand) @ hand.operand(w1[e], "w1").T
+        z = read("x", x_operand) @ hand.operand(w1[e], "w1").T
         y1 = hand.operand(activation_of(problem, z)[0], "y1")
         y2 = hand.rounded(y1 @ hand.operand(w2[e], "w2").T)
 
         y1, a, da, up = activation_of(problem, hand.stored_z(z))
-        dy1 = rows(dout_operand) @ hand.operand(w2[e], "w2_dgrad")
+        dy1 = read("dout", dout_operand) @ hand.operand(w2[e], "w2_dgrad")
         dgate, dup = p * dy1 * up * da, p * dy1 * a
         dz = np.stack([dgate, dup], -1).reshape(padded, -1) if problem.gated else dgate
         dx_rows = hand.rounded(hand.operand(dz, "dz") @ hand.operand(w1[e], "w1_dgrad"))

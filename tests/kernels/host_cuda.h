@@ -128,6 +128,7 @@ inline int atomicAdd(int* address, int value) {
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline cudaError_t cuda_success() { return cudaSuccess; }
 using std::max;
 using std::min;

@@ -6,6 +6,7 @@ import pytest
 
 from sonicmoe.quant.recipes import (
     DEEPSEEK_V3,
+    MXFP8,
     RECIPES,
     BlockShape,
     Fp8Recipe,
@@ -61,9 +62,14 @@ def test_padding_keeps_blocks_of_rows_inside_one_expert(recipe):
 @every_recipe
 def test_gathered_operands_are_scaled_per_row(recipe):
     """x and dout are quantised once per token and gathered afterwards: a block of several rows
-    would mix experts.
+    would mix experts. `iso32` quantises them after the gather, once for both products.
     """
-    assert recipe.x.rows == recipe.dout.rows == 1
+    if not recipe.name.startswith("iso32"):
+        assert recipe.x.rows == recipe.dout.rows == 1
+        assert not recipe.in_expert_order("x") and not recipe.in_expert_order("dout")
+        return
+    assert recipe.in_expert_order("x") and recipe.in_expert_order("dout")
+    assert (recipe.x, recipe.dout) == (recipe.wgrad_x, recipe.wgrad_dout)
 
 
 @every_recipe
@@ -137,6 +143,19 @@ def test_dx256_shares_its_oblong_blocks_too():
     assert (recipe.dz, recipe.w1) == (BlockShape(128, 256), BlockShape(256, 128))
     assert recipe.shares_weight_buffers
     assert recipe.dz == recipe.wgrad_dz
+
+
+def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
+    """OCP Microscaling Formats 1.0, section 5.3. The scales of `iso32-pow2` are those of a block
+    repeated, so that one set of codes is an MXFP8 matrix in both orientations.
+    """
+    assert MXFP8.scale_format is ScaleFormat.POW2
+    assert {MXFP8.x, MXFP8.y1, MXFP8.dout, MXFP8.dz, MXFP8.w1, MXFP8.w2} == {rows(32)}
+    assert {MXFP8.wgrad_x, MXFP8.wgrad_dz, MXFP8.w1_dgrad, MXFP8.w2_dgrad} == {columns(32)}
+    iso32 = RECIPES["iso32-pow2"]
+    assert iso32.shares_weight_buffers and iso32.dz == iso32.wgrad_dz and iso32.y1 == MXFP8.y1
+    blocks = {getattr(iso32, name) for name in BLOCK_FIELDS} - {iso32.y1, iso32.z}
+    assert blocks == {iso(32)}
 
 
 def test_every_contraction_step_of_a_gemm_has_one_length():

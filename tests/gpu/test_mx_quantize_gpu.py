@@ -1,0 +1,188 @@
+"""MXFP8's quantisers on the device: codes and both blocked scale tensors equal the reference
+quantiser bit for bit. No instruction of compute capability 10.0 is in them, so any GPU from 8.9 on
+shows it.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
+from sonicmoe.quant import mx
+from sonicmoe.quant.recipes import ScaleFormat, iso
+from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.routing.build import build_routing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def values(shape, dtype, seed=0):
+    """Rows of very different sizes, with zeros, denormals, NaN and infinity."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    octaves = torch.randint(-12, 12, (shape[-2], 1), generator=generator, device="cuda")
+    x = (torch.randn(shape, generator=generator, device="cuda") * torch.exp2(octaves)).to(dtype)
+    flat = x.view(-1)
+    for special in (float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).tiny / 4):
+        flat[torch.randint(0, flat.numel(), (3,), generator=generator, device="cuda")] = special
+    flat[:16], flat[1] = 0.0, -0.0
+    return x
+
+
+def square(x):
+    return quantize(x, iso(32), scale_format=ScaleFormat.POW2)
+
+
+def random_routing(tokens, experts, topk, seed=0, spare=0):
+    """Expert 1 has no tokens; a third of the slots serves nobody."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ids = torch.rand((tokens, experts), generator=generator, device="cuda").argsort(1)[:, :topk]
+    drop = torch.rand((tokens, topk), generator=generator, device="cuda") < 0.3
+    ids = torch.where(drop | (ids == 1), -1, ids)
+    probs = torch.rand((tokens, topk), generator=generator, device="cuda")
+    return build_routing(ids, probs, experts)
+
+
+def gathered(x, routing):
+    real = routing.row_token >= 0
+    rows = torch.zeros((routing.num_rows, x.shape[1]), device="cuda")
+    rows[real] = x[routing.row_token[real].long()].float()
+    return rows
+
+
+def assert_rows(found, wanted, routing):
+    rows = int(routing.padded_offsets[-1])
+    width, blocks = wanted.shape[1], -(-wanted.shape[1] // 32)
+    assert torch.equal(found.bytes[:rows], wanted.codes.view(torch.uint8)[:rows])
+    atoms = mx.atom_of_tile(routing.padded_offsets, routing.num_rows)[: rows // 128]
+    by_columns, by_rows = (mx.from_atoms(scales) for scales in mx.scale_atoms(wanted))
+    held = mx.from_atoms(found.along_columns[atoms])
+    assert torch.equal(held[:rows, :blocks], by_columns[:rows, :blocks])
+    held = mx.from_atoms(found.along_rows[:, atoms].contiguous())
+    assert torch.equal(held[:width], by_rows[:width, : rows // 32])
+
+
+@pytest.mark.parametrize("width", [128, 144, 3072])
+@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "in order"])
+def test_rows(width, gathers):
+    routing = random_routing(1000, 8, 4)
+    x = values((1000, width), torch.bfloat16)
+    wanted = square(gathered(x, routing))
+    source = x
+    if not gathers:
+        source = gathered(x, routing).to(torch.bfloat16)
+        source[routing.row_token < 0] = float("nan")  # must not matter
+    found = mx.quantize_rows_iso32(
+        source, routing.row_token, routing.padded_offsets, gathers=gathers
+    )
+    assert_rows(found, wanted, routing)
+    again = mx.quantize_rows_iso32(
+        source, routing.row_token, routing.padded_offsets, gathers=gathers
+    )
+    assert torch.equal(found.bytes, again.bytes)
+
+
+def test_every_bit_pattern():
+    x = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16)
+    x = x.reshape(512, 128)
+    token = torch.arange(512, dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, 256, 512], device="cuda")
+    found = mx.quantize_rows_iso32(x, token, offsets, gathers=True)
+    wanted = square(x)
+    assert torch.equal(found.bytes, wanted.codes.view(torch.uint8))
+    assert torch.equal(found.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32))
+
+
+def test_one_contraction_alone():
+    routing = random_routing(300, 4, 2)
+    x = values((300, 256), torch.bfloat16)
+    args = (x, routing.row_token, routing.padded_offsets)
+    rows = int(routing.padded_offsets[-1])
+    wanted = square(gathered(x, routing))
+    for left_out in ("along_columns", "along_rows"):
+        found = mx.quantize_rows_iso32(*args, gathers=True, **{left_out: False})
+        assert getattr(found, left_out) is None
+        assert torch.equal(found.bytes[:rows], wanted.codes.view(torch.uint8)[:rows])
+        scales = found.scale_inv[: rows // 32], wanted.scale_inv[: rows // 32]
+        assert torch.equal(scales[0].view(torch.int32), scales[1].view(torch.int32))
+
+
+def test_the_product_of_codes_is_that_of_values():
+    """Dequantised and multiplied in fp32: the golden of a block-scaled GEMM on these operands."""
+    routing = random_routing(500, 4, 2)
+    x = torch.randn((500, 256), device="cuda").to(torch.bfloat16)
+    found = mx.quantize_rows_iso32(x, routing.row_token, routing.padded_offsets, gathers=True)
+    rows = int(routing.padded_offsets[-1])
+    exact = gathered(x, routing)[:rows]
+    weight = torch.randn((256, 128), device="cuda")
+    wanted, got = exact @ weight, dequantize(found)[:rows] @ weight
+    assert float((got - wanted).norm() / wanted.norm()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("transposed", "split_half"), list(itertools.product([False, True], repeat=2))
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weights(dtype, transposed, split_half):
+    for experts, hidden, inner in ((3, 272, 80), (2, 512, 384)):
+        w1, w2 = (
+            values((experts, 2 * inner, hidden), dtype, 1),
+            values((experts, hidden, inner), dtype, 2),
+        )
+        up = deinterleave_gate_up(w1) if split_half else w1
+        order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
+        layout = WeightLayout(transposed, split_half)
+        source = WeightSource(tuple(order(up)), tuple(order(w2)), layout)
+        weights = mx.MxWeights()
+        weights.update(source, force=True)
+        for native, found in zip((w1, w2), (weights.w1, weights.w2), strict=True):
+            wanted = square(native)
+            assert torch.equal(found.bytes, wanted.codes.view(torch.uint8))
+            assert torch.equal(
+                found.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32)
+            )
+            for scales, atoms in zip(
+                (found.along_columns, found.along_rows), mx.scale_atoms(wanted), strict=True
+            ):
+                live = mx.from_atoms(atoms) > 0  # no scale of a block has the byte 0
+                assert torch.equal(mx.from_atoms(scales)[live], mx.from_atoms(atoms)[live])
+        assert weights.w1_dgrad is weights.w1 and weights.w2_dgrad is weights.w2
+
+
+def test_weights_follow_a_change_and_nothing_else():
+    layout = WeightLayout(True, True)
+    up, down = (torch.randn(shape, device="cuda") for shape in ((2, 256, 256), (2, 128, 256)))
+    source = WeightSource(tuple(up), tuple(down), layout)
+    weights = mx.MxWeights()
+    weights.update(source)
+    before = weights.w1.bytes.clone()
+    weights.w1.bytes.fill_(0x55)
+    weights.update(source)
+    assert bool((weights.w1.bytes == 0x55).all())
+    up.neg_()
+    weights.update(source)
+    assert torch.equal(weights.w1.bytes, before ^ 0x80)
+
+
+def test_time_of_the_quantisers():
+    """At the reference shape, beside the bytes that must move; printed, and bounded loosely."""
+    routing = random_routing(8192, 8, 8)
+    x = torch.randn((8192, 3072), device="cuda").to(torch.bfloat16)
+    args = (x, routing.row_token, routing.padded_offsets)
+    mx.quantize_rows_iso32(*args, gathers=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        mx.quantize_rows_iso32(*args, gathers=True)
+    end.record()
+    end.synchronize()
+    microseconds = start.elapsed_time(end) * 50
+    rows = int(routing.padded_offsets[-1])
+    written = rows * 3072 * (1 + 2 / 32)
+    print(
+        f"gather and quantise {rows} x 3072: {microseconds:.0f} us, writes {written / microseconds / 1e3:.0f} GB/s"
+    )
+    assert microseconds < 2000

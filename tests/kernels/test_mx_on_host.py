@@ -1,0 +1,282 @@
+"""MXFP8's quantisers: the CUDA kernels themselves, compiled for the host, against the reference
+quantiser bit for bit, and the blocked layout of scales against CuTe's own algebra.
+
+Rounding, NaN and infinity are the GPU's own in tests/gpu/test_mx_quantize_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernels import host_cuda
+from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, values
+
+from sonicmoe.interop import dtype_name
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels.cuda_mx import mx_quantize_source
+from sonicmoe.layouts import deinterleave_gate_up
+from sonicmoe.quant import mx
+from sonicmoe.quant.recipes import ScaleFormat, iso
+from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.routing.build import build_routing
+
+needs_compiler = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+needs_quack = pytest.mark.skipif(
+    importlib.util.find_spec("quack") is None, reason="needs quack-kernels"
+)
+
+
+def square(x):
+    """The exact quantiser in 32x32 blocks with power-of-two scales."""
+    return quantize(x, iso(32), scale_format=ScaleFormat.POW2)
+
+
+@needs_quack
+def test_the_layout_is_that_of_cute_and_of_quacks_packer():
+    """Every scale of a matrix of 2 x 3 atoms, by closed formula, by `to_atoms`, by CuTe's
+    `tile_atom_to_shape_SF` evaluated on the host, and by the packer of quack's own tests.
+    """
+    rows, blocks = 256, 12
+    script = Path(__file__).with_name("mx_layout_of_cute.py")
+    command = [sys.executable, "-P", str(script), str(rows), str(blocks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout)
+    ours = [[mx.scale_offset(m, b, blocks) for b in range(blocks)] for m in range(rows)]
+    assert ours == theirs["cute"] == theirs["quack"]
+    flat = torch.arange(rows * blocks, dtype=torch.int64).reshape(rows, blocks)
+    for byte in (flat % 251, flat // 251):  # together they tell every scale from every other
+        atoms = mx.to_atoms(byte.to(torch.uint8)).reshape(-1)
+        assert torch.equal(atoms[torch.tensor(ours)], byte.to(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (3, 256, 8)], ids=str)
+def test_atoms_come_apart_again(shape):
+    generator = torch.Generator().manual_seed(0)
+    held = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    back = mx.from_atoms(mx.to_atoms(held))
+    assert torch.equal(back[..., : shape[-2], : shape[-1]], held)
+    assert not back[..., shape[-2] :, :].any() and not back[..., shape[-1] :].any()
+
+
+def test_bytes_are_exponents():
+    scales = torch.tensor([2.0**-108, 0.5, 1.0, 2.0**120, float("inf")])
+    held = mx.to_bytes(scales)
+    assert held.tolist() == [19, 126, 127, 247, 255]  # 255 is the NaN of UE8M0
+    assert torch.equal(mx.from_bytes(held), scales)
+
+
+def test_a_tile_of_square_blocks_repeats_sixteen_bytes():
+    """On which the kernels rest: both atoms of a tile are 32 times the 4 x 4 scales, or their
+    transpose.
+    """
+    q = square(values((1, 128, 128), torch.float32)[0])
+    along_columns, along_rows = mx.scale_atoms(q)
+    four = mx.to_bytes(q.scale_inv)
+    assert torch.equal(along_columns.reshape(32, 4, 4), four.expand(32, 4, 4))
+    assert torch.equal(along_rows.reshape(32, 4, 4), four.T.expand(32, 4, 4))
+
+
+COUNTS = {"spread": [130, 0, 1, 128, 0], "one": [100], "last is empty": [5, 256, 0]}
+
+
+def routing_of(counts, spare=0):
+    """Rows of experts with these counts, of tokens in a mixed order."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = max(counts) + 3
+    triples = [
+        (int(t), e)
+        for e, n in enumerate(counts)
+        for t in torch.randperm(tokens, generator=generator)[:n]
+    ]
+    ids = torch.full((tokens, len(counts)), -1, dtype=torch.int64)
+    for token, expert in triples:
+        ids[token, expert] = expert
+    return build_routing(ids, torch.rand(tokens, len(counts), generator=generator), len(counts))
+
+
+def gathered(x, routing):
+    rows = torch.zeros((routing.num_rows, x.shape[1]), dtype=torch.float32)
+    real = routing.row_token >= 0
+    rows[real] = x[routing.row_token[real].long()].float()
+    return rows
+
+
+def test_experts_have_atoms_of_their_own():
+    """The formula of the GEMMs (`VarlenManager.offset_batch_SFA`): expert e begins at offset / 128 +
+    e.
+    """
+    routing = routing_of(COUNTS["spread"])
+    starts = routing.padded_offsets.tolist()
+    atoms = mx.atom_of_tile(routing.padded_offsets, routing.num_rows)
+    wanted = []
+    for expert, (first, end) in enumerate(itertools.pairwise(starts)):
+        wanted += [first // 128 + expert + i for i in range((end - first) // 128)]
+    assert atoms.tolist() == wanted
+    assert max(wanted) < mx.ragged_atoms(routing.num_rows, len(COUNTS["spread"]))
+
+
+def assert_rows(found, wanted, routing):
+    """Codes, scales as they are read, and both scale tensors byte for byte."""
+    rows = int(routing.padded_offsets[-1])
+    assert torch.equal(found.bytes[:rows], wanted.codes.view(torch.uint8)[:rows])
+    blocks = rows // 32
+    for along in ("along_columns", "along_rows"):
+        one = {
+            name: getattr(found, name) if name == along else None
+            for name in ("along_columns", "along_rows")
+        }
+        read = mx.MxTensor.of(found.bytes, **one, padded_offsets=routing.padded_offsets)
+        assert torch.equal(
+            read.scale_inv[:blocks].view(torch.int32), wanted.scale_inv[:blocks].view(torch.int32)
+        ), along
+    atoms = mx.atom_of_tile(routing.padded_offsets, routing.num_rows)[: rows // 128]
+    by_columns, by_rows = mx.scale_atoms(wanted)
+    width = wanted.shape[1]
+    # Every row of the matrix; behind its last column an atom holds what nobody reads.
+    live = slice(0, -(-width // 32))
+    held = mx.from_atoms(found.along_columns[atoms])[:, live]
+    assert torch.equal(held[:rows], mx.from_atoms(by_columns)[:rows, live])
+    held = mx.from_atoms(found.along_rows[:, atoms])[:width]
+    assert torch.equal(held, mx.from_atoms(by_rows)[:width, : rows // 32])
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_the_host_quantiser(counts):
+    routing = routing_of(counts)
+    x = values((routing.num_tokens, 144), torch.bfloat16)
+    found = mx.quantize_rows_iso32(x, routing.row_token, routing.padded_offsets, gathers=True)
+    wanted = square(gathered(x, routing))
+    assert_rows(found, wanted, routing)
+    same, exact = dequantize(found), dequantize(wanted)
+    assert torch.equal(torch.isnan(same), torch.isnan(exact))
+    assert torch.equal(torch.nan_to_num(same), torch.nan_to_num(exact))
+
+
+@pytest.fixture(scope="module")
+def module(session_folder):
+    return host_cuda.load(
+        mx_quantize_source("sm_90a").files,
+        session_folder / "host_mx",
+        find_toolkit().home / "include",
+    )
+
+
+class TestKernels:
+    pytestmark = needs_compiler
+
+    @pytest.mark.parametrize(
+        ("counts", "width"), [("spread", 144), ("one", 128), ("last is empty", 272)]
+    )
+    @pytest.mark.parametrize("gathers", [True, False])
+    def test_rows(self, module, counts, width, gathers):
+        routing = routing_of(COUNTS[counts])
+        x = values((routing.num_tokens, width), torch.bfloat16)
+        source = x
+        if not gathers:  # what lies in padding rows must not matter
+            source = gathered(x, routing).to(torch.bfloat16)
+            source[routing.row_token < 0] = float("nan")
+        experts, rows = len(COUNTS[counts]), routing.num_rows
+        down, across = mx.ragged_atoms(rows, experts), -(-width // 128)
+        codes = torch.full((rows, width), UNWRITTEN, dtype=torch.uint8)
+        along_columns = torch.full((down, across, 512), UNWRITTEN, dtype=torch.uint8)
+        along_rows = torch.full((across, down, 512), UNWRITTEN, dtype=torch.uint8)
+        sizes = (routing.row_token, routing.padded_offsets)
+        module.quantize_rows_iso32(source, *sizes, codes, along_columns, along_rows, gathers, 0)
+        found = mx.MxTensor.of(
+            codes, along_columns, along_rows, padded_offsets=routing.padded_offsets
+        )
+        assert_rows(found, square(gathered(x, routing)), routing)
+        unread = sorted({*range(down)} - {*mx.atom_of_tile(routing.padded_offsets, rows).tolist()})
+        assert bool((along_columns[unread] == UNWRITTEN).all())
+        assert bool((along_rows[:, unread] == UNWRITTEN).all())
+
+    @pytest.mark.parametrize("left_out", ["along_columns", "along_rows"])
+    def test_scales_that_nobody_wants_are_left_out(self, module, left_out):
+        routing = routing_of(COUNTS["one"])
+        x = values((routing.num_tokens, 144), torch.bfloat16)
+        given = {
+            "along_columns": torch.zeros((1, 2, 512), dtype=torch.uint8),
+            "along_rows": torch.zeros((2, 1, 512), dtype=torch.uint8),
+        }
+        given[left_out] = None
+        codes = torch.zeros((128, 144), dtype=torch.uint8)
+        sizes = (routing.row_token, routing.padded_offsets)
+        module.quantize_rows_iso32(x, *sizes, codes, *given.values(), True, 0)
+        found = mx.MxTensor.of(codes, **given, padded_offsets=routing.padded_offsets)
+        wanted = square(gathered(x, routing))
+        assert torch.equal(codes, wanted.codes.view(torch.uint8))
+        assert torch.equal(found.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32))
+
+    def test_rows_behind_the_last_expert_are_not_written(self, module):
+        """A plan may have more rows than the experts need."""
+        routing = routing_of(COUNTS["one"])
+        x = values((routing.num_tokens, 128), torch.bfloat16)
+        token = torch.cat([routing.row_token, torch.zeros(128, dtype=torch.int32)])
+        codes = torch.full((256, 128), UNWRITTEN, dtype=torch.uint8)
+        scales = torch.full((2, 1, 512), UNWRITTEN, dtype=torch.uint8)
+        module.quantize_rows_iso32(x, token, routing.padded_offsets, codes, scales, None, True, 0)
+        assert bool((codes[128:] == UNWRITTEN).all()) and bool((scales[1] == UNWRITTEN).all())
+        assert not bool((codes[:128] == UNWRITTEN).all())
+
+    def test_every_bit_pattern(self, module):
+        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(512, 128)
+        token = torch.arange(512, dtype=torch.int32)
+        offsets = torch.tensor([0, 512])
+        codes = torch.zeros((512, 128), dtype=torch.uint8)
+        scales = torch.zeros((4, 1, 512), dtype=torch.uint8)
+        module.quantize_rows_iso32(x, token, offsets, codes, scales, None, True, 0)
+        wanted = square(x)
+        assert torch.equal(codes, wanted.codes.view(torch.uint8))
+        assert torch.equal(scales, mx.scale_atoms(wanted)[0])
+
+    @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_weights(self, module, dtype, transposed, split_half):
+        for experts, hidden, inner in ((2, 144, 80), (1, 256, 128)):
+            n1, element = 2 * inner, dtype_name(dtype)
+            w1, w2 = (
+                values((experts, n1, hidden), dtype, 1),
+                values((experts, hidden, inner), dtype, 2),
+            )
+            up = deinterleave_gate_up(w1) if split_half else w1
+            order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
+            matrices = [m.clone() for stacked in (order(up), order(w2)) for m in stacked]
+            table = torch.zeros(2 * experts, dtype=torch.int64)
+            module.store_addresses([matrix.data_ptr() for matrix in matrices], table, 0)
+            outputs = [unwritten_weight(w) for w in (w1, w2)]
+            flat = [tensor for output in outputs for tensor in output]
+            state = torch.tensor([1, 0], dtype=torch.int32)
+            flags = (transposed, split_half, element, state)
+            module.quantize_weights_iso32(table, *flat, *flags, False, 0)
+            assert state.tolist() == [0, 0]
+            for native, (codes, along_columns, along_rows) in zip((w1, w2), outputs, strict=True):
+                wanted = square(native)
+                assert torch.equal(codes, wanted.codes.view(torch.uint8))
+                for found, atoms in zip(
+                    (along_columns, along_rows), mx.scale_atoms(wanted), strict=True
+                ):
+                    live = mx.from_atoms(atoms) > 0  # no scale of a block has the byte 0
+                    assert torch.equal(mx.from_atoms(found)[live], mx.from_atoms(atoms)[live])
+            flat[0].fill_(UNWRITTEN)
+            module.quantize_weights_iso32(table, *flat, *flags, False, 0)  # nothing changed
+            assert bool((flat[0] == UNWRITTEN).all())
+
+
+def unwritten_weight(native):
+    experts, rows, columns = native.shape
+    down, across = -(-rows // 128), -(-columns // 128)
+    shapes = (experts, rows, columns), (experts, down, across, 512), (experts, across, down, 512)
+    return [torch.full(shape, UNWRITTEN, dtype=torch.uint8) for shape in shapes]
