@@ -270,10 +270,19 @@ def test_few_or_no_rows(tokens, invalid, mode):
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("split_half", [False, True])
+def each_with_every_layout(usual, *choices):
+    """Every combination of the choices in the two modes that differ in all; the usual one in the
+    modes between: a mode decides which operands wgrad gets, and a layout where it puts its sums.
+    """
+    layouts = list(itertools.product(*choices))
+    ends = [(*layout, mode) for layout in layouts for mode in ("default", "everything")]
+    return [*ends, *((*usual, mode) for mode in MODES if mode not in ("default", "everything"))]
+
+
+@pytest.mark.parametrize(
+    ("split_half", "transposed", "stacked", "mode"),
+    each_with_every_layout((True, True, False), *3 * [(False, True)]),
+)
 def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, stacked, mode):
     """The same numbers as in accumulators, in every layout; a second backward adds as many."""
     case, settings = Case(seed=9), replace(FP8, **MODES[mode])
@@ -291,12 +300,13 @@ def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, st
         assert tuple(targets.up.tensors[0].shape) == shape
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("split_half", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "split_half", "transposed", "mode"),
+    each_with_every_layout(("bfloat16", True, True), ("bfloat16", "float32"), *2 * [(False, True)]),
+)
 def test_gradients_written_to_fresh_memory(dtype, split_half, transposed, mode):
     """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
+    dtype = getattr(torch, dtype)
     settings, layout = replace(FP8, **MODES[mode]), WeightLayout(transposed, split_half)
     for case in (Case(seed=9), Case(5, invalid=1.0, spare_rows=0, seed=2), Case(0, spare_rows=0)):
         wanted = case.run(OURS, settings)
