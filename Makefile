@@ -8,6 +8,10 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 PADDLE_TESTS := $(wildcard tests/paddle tests/autograd tests/routing tests/quant tests/engine tests/weights tests/gradients tests/node tests/fleet tests/diagnostics/test_nonfinite.py tests/diagnostics/test_caller_names.py)
 FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
 
+# Some images set it. Then every worker of both test stages would rewrite the assertions of every test
+# file anew, and every process that a test starts would compile this package.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test lint docs docs-check pytest core quick clean
 .DEFAULT_GOAL := help
 

@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-variant",
         action="store_true",
-        help="compile every variant of the BF16 GEMMs, not only a covering set",
+        help="compile every variant of the kernels and graphs, not only a covering set",
     )
     parser.addoption(
         "--attacks",
@@ -115,8 +115,12 @@ def artefacts(session_folder: Path) -> CompileCache:
     return CompileCache(session_folder / "artefacts", session_folder / "local")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: getattr(item, "originalname", None) in LAST)
+    if not config.getoption("--every-variant"):
+        left_out = [item for item in items if item.get_closest_marker("every_variant")]
+        items[:] = [item for item in items if not item.get_closest_marker("every_variant")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) and not AVAILABLE[marker]():

@@ -72,7 +72,9 @@ def test_nothing_is_read_back(on_a_gpu):
 
 
 @MODES
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.every_variant)]
+)
 def test_one_full_graph(backend, use_fp8):
     moe, x, dout = batch()
     options = {"use_fp8": use_fp8, "max_experts_per_token": MOST}

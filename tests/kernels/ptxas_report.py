@@ -111,3 +111,14 @@ def require_no_spills(resources: Iterable[KernelResources], allowed_bytes: int =
             problems.append(f"{item.kernel}: ptxas serialised its WGMMA instructions")
     if problems:
         raise SpillError("; ".join(problems))
+
+
+def require_no_stack(resources: Iterable[KernelResources]) -> None:
+    """Raise SpillError naming each kernel that keeps values in memory that each thread has of its
+    own: arrays that are indexed at run time, where `require_no_spills` sees nothing.
+    """
+    found = [
+        f"{item.kernel} has {item.stack_bytes} bytes" for item in resources if item.stack_bytes
+    ]
+    if found:
+        raise SpillError(f"values lie on the stack: {'; '.join(found)}")

@@ -7,7 +7,12 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from kernels.ptxas_report import performance_losses, require_no_spills, resource_usage
+from kernels.ptxas_report import (
+    performance_losses,
+    require_no_spills,
+    require_no_stack,
+    resource_usage,
+)
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import HOPPER
@@ -86,21 +91,19 @@ pytestmark = [
 ]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "compiled" not in metafunc.fixturenames:
-        return
-    every = metafunc.config.getoption("--every-variant")
-    more = (
-        source
+EVERY_SOURCE = (
+    *SOURCES,
+    *(
+        pytest.param(source, marks=pytest.mark.every_variant)
         for activation, sources in Z_IN_BF16.items()
         for source in sources
-        if every and activation is not HUNGRIEST
-    )
-    metafunc.parametrize("compiled", (*SOURCES, *more), ids=label)
+        if activation is not HUNGRIEST
+    ),
+)
 
 
-def test_compiles_for_hopper_without_spills(compiled, artefacts: CompileCache) -> None:
-    source = compiled
+@pytest.mark.parametrize("source", EVERY_SOURCE, ids=label)
+def test_compiles_for_hopper_without_spills(source, artefacts: CompileCache) -> None:
     artefact = source.compile(artefacts)
     resources = resource_usage(artefact)
     counts = KERNELS_OF_ONE if activation_of(source) else KERNELS
@@ -112,7 +115,7 @@ def test_compiles_for_hopper_without_spills(compiled, artefacts: CompileCache) -
         source.name == "routing_metadata"
     ):  # 1024 threads of 64 registers fill the register file: a wider kernel would not launch
         assert max(item.registers for item in resources) <= 64
-    assert all(item.stack_bytes == 0 for item in resources)
+    require_no_stack(resources)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=label)

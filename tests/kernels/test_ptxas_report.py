@@ -9,6 +9,7 @@ from kernels.ptxas_report import (
     parse_ptxas,
     performance_losses,
     require_no_spills,
+    require_no_stack,
 )
 
 REPORT = """\
@@ -47,6 +48,14 @@ def test_spills_raise_and_name_the_kernel() -> None:
         SpillError, match="_Z4gemmPKf spills 504 bytes of stores and 620 of loads at 168 registers"
     ):
         require_no_spills([gemm, clean])
+
+
+def test_a_stack_without_spills_raises_and_names_the_kernel() -> None:
+    indexed = KernelResources("row_maxima", "sm_90a", registers=40, stack_bytes=256)
+    require_no_spills([indexed])
+    require_no_stack(parse_ptxas(REPORT)[1:])
+    with pytest.raises(SpillError, match=r"on the stack: row_maxima has 256 bytes$"):
+        require_no_stack([KernelResources("clean", "sm_90a"), indexed])
 
 
 def test_serialised_wgmma_raises() -> None:
