@@ -33,6 +33,7 @@ from .screen import Activity
 
 if TYPE_CHECKING:
     from ..diagnostics.numerics import Octaves, Result, Score
+    from ..diagnostics.steady_scales import Steadiness
 
 NAMES = [recipe.name for recipe in BASE_RECIPES]
 OPERANDS = (
@@ -86,8 +87,9 @@ def _size(name: str, default: int) -> Any:
     type=click.Choice(list(BASELINES)),
     default="deepseek-v3",
     show_default=True,
-    help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3, or MXFP8 (one power-of-two scale per 32 "
-    "of the contraction) with z in bf16, for recipes with power-of-two scales.",
+    help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3; DeepSeek-V3.1's, which has power-of-two "
+    "scales, without slack, for recipes by name; or MXFP8 (one power-of-two scale per 32 of the contraction) with z in bf16, "
+    "for recipes with power-of-two scales.",
 )
 @click.option(
     "--captured",
@@ -95,6 +97,14 @@ def _size(name: str, default: int) -> Any:
     type=Location(),
     metavar="FILE",
     help="Inputs of a real call (.npz); may be repeated.",
+)
+@click.option(
+    "--octaves",
+    multiple=True,
+    type=click.IntRange(0, 30),
+    metavar="N",
+    help="Where scales stay along K: a block has its own if its amax is more than 2^N below the largest; may be repeated.  "
+    "[default: 10]",
 )
 @click.option("--capture-from-training", "capture_steps", type=click.IntRange(1), metavar="STEPS",
               help="First train a small decoder for STEPS steps; its last step's calls join the data.")  # fmt: skip
@@ -119,6 +129,7 @@ def numerics(
     data: tuple[str, ...],
     dispatch: tuple[str, ...],
     against: str,
+    octaves: tuple[int, ...],
     captured: tuple[Path, ...],
     capture_steps: int | None,
     capture_dir: Path,
@@ -137,9 +148,9 @@ def numerics(
     """
     if as_json and markdown:
         raise click.UsageError("--json and --markdown exclude each other")
-    if against != "deepseek-v3" and set(dispatch) != {Dispatch.BF16.value}:
+    if BASELINES[against].bf16_tokens_only and set(dispatch) != {Dispatch.BF16.value}:
         raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
-    recipes = chosen_recipes(recipe, scales)
+    recipes = with_octaves(chosen_recipes(recipe, scales), octaves)
     if list_only:
         listing = [
             {
@@ -167,11 +178,11 @@ def numerics(
         cases = (make_case(kind, problem, seed) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]
         bar = BASELINES[against]
-        results, lost = measure([*from_files], cases, len(kinds), recipes, codes, ways, bar, doing)
+        measured = measure([*from_files], cases, len(kinds), recipes, codes, ways, bar, doing)
     if as_json:
-        click.echo(json.dumps(to_json(results, lost), indent=2, allow_nan=False))
+        click.echo(json.dumps(to_json(*measured), indent=2, allow_nan=False))
     else:
-        report(results, lost, markdown)
+        report(*measured, markdown)
 
 
 def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recipe]:
@@ -183,6 +194,12 @@ def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recip
         if not names or base.name in names
         for scale in formats
     ]
+
+
+def with_octaves(recipes: list[Fp8Recipe], octaves: Sequence[int]) -> list[Fp8Recipe]:
+    """Those whose scales stay along K at each distance asked for; the others as they are."""
+    made = (one.with_octaves(n) for one in recipes for n in octaves) if octaves else iter(recipes)
+    return [*dict.fromkeys(made)]
 
 
 def capture(steps: int, directory: Path, doing: Activity) -> list[Case]:
@@ -203,17 +220,19 @@ def measure(
     ways: list[Dispatch],
     bar: Baseline,
     doing: Activity,
-) -> tuple[list[Result], list[Octaves]]:
+) -> tuple[list[Result], list[Octaves], list[Steadiness]]:
     """Every case under every recipe and code, behind every dispatch that the recipe can read;
     generated cases are made one at a time.
     """
     from ..diagnostics.numerics import evaluate, octaves
+    from ..diagnostics.steady_scales import steadiness
 
     pairs = len(recipes) * len(codes)
     total = (len(from_files) + count) * len(ways) * pairs
     doing.begin("measuring", total=total)
     results: list[Result] = []
     lost: list[Octaves] = []
+    steady: list[Steadiness] = []
     for case in (*from_files, *generated):
         doing.at(case.name)
         for way in ways:
@@ -223,17 +242,24 @@ def measure(
                 doing.advance()
             doing.advance(pairs - (len(results) - before))  # those that cannot read the tokens
         lost += octaves(case, recipes, bar.recipe)
-    return results, lost
+        steady += steadiness(case, recipes)
+    return results, lost, steady
 
 
-def report(results: list[Result], lost: list[Octaves], markdown: bool) -> None:
-    """One table per kind of data, one of quantiles, and the verdict over all data."""
+def report(
+    results: list[Result], lost: list[Octaves], steady: list[Steadiness], markdown: bool
+) -> None:
+    """One table per kind of data, one of quantiles, one of scales that stay along K, and the
+    verdict over all data.
+    """
     for data in dict.fromkeys(result.data for result in results):
         print_table(
             error_table(data, [result for result in results if result.data == data]), markdown
         )
     if lost:
         print_table(octave_table(lost), markdown)
+    if steady:
+        print_table(steady_table(steady), markdown)
     for line in verdict_lines(results):
         click.echo(line)
 
@@ -296,6 +322,19 @@ def octave_table(lost: list[Octaves]) -> Table:
     return table
 
 
+def steady_table(steady: list[Steadiness]) -> Table:
+    """Blocks with a scale of their own, and K-steps that need no rescale."""
+    from ..diagnostics.steady_scales import GROUPS
+
+    headings = (f"steps without a change, {rows} rows" for rows in GROUPS)
+    own = ("tokens' own scales", "weight's own scales")
+    table = Table("data", "recipe", "GEMM", *own, *headings, title="scales that stay along K")
+    for one in steady:
+        shares = (one.own_tokens, one.own_weights, *one.quiet_steps)
+        table.add_row(one.data, one.recipe, one.gemm, *(f"{share:.2%}" for share in shares))
+    return table
+
+
 def list_table(recipes: list[Fp8Recipe]) -> Table:
     """Blocks per operand."""
     table = Table("recipe", *OPERANDS, "note")
@@ -331,9 +370,10 @@ def print_table(table: Table, markdown: bool) -> None:
     click.echo()
 
 
-def to_json(results: list[Result], lost: list[Octaves]) -> dict[str, Any]:
+def to_json(results: list[Result], lost: list[Octaves], steady: list[Steadiness]) -> dict[str, Any]:
     """Plain data; a number that is not finite becomes null."""
     from ..diagnostics.numerics import QUANTILES
+    from ..diagnostics.steady_scales import GROUPS
 
     return {
         "results": [
@@ -356,6 +396,10 @@ def to_json(results: list[Result], lost: list[Octaves]) -> dict[str, Any]:
                 "quantiles": dict(zip(map(str, QUANTILES), one.quantiles, strict=True)),
             }
             for one in lost
+        ],
+        "steady": [
+            {**vars(one), "quiet_steps": dict(zip(map(str, GROUPS), one.quiet_steps, strict=True))}
+            for one in steady
         ],
     }
 

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from ..enums import ZCode, is_glu
+from ..quant.folding import with_row_scales
 from ..quant.format import Code
 from ..quant.recipes import BlockShape, ScaleFormat
 from ..quant.reference import dequantize, quantize
+from ..quant.tokens import tokens_of
 from .formulas import activate
 from .golden_stages import RowLayout, gathered, grouped, outer, summed, sums, user_layout
 from .step_capture import to_numpy
@@ -220,22 +222,42 @@ class StageArithmetic:
     def _wgrad_dz(self) -> Array:
         return self._row_operand("dz", "x")
 
-    # Where a row of x (dout) has one scale, it stands with dz (y1s), and x is rounded no second time.
+    # Where wgrad reads the codes of x (dout), its scale per row stands with dz (y1s); `quant.folding`.
     def _folds(self, tokens: str) -> bool:
-        settings, folded = self._step.settings, self._step.has_row_scales(tokens)
-        return settings.recipe is not None and settings.flags.fp8_wgrad and folded
+        recipe, one_scale = self._step.settings.fp8_recipe, self._step.has_row_scales(tokens)
+        folds = recipe is not None and (recipe.folds_wgrad or one_scale)
+        return folds and self._step.settings.flags.fp8_wgrad
 
     def _gathered_operand(self, tokens: str) -> Array:
-        rows = gathered(self._best(tokens), self._token)
-        return rows if self._folds(tokens) else self._stored(rows, f"wgrad_{tokens}")
+        if not self._folds(tokens):
+            rows = gathered(self._best(tokens), self._token)
+            return self._stored(rows, f"wgrad_{tokens}")
+        codes, scale = self._folded_codes(tokens)
+        return gathered(codes * scale, self._token)
 
     def _row_operand(self, rows: str, tokens: str) -> Array:
         """dz or y1s, which meets x or dout in a product."""
         values = self._best(rows)
         if not self._folds(tokens):
             return self._stored(values, f"wgrad_{rows}")
-        scale = gathered(getattr(self._step, f"{tokens}_scale").astype(np.float64), self._token)
+        scale = gathered(self._folded_codes(tokens)[1], self._token)
         return self._stored(values * scale, f"wgrad_{rows}") / np.where(scale > 0, scale, 1.0)
+
+    def _folded_codes(self, tokens: str) -> tuple[Array, Array]:
+        """x or dout `[T, H]` as wgrad reads it, and one scale per row `[T, 1]`."""
+        held, recipe = getattr(self._step, f"{tokens}_codes"), self._step.settings.fp8_recipe
+        assert recipe is not None
+        if held is not None:
+            codes = torch.tensor(held.astype(np.uint8)).view(torch.float8_e4m3fn)
+            scale = getattr(self._step, f"{tokens}_scale").astype(np.float32)
+            q = tokens_of(codes, torch.tensor(scale))
+        else:
+            values = torch.tensor(self._best(tokens).astype(np.float32))
+            q = quantize(values, getattr(recipe, tokens), scale_format=recipe.scale_format)
+        q = with_row_scales(q)
+        return tuple(  # type: ignore[return-value]
+            to_numpy(part.to(torch.float32)).astype(np.float64) for part in (q.codes, q.scale_inv)
+        )
 
     def _dw1(self) -> Array:
         return outer(self._best("wgrad_dz"), self._best("wgrad_x"), self._owners)

@@ -19,6 +19,7 @@ import torch
 from ..diagnostics.stages import is_heard, tap
 from ..enums import ZCode
 from ..interop import ieee_matmul, plain_ops
+from ..quant.folding import with_row_scales
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
@@ -302,8 +303,9 @@ def _wgrad_operands(
     `[R, .]` that are in expert order (dz or y1s).
     """
     (token_name, given), (row_name, beside) = tokens, rows
-    if settings.fp8_wgrad and isinstance(given, BlockScaledTensor) and has_row_scales(given):
-        return _folded(given, f"wgrad_{row_name}", beside, routing, settings)
+    codes = _codes_to_fold(given, token_name, settings)
+    if codes is not None:
+        return _folded(codes, f"wgrad_{row_name}", beside, routing, settings)
     # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist after the
     # gather. Tokens that were quantised for their rows are so quantised again: rounded twice.
     gathered = _gather_rows(_values(given), routing)
@@ -313,6 +315,18 @@ def _wgrad_operands(
     )
 
 
+def _codes_to_fold(tokens: Tokens, name: str, settings: EngineSettings) -> BlockScaledTensor | None:
+    """x or dout as codes whose scale stands with the other operand of wgrad; None where wgrad reads
+    their values. The codes are those that the GEMMs of x and dout have read.
+    """
+    recipe = settings.recipe
+    if recipe is None or not settings.fp8_wgrad:
+        return None
+    if isinstance(tokens, BlockScaledTensor):
+        return tokens if recipe.folds_wgrad or has_row_scales(tokens) else None
+    return _quantize(tokens, getattr(recipe, name), recipe) if recipe.folds_wgrad else None
+
+
 def _folded(
     tokens: BlockScaledTensor,
     row_name: str,
@@ -320,13 +334,13 @@ def _folded(
     routing: RoutingMetadata,
     settings: EngineSettings,
 ) -> tuple[Tensor, Tensor]:
-    """The codes as they came, and `rows * s` quantised. `dw1[n, h] = sum_t dz[t, n] s[t] c[t, h]`
-    where a row of x is one scale s times its codes c, so the scale may stand with dz, and x is
-    rounded once in a step; dout and y1s in dw2 likewise. These operands show themselves as no
-    stage: their values are neither those of the tokens nor those of the rows.
+    """Codes with one scale per row, and `rows` times that scale quantised (`quant.folding`). These
+    operands show themselves as no stage: their values are neither those of the tokens nor those of
+    the rows.
     """
     recipe = settings.recipe
     assert recipe is not None
+    tokens = with_row_scales(tokens)
     scaled = rows * _gather_rows(tokens.scale_inv, routing)
     codes = _gather_rows(tokens.codes.to(torch.float32), routing)
     return codes, dequantize(_quantize(scaled, getattr(recipe, row_name), recipe))

@@ -3,7 +3,9 @@
 Shapes are logical: activations `[tokens, features]`, weights in their native layout `w1 [N1, H]`,
 `w2 [H, I]`. A GEMM contracts over one axis of each operand, and a row scale `rows(B)` runs along
 that axis. A square block serves two GEMMs that contract over different axes, because transposing
-its codes and scales only moves bytes. docs/numerics.md has the measurements behind the default.
+its codes and scales only moves bytes. Blocks may also keep one scale along the contraction
+(`Steady`), so that a GEMM rescales its sums only where the scale changes. docs/numerics.md has the
+measurements behind the default.
 """
 
 from __future__ import annotations
@@ -23,12 +25,45 @@ class ScaleFormat(Enum):
     POW2 = "pow2"
 
 
-@dataclass(frozen=True, order=True)
+class Line(Enum):
+    """A line of blocks in the grid of a matrix's blocks."""
+
+    ROW = "row"
+    COLUMN = "column"
+
+    @property
+    def crossed(self) -> Line:
+        """The same line on the transposed matrix."""
+        return Line.COLUMN if self is Line.ROW else Line.ROW
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The blocks of one line of the grid keep one scale, that of the line's largest amax. A block
+    whose amax lies more than 2^`octaves` below that has its own. `quant.reference` has the formula.
+
+    E4M3 has 14.8 octaves of normal numbers, so a scale that is 2^10 too large rounds a block as its
+    own would; from 2^11 on it loses (docs/numerics.md).
+    """
+
+    along: Line
+    octaves: int = 10
+
+    @property
+    def crossed(self) -> Steady:
+        """The same on the transposed matrix."""
+        return Steady(self.along.crossed, self.octaves)
+
+
+@dataclass(frozen=True)
 class BlockShape:
-    """Extent of one scale: `rows` x `cols` elements of the logical matrix."""
+    """Extent of one scale: `rows` x `cols` elements of the logical matrix; and whether neighbours
+    keep one scale.
+    """
 
     rows: int
     cols: int
+    steady: Steady | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
@@ -39,16 +74,29 @@ class BlockShape:
     @property
     def transposed(self) -> BlockShape:
         """The same block on the transposed matrix."""
-        return self if self.isotropic else BlockShape(self.cols, self.rows)
+        if self.isotropic:
+            return self
+        return BlockShape(self.cols, self.rows, self.steady and self.steady.crossed)
 
     @property
     def isotropic(self) -> bool:
         """Whether transposing leaves the block unchanged."""
-        return self.rows == self.cols
+        return self.rows == self.cols and self.steady is None
+
+    @property
+    def extent(self) -> BlockShape:
+        """The same block, whatever scales its neighbours have: what a reader of codes and scales
+        needs to know.
+        """
+        return self if self.steady is None else BlockShape(self.rows, self.cols)
+
+    def along(self, line: Line) -> BlockShape:
+        """The same block with a scale that is kept along a line of the grid."""
+        return BlockShape(self.rows, self.cols, Steady(line))
 
     def __str__(self) -> str:
-        """`1x128`."""
-        return f"{self.rows}x{self.cols}"
+        """`1x128`, or `1x128/row` where the blocks of a row keep one scale."""
+        return f"{self.rows}x{self.cols}" + (f"/{self.steady.along.value}" if self.steady else "")
 
 
 @functools.lru_cache(maxsize=64)  # asked several times in every forward
@@ -75,6 +123,8 @@ class Fp8Recipe:
     w1, w2:             native weights as forward reads them, contracted over their columns
     w1_dgrad, w2_dgrad: the same logical matrices as dgrad reads them, contracted over their rows
     wgrad_*:            `[tokens, features]`, contracted over tokens, in expert order, each expert padded to `row_alignment`
+    folds_wgrad:        wgrad reads the codes of x and dout, and their scales stand with dz and y1s (`quant.folding`);
+                        `wgrad_x` and `wgrad_dout` then say in which blocks those codes were made
     """
 
     name: str
@@ -92,6 +142,7 @@ class Fp8Recipe:
     wgrad_y1s: BlockShape
     z: BlockShape = BlockShape(1, 128)
     scale_format: ScaleFormat = ScaleFormat.FP32
+    folds_wgrad: bool = False
     note: str = ""
 
     @property
@@ -137,6 +188,19 @@ class Fp8Recipe:
         return dataclasses.replace(
             self, name=self.name.removesuffix("-pow2") + suffix, scale_format=scale_format
         )
+
+    def with_octaves(self, octaves: int) -> Fp8Recipe:
+        """The same with another distance from which a block has its own scale; the name says which.
+        Itself where no scale stays along K.
+        """
+        blocks = {
+            name: dataclasses.replace(block, steady=Steady(block.steady.along, octaves))
+            for name, block in vars(self).items()
+            if isinstance(block, BlockShape) and block.steady
+        }
+        if not blocks:
+            return self
+        return dataclasses.replace(self, name=f"{self.name}, 2^{octaves}", **blocks)  # type: ignore[arg-type]
 
 
 def row_recipe(size: int) -> Fp8Recipe:
@@ -225,6 +289,45 @@ def mixed_recipe() -> Fp8Recipe:
     )  # fmt: skip
 
 
+def row128_recipe() -> Fp8Recipe:
+    """Scales that stay along K in the up-projection and dgated, and wgrad from the codes of x and
+    dout (`quant.folding` has the rule).
+
+    y1 and dz leave fused epilogues that see 128 columns of a row, so nobody knows their row's amax:
+    they keep 1x128 and 128x128. Their partners w2 and w1_dgrad keep 128x128 too, since those GEMMs
+    rescale at every step anyway.
+    """
+    row, of_forward, of_dgrad = (
+        rows(128).along(Line.ROW),
+        iso(128).along(Line.ROW),
+        iso(128).along(Line.COLUMN),
+    )
+    return dataclasses.replace(
+        iso_recipe(128), name="row128", x=row, dout=row, w1=of_forward, w2_dgrad=of_dgrad,
+        wgrad_x=row, wgrad_dout=row, folds_wgrad=True,
+        note="iso128, but a row of x and dout, and w1 and w2_dgrad along K, keep one scale; wgrad reads the codes of x and dout",
+    )  # fmt: skip
+
+
+def row128_dx256_recipe() -> Fp8Recipe:
+    """`row128` with one promotion every 256 of the contraction in the dx GEMM. The copy of dz that
+    wgrad reads has blocks of its own, so it stays 128x128.
+    """
+    wide = BlockShape(128, 256)
+    return dataclasses.replace(
+        row128_recipe(), name="row128-dx256", dz=wide, w1_dgrad=wide.transposed,
+        note="row128, but dz in 128x256 and w1_dgrad in 256x128 blocks: the dx GEMM promotes every 256",
+    )  # fmt: skip
+
+
+def row128_up_recipe() -> Fp8Recipe:
+    """`iso128` with `row128`'s scales in the up-projection alone; nothing is folded."""
+    return dataclasses.replace(
+        iso_recipe(128), name="row128-up", x=rows(128).along(Line.ROW), w1=iso(128).along(Line.ROW),
+        note="iso128, but a row of x, and w1 along K, keep one scale: the up-projection alone rescales nothing",
+    )  # fmt: skip
+
+
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     deepseek_v3_recipe(),
     row_recipe(128),
@@ -238,6 +341,9 @@ BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     dx256_recipe(),
     wide_recipe(256),
     wide_recipe(512),
+    row128_recipe(),
+    row128_dx256_recipe(),
+    row128_up_recipe(),
 )
 # Every block layout exists with both scale formats.
 RECIPES: dict[str, Fp8Recipe] = {

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from framework import parameter, tensor, torch
+from framework import numpy, parameter, tensor, torch
 
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig
@@ -29,7 +29,10 @@ from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.numerics import (
     BASELINE,
     COSINE_BAR,
+    RESOLUTION,
     RMSE_BARS,
+    Part,
+    Score,
     evaluate,
     judge,
     octaves,
@@ -38,10 +41,12 @@ from sonicmoe.diagnostics.numerics import (
     run_recipe,
     score,
 )
+from sonicmoe.diagnostics.steady_scales import steadiness
 from sonicmoe.enums import ZCode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ShapeError
-from sonicmoe.quant.recipes import DEEPSEEK_V3, RECIPES, BlockShape, iso, rows
+from sonicmoe.quant.recipes import DEEPSEEK_V3, RECIPES, BlockShape, Line, iso, rows
+from sonicmoe.quant.reference import quantize
 
 SMALL = Sizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
 TINY = Sizes(tokens=48, hidden=32, intermediate=16, experts=4, topk=2)
@@ -58,6 +63,7 @@ TINY_OPTIONS = [
     "torch",
 ]
 DEFAULTS = SonicMoEConfig(fp8_mode="perf").resolve()
+V31 = BASELINES["deepseek-v3.1"]
 DEFAULT_RECIPE, DEFAULT_Z = RECIPES[DEFAULTS.recipe], DEFAULTS.save_z
 
 
@@ -73,6 +79,81 @@ def test_the_default_recipe_meets_every_bar(kind):
         for name, one in result.scores.items():
             assert 0.05 < one.overall.rmse <= RMSE_BARS[name] + 2 * one.overall.rmse_error, name
             assert one.overall.cosine >= COSINE_BAR - 2e-4, name
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+def test_row128_meets_bars_of_its_own(kind):
+    """No tensor worse than DeepSeek-V3.1's 1x128 power-of-two recipe in the same run, and the
+    absolute bars on Gaussian data. On outliers it is worse than the default.
+    """
+    case = make_case(kind, SMALL, seed=0)
+    recipes = [RECIPES[name] for name in ("row128", "row128-dx256", "iso128")]
+    own, wide, default = evaluate(case, recipes, [DEFAULT_Z], against=V31)
+    for result in (own, wide):
+        assert result.failures == ()
+        for name, one in result.scores.items():
+            assert one.overall.ratio <= 1 + RESOLUTION * one.overall.ratio_error, name
+            if kind == "gaussian":
+                assert 0.05 < one.overall.rmse <= RMSE_BARS[name] + 2 * one.overall.rmse_error
+    worse = own.scores["out"].overall.rmse / default.scores["out"].overall.rmse
+    assert (1.03 < worse < 1.15) if kind == "outliers" else (0.99 < worse < 1.035)
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch.FP8, Dispatch.FP8_BOTH], ids=lambda d: d.value)
+def test_row128_behind_a_dispatch_in_fp8(dispatch):
+    """Not worse than DeepSeek-V3.1's way either; codes of the largest scale are kept."""
+    for kind in ("gaussian", "outliers"):
+        case = make_case(kind, SMALL, seed=0)
+        (result,) = evaluate(case, [RECIPES["row128"]], [DEFAULT_Z], dispatch, V31)
+        assert result.failures == (), kind
+
+
+def test_a_recipe_by_name_may_not_be_worse_than_its_baseline_at_all():
+    part = Part(1.0, 0.01, 0.0, 1.01, 0.0)
+    scores = {"out": Score("out", part, (), 0.0)}
+    assert judge("outliers", scores) == ((), ())
+    assert judge("outliers", scores, against=V31) == (("out +1.0% of deepseek-v3-pow2",), ())
+
+
+def test_steady_scales_are_counted_as_a_loop_counts_them():
+    """Blocks with a scale of their own, and steps of tiles of 16 to 128 rows without a change."""
+    sizes = dataclasses.replace(SMALL, tokens=300, hidden=640)
+    case = make_case("gaussian", sizes, seed=0)
+    loud = np.ones((300, 640))
+    loud[::29, 128:256], loud[7::31, :128] = 2.0**-12, 2.0**-12
+    w1 = case.w1.copy()
+    w1[1, :128, 512:] *= 2.0**-11
+    case = dataclasses.replace(case, x=case.x * loud, w1=w1)
+    recipe = RECIPES["row128"]
+    up, dgated = steadiness(case, [recipe, RECIPES["iso128"]])
+    assert (up.gemm, dgated.gemm, dgated.own_tokens, dgated.quiet_steps) == (
+        "up",
+        "dgated",
+        0.0,
+        (1.0, 1.0, 1.0),
+    )
+    x, of_weight = (
+        numpy(quantize(tensor(array), block).scale_inv)
+        for array, block in ((case.x, recipe.x), (case.w1, recipe.w1))
+    )
+    own = total = 0
+    quiet = {16: [0, 0], 64: [0, 0], 128: [0, 0]}
+    for expert in range(4):
+        tokens = [t for t in range(300) if expert in case.indices[t]]
+        for t in tokens:
+            own, total = own + sum(s != x[t].max() for s in x[t]), total + 5
+        for group, counts in quiet.items():
+            for first in range(0, len(tokens), group):
+                for strip in range(4):
+                    for step in range(1, 5):
+                        lines = [x[t] for t in tokens[first : first + group]]
+                        lines.append(of_weight[expert, strip])
+                        counts[0] += all(line[step] == line[step - 1] for line in lines)
+                        counts[1] += 1
+    assert up.own_tokens == pytest.approx(own / total) and own > 0
+    assert up.own_weights == pytest.approx(1 / 80)
+    assert up.quiet_steps == pytest.approx([a / b for a, b in quiet.values()])
+    assert 0 < up.quiet_steps[2] < up.quiet_steps[0] < 1
 
 
 @pytest.mark.parametrize(
@@ -339,6 +420,13 @@ def test_octaves_count_powers_of_two_between_strip_and_block():
     assert len(octaves_lost(matrix, iso(128), rows(128))) == 254
 
 
+def test_octaves_of_scales_that_stay_along_k_end_where_blocks_have_their_own():
+    matrix = np.ones((1, 512))
+    matrix[0, ::128] = [2.0, 2.0**7, 2.0**11, 2.0**12]
+    found = octaves_lost(matrix, rows(128).along(Line.ROW), rows(128))
+    assert list(found) == [0.0, 5.0, 1.0, 0.0]  # the first has its own
+
+
 def test_octaves_cover_every_operand_coarser_than_the_baseline():
     case = make_case("gaussian", TINY, seed=0)
     found = {
@@ -439,6 +527,20 @@ def test_the_command_writes_json_a_program_can_read():
         assert 0 < entry["tensors"]["out"]["rmse"] < 0.2
         assert len(entry["tensors"]["dw1"]["experts"]) == 4
     assert {one["operand"] for one in report["octaves"]} >= {"dz", "wgrad_x", "wgrad_y1s"}
+    assert report["steady"] == []
+
+
+def test_the_command_measures_scales_that_stay_along_k():
+    options = ["--recipe", "row128", "--recipe", "row128-up", "--z", "int8", "--scales", "fp32"]
+    options += ["--data", "gaussian", *TINY_OPTIONS, "--hidden", "256"]
+    report = json.loads(run(*options, "--octaves", "6", "--octaves", "0", "--json").stdout)
+    names = ["row128, 2^6", "row128, 2^0", "row128-up, 2^6", "row128-up, 2^0"]
+    assert [entry["recipe"] for entry in report["results"]] == names
+    six, _, zero, *_ = report["steady"]
+    assert (six["recipe"], six["gemm"], six["own_tokens"]) == ("row128, 2^6", "up", 0)
+    assert six["quiet_steps"] == {"16": 1, "64": 1, "128": 1}
+    assert zero["own_tokens"] == pytest.approx(0.5, abs=0.02) and zero["quiet_steps"]["16"] == 0
+    assert "scales that stay along K" in run(*options).output
 
 
 def test_the_command_writes_markdown():

@@ -79,6 +79,20 @@ class Hand:
             )
         )
 
+    def row_scale(self, array, name):
+        """The largest scale of every row of x or dout."""
+        q = quantize(
+            self.fp32(array), getattr(self.recipe, name), Code.E4M3, self.recipe.scale_format
+        )
+        return numpy(q.scale_inv).max(1)
+
+    def codes(self, array, name, scale):
+        """x or dout over its rows' scales, on the grid of e4m3: its codes, and those of blocks with
+        a scale of their own rounded once more.
+        """
+        values = self.operand(array, name) / scale[:, None]
+        return numpy(tensor(values, torch.float32).to(torch.float8_e4m3fn).to(torch.float32))
+
     def stored_z(self, z):
         """z as backward reads it."""
         if "z" in self.skip:
@@ -106,9 +120,14 @@ def by_hand(
     problem, settings, dtype, skip=(), exact=False, row_scale=None, dout_scale=None
 ) -> Result:
     """`row_scale [T]`: x is one scale per token times its codes, and wgrad multiplies the codes;
-    `dout_scale`: the same of dout.
+    `dout_scale`: the same of dout. A recipe that folds has them of its own.
     """
     hand = Hand(settings, dtype, skip, exact)
+    folds = settings.recipe is not None and settings.recipe.folds_wgrad and settings.fp8_wgrad
+    if folds and row_scale is None:
+        row_scale = hand.row_scale(problem.x, "x")
+    if folds and dout_scale is None:
+        dout_scale = hand.row_scale(problem.dout, "dout")
     alignment = settings.row_alignment
     w1, w2, _, _ = native_weights(problem)
     x_operand, dout_operand = hand.operand(problem.x, "x"), hand.operand(problem.dout, "dout")
@@ -160,7 +179,9 @@ def by_hand(
                 return hand.operand(rows(given), name).T @ hand.operand(beside, other)
             s = np.ones((len(beside), 1))
             s[:n, 0] = scale[tokens]
-            return (rows(given) / s).T @ hand.operand(beside * s, other)
+            operand = name.removeprefix("wgrad_")
+            codes = hand.codes(given, operand, scale) if folds else given / scale[:, None]
+            return rows(codes).T @ hand.operand(beside * s, other)
 
         dw2 = product(problem.dout, "wgrad_dout", dout_scale, p * y1, "wgrad_y1s")
         dw1 = product(problem.x, "wgrad_x", row_scale, dz, "wgrad_dz").T

@@ -306,5 +306,5 @@ def test_shared_weight_buffers_are_one_object(recipe):
     weights = set_up(make_problem(), EngineSettings(recipe=recipe)).weights
     assert (weights.w1 is weights.w1_dgrad) == (recipe.w1 == recipe.w1_dgrad)
     assert (weights.w2 is weights.w2_dgrad) == (recipe.w2 == recipe.w2_dgrad)
-    assert weights.w1.block == recipe.w1
-    assert weights.w2_dgrad.block == recipe.w2_dgrad
+    assert weights.w1.block == recipe.w1.extent
+    assert weights.w2_dgrad.block == recipe.w2_dgrad.extent

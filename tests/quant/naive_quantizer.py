@@ -62,12 +62,15 @@ def scales(amax: np.float32, code: str, scale_format: str) -> tuple[np.float32, 
     return np.float32(power), np.float32(1 / power)
 
 
+def block_amax(block: np.ndarray) -> np.float32:
+    """The largest magnitude that is a number, at least the floor."""
+    return np.float32(max([AMAX_FLOOR, *np.abs(block[~np.isnan(block)]).ravel().tolist()]))
+
+
 def quantize_block(
-    block: np.ndarray, code: str, scale_format: str
+    block: np.ndarray, code: str, scale_format: str, amax: np.float32
 ) -> tuple[np.ndarray, np.float32]:
     """Codes and scale of one block of fp32 values."""
-    finite_or_inf = np.abs(block[~np.isnan(block)])
-    amax = np.float32(max([AMAX_FLOOR, *finite_or_inf.ravel().tolist()]))
     scale_inv, multiplier = scales(amax, code, scale_format)
     with np.errstate(invalid="ignore"):
         scaled = (block * multiplier).astype(np.float32)
@@ -78,22 +81,47 @@ def quantize_block(
     return encode_int8(scaled), np.float32(math.nan) if np.isnan(block).any() else scale_inv
 
 
+def line_amax(grid: np.ndarray, line: str, octaves: int) -> np.ndarray:
+    """`[nR, nC]` amax of blocks, each with its row's or column's largest unless it lies further
+    below that than 2^octaves and above the floor.
+    """
+    if line == "column":
+        return line_amax(grid.T, "row", octaves).T
+    found = grid.copy()
+    for i, j in np.ndindex(*grid.shape):
+        largest = max(grid[i].tolist())
+        if not (float(grid[i, j]) < largest / 2.0**octaves and grid[i, j] > AMAX_FLOOR):
+            found[i, j] = largest
+    return found
+
+
 def quantize(
-    x: np.ndarray, block_rows: int, block_cols: int, code: str, scale_format: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (uint8 bytes of E4M3, or int8) and fp32 scales of fp32 `x [..., R, C]`."""
+    x: np.ndarray, block_rows: int, block_cols: int, code: str, scale_format: str,
+    line: str = "", octaves: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Codes (uint8 bytes of E4M3, or int8) and fp32 scales of fp32 `x [..., R, C]`; `line`: along
+    which the blocks keep one scale.
+    """
     *lead, n_rows, n_cols = x.shape
     matrices = x.reshape(-1, n_rows, n_cols).astype(np.float32)
     grid = (-(-n_rows // block_rows), -(-n_cols // block_cols))
     codes = np.zeros(matrices.shape, np.uint8 if code == "e4m3" else np.int8)
     scale_inv = np.zeros((len(matrices), *grid), np.float32)
-    for b, i, j in np.ndindex(len(matrices), *grid):
-        part = (
+    parts = {
+        (b, i, j): (
             b,
             slice(i * block_rows, (i + 1) * block_rows),
             slice(j * block_cols, (j + 1) * block_cols),
         )
-        codes[part], scale_inv[b, i, j] = quantize_block(matrices[part], code, scale_format)
+        for b, i, j in np.ndindex(len(matrices), *grid)
+    }
+    amax = np.zeros(scale_inv.shape, np.float32)
+    for at, part in parts.items():
+        amax[at] = block_amax(matrices[part])
+    if line:
+        amax = np.stack([line_amax(one, line, octaves) for one in amax])
+    for at, part in parts.items():
+        codes[part], scale_inv[at] = quantize_block(matrices[part], code, scale_format, amax[at])
     return codes.reshape(x.shape), scale_inv.reshape(*lead, *grid)
 
 

@@ -10,6 +10,7 @@ from sonicmoe.quant.recipes import (
     RECIPES,
     BlockShape,
     Fp8Recipe,
+    Line,
     ScaleFormat,
     columns,
     iso,
@@ -80,8 +81,12 @@ def test_saved_z_is_scaled_per_row_and_128(recipe):
 @every_recipe
 def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
     """Both operands of a weight gradient share their extent along tokens, so one product of scales
-    serves a whole k-block.
+    serves a whole k-block. Where wgrad reads the codes of x and dout, those have no scale at all.
     """
+    if recipe.folds_wgrad:
+        assert (recipe.wgrad_x, recipe.wgrad_dout) == (recipe.x, recipe.dout)
+        assert (recipe.wgrad_dz, recipe.wgrad_y1s) == (iso(128), iso(128))
+        return
     assert recipe.wgrad_x.rows == recipe.wgrad_dz.rows
     assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
 
@@ -156,6 +161,41 @@ def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
     assert iso32.shares_weight_buffers and iso32.dz == iso32.wgrad_dz and iso32.y1 == MXFP8.y1
     blocks = {getattr(iso32, name) for name in BLOCK_FIELDS} - {iso32.y1, iso32.z}
     assert blocks == {iso(32)}
+
+
+def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes_the_operand():
+    recipe, row = RECIPES["row128"], rows(128).along(Line.ROW)
+    assert (recipe.x, recipe.dout) == (row, row)
+    # The contraction runs along the rows of a weight's grid in forward, and down its columns in dgrad.
+    assert (recipe.w1, recipe.w2_dgrad) == (iso(128).along(Line.ROW), iso(128).along(Line.COLUMN))
+    assert recipe.w1.transposed == recipe.w2_dgrad and recipe.w1.extent == iso(128)
+    made_by_epilogues = (recipe.y1, recipe.dz, recipe.w2, recipe.w1_dgrad)
+    assert made_by_epilogues == (rows(128), iso(128), iso(128), iso(128))
+    assert recipe.folds_wgrad and not recipe.shares_weight_buffers
+    wide = RECIPES["row128-dx256"]
+    assert (wide.dz, wide.w1_dgrad) == (BlockShape(128, 256), BlockShape(256, 128))
+    assert (
+        dataclasses.replace(
+            wide, name=recipe.name, note=recipe.note, dz=recipe.dz, w1_dgrad=recipe.w1_dgrad
+        )
+        == recipe
+    )
+
+
+def test_row128_up_changes_the_up_projection_alone():
+    recipe, base = RECIPES["row128-up"], RECIPES["iso128"]
+    assert (recipe.x, recipe.w1) == (RECIPES["row128"].x, RECIPES["row128"].w1)
+    same = [name for name in BLOCK_FIELDS if getattr(recipe, name) == getattr(base, name)]
+    assert set(BLOCK_FIELDS) - set(same) == {"x", "w1"}
+    assert not recipe.folds_wgrad and not recipe.shares_weight_buffers
+
+
+def test_a_steady_block_says_so_and_is_turned_with_its_matrix():
+    block = iso(128).along(Line.ROW)
+    assert (str(block), str(block.transposed)) == ("128x128/row", "128x128/column")
+    assert not block.isotropic and block.transposed.transposed == block
+    assert rows(128).along(Line.ROW).transposed == columns(128).along(Line.COLUMN)
+    assert iso(128).extent == iso(128)
 
 
 def test_every_contraction_step_of_a_gemm_has_one_length():
