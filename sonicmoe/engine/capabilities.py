@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..architectures import SM90, Architecture
+from ..architectures import SM90, SM100, SM103, SM120, SM121, Architecture
 from ..enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, SonicMoEError
 from ..jit.cache import default_cache
@@ -134,8 +134,10 @@ def _bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
 def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
     sizes = workload.hidden_size, workload.intermediate_size
     settings = workload.settings
-    own = settings.activation_parameters
-    return MlpShape(*sizes, settings.activation, workload.dtype, workload.bias, own, arch=arch)
+    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
+    return MlpShape(
+        *sizes, settings.activation, workload.dtype, workload.bias, own, capped, arch=arch
+    )
 
 
 REFERENCE = EngineRecord(
@@ -156,7 +158,7 @@ REFERENCE = EngineRecord(
 BF16 = EngineRecord(
     EngineName.BF16,
     gemms="grouped GEMMs in the dtype of the tokens",
-    architectures=(SM90,),
+    architectures=(SM90, SM100, SM103, SM120, SM121),
     dtypes=("bfloat16", "float16"),
     recipes=(None,),
     activations=_with_kernels_of(EngineName.BF16),
