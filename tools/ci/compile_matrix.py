@@ -49,6 +49,8 @@ from sonicmoe.kernels.quack_gemm import all_kernels, expert_rows_source  # noqa:
 
 WORKER = ROOT / "tests" / "kernels" / "quack_variants.py"
 CHOICES = ("activation", "bias", "store_z", "gather", "transpose", "stored", "dtype")
+# Columns of the table of docs/kernels.md: a target's architecture and class.
+Cells = dict[str, dict[tuple[str, str], str]]
 
 
 def variants(arch: str, family: str, every: bool) -> tuple[CuteKernel, ...]:
@@ -93,8 +95,28 @@ def label(kernel: CuteKernel) -> str:
     return f"{' '.join(words)} | {' '.join(chosen)}"
 
 
-def gemm_rows(kernels: Sequence[CuteKernel]) -> Iterator[tuple[str, str | None]]:
-    """A row of the table for each kernel, and what is wrong with it."""
+def product(kernel: CuteKernel) -> str:
+    """`up` without z, or `wgrad`, stored as halves: what of a model's kernels this one is."""
+    statics, name = dict(kernel.statics), kernel.name.removeprefix("bf16_")
+    if name == "wgrad":
+        return f"{name}, stored: {statics['stored']}"
+    return f"{name} without z" if statics.get("store_z") is False else name
+
+
+def table(cells: Cells) -> list[str]:
+    """A row per kernel, a column per target: seconds, registers, bytes of spills."""
+    targets = list(dict.fromkeys(target for row in cells.values() for target in row))
+    names = (
+        arch if ARCHITECTURES[arch].family == family else f"{family} on {arch}"
+        for arch, family in targets
+    )
+    rows = [["seconds, registers, spilled bytes", *names], ["---"] * (len(targets) + 1)]
+    rows += [[name, *(row.get(target, "–") for target in targets)] for name, row in cells.items()]
+    return [f"| {' | '.join(row)} |".replace(" --- ", "---") for row in rows]
+
+
+def gemm_rows(kernels: Sequence[CuteKernel], cells: Cells) -> Iterator[tuple[str, str | None]]:
+    """A row of the table for each kernel, and what is wrong with it; fills `cells`."""
     for kernel, found in answers(kernels):
         statics = dict(kernel.statics)
         head = f"| {kernel.arch} | {statics['family']} | {kernel.name} | {label(kernel)} |"
@@ -107,6 +129,8 @@ def gemm_rows(kernels: Sequence[CuteKernel]) -> Iterator[tuple[str, str | None]]
         wrong = ptx_report.problems(kernel.name, statics, Traffic(**moved))
         wrong += spills([item])
         row = f"{head} {seconds:.1f} | {item.registers} | {spilled} |"
+        cell = f"{seconds:.1f}, {item.registers}, {item.spill_store_bytes + item.spill_load_bytes}"
+        cells.setdefault(product(kernel), {})[kernel.arch, statics["family"]] = cell
         yield row, f"{kernel.name} for {kernel.arch}: {'; '.join(wrong)}" if wrong else None
 
 
@@ -161,6 +185,7 @@ def main() -> int:
     parser.add_argument("--sizes", action="store_true")
     given = parser.parse_args()
     targets = [target for target in TARGETS if given.arch is None or target[0] in given.arch]
+    cells: Cells = {}
     archs = given.arch or list(dict.fromkeys(arch for arch, _ in targets))
     if given.cuda:
         rows = cuda_rows(archs)
@@ -168,13 +193,15 @@ def main() -> int:
         rows = size_rows(archs)
     else:
         kernels = [kernel for target in targets for kernel in variants(*target, given.every)]
-        rows = gemm_rows(tuple(dict.fromkeys(kernels)))
+        rows = gemm_rows(tuple(dict.fromkeys(kernels)), cells)
         print("| target | class | kernel | tiling | choices | seconds | registers | spills |")
         print("|---|---|---|---|---|---|---|---|")
     wrong = []
     for row, problem in rows:
         print(row, flush=True)
         wrong += [problem] if problem else []
+    if cells and not given.every:
+        print("", *table(cells), sep="\n")
     for problem in wrong:
         print(problem, file=sys.stderr)
     return 1 if wrong else 0
