@@ -380,8 +380,8 @@ class SonicMoEConfig:
         "SONIC_MOE_GEMM_NUM_SMS",
         MULTIPROCESSORS,
         0,
-        "multiprocessors that the GEMMs of engines `hopper` and `bf16` may take, which leaves the "
-        "others to kernels of other streams, such as those of communication; `all` or 0: every one",
+        "multiprocessors that the GEMMs of engines `hopper`, `bf16` and `triton` may take, which "
+        "leaves the others to kernels of other streams, such as those of communication; `all` or 0: every one",
     )
     engine: Flag[EngineName] = Flag(
         "SONIC_MOE_ENGINE",
@@ -389,8 +389,8 @@ class SonicMoEConfig:
         EngineName.AUTO,
         "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` "
         "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 modes; "
-        "`reference` where neither can run and on a host; the log says which and why "
-        "(docs/design.md)",
+        "`triton` where these cannot run and on Ampere and Ada GPUs; `reference` where that cannot "
+        "run and on a host; the log says which and why (docs/design.md)",
     )
     cache_dir: Flag[Path] = Flag(
         "SONIC_MOE_CACHE_DIR",

@@ -46,6 +46,7 @@ class EngineName(Enum):
     REFERENCE = "reference"
     BF16 = "bf16"
     HOPPER = "hopper"
+    TRITON = "triton"
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class Activation:
 # (name, value) pairs of the parameters that a layer sets, sorted by name.
 ActivationParameters = tuple[tuple[str, float], ...]
 
-_BOTH = frozenset({EngineName.BF16, EngineName.HOPPER})
-_BF16 = frozenset({EngineName.BF16})
+_BF16 = frozenset({EngineName.BF16, EngineName.TRITON})
+_BOTH = _BF16 | {EngineName.HOPPER}
 _GLU = "Shazeer, arXiv:2002.05202"
 
 ACTIVATIONS: Mapping[ActivationType, Activation] = {

@@ -12,7 +12,6 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..architectures import describe
 from ..diagnostics.doctor import examine
 from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
 from ..diagnostics.doctor_report import CacheState, Report, Severity
@@ -128,13 +127,14 @@ def engine_lines(report: Report) -> list[tuple[str, str]]:
 
 
 def device_line(report: Report) -> str:
-    """GPU name, architecture and compute capability, or the reason why there is none."""
+    """GPU name and compute capability, or the reason why there is none."""
     if report.device is None:
         return "unknown: no framework"
     if report.device.gpu is None:
         return f"{report.device.name} (no GPU visible to {report.framework})"
-    major, minor = map(int, str(report.device.capability).split("."))
-    return f"{report.device.name}: {report.device.gpu}, {describe((major, minor))}"
+    return (
+        f"{report.device.name}: {report.device.gpu}, compute capability {report.device.capability}"
+    )
 
 
 def kernel_lines(report: Report) -> list[tuple[str, str]]:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..architectures import SM90, SM100, SM103, SM120, SM121, Architecture
+from ..architectures import ARCHITECTURES, SM90, Architecture
 from ..enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, SonicMoEError
 from ..jit.cache import default_cache
 from ..jit.key import package_versions
 from ..jit.plan import CompileJob
 from ..jit.toolchain import find_toolkit
+from ..jit.triton_variant import TritonVariant
 from ..kernels.quack_gemm import PACKAGES, MlpShape, all_kernels, expert_rows_source, wgrad_kernels
 from ..kernels.sm90 import engine_sources
+from ..kernels.triton.variants import all_variants
 from ..quant.recipes import RECIPES, rows
 from .settings import EngineSettings
 
@@ -79,6 +81,7 @@ class EngineRecord:
         sets_parameters: takes the activation parameters that a layer sets, as numbers of a call or
             as constants of kernels that are compiled for them. The others have the defaults.
         loads_with: the package that loads and launches its kernels.
+        compiler: the one that compiles its kernels, and those of its step.
         packages: those that compile its kernels, with the version its builders are written for.
         tokens: formats in which it reads tokens, and gradients of its output.
         jobs: its kernels for a workload and an architecture, as compile jobs. Without a workload,
@@ -99,6 +102,7 @@ class EngineRecord:
     tokens: tuple[TokenFormat, ...] = (TokenFormat.PLAIN,)
     gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
     loads_with: str | None = None
+    compiler: str | None = "nvcc"
     packages: tuple[tuple[str, str], ...] = ()
     jobs: Jobs = field(default=lambda workload, arch: (), repr=False)
 
@@ -131,13 +135,16 @@ def _bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     return expert_rows_source(arch), *all_kernels(_mlp_shape(workload, arch), recompute_z=again)
 
 
+def _triton_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    workload = workload or Workload(EngineSettings(), 128, 128)
+    return all_variants(_mlp_shape(workload, arch), recompute_z=workload.settings.recompute_z)
+
+
 def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
     sizes = workload.hidden_size, workload.intermediate_size
     settings = workload.settings
-    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
-    return MlpShape(
-        *sizes, settings.activation, workload.dtype, workload.bias, own, capped, arch=arch
-    )
+    own = settings.activation_parameters
+    return MlpShape(*sizes, settings.activation, workload.dtype, workload.bias, own, arch=arch)
 
 
 REFERENCE = EngineRecord(
@@ -154,11 +161,12 @@ REFERENCE = EngineRecord(
     sets_parameters=True,
     tokens=tuple(TokenFormat),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    compiler=None,
 )
 BF16 = EngineRecord(
     EngineName.BF16,
     gemms="grouped GEMMs in the dtype of the tokens",
-    architectures=(SM90, SM100, SM103, SM120, SM121),
+    architectures=(SM90,),
     dtypes=("bfloat16", "float16"),
     recipes=(None,),
     activations=_with_kernels_of(EngineName.BF16),
@@ -171,6 +179,23 @@ BF16 = EngineRecord(
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
     jobs=_bf16_jobs,
+)
+TRITON = EngineRecord(
+    EngineName.TRITON,
+    gemms="grouped GEMMs in Triton",
+    architectures=tuple(ARCHITECTURES.values()),
+    dtypes=("bfloat16", "float16"),
+    recipes=(None,),
+    activations=_with_kernels_of(EngineName.TRITON),
+    z_codes=(),
+    hidden_multiple=8,  # rows of 16 bytes, as cp.async wants them
+    intermediate_multiple=8,
+    biases=True,
+    sets_parameters=True,
+    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
+    loads_with="triton",
+    compiler="Triton",
+    jobs=_triton_jobs,
 )
 HOPPER = EngineRecord(
     EngineName.HOPPER,
@@ -192,7 +217,7 @@ HOPPER = EngineRecord(
 
 # In the order in which `auto` prefers them.
 RECORDS: dict[EngineName, EngineRecord] = {
-    record.name: record for record in (HOPPER, BF16, REFERENCE)
+    record.name: record for record in (HOPPER, BF16, TRITON, REFERENCE)
 }
 
 
@@ -335,19 +360,30 @@ def missing_tool(record: EngineRecord, workload: Workload | None, arch: str) -> 
         return f"{record.loads_with}, which loads and launches its kernels, is not installed"
     cache = default_cache()
     for job in record.jobs(workload, arch):
-        reason = missing_package([job]) or _missing_nvcc()
+        reason = missing_package([job]) or _missing_compiler(job)
         if reason is not None and cache.try_load(job.key()) is None:
             return reason
     return None
 
 
 def missing_package(jobs: Iterable[CompileJob]) -> str | None:
-    """The first package that compiles one of these kernels and is not of the pinned version."""
+    """The first package that compiles one of these kernels and is not of the pinned version, or
+    not there.
+    """
+    jobs = tuple(jobs)
+    in_triton = any(isinstance(job, TritonVariant) for job in jobs)
+    if in_triton and dict(package_versions("triton"))["triton"] == "absent":
+        return "triton compiles its kernels, and it is absent"
     wanted = {package for job in jobs for package in getattr(job, "packages", ())}
     for name, found in package_versions(*PACKAGES):
         if name in wanted and found != PACKAGES[name]:
             return f"{name} {PACKAGES[name]} compiles its GEMMs, and it is {found}"
     return None
+
+
+def _missing_compiler(job: CompileJob) -> str | None:
+    # Triton brings its own assembler.
+    return None if isinstance(job, TritonVariant) else _missing_nvcc()
 
 
 def _missing_nvcc() -> str | None:

@@ -6,6 +6,7 @@ when it runs. Imports neither a framework nor a compiler.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,9 +38,10 @@ def plan(spec: ModelSpec, config: ResolvedConfig | None = None) -> tuple[Compile
     jobs: list[CompileJob] = []
     for bias in (False, True):
         workload = replace(_workload(spec, settings), bias=bias)
-        for record in _engines(settings):
-            if _reason(record, workload, spec.arch) is None:
-                jobs += record.jobs(workload, spec.arch)
+        # The first one that can: `auto` runs no other.
+        able = (r for r in _engines(settings) if _reason(r, workload, spec.arch) is None)
+        for record in itertools.islice(able, 1):
+            jobs += record.jobs(workload, spec.arch)
     return tuple(dict.fromkeys([*jobs, *(source(spec.arch) for source in EVERY_RUN)]))
 
 
@@ -131,7 +133,6 @@ def _workload(spec: ModelSpec, config: ResolvedConfig) -> Workload:
         fp8_wgrad=config.fp8_wgrad,
         save_z=config.save_z,
         recompute_z=config.recompute_z,
-        gemm_num_sms=config.gemm_num_sms,
         activation_parameters=spec.activation_parameters,
     )
     # fp32 master weights are rounded to the dtype of the tokens.

@@ -29,6 +29,7 @@ from .hopper import HopperEngine
 from .interface import Engine
 from .reference import ReferenceEngine
 from .settings import EngineSettings
+from .triton import TritonEngine
 from .without_kernels import lost_on_gpus
 
 logger = logging.getLogger("sonicmoe")
@@ -37,6 +38,7 @@ ENGINES: dict[EngineName, Callable[[], Engine]] = {
     EngineName.REFERENCE: ReferenceEngine,
     EngineName.BF16: Bf16Engine,
     EngineName.HOPPER: HopperEngine,
+    EngineName.TRITON: TritonEngine,
 }
 
 

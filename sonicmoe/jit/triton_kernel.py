@@ -29,6 +29,7 @@ from triton.compiler.compiler import (
 from triton.runtime.cache import CacheManager, FileCacheManager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from ..architectures import arch_name
 from .cache import CompileCache, default_cache
 from .key import CompileKey
 from .manifest import Artefact
@@ -122,9 +123,8 @@ class TritonCompile:
             # CompileKey wants lower case and at most 64 characters. Two kernels whose shortened
             # names agree still differ in the hash.
             re.sub(r"\W", "_", f"triton_{self._source.name}".lower())[:64],
-            # Triton adds the suffix "a" by itself for Hopper, so the key says sm_90 while the code
-            # is for sm_90a.
-            arch=f"sm_{self._target.arch}",
+            # Triton's number of an architecture has no suffix; its compiler adds it by itself.
+            arch=arch_name(divmod(self._target.arch, 10)),
             statics={"triton": self._hash},
             fingerprint={},
             toolchain={"triton": triton.__version__},

@@ -126,7 +126,7 @@ class TritonKernels(RoutingKernels):
         from ..kernels import triton_aggregate, triton_routing
 
         if IS_PADDLE:
-            _take_stream_from_paddle()
+            take_stream_from_paddle()
         self._routing, self._aggregate = triton_routing, triton_aggregate
 
     def fill(
@@ -282,7 +282,7 @@ def _make_triton(device: str) -> RoutingKernels:
     return kernels
 
 
-def _take_stream_from_paddle() -> None:
+def take_stream_from_paddle() -> None:
     """Triton asks PyTorch for the stream where PyTorch is installed; under Paddle, Paddle's stream
     is the caller's.
     """

@@ -63,13 +63,21 @@ def test_unknown_variants_are_refused(text, message):
 
 
 def test_gpu_engines_are_found_as_soon_as_they_register(monkeypatch):
+    absent = {EngineName.BF16, EngineName.TRITON}
+
     def choose(device, name):
-        if name is EngineName.BF16:
+        if name in absent:
             raise EngineUnavailableError("not today")
 
     assert available_variants("cpu") == [PERF]
     monkeypatch.setattr(workload, "choose_engine", choose)
-    assert available_variants("cuda:0") == [Variant(EngineName.HOPPER, "perf")]
+    hopper, bf16 = Variant(EngineName.HOPPER, "perf"), Variant(EngineName.BF16, "off")
+    assert available_variants("cuda:0") == [hopper]
+    # The Triton engine stands in for the BF16 engine, and is not timed beside it.
+    absent.remove(EngineName.TRITON)
+    assert available_variants("cuda:0") == [Variant(EngineName.TRITON, "off"), hopper]
+    absent.clear()
+    assert available_variants("cuda:0") == [bf16, hopper]
 
 
 def test_batches_route_to_distinct_experts_and_count_them():

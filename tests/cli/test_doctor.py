@@ -79,7 +79,7 @@ def test_healthy_machine_as_json() -> None:
     assert found["versions"]["python"] == sys.version.split()[0]
     assert found["versions"]["numpy"] == np.__version__
     assert found["engine"] and found["engine_reason"]
-    assert set(found["engines"]) == {"reference", "bf16", "hopper"}
+    assert set(found["engines"]) == {"reference", "bf16", "hopper", "triton"}
     assert found["engines"]["reference"] == "able"
     assert [flag["name"] for flag in found["flags"]] == [flag.env for flag in FLAGS]
     assert [(check["precision"], check["tensor"]) for check in found["self_test"]] == [
@@ -121,7 +121,7 @@ def test_screen_shows_every_section(in_empty_cache: Path) -> None:
     assert "SONIC_MOE_FP8_MODE perf environment" in words
     assert "SONIC_MOE_FP8_WGRAD 1 default" in words
     assert words.count("pass") == 2 * len(TENSORS)
-    assert len(result.output.splitlines()) < 55
+    assert len(result.output.splitlines()) < 60
 
 
 def plant(folder: Path, name: str, version: str) -> Path:
@@ -289,7 +289,6 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(
     assert int(counted[1]) > 10 and counted[2] == "`sonicmoe doctor --self-test`"
     assert f"{counted[1]} of the {counted[1]} kernels of the self-test are not compiled" in words
     assert "`sonicmoe warmup` compiles those of your model" in words
-    assert "cuda:0: NVIDIA H200, sm_90a (Hopper, compute capability 9.0)" in words
 
 
 @pytest.mark.usefixtures("in_empty_cache")

@@ -9,7 +9,7 @@ import framework  # noqa: F401  before anything of sonicmoe
 import pytest
 
 from sonicmoe.engine import select
-from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, TokenFormat, Workload
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, TRITON, TokenFormat, Workload
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import ENGINES, announce, choose_engine
@@ -56,6 +56,13 @@ def without_bf16(monkeypatch):
     )
 
 
+@pytest.fixture
+def without_packages(monkeypatch):
+    """A machine that has neither quack nor Triton."""
+    absent = {BF16.name: "quack is absent", TRITON.name: "triton is absent"}
+    monkeypatch.setattr(select, "missing_tool", lambda record, *_: absent.get(record.name))
+
+
 @pytest.mark.parametrize("requested", [EngineName.AUTO, EngineName.REFERENCE])
 def test_a_machine_without_a_gpu_runs_the_reference_engine(requested):
     choice = choose_engine("cpu", requested)
@@ -84,7 +91,7 @@ def test_the_default_is_auto_and_says_why():
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_plain_operations_say_whether_fp8_is_on(device, workload, words, monkeypatch):
-    monkeypatch.setattr(select, "arch_of", lambda device: "sm_80")
+    monkeypatch.setattr(select, "arch_of", lambda device: "sm_70")
     reason = choose_engine(device, workload=workload).reason
     assert reason.endswith(f"plain tensor operations in fp32, {words}")
 
@@ -115,28 +122,6 @@ def test_announced_once_per_engine_and_device(caplog, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arch", "gpu"),
-    [
-        ("sm_100a", "Blackwell"),
-        ("sm_103a", "Blackwell Ultra"),
-        ("sm_120a", "Blackwell RTX"),
-        ("sm_121a", "Blackwell GB10"),
-    ],
-)
-def test_blackwell_runs_the_bf16_engine_and_says_that_it_has_no_fp8(arch, gpu, monkeypatch):
-    monkeypatch.setattr(select, "arch_of", lambda device: arch)
-    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
-    plain = choose_engine("cuda:0", workload=replace(WORKLOAD, settings=EngineSettings()))
-    assert plain.engine.name == "bf16" and not plain.falls_back
-    assert plain.reason == f"a {gpu} GPU: grouped GEMMs in the dtype of the tokens"
-    fp8 = choose_engine("cuda:0", workload=WORKLOAD)
-    assert fp8.engine.name == "bf16" and fp8.falls_back and fp8.settings.recipe is None
-    assert fp8.reason.startswith(f"not hopper: the architecture is {arch}, and its kernels are for")
-    with pytest.raises(EngineUnavailableError, match=f"the architecture is {arch}"):
-        choose_engine("cuda:0", EngineName.HOPPER, WORKLOAD)
-
-
 class TestOnHopper:
     def test_fp8_runs_the_hopper_engine(self, hopper):
         choice = choose_engine("cuda:0", workload=WORKLOAD)
@@ -162,8 +147,16 @@ class TestOnHopper:
             assert choice.settings == replace(workload.settings, recipe=None)
 
     @beyond_hopper
-    def test_and_to_plain_operations_without_the_bf16_engine(
-        self, hopper, without_bf16, workload, words
+    def test_and_to_the_triton_engine_without_quack(self, hopper, without_bf16, workload, words):
+        choice = choose_engine("cuda:0", workload=workload)
+        if workload.dtype != "float32":
+            assert choice.engine.name == "triton" and choice.falls_back
+            assert choice.settings == replace(workload.settings, recipe=None)
+            assert choice.reason.endswith("grouped GEMMs in Triton, without FP8")
+
+    @beyond_hopper
+    def test_and_to_plain_operations_without_quack_and_triton(
+        self, hopper, without_packages, workload, words
     ):
         choice = choose_engine("cuda:0", workload=workload)
         assert choice.engine.name == "reference" and choice.falls_back and choice.settings is None
@@ -177,7 +170,7 @@ class TestOnHopper:
         assert "able: ['reference']" in str(caught.value)
 
     def test_by_name_without_a_workload_it_needs_none_of_the_bf16_packages(
-        self, hopper, without_bf16
+        self, hopper, without_packages
     ):
         assert choose_engine("cuda:0", EngineName.HOPPER).engine.name == "hopper"
         with pytest.raises(
@@ -193,15 +186,30 @@ class TestOnHopper:
             choose_engine("cuda:0", EngineName.BF16, WORKLOAD)
         with pytest.raises(
             EngineUnavailableError,
-            match=r"FP8 is off, and its GEMMs are FP8; able: \['reference', 'bf16'\]",
+            match=r"FP8 is off, and its GEMMs are FP8; able: \['reference', 'bf16', 'triton'\]",
         ):
             choose_engine("cuda:0", EngineName.HOPPER, replace(WORKLOAD, settings=EngineSettings()))
 
     def test_another_gpu_falls_back(self, hopper, monkeypatch):
         monkeypatch.setattr(select, "arch_of", lambda device: "sm_80")
         choice = choose_engine("cuda:0", workload=WORKLOAD)
-        assert choice.falls_back and choice.engine.name == "reference"
+        assert choice.falls_back and choice.engine.name == "triton"
         assert "the architecture is sm_80, and its kernels are for sm_90a" in choice.reason
+        assert choice.settings == replace(FP8, recipe=None)
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_gpus_before_hopper_run_the_triton_engine(self, hopper, monkeypatch, arch, dtype):
+        monkeypatch.setattr(select, "arch_of", lambda device: arch)
+        workload = replace(WORKLOAD, settings=EngineSettings(), dtype=dtype)
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "triton" and not choice.falls_back
+        assert choice.reason.startswith("a") and choice.reason.endswith("GEMMs in Triton")
+
+    def test_without_quack_a_hopper_gpu_runs_the_triton_engine(self, hopper, without_bf16):
+        workload = replace(WORKLOAD, settings=EngineSettings())
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "triton"
 
     @pytest.mark.parametrize("activation", ActivationType, ids=lambda member: member.value)
     @pytest.mark.parametrize("recipe", [None, RECIPES["iso128"]], ids=["plain", "fp8"])
@@ -213,7 +221,7 @@ class TestOnHopper:
         workload = replace(WORKLOAD, settings=settings)
         chosen = choose_engine("cuda:0", workload=workload).engine.name
         assert activation in RECORDS[EngineName(chosen)].activations
-        for record in (HOPPER, BF16):
+        for record in (HOPPER, BF16, TRITON):
             others = tuple(member for member in record.activations if member is not activation)
             monkeypatch.setitem(RECORDS, record.name, replace(record, activations=others))
         choice = choose_engine("cuda:0", workload=workload)
@@ -224,6 +232,8 @@ class TestOnHopper:
         oai = EngineSettings(ActivationType.SWIGLU_OAI, activation_parameters=(("alpha", 1.5),))
         assert choose_engine("cuda:0", workload=Workload(oai, 64, 64)).engine.name == "bf16"
         monkeypatch.setitem(RECORDS, BF16.name, replace(BF16, sets_parameters=False))
+        assert choose_engine("cuda:0", workload=Workload(oai, 64, 64)).engine.name == "triton"
+        monkeypatch.setitem(RECORDS, TRITON.name, replace(TRITON, sets_parameters=False))
         choice = choose_engine("cuda:0", workload=Workload(oai, 64, 64))
         assert choice.engine.name == "reference" and choice.falls_back
         assert "alpha of swiglu_oai is 1.5, and it computes with 1.702 alone" in choice.reason

@@ -77,7 +77,7 @@ def test_warmed_kernel_is_what_a_launch_looks_for_at_any_token_count(launches: N
 def test_cold_variant_raises_under_no_compile(launches: None) -> None:
     with (
         no_compile(),
-        pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90\]"),
+        pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90a\]"),
     ):
         launch(1000, block=512)
 

@@ -27,7 +27,7 @@ from sonicmoe.cli.main import main
 from sonicmoe.cli.warmup import warmup
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine import capabilities, compile_plan
-from sonicmoe.engine.capabilities import BF16, RECORDS, missing_package
+from sonicmoe.engine.capabilities import BF16, RECORDS, TRITON, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
@@ -370,15 +370,35 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.Monk
     absent = lambda *names: tuple((name, "absent") for name in names)  # noqa: E731
     monkeypatch.setattr(capabilities, "package_versions", absent)
     planned = warm_up_plan(SPEC)
-    assert planned.precision == "fp8" and planned.left_out == (f"bf16: {why}",)
+    neither = f"bf16: {why}; triton compiles its kernels, and it is absent"
+    assert planned.precision == "fp8" and planned.left_out == (neither,)
     plain = warm_up_plan(SPEC, "fp8", current_config(SonicMoEConfig(fp8_wgrad=False)))
     assert plain.left_out == (f"fp8 with fp8_wgrad=0: {why}",)
     assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
+    # Where Triton is there, its kernels are what a run without quack launches.
+    monkeypatch.setattr(
+        capabilities,
+        "package_versions",
+        lambda *names: tuple((n, "3.6.0" if n == "triton" else "absent") for n in names),
+    )
+    planned = warm_up_plan(SPEC, "bf16")
+    assert planned.left_out == () and "triton_dgated" in names(planned)
+
+
+def test_gpus_before_hopper_are_given_triton_kernels() -> None:
+    spec = ModelSpec(8, 3072, 1536, arch="sm_80")
+    planned = warm_up_plan(spec, "bf16")
+    products = {"up", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up"}
+    assert names(planned) >= {f"triton_{product}" for product in products} | EVERY_RUN
+    assert {job.arch for job in planned.jobs} == {"sm_80"}
+    # Where quack serves, they are not compiled.
+    assert not any(name.startswith("triton") for name in names(warm_up_plan(SPEC)))
 
 
 def test_the_bf16_part_knows_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     others = tuple(member for member in BF16.activations if member.value != "swiglu")
     monkeypatch.setitem(RECORDS, BF16.name, replace(BF16, activations=others))
+    monkeypatch.setitem(RECORDS, TRITON.name, replace(TRITON, activations=others))
     planned = warm_up_plan(SPEC)
     assert planned.left_out[-1].startswith("bf16: the activation is 'swiglu', and it has [")
     assert not (BF16_KERNELS - {"bf16_wgrad"}) & names(planned)

@@ -1,6 +1,7 @@
 """Repairs of Triton's interpreter, to be applied in a process that runs with TRITON_INTERPRET=1.
 
 * Its bf16 conversions truncate or lose the rounding carry: PyTorch's conversions replace them.
+* Its products take the bits of bf16 operands for integers.
 * Its loop bounds are one-element arrays, which NumPy >= 2.4 no longer converts to int.
 """
 
@@ -30,6 +31,18 @@ def convert_float(data: np.ndarray, source: Any, target: Any, rounding_mode: Any
     raise NotImplementedError(f"interpreter conversion {names}")
 
 
+def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """`a b + d` in fp32, of 16-bit operands of either kind."""
+    left, right = (_fp32(operand) for operand in (a, b))
+    return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
+
+
+def _fp32(operand: Any) -> np.ndarray:
+    if str(operand.dtype.scalar) == "bf16":
+        return convert_float(operand.data, "bf16", "fp32", None)
+    return operand.data.astype(np.float32)
+
+
 def repair() -> None:
     """Patch the interpreter of this process; once is enough."""
     original = interpreter._LangPatchScope.set_attr
@@ -40,4 +53,5 @@ def repair() -> None:
         original(self, obj, name, value)
 
     interpreter._LangPatchScope.set_attr = set_attr
+    interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter._convert_float = convert_float
