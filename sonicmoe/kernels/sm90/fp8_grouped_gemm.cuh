@@ -53,11 +53,13 @@ struct TensorMaps {
 
 struct OutputTile {
   int expert, row, col;
-  bool active;  // false: this CTA only keeps its cluster company
+  bool active;    // false: this CTA only keeps its cluster company
+  bool shares_b;  // with the other CTA of the cluster, which has the same columns
 };
 
 // This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster
-// row tiles at a time.
+// row tiles at a time. Where an expert has an odd number of row tiles, the CTAs of a cluster take
+// neighbouring columns of the last one.
 class Scheduler {
  public:
   __device__ __forceinline__ explicit Scheduler(const GemmParams& p)
@@ -66,18 +68,26 @@ class Scheduler {
   }
   __device__ static __forceinline__ int rank() { return blockIdx.x % kCluster; }
   __device__ __forceinline__ bool next(OutputTile& tile) {
+    static_assert(kCluster == 2);
     const int n_tiles = (p_.n + kTileN - 1) / kTileN;
     while (expert_ < p_.experts) {
-      const int groups = ((last_ - first_) / kTileM + kCluster - 1) / kCluster;
-      if (index_ < groups * n_tiles) {
+      const int row_tiles = max((last_ - first_) / kTileM, 0), paired = row_tiles / 2 * n_tiles,
+                alone = row_tiles % 2 * ((n_tiles + 1) / 2);
+      if (index_ < paired + alone) {
         tile.expert = expert_;
-        tile.row = first_ + (index_ / n_tiles * kCluster + rank()) * kTileM;
-        tile.col = index_ % n_tiles * kTileN;
-        tile.active = tile.row < last_;
+        tile.shares_b = index_ < paired;
+        if (tile.shares_b) {
+          tile.row = first_ + (index_ / n_tiles * 2 + rank()) * kTileM;
+          tile.col = index_ % n_tiles * kTileN;
+        } else {
+          tile.row = last_ - kTileM;
+          tile.col = ((index_ - paired) * 2 + rank()) * kTileN;
+        }
+        tile.active = tile.col < p_.n;
         index_ += gridDim.x / kCluster;
         return true;
       }
-      index_ -= max(groups, 0) * n_tiles;
+      index_ -= paired + alone;
       ++expert_;
       read_expert();
     }
@@ -104,6 +114,7 @@ struct alignas(1024) SharedStorage {
   float amax[2][kConsumerWarps];  // an epilogue's exchange between warps
   int2 destination;  // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row
                      // of y1s^T + 1, or -1
+  int issued;        // k-blocks that the producer of wgrad has asked for
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -161,17 +172,21 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
       uint64_t* full = &s.full[ring.stage];
       if (thread == 0) {
         const bool loads_a = !kGather && tile.active;
-        barrier_arrive_expect(full, loads_a ? kBytesA + kBytesB : kBytesB);
-        // each CTA of the pair fetches half of the columns for both
-        const int half = Scheduler::rank();
-        const int b_row = tile.expert * p.n + tile.col + half * (kTileN / kCluster);
-        uint8_t* b_stage = s.b[ring.stage] + half * (kBytesB / kCluster);
-        constexpr uint16_t kEveryone = (1 << kCluster) - 1;
-        if constexpr (Epilogue::kColumnGroup > 0) {
-          tma_load_5d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row / Epilogue::kColumnGroup,
-                                kEveryone);
-        } else {
-          tma_load_2d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row, kEveryone);
+        barrier_arrive_expect(full, !tile.active ? 0 : loads_a ? kBytesA + kBytesB : kBytesB);
+        const auto load_b = [&](int half, uint16_t receivers) {
+          const int b_row = tile.expert * p.n + tile.col + half * (kTileN / kCluster);
+          uint8_t* b_stage = s.b[ring.stage] + half * (kBytesB / kCluster);
+          if constexpr (Epilogue::kColumnGroup > 0) {
+            tma_load_5d_multicast(&maps.b, full, b_stage, kb * kTileK,
+                                  b_row / Epilogue::kColumnGroup, receivers);
+          } else {
+            tma_load_2d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row, receivers);
+          }
+        };
+        if (tile.shares_b) {
+          load_b(Scheduler::rank(), (1 << kCluster) - 1);
+        } else if (tile.active) {
+          for (int half = 0; half < kCluster; ++half) load_b(half, 1 << Scheduler::rank());
         }
         if (loads_a) tma_load_2d(&maps.a, full, s.a[ring.stage], kb * kTileK, tile.row);
       }

@@ -90,9 +90,9 @@ class WgradScheduler {
 template <int kMaps>
 __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
                                               SharedStorage& s) {
-  if (threadIdx.x != 0) return;
   Ring ring;
   WgradTile tile;
+  int issued = 0;
   for (WgradScheduler<WgradMaps<kMaps>::kOwnMap> scheduler(p); scheduler.next(tile);) {
     const int half = Scheduler::rank();
     const int a_row = WgradSplit::first_row(tile.row, p.split.a);
@@ -105,6 +105,37 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
       tma_load_3d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k, b_row,
                             0, (1 << kCluster) - 1);
       if (tile.active) tma_load_3d(&maps.a, full, s.a[ring.stage], k, a_row, 0);
+      *static_cast<volatile int*>(&s.issued) = ++issued;
+    }
+  }
+}
+
+// Brings the part of C that a tile will be added to into L2, shortly before the tile is handed
+// over. An addition that has to fetch its line from memory holds up those behind it: without this,
+// the additions of an expert with 1024 rows take longer than its products.
+//
+// One warp of its own does this, because an arrival at a barrier waits for the prefetches that its
+// thread has issued. The count of k-blocks tells it when: earlier, C is displaced again before it
+// is needed, or takes the bandwidth of the tile before; later, it arrives too late.
+template <int kMaps>
+__device__ __forceinline__ void prefetch_sums(const WgradParams& p, const WgradMaps<kMaps>& maps,
+                                              const SharedStorage& s) {
+  constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
+  constexpr int kAhead = 3;  // of a tile's k-blocks, so many are issued after its prefetch
+  constexpr int kSlabs = kTileM / kPatchRows, kPatchesOfSlab = kTileN * 4 / kPatchRowBytes;
+  if (p.output != WgradOutput::kAddF32) return;
+  WgradTile tile;
+  int before = 0;
+  for (WgradScheduler<kOwnMap> scheduler(p); scheduler.next(tile);) {
+    const int due = before + max(tile.k_blocks - kAhead, 0);
+    before += tile.k_blocks;
+    if (!tile.active) continue;
+    while (*static_cast<const volatile int*>(&s.issued) <= due) __nanosleep(64);
+    __syncwarp();
+    const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
+    for (int i = threadIdx.x % 32; i < kSlabs * kPatchesOfSlab; i += 32) {
+      const PatchPlace at(p.split, tile.row, tile.col, i / kPatchesOfSlab, i % kPatchesOfSlab);
+      tma_prefetch_4d(map, at.x, at.y, at.part, kOwnMap ? 0 : tile.expert);
     }
   }
 }
@@ -312,13 +343,17 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
       barrier_init(&s.empty[i], kConsumerWarps * kCluster);
     }
     barrier_init_fence();
+    s.issued = 0;
     tma_prefetch_descriptor(&maps.a);
     tma_prefetch_descriptor(&maps.b);
   }
   cluster_sync();
   if (threadIdx.x < kProducerThreads) {
     registers_lower<40>();
-    produce_wgrad(p, maps, s);
+    if (threadIdx.x == 0)
+      produce_wgrad(p, maps, s);
+    else if (threadIdx.x / 32 == 1)
+      prefetch_sums(p, maps, s);
   } else {
     registers_raise<232>();
     consume_wgrad(p, maps, s);

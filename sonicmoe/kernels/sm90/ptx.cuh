@@ -86,6 +86,13 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void*
       "r"(smem_address(source)), "r"(x), "r"(y)
       : "memory");
 }
+// brings the box into L2
+__device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int x, int y, int z,
+                                                int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
 // adds the box to global memory, element by element
 __device__ __forceinline__ void tma_reduce_add_4d(const CUtensorMap* map, const void* source, int x,
                                                   int y, int z, int w) {
