@@ -36,7 +36,9 @@ from sonicmoe.jit import default_cache
 from sonicmoe.jit.plan import CompileJob, ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources, quack_gemm
-from sonicmoe.kernels.quack_gemm import GemmConfig, MlpShape, all_kernels, expert_rows_source
+from sonicmoe.kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source
+from sonicmoe.kernels.quack_tilings import FAMILIES, GemmConfig
+from sonicmoe.routing.backends import arch_of
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.metadata import RoutingMetadata
 
@@ -61,6 +63,15 @@ GATHERS = ("up", "dgated", "wgrad_down", "wgrad_up")
 TILES = [((m, n), False) for m, n in ((128, 224), (128, 256), (256, 128), (256, 160), (256, 192))]
 SWIZZLED = ((128, 128), (128, 192), (128, 256), (256, 192))
 TILES += [((m, n), True) for m, n in ((128, 128), (128, 160), (128, 192), (192, 128))]
+SM100_TILES = [((256, n), (2, 1)) for n in (128, 192, 256, 512)]
+SM100_TILES += [((128, n), (1, 1)) for n in (128, 192, 256)]
+SM120_TILES = [((m, n), True) for m, n in ((128, 128), (128, 64), (64, 128), (128, 160))]
+SM120_TILES += [((m, n), False) for m, n in ((128, 128), (128, 160), (128, 192))]
+
+
+def mlp_of(hidden: int, intermediate: int) -> MlpShape:
+    """For the GPU that this runs on."""
+    return MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch=arch_of("cuda:0"))
 
 
 class Step:
@@ -69,7 +80,7 @@ class Step:
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Allocate and fill everything."""
         tokens, hidden, intermediate, experts, topk = shape
-        self.mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch="sm_90a")
+        self.mlp = mlp_of(hidden, intermediate)
         self.settings, self.engine = EngineSettings(), Bf16Engine()
         w1 = torch.randn((experts, 2 * intermediate, hidden), device="cuda") * hidden**-0.5
         w2 = torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5
@@ -195,8 +206,29 @@ def profiled_kernels(step: Callable[[], Any]) -> list[tuple[str, float]]:
     return [(event.name[:40], event.time_range.elapsed_us()) for event in events]
 
 
-def tilings(product: str) -> list[GemmConfig]:
-    """What quack offers for a product on Hopper, at several depths of L2 reuse."""
+def tilings(product: str, family: str) -> list[GemmConfig]:
+    """What quack offers for a product of a family, at several depths of L2 reuse."""
+    return {"sm90": _on_sm90, "sm100": _on_sm100, "sm120": _on_sm120}[family](product)
+
+
+def _on_sm100(product: str) -> list[GemmConfig]:
+    gathers = (False, True) if product in GATHERS else (False,)
+    return [
+        GemmConfig(tile, cluster, swizzle=swizzle, clc=clc, tma_gather=gather)
+        for (tile, cluster), swizzle, clc, gather in itertools.product(
+            SM100_TILES, (8, 16), (True, False), gathers
+        )
+    ]
+
+
+def _on_sm120(product: str) -> list[GemmConfig]:
+    return [
+        GemmConfig(tile, (1, 1), pingpong, swizzle, clc)
+        for (tile, pingpong), swizzle, clc in itertools.product(SM120_TILES, (8, 16), (True, False))
+    ]
+
+
+def _on_sm90(product: str) -> list[GemmConfig]:
     clusters = [(2, 1)] if product in GATHERS else [(2, 1), (1, 2)]
     tiles = [(tile, pingpong) for tile, pingpong in TILES if product != "up" or tile[1] % 32 == 0]
     if product == "dgated":
@@ -229,7 +261,8 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
     """Every product with every tiling, fastest first; "relative" is the time over the fastest's."""
     step = Step(shape)
     tokens, hidden, intermediate, _, topk = shape
-    options = {product: tilings(product) for product in PRODUCTS}
+    family = FAMILIES[step.mlp.family]
+    options = {product: tilings(product, family.name) for product in PRODUCTS}
     makers = {product: getattr(quack_gemm, f"{product}_kernel") for product in PRODUCTS}
 
     def kernel(product: str, config: GemmConfig) -> CompileJob:
@@ -242,7 +275,7 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
     for product, config in pairs:
         if str(kernel(product, config).key()) in failed:
             continue
-        quack_gemm.CANDIDATES[product] = ((config, 1.0),)
+        family.candidates[product] = ((config, 1.0),)
         launch = launchers[product](
             quack_gemm.GroupedGemms(
                 step.mlp, torch.cuda.get_device_properties(0).multi_processor_count
@@ -285,8 +318,8 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
 def main(json_path: Path | None, do_sweep: bool, tokens: tuple[int, ...]) -> None:
     """Time forward, and forward and backward, of the BF16 engine at H=3072 I=1536 E=8 K=8."""
     _, hidden, intermediate, _, topk = REFERENCE
-    mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch="sm_90a")
-    compile_all([*cuda_sources("sm_90a"), expert_rows_source("sm_90a"), *all_kernels(mlp)])
+    mlp = mlp_of(hidden, intermediate)
+    compile_all([*cuda_sources(mlp.arch), expert_rows_source(mlp.arch), *all_kernels(mlp)])
     report: list[dict[str, Any]] = []
     for count in tokens:
         step = Step((count, *REFERENCE[1:]))

@@ -24,17 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from bf16_bench import BACKWARD, FORWARD, Step, compile_all, profiled_row
+from bf16_bench import BACKWARD, FORWARD, Step, compile_all, mlp_of, profiled_row
 from gpu_timing import median_us
 
 from sonicmoe.engine.triton import TritonEngine, index_of
 from sonicmoe.enums import ActivationType
-from sonicmoe.interop import device_name
 from sonicmoe.kernels import cuda_sources, quack_gemm
-from sonicmoe.kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source
+from sonicmoe.kernels.quack_gemm import all_kernels, expert_rows_source
 from sonicmoe.kernels.triton.launches import Calls, native_place
 from sonicmoe.kernels.triton.tilings import PRODUCTS, Tiling
-from sonicmoe.kernels.triton.variants import all_variants, variant
+from sonicmoe.kernels.triton.variants import ExpertShape, all_variants, variant
 from sonicmoe.routing.backends import arch_of
 
 Shape = tuple[int, ...]
@@ -83,10 +82,16 @@ def candidates(product: str) -> Iterator[Tiling]:
         yield replace(wide, chunks=1 if product != "dgated" else 4)
 
 
-def jobs_of(mlp: MlpShape) -> list[Any]:
+def shape_of(hidden: int, intermediate: int) -> ExpertShape:
+    """For the GPU that this runs on."""
+    return ExpertShape(hidden, intermediate, ActivationType.SWIGLU, arch=arch_of("cuda:0"))
+
+
+def jobs_of(hidden: int, intermediate: int) -> list[Any]:
     """Everything that a step of either engine launches."""
-    jobs = [*cuda_sources(mlp.arch), expert_rows_source(mlp.arch), *all_kernels(mlp)]
-    return [*jobs, *all_variants(mlp)]
+    quack, ours = mlp_of(hidden, intermediate), shape_of(hidden, intermediate)
+    jobs = [*cuda_sources(quack.arch), expert_rows_source(quack.arch), *all_kernels(quack)]
+    return [*jobs, *all_variants(ours)]
 
 
 def compare(shape: Shape) -> list[dict[str, Any]]:
@@ -145,7 +150,7 @@ def show(report: list[dict[str, Any]]) -> None:
 def sweep(shape: Shape, products: tuple[str, ...]) -> list[dict[str, Any]]:
     """Every product in every tiling, and by quack, fastest first."""
     step = Step(shape)
-    mlp, rows = step.mlp, step.routing.num_rows
+    mlp, rows = shape_of(shape[1], shape[2]), step.routing.num_rows
     pairs = [(product, tiling) for product in products for tiling in candidates(product)]
     extra: dict[str, dict[str, Any]] = {product: {} for product in PRODUCTS}
     extra["up"] = {"store_z": True, "store_y1": True}
@@ -154,13 +159,13 @@ def sweep(shape: Shape, products: tuple[str, ...]) -> list[dict[str, Any]]:
         pair: variant(pair[0], mlp, tiling=pair[1], **extra[pair[0]])
         for pair in dict.fromkeys(pairs)
     }
-    failed = compile_all([*jobs.values(), *all_kernels(mlp), expert_rows_source(mlp.arch)])
+    theirs = [*all_kernels(step.mlp), expert_rows_source(mlp.arch)]
+    failed = compile_all([*jobs.values(), *theirs])
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    quack = quack_gemm.grouped_gemms(mlp, sms)
-    theirs = step.products()
+    quack, launchers = quack_gemm.grouped_gemms(step.mlp, sms), step.products()
     found = []
     for product in products:
-        us = median_us(theirs[product](quack), launches=15, rest=0.1)
+        us = median_us(launchers[product](quack), launches=15, rest=0.1)
         found.append({"product": product, "tiling": "quack", "us": us})
     for pair, job in jobs.items():
         if str(job.key()) in failed:
@@ -236,19 +241,13 @@ def main(
                     click.echo(f"{line}  {words}")
             report += found
         else:
-            mlp = MlpShape(shape[1], shape[2], ActivationType.SWIGLU, arch=arch_of(device()))
-            compile_all(jobs_of(mlp))
+            compile_all(jobs_of(shape[1], shape[2]))
             pair = compare(shape)
             show(pair)
             report += pair
         torch.cuda.empty_cache()
         if json_path:
             json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
-
-
-def device() -> str:
-    """The GPU that everything runs on."""
-    return device_name(torch.empty((1,), device="cuda"))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,13 @@ def arch_name(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+def describe(capability: tuple[int, int]) -> str:
+    """(10, 0) -> "sm_100a (Blackwell, compute capability 10.0)", also of one in no table."""
+    name, (major, minor) = arch_name(capability), capability
+    known = ARCHITECTURES.get(name)
+    return str(known) if known else f"{name} (compute capability {major}.{minor})"
+
+
 def arch_of_host(capabilities: Iterable[tuple[int, int]]) -> str:
     """What to compile for where nobody names an architecture: that of the host's GPUs, and
     `DEFAULT_ARCH` where it has none.

@@ -89,6 +89,7 @@ def test_a_new_kernel(tmp_path):
 
 
 ARCHITECTURE = """
+import sys
 from sonicmoe.engine.capabilities import BF16, HOPPER, problem
 from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.plan import ModelSpec
@@ -96,6 +97,10 @@ for record in (BF16, HOPPER):
     print(record.name.value, problem(record, None, "sm_110a"))
 planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_110a"), "bf16")
 print(planned.precision, {job.key().arch for job in planned.jobs})
+sys.path.append("tests")
+from kernels.gemm_matrix import TARGETS, few_variants
+gate = [kernel for target in TARGETS if target[0] == "sm_110a" for kernel in few_variants(*target)]
+print(*((kernel.name, kernel.arch, dict(kernel.statics)["family"]) for kernel in gate))
 """
 
 
@@ -105,10 +110,12 @@ def test_a_new_architecture(tmp_path):
     for step in steps("A new architecture"):
         carry_out(step, tree)
     asked = python(tree, "-c", ARCHITECTURE)
-    served, refused, planned = asked.stdout.splitlines()
+    assert asked.returncode == 0, asked.stderr
+    served, refused, planned, gate = asked.stdout.splitlines()
     assert served == "bf16 None", asked.stderr
     assert refused.startswith("hopper the architecture is sm_110a, and its kernels are for sm_90a")
     assert planned == "bf16 {'sm_110a'}"
+    assert gate == "('bf16_dgated', 'sm_110a', 'sm100')"
     # The page that lists what engines serve is asked to follow.
     page = "tests/engine/test_capabilities.py"
     result = pytest_on(

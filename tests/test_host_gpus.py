@@ -16,7 +16,13 @@ from click.testing import CliRunner
 
 import sonicmoe.cli.warmup as warmup_module
 import sonicmoe.jit_warmup as jit_warmup_module
-from sonicmoe.architectures import ARCHITECTURES, DEFAULT_ARCH, arch_name, arch_of_host
+from sonicmoe.architectures import (
+    ARCHITECTURES,
+    DEFAULT_ARCH,
+    arch_name,
+    arch_of_host,
+    describe,
+)
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError
 from sonicmoe.host_gpus import capabilities_of_host
@@ -93,6 +99,8 @@ def test_names_follow_from_capabilities() -> None:
             f"{name} ({known.generation}, compute capability "
             f"{known.capability[0]}.{known.capability[1]})"
         )
+        assert describe(known.capability) == str(known)
+    assert describe((7, 5)) == "sm_75 (compute capability 7.5)"
     families = [known.family for known in ARCHITECTURES.values()]
     assert families == ["sm80"] * 3 + ["sm90"] + ["sm100"] * 2 + ["sm120"] * 2
 

@@ -121,7 +121,9 @@ def test_the_table_shows_the_figures_of_the_pages() -> None:
 # Compute capabilities as NVIDIA lists them; None is a machine without a GPU.
 GPUS = {
     **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200"), (9, 0)),
-    "A100": (8, 0), "L40S": (8, 9), "RTX 4090": (8, 9), "B200": (10, 0), "none (CPU)": None,
+    **dict.fromkeys(("B200", "GB200"), (10, 0)), **dict.fromkeys(("B300", "GB300"), (10, 3)),
+    **dict.fromkeys(("RTX 5090", "RTX PRO 6000"), (12, 0)), "DGX Spark": (12, 1),
+    "A100": (8, 0), "L40S": (8, 9), "RTX 4090": (8, 9), "none (CPU)": None,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import __version__
+from ..architectures import describe
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
 from . import deepgemm
@@ -268,11 +269,14 @@ def _profile(run: Contestant, result: Result, device: str, nvtx: bool) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, to be quoted with every figure: device, versions, clocks, date."""
+    """The machine, to be quoted with every figure: device and its architecture, versions, clocks,
+    date.
+    """
     gpu = torch.cuda.is_available()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(0) if gpu else f"{platform.machine()} CPU",
+        "architecture": describe(torch.cuda.get_device_capability(0)) if gpu else None,
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "versions": {

@@ -239,10 +239,9 @@ def report(
     )
 
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
+    device = ", ".join(filter(None, (machine["device"], machine["architecture"])))
     clocks = ", ".join(f"{name} {value}" for name, value in machine["clocks"].items())
-    click.echo(
-        f"{machine['device']}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}"
-    )
+    click.echo(f"{device}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}")
     for shape in dict.fromkeys(result.shape for result in results):
         own = [result for result in results if result.shape == shape]
         if any(result.pair_us for result in own):

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..architectures import describe
 from ..diagnostics.doctor import examine
 from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
 from ..diagnostics.doctor_report import CacheState, Report, Severity
@@ -127,14 +128,13 @@ def engine_lines(report: Report) -> list[tuple[str, str]]:
 
 
 def device_line(report: Report) -> str:
-    """GPU name and compute capability, or the reason why there is none."""
+    """GPU name, architecture and compute capability, or the reason why there is none."""
     if report.device is None:
         return "unknown: no framework"
     if report.device.gpu is None:
         return f"{report.device.name} (no GPU visible to {report.framework})"
-    return (
-        f"{report.device.name}: {report.device.gpu}, compute capability {report.device.capability}"
-    )
+    major, minor = map(int, str(report.device.capability).split("."))
+    return f"{report.device.name}: {report.device.gpu}, {describe((major, minor))}"
 
 
 def kernel_lines(report: Report) -> list[tuple[str, str]]:

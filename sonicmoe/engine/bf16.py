@@ -1,4 +1,4 @@
-"""The BF16 engine for Hopper: every product a grouped GEMM of `kernels.quack_gemm`, gather,
+"""The BF16 engine for Hopper and Blackwell: every product a grouped GEMM of `kernels.quack_gemm`, gather,
 activation and its gradient fused.
 
     forward       z, y1 = up(x)            y2 = down(y1)         out = weighted sum per token
@@ -374,8 +374,8 @@ def _shape_of(w1: Tensor, w2: Tensor, settings: EngineSettings, bias: bool) -> M
 def _shape(
     sizes: tuple[int, int], settings: EngineSettings, dtype: str, bias: bool, arch: str
 ) -> MlpShape:
-    own = settings.activation_parameters
-    return MlpShape(*sizes, settings.activation, dtype, bias, own, arch=arch)
+    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
+    return MlpShape(*sizes, settings.activation, dtype, bias, own, capped, arch=arch)
 
 
 def _rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:

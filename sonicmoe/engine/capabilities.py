@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..architectures import ARCHITECTURES, SM90, Architecture
+from ..architectures import ARCHITECTURES, SM90, SM100, SM103, SM120, SM121, Architecture
 from ..enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, SonicMoEError
 from ..jit.cache import default_cache
@@ -21,7 +21,7 @@ from ..jit.toolchain import find_toolkit
 from ..jit.triton_variant import TritonVariant
 from ..kernels.quack_gemm import PACKAGES, MlpShape, all_kernels, expert_rows_source, wgrad_kernels
 from ..kernels.sm90 import engine_sources
-from ..kernels.triton.variants import all_variants
+from ..kernels.triton.variants import ExpertShape, all_variants
 from ..quant.recipes import RECIPES, rows
 from .settings import EngineSettings
 
@@ -137,14 +137,26 @@ def _bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
 
 def _triton_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     workload = workload or Workload(EngineSettings(), 128, 128)
-    return all_variants(_mlp_shape(workload, arch), recompute_z=workload.settings.recompute_z)
+    settings = workload.settings
+    shape = ExpertShape(
+        workload.hidden_size,
+        workload.intermediate_size,
+        settings.activation,
+        workload.dtype,
+        workload.bias,
+        settings.activation_parameters,
+        arch=arch,
+    )
+    return all_variants(shape, recompute_z=settings.recompute_z)
 
 
 def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
     sizes = workload.hidden_size, workload.intermediate_size
     settings = workload.settings
-    own = settings.activation_parameters
-    return MlpShape(*sizes, settings.activation, workload.dtype, workload.bias, own, arch=arch)
+    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
+    return MlpShape(
+        *sizes, settings.activation, workload.dtype, workload.bias, own, capped, arch=arch
+    )
 
 
 REFERENCE = EngineRecord(
@@ -166,7 +178,7 @@ REFERENCE = EngineRecord(
 BF16 = EngineRecord(
     EngineName.BF16,
     gemms="grouped GEMMs in the dtype of the tokens",
-    architectures=(SM90,),
+    architectures=(SM90, SM100, SM103, SM120, SM121),
     dtypes=("bfloat16", "float16"),
     recipes=(None,),
     activations=_with_kernels_of(EngineName.BF16),

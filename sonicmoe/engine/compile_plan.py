@@ -133,6 +133,7 @@ def _workload(spec: ModelSpec, config: ResolvedConfig) -> Workload:
         fp8_wgrad=config.fp8_wgrad,
         save_z=config.save_z,
         recompute_z=config.recompute_z,
+        gemm_num_sms=config.gemm_num_sms,
         activation_parameters=spec.activation_parameters,
     )
     # fp32 master weights are rounded to the dtype of the tokens.

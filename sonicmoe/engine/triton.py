@@ -24,7 +24,7 @@ import torch
 from ..diagnostics.stages import is_heard, stage, tap
 from ..errors import DeviceError, DTypeError, expect
 from ..interop import IS_PADDLE, aligned, device_name, device_of, dtype_name, is_cuda, plain_ops
-from ..kernels.quack_gemm import MlpShape
+from ..kernels.triton.variants import ExpertShape
 from ..layouts import WeightSource
 from ..routing.backends import arch_of, take_stream_from_paddle
 from ..routing.combine import aggregate, scatter_to_slots
@@ -178,7 +178,7 @@ class TritonEngine(Engine):
                     # A tile sums <dy1, y1> over its own columns. The partial sums are added in a
                     # second launch and in a fixed order.
                     calls.row_sums(partials, dout, weights.b2, row_dprob, rows).launch()
-                    dz = pending.dz = _shown_dz(dz, calls.parts)
+                    dz = pending.dz = _shown_dz(dz, calls.shape.parts)
                     pending.y1s = tap("y1s", y1s)
                     dx_rows = _rows(routing, weights.hidden_size, x)
                     with stage("dx_gemm"):
@@ -288,13 +288,13 @@ def _calls_of(weights: EngineWeights, settings: EngineSettings) -> Any:
 
 def _shape(
     sizes: tuple[int, int], settings: EngineSettings, dtype: str, bias: bool, tensor: Tensor
-) -> MlpShape:
+) -> ExpertShape:
     arch = _gpu(device_name(tensor)).arch
     own = settings.activation_parameters
-    return MlpShape(*sizes, settings.activation, dtype, bias, own, arch=arch)
+    return ExpertShape(*sizes, settings.activation, dtype, bias, own, arch=arch)
 
 
-def _calls(shape: MlpShape, tensor: Tensor, settings: EngineSettings) -> Any:
+def _calls(shape: ExpertShape, tensor: Tensor, settings: EngineSettings) -> Any:
     lent = settings.gemm_num_sms
     most = _gpu(device_name(tensor)).multiprocessors
     return _launches().calls(shape, lent if 0 < lent < most else 0)

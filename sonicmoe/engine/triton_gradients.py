@@ -52,7 +52,7 @@ def places(targets: GradientTargets, calls: Any) -> Places:
         raise ConfigError(f"the Triton GEMMs cannot add to these parameters: {problem}")
     adds = not isinstance(targets, FreshTargets)
     return Places(
-        _place(targets.up, calls.parts, adds, launches),
+        _place(targets.up, calls.shape.parts, adds, launches),
         _place(targets.down, 1, adds, launches),
     )
 

@@ -1,21 +1,23 @@
 """Compile the grouped GEMMs of quack-kernels for fake tensors of symbolic size: imported by build
 processes only.
 
-Each builder returns a compiled function with a flat argument list, so that a launch converts a
-handful of tensors and loading it needs neither quack nor CuTe DSL. R rows in expert order;
-`cu_rows` int32 `[E+1]` cuts them into experts.
+The class of quack-kernels follows the family of the architecture; all else, the epilogues included,
+is one text for every family. Each builder returns a compiled function with a flat argument list, so
+that a launch converts a handful of tensors and loading it needs neither quack nor CuTe DSL. R rows
+in expert order; `cu_rows` int32 `[E+1]` cuts them into experts.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue.frontend import EpiMod
-from quack.gemm_default_epi import GemmDefaultSm90
+from quack.gemm_default_epi import GemmDefaultSm90, GemmDefaultSm100, GemmDefaultSm120
 from quack.layout_utils import select
 from quack.rounding import RoundingMode
 from quack.tile_scheduler import TileSchedulerOptions
@@ -24,7 +26,70 @@ from quack.varlen_utils import VarlenArguments
 from .quack_epilogues import dgated_epilogue, up_epilogue
 
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
-_SM90 = 9
+# The family's number in `EpiMod._mint`, and its class for products without an epilogue of ours.
+_CLASSES = {
+    "sm90": (9, GemmDefaultSm90),
+    "sm100": (10, GemmDefaultSm100),
+    "sm120": (12, GemmDefaultSm120),
+}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The family, and the fields of `quack_tilings.GemmConfig`."""
+
+    family: str
+    tile: Any
+    cluster: Any
+    pingpong: bool
+    swizzle: int
+    clc: bool
+    tma_gather: bool
+
+    def gemm(self, cls, dtype, *, gather: bool, **more):
+        """An object of a GEMM class of the family."""
+        # The class for sm90 takes neither of the words for a source of tiles, that for sm100 no
+        # pingpong.
+        own = {
+            "sm90": {"pingpong": self.pingpong},
+            "sm100": {"use_clc_persistence": self.clc, "use_tma_gather": self.tma_gather},
+            "sm120": {"pingpong": self.pingpong, "use_clc_persistence": self.clc},
+        }[self.family]
+        return cls(
+            Float32,
+            _DTYPES[dtype],
+            tuple(self.tile),
+            (*self.cluster, 1),
+            gather_A=gather,
+            use_pdl=False,
+            **own,
+            **more,
+        )
+
+    def plain(self, dtype, **options):
+        """A GEMM that stores its sums, or adds them, and its argument tuple type."""
+        _, cls = _CLASSES[self.family]
+        return self.gemm(cls, dtype, **options), cls.EpilogueArguments
+
+    def fused(self, mod: EpiMod, kinds, dtype, *, paired=False, packed=False):
+        """The gathered GEMM that runs `mod`, and its argument tuple type."""
+        # The public door to this class, EpiMod.gemm, wants real tensors and a device.
+        number, _ = _CLASSES[self.family]
+        cls = mod._mint(kinds, number, paired, packed, (), RoundingMode.RN, (), False)
+        gemm = self.gemm(cls, dtype, gather=True)
+        # Tensors come as 16-bit values; quack recasts them to 32-bit pairs along N while tracing and
+        # needs to be told the type inside.
+        if packed:
+            gemm.cd_packed, gemm.implicit_dtype = "n", _DTYPES[dtype]
+        return gemm, cls.EpilogueArguments
+
+    # Both values arrive at run time, so one artefact serves devices with different numbers of
+    # multiprocessors.
+    def schedule(self, max_clusters) -> TileSchedulerOptions:
+        """Of a launch. Under cluster launch control the number of clusters is not read."""
+        return TileSchedulerOptions(
+            max_active_clusters=max_clusters, max_swizzle_size=Int32(self.swizzle)
+        )
 
 
 # `paired` in these builders means that the accumulator has (gate, up) in pairs of columns, `packed`
@@ -37,19 +102,15 @@ def compile_up(
     bias: bool,
     store_z: bool,
     dtype: str,
-    tile,
-    cluster,
-    pingpong: bool,
-    swizzle: int,
+    **tiling,
 ) -> Any:
     """`f(x [T, H], w1 [E, N1, H], z [R, N1] | None, y1 [R, I], bias [E, N1] | None, cu_rows,
     gather_index [R], max_clusters)`.
     """
     mod = up_epilogue(activation, parameters, gated=gated, bias=bias, store_z=store_z)
     kinds = (("bias", "row"),) if bias else ()
-    gemm, arguments = _gemm_of(
-        mod, kinds, dtype, tile, cluster, pingpong, gather=True, paired=gated
-    )
+    tiles = Tiling(**tiling)
+    gemm, arguments = tiles.fused(mod, kinds, dtype, paired=gated)
 
     @cute.jit
     def launch(x: cute.Tensor, w1: cute.Tensor, z, y1: cute.Tensor, bias_en, cu_rows: cute.Tensor,
@@ -58,7 +119,7 @@ def compile_up(
         # has no use here. `const_expr` decides while tracing, so the branch does not exist at run
         # time.
         gemm(x, w1, z, None, arguments(y1=y1, bias=bias_en) if cutlass.const_expr(bias_en is not None) else arguments(y1=y1),
-             _schedule(max_clusters, swizzle), VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
+             tiles.schedule(max_clusters), VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
 
     sixteen, (experts, rows, n1, hidden) = _DTYPES[dtype], _sizes(4)
     # A symbol of its own: the compiled code takes the caller's word that y1 has half the columns of
@@ -83,25 +144,15 @@ def compile_down(
     transpose: bool,
     gather: bool,
     dtype: str,
-    tile,
-    cluster,
-    pingpong: bool,
-    swizzle: int,
+    **tiling,
 ) -> Any:
     """`f(a [R, K], w, d [R, N], bias [E, N] | None, cu_rows, gather_index | None, max_clusters)`.
 
     w: `[E, N, K]`, or `[E, K, N]` when `transpose`. a: `[T, K]`, read through `gather_index [R]`
     when `gather`.
     """
-    gemm = GemmDefaultSm90(
-        Float32,
-        _DTYPES[dtype],
-        tile,
-        (*cluster, 1),
-        pingpong=pingpong,
-        gather_A=gather,
-        use_pdl=False,
-    )
+    tiles = Tiling(**tiling)
+    gemm, arguments = tiles.plain(dtype, gather=gather)
     # w stays as it lies in memory. quack swaps the two axes while tracing, so no copy and no host
     # view is made.
     gemm.b_transposed = transpose
@@ -109,8 +160,8 @@ def compile_down(
     @cute.jit
     def launch(a: cute.Tensor, w: cute.Tensor, d: cute.Tensor, bias_en, cu_rows: cute.Tensor, gather_index,
                max_clusters: Int32, stream):  # fmt: skip
-        epilogue = GemmDefaultSm90.EpilogueArguments(mRowVecBroadcast=bias_en)
-        gemm(a, w, d, None, epilogue, _schedule(max_clusters, swizzle),
+        epilogue = arguments(mRowVecBroadcast=bias_en)
+        gemm(a, w, d, None, epilogue, tiles.schedule(max_clusters),
              VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
 
     sixteen, (experts, rows, n, k) = _DTYPES[dtype], _sizes(4)
@@ -131,10 +182,7 @@ def compile_dgated(
     parameters: str = "",
     gated: bool,
     dtype: str,
-    tile,
-    cluster,
-    pingpong: bool,
-    swizzle: int,
+    **tiling,
 ) -> Any:
     """`f(dout [T, H], w2 [E, H, I], dz [R, N1], z [R, N1], y1s [R, I], prob [R], dprob [R, tiles],
     cu_rows, gather_index, max_clusters)`.
@@ -143,15 +191,14 @@ def compile_dgated(
     """
     mod = dgated_epilogue(activation, parameters, gated=gated)
     kinds = (("c", "c"), ("prob", "col"))
-    gemm, arguments = _gemm_of(
-        mod, kinds, dtype, tile, cluster, pingpong, gather=True, packed=gated
-    )
+    tiles = Tiling(**tiling)
+    gemm, arguments = tiles.fused(mod, kinds, dtype, packed=gated)
     gemm.b_transposed = True
 
     @cute.jit
     def launch(dout: cute.Tensor, w2: cute.Tensor, dz: cute.Tensor, z: cute.Tensor, y1s: cute.Tensor, prob: cute.Tensor,
                dprob: cute.Tensor, cu_rows: cute.Tensor, gather_index: cute.Tensor, max_clusters: Int32, stream):  # fmt: skip
-        gemm(dout, w2, dz, z, arguments(prob=prob, y1s=y1s, dprob=dprob), _schedule(max_clusters, swizzle),
+        gemm(dout, w2, dz, z, arguments(prob=prob, y1s=y1s, dprob=dprob), tiles.schedule(max_clusters),
              VarlenArguments(mCuSeqlensM=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
 
     sixteen, (experts, rows, intermediate, hidden) = _DTYPES[dtype], _sizes(4)
@@ -173,7 +220,7 @@ def compile_dgated(
     )
 
 
-def compile_wgrad(*, stored: str, dtype: str, tile, cluster, pingpong: bool, swizzle: int) -> Any:
+def compile_wgrad(*, stored: str, dtype: str, **tiling) -> Any:
     """`f(tokens [T, M], rows [R, N], dw fp32, cu_rows, gather_index [R], max_clusters)`: `dw[e] +=
     tokens[gather_index]^T rows`.
 
@@ -183,14 +230,10 @@ def compile_wgrad(*, stored: str, dtype: str, tile, cluster, pingpong: bool, swi
     equal calls give equal bits; an expert without rows has +0 added.
     """
     transpose = stored != "inner"
-    gemm = GemmDefaultSm90(
-        Float32,
-        _DTYPES[dtype],
-        tile,
-        (*cluster, 1),
-        pingpong=pingpong,
-        gather_A=True,
-        use_pdl=False,
+    tiles = Tiling(**tiling)
+    gemm, arguments = tiles.plain(
+        dtype,
+        gather=True,
         # quack then cuts the axis of dw that is not contiguous into (2, N / 2), each with a stride
         # of its own. So the copy engine sorts even and odd rows apart, and also ends a tile that
         # ends past N / 2 rows there.
@@ -206,8 +249,8 @@ def compile_wgrad(*, stored: str, dtype: str, tile, cluster, pingpong: bool, swi
         d = select(dw, [0, 2, 1]) if cutlass.const_expr(transpose) else dw
         # The tiles are added to dw by the copy engine's reducing store. Accumulation over
         # micro-batches thus needs no read of dw in the kernel.
-        epilogue = GemmDefaultSm90.EpilogueArguments(add_to_output=True)
-        gemm(select(tokens, [1, 0]), select(rows, [1, 0]), d, None, epilogue, _schedule(max_clusters, swizzle),
+        epilogue = arguments(add_to_output=True)
+        gemm(select(tokens, [1, 0]), select(rows, [1, 0]), d, None, epilogue, tiles.schedule(max_clusters),
              # Experts cut the contraction (K), while in the other GEMMs they cut the rows of the
              # result (M).
              VarlenArguments(mCuSeqlensK=cu_rows, mAIdx=gather_index), stream)  # fmt: skip
@@ -221,34 +264,6 @@ def compile_wgrad(*, stored: str, dtype: str, tile, cluster, pingpong: bool, swi
         _vector(Int32),
         _vector(Int32, rows),
     )
-
-
-def _gemm_of(
-    mod: EpiMod, kinds, dtype, tile, cluster, pingpong, *, gather, paired=False, packed=False
-):
-    """The GEMM object that runs `mod`, and its argument tuple type."""
-    # The public door to this class, EpiMod.gemm, wants real tensors and a device.
-    cls = mod._mint(kinds, _SM90, paired, packed, (), RoundingMode.RN, (), False)
-    gemm = cls(
-        Float32,
-        _DTYPES[dtype],
-        tile,
-        (*cluster, 1),
-        pingpong=pingpong,
-        gather_A=gather,
-        use_pdl=False,
-    )
-    # Tensors come as 16-bit values; quack recasts them to 32-bit pairs along N while tracing and
-    # needs to be told the type inside.
-    if packed:
-        gemm.cd_packed, gemm.implicit_dtype = "n", _DTYPES[dtype]
-    return gemm, cls.EpilogueArguments
-
-
-# Both values arrive at run time, so one artefact serves devices with different numbers of
-# multiprocessors.
-def _schedule(max_clusters, swizzle: int) -> TileSchedulerOptions:
-    return TileSchedulerOptions(max_active_clusters=max_clusters, max_swizzle_size=Int32(swizzle))
 
 
 def _compile(launch, *fakes) -> Any:

@@ -13,15 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..architectures import ARCHITECTURES
 from ..enums import ACTIVATIONS, ActivationParameters, ActivationType, is_glu
 from ..jit.cuda_source import CudaSource
 from ..jit.cute_kernel import CuteKernel
+from .quack_tilings import FAMILIES, PRODUCTS, Candidates, GemmConfig, family_of, require_buildable
 
 _HERE = Path(__file__).parent
 _BUILDER = f"{__package__}.quack_build"
@@ -29,90 +31,6 @@ _BUILDER = f"{__package__}.quack_build"
 PACKAGES = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 
 Launch = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """One tiling: the thread block's tile, blocks of a cluster along M and N, two consumers on two
-    tiles or on one.
-
-    swizzle: tiles along N that consecutive clusters take before the next along M, for reuse in L2.
-    """
-
-    tile: tuple[int, int]
-    cluster: tuple[int, int] = (2, 1)
-    pingpong: bool = False
-    swizzle: int = 8
-
-    @property
-    def statics(self) -> dict[str, Any]:
-        """What of it is compiled in."""
-        return {
-            "tile": self.tile,
-            "cluster": self.cluster,
-            "pingpong": self.pingpong,
-            "swizzle": self.swizzle,
-        }
-
-    def tiles(self, width: int) -> int:
-        """Tiles across a result of `width` columns."""
-        return -(-width // self.tile[1])
-
-    # The kernel computes whole clusters of whole tiles, so a width that no tile divides pays for
-    # columns that nobody reads. `choose_config` weighs this waste against the speed of the tile.
-    def columns(self, width: int) -> int:
-        """Columns computed for a result of `width`, the surplus of the last cluster included."""
-        return -(-self.tiles(width) // self.cluster[1]) * self.cluster[1] * self.tile[1]
-
-    @property
-    def accumulators(self) -> int:
-        """Registers of a consumer thread that hold sums: one warpgroup computes a tile when
-        `pingpong`, two otherwise.
-        """
-        # A warpgroup has 128 threads, and the sums of a tile are spread evenly over the threads
-        # that compute it.
-        return self.tile[0] * self.tile[1] // (128 if self.pingpong else 256)
-
-
-# Candidates per product, the fastest first, each with its time relative to the fastest: measured on
-# one H200 with `python benchmarks/bf16_bench.py --sweep`, at widths that these tiles divide. A gather
-# takes no cluster along N. Not listed: tilings that spill, and those whose rows are no multiple of
-# the 128 that experts are padded to.
-Candidates = tuple[tuple[GemmConfig, float], ...]
-# A weight gradient contracts over the rows of an expert, so its tiles cut H and I on both sides and
-# its M may be larger than 128.
-_WGRAD: Candidates = (
-    (GemmConfig((256, 192)), 1.00),
-    (GemmConfig((128, 256)), 1.03),
-    (GemmConfig((256, 128)), 1.07),
-)
-CANDIDATES: dict[str, Candidates] = {
-    # Pingpong means that the two consumer warpgroups work on two tiles: one multiplies while the
-    # other runs its epilogue. That pays where the epilogue is long, and each warpgroup then needs
-    # the registers of a whole tile.
-    "up": (
-        (GemmConfig((128, 192), pingpong=True), 1.00),
-        (GemmConfig((128, 256)), 1.03),
-        (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.04),
-    ),
-    "down": (
-        (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
-        (GemmConfig((128, 192), pingpong=True), 1.01),
-        (GemmConfig((128, 256), swizzle=16), 1.04),
-        (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.05),
-    ),
-    # It holds z, dz, y1s and both factors of dprobs beside the accumulator: wider tiles spill or
-    # lose a pipeline stage.
-    "dgated": ((GemmConfig((128, 128), pingpong=True, swizzle=16), 1.00),),
-    "dgrad": (
-        (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
-        (GemmConfig((128, 192), pingpong=True), 1.01),
-        (GemmConfig((128, 256), swizzle=16), 1.02),
-        (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.04),
-    ),
-    "wgrad_down": _WGRAD,
-    "wgrad_up": _WGRAD,
-}
 
 
 class Stored(Enum):
@@ -139,7 +57,9 @@ class MlpShape:
     """What the variants of one expert MLP are compiled for; static over a training run.
 
     dtype: "bfloat16" or "float16". bias: whether z and y2 get one. parameters: those of the
-    activation that the layer sets; they are constants of the compiled code. arch: "sm_90a".
+    activation that the layer sets; they are constants of the compiled code. capped: whether the
+    GEMMs are held to fewer multiprocessors than the device has. arch: "sm_90a". family: whose GEMM
+    class serves it; see `quack_tilings.family_of`.
     """
 
     hidden: int
@@ -148,7 +68,14 @@ class MlpShape:
     dtype: str = "bfloat16"
     bias: bool = False
     parameters: ActivationParameters = ()
+    capped: bool = False
     arch: str = field(kw_only=True)
+    family: str = field(default="", kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where no class serves the architecture."""
+        if not self.family:
+            object.__setattr__(self, "family", family_of(self.arch))
 
     @property
     def n1(self) -> int:
@@ -162,14 +89,22 @@ class MlpShape:
 
 
 def candidates(product: str, shape: MlpShape) -> Candidates:
-    """The tilings of a product that do not spill: beside a bias or an ungated activation, `up` has
-    no room for 192 sums.
+    """The tilings of a product that do not spill, as its device can run them: beside a bias or an
+    ungated activation, `up` has no room for 192 sums in registers.
     """
+    family = FAMILIES[shape.family]
     # A thread has at most 255 registers. 192 sums leave room for the gated epilogue, but not for
     # the values of a bias or for an ungated activation beside them.
     crowded = product == "up" and (shape.bias or not is_glu(shape.activation))
+    most = 128 if crowded and family.most_registers is not None else math.inf
+    # Cluster launch control starts a block per tile, so a number of multiprocessors would bind
+    # nothing.
+    known = ARCHITECTURES.get(shape.arch)
+    clc = known is not None and known.family in family.clc_targets and not shape.capped
     return tuple(
-        found for found in CANDIDATES[product] if not crowded or found[0].accumulators <= 128
+        (config if clc else replace(config, clc=False), time)
+        for config, time in family.candidates[product]
+        if config.accumulators <= most
     )
 
 
@@ -288,7 +223,8 @@ def _kernel(
 ) -> CuteKernel:
     # Only choices go into the key. H, I, E and row counts stay symbolic in the compiled code, so
     # models of different sizes share an artefact wherever the choices agree.
-    statics = {**special, "dtype": shape.dtype, **config.statics}
+    require_buildable(name, config, shape.family, shape.arch)
+    statics = {**special, "dtype": shape.dtype, "family": shape.family, **config.statics}
     # The generated code follows from these two files and from the packages' versions, which are in
     # the toolchain of the key.
     sources = (_HERE / "quack_build.py", _HERE / "quack_epilogues.py")
@@ -307,13 +243,13 @@ class GroupedGemms:
 
     def __init__(self, shape: MlpShape, multiprocessors: int) -> None:
         """For a device of that many multiprocessors, on which the persistent kernels run one thread
-        block each.
+        block each; where tiles come from cluster launch control, the device counts by itself.
         """
         self.shape = shape
         self._wgrads: dict[tuple[str, Stored], Launch] = {}
         # Persistent kernels: as many clusters as fit on the device at once, each of which takes
         # tile after tile. More of them would wait for a place, fewer leave multiprocessors idle.
-        configs = {product: choose_config(product, shape) for product in CANDIDATES}
+        configs = {product: choose_config(product, shape) for product in PRODUCTS}
         self._clusters = {
             name: multiprocessors // math.prod(config.cluster) for name, config in configs.items()
         }

@@ -250,12 +250,15 @@ def test_without_the_module_or_the_wish_there_is_no_peer(install, gpu, monkeypat
 @pytest.mark.parametrize("flags", [(), ("--no-peer",)])
 def test_the_bench_goes_on_where_the_peer_cannot(install, gpu, monkeypatch, flags):
     install(m_grouped_fp8_gemm_nt_contiguous=lambda *_: None)
-    facts = {"versions": {}, "clocks": {}, "device": "H200", "date": "today"}
+    facts = {
+        "versions": {}, "clocks": {}, "device": "H200", "architecture": "sm_90a", "date": "today"
+    }  # fmt: skip
     monkeypatch.setattr(runner, "machine", lambda: facts)
     options = ["--T", "16", "--H", "128", "--I", "128", "--E", "2", "--K", "1", "--rounds", "1"]
     options += ["--layers", "1", "--sustained", "0", "--engine", "reference:off", *flags]
     table = CliRunner().invoke(main, ["bench", *options])
     assert table.exit_code == 0, table.output
+    assert "H200, sm_90a, today: " in table.output
     assert (f"{NAME} did not run at T=16" in table.output) == (not flags)
     assert ("not run" in table.output) == (not flags)
     data = json.loads(CliRunner().invoke(main, ["bench", *options, "--json"]).stdout)

@@ -289,6 +289,7 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(
     assert int(counted[1]) > 10 and counted[2] == "`sonicmoe doctor --self-test`"
     assert f"{counted[1]} of the {counted[1]} kernels of the self-test are not compiled" in words
     assert "`sonicmoe warmup` compiles those of your model" in words
+    assert "cuda:0: NVIDIA H200, sm_90a (Hopper, compute capability 9.0)" in words
 
 
 @pytest.mark.usefixtures("in_empty_cache")

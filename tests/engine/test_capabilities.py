@@ -15,7 +15,7 @@ import pytest
 from public_models import EXPERT_SIZES
 from worlds import ROOT, environment
 
-from sonicmoe.architectures import DEFAULT_ARCH, SM90, arch_name
+from sonicmoe.architectures import ARCHITECTURES, DEFAULT_ARCH, SM90, arch_name
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import capabilities
 from sonicmoe.engine.capabilities import (
@@ -37,6 +37,7 @@ from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.kernels.quack_gemm import PACKAGES
+from sonicmoe.kernels.quack_tilings import FAMILIES, family_of
 from sonicmoe.quant.recipes import RECIPES
 
 FP8, PLAIN = EngineSettings(recipe=RECIPES["iso128"]), EngineSettings()
@@ -179,13 +180,30 @@ def test_what_an_engine_cannot_compute(record, changes, words, kind):
     assert words in str(found.value)
 
 
-@pytest.mark.parametrize("record", [HOPPER, BF16], ids=lambda record: record.name.value)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+SERVED = {
+    HOPPER: "sm_90a (Hopper, compute capability 9.0)",
+    BF16: "sm_90a (Hopper, compute capability 9.0), sm_100a (Blackwell, compute capability 10.0), "
+    "sm_103a (Blackwell Ultra, compute capability 10.3), sm_120a (Blackwell RTX, compute capability "
+    "12.0), sm_121a (Blackwell GB10, compute capability 12.1)",
+}
+
+
+@pytest.mark.parametrize("record", SERVED, ids=lambda record: record.name.value)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_121a", "sm_110a"])
 def test_other_architectures(record, arch):
-    wanted = f"the architecture is {arch}, and its kernels are for sm_90a (Hopper, compute capability 9.0)"
-    assert problem(record, None, arch) == wanted
+    wanted = f"the architecture is {arch}, and its kernels are for {SERVED[record]}"
+    served = arch in {known.name for known in record.architectures}
+    assert problem(record, None, arch) == (None if served else wanted)
     assert problem(record, None, HOST).startswith("no GPU: tensors are on the host")
     assert problem(REFERENCE, None, arch) is problem(REFERENCE, None, HOST) is None
+
+
+def test_the_bf16_engine_serves_what_its_gemms_are_written_for():
+    families = {known.name: known.family for known in BF16.architectures}
+    assert {arch: family_of(arch) for arch in families} == families
+    assert families == {
+        name: known.family for name, known in ARCHITECTURES.items() if known.family in FAMILIES
+    }
 
 
 def test_the_default_configuration_in_fp8_suits_hopper():
@@ -200,6 +218,17 @@ def test_names_of_architectures():
     for record in RECORDS.values():
         for architecture in record.architectures:
             assert arch_name(architecture.capability) == architecture.name
+
+
+@pytest.mark.parametrize("arch", [known.name for known in BF16.architectures])
+def test_kernels_are_planned_for_the_architecture_and_for_a_cap(arch):
+    """A cap on multiprocessors needs other kernels where the hardware hands out tiles."""
+    capped = changed(BF16_LOAD, gemm_num_sms=64)
+    free, held = (BF16.jobs(workload, arch) for workload in (BF16_LOAD, capped))
+    assert {job.arch for job in free} == {job.arch for job in held} == {arch}
+    asks = family_of(arch) != "sm90"
+    assert {dict(job.statics)["clc"] for job in free if job.name != "expert_rows"} == {asks}
+    assert {dict(job.statics)["clc"] for job in held if job.name != "expert_rows"} == {False}
 
 
 class TestActivationsOfRecords:

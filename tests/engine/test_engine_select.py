@@ -122,6 +122,28 @@ def test_announced_once_per_engine_and_device(caplog, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("arch", "gpu"),
+    [
+        ("sm_100a", "Blackwell"),
+        ("sm_103a", "Blackwell Ultra"),
+        ("sm_120a", "Blackwell RTX"),
+        ("sm_121a", "Blackwell GB10"),
+    ],
+)
+def test_blackwell_runs_the_bf16_engine_and_says_that_it_has_no_fp8(arch, gpu, monkeypatch):
+    monkeypatch.setattr(select, "arch_of", lambda device: arch)
+    monkeypatch.setattr(select, "missing_tool", lambda *_: None)
+    plain = choose_engine("cuda:0", workload=replace(WORKLOAD, settings=EngineSettings()))
+    assert plain.engine.name == "bf16" and not plain.falls_back
+    assert plain.reason == f"a {gpu} GPU: grouped GEMMs in the dtype of the tokens"
+    fp8 = choose_engine("cuda:0", workload=WORKLOAD)
+    assert fp8.engine.name == "bf16" and fp8.falls_back and fp8.settings.recipe is None
+    assert fp8.reason.startswith(f"not hopper: the architecture is {arch}, and its kernels are for")
+    with pytest.raises(EngineUnavailableError, match=f"the architecture is {arch}"):
+        choose_engine("cuda:0", EngineName.HOPPER, WORKLOAD)
+
+
 class TestOnHopper:
     def test_fp8_runs_the_hopper_engine(self, hopper):
         choice = choose_engine("cuda:0", workload=WORKLOAD)

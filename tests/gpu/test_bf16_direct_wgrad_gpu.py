@@ -25,15 +25,16 @@ from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.quack_gemm import (
-    CANDIDATES,
     STORED,
     MlpShape,
     all_kernels,
+    candidates,
     expert_rows_source,
     grouped_gemms,
     wgrad_down_kernel,
     wgrad_up_kernel,
 )
+from sonicmoe.kernels.quack_tilings import FAMILIES, served_by
 from sonicmoe.kernels.sm90 import engine_sources
 from sonicmoe.layouts import WeightLayout
 
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.gpu
 
 SWIGLU, GELU, ARCH = ActivationType.SWIGLU, ActivationType.GELU, "sm_90a"
 OURS, REFERENCE = Bf16Engine(), ReferenceEngine()
-TILINGS = [config for config, _ in CANDIDATES["wgrad_up"]]
+CLASSES = ("sm90", "sm120")
 # (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
 SHAPES = [(700, 512, 384, 6, 3), (300, 264, 200, 4, 2), (130, 2880, 72, 1, 1), (600, 128, 136, 130, 4)]  # fmt: skip
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
@@ -50,15 +51,28 @@ EVERY_LAYOUT = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+def tilings(family):
+    """As this GPU runs them: without cluster launch control."""
+    shape = MlpShape(512, 384, SWIGLU, arch=ARCH, family=family)
+    return [config for config, _ in candidates("wgrad_up", shape)]
+
+
+@pytest.fixture(scope="module", params=CLASSES, autouse=True)
+def family(request):
+    """Whose GEMM class adds: that of this GPU's family, and that for sm120."""
+    with served_by(ARCH, request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="module", autouse=True)
-def compiled():
+def compiled(family):
     """What a warm-up of these shapes compiles, and the forced tilings; nothing else may compile."""
     sizes = {(h, i) for _, h, i, _, _ in SHAPES}
     shapes = [MlpShape(h, i, kind, arch=ARCH) for h, i in sizes for kind in (SWIGLU, GELU)]
     shapes.append(MlpShape(512, 384, SWIGLU, "float16", arch=ARCH))
     jobs = [*cuda_sources(ARCH), expert_rows_source(ARCH), *engine_sources(ARCH, SWIGLU)]
     jobs += [kernel for shape in shapes for kernel in all_kernels(shape)]
-    for config in TILINGS:
+    for config in tilings(family):
         jobs += [wgrad_down_kernel(shapes[0], config, stored) for stored in STORED["wgrad_down"]]
         jobs += [wgrad_up_kernel(shapes[0], config, stored) for stored in STORED["wgrad_up"]]
     report = warm_up(
@@ -193,14 +207,19 @@ def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, 
         memory.check()
 
 
-@pytest.mark.parametrize("config", TILINGS, ids=lambda c: str(c.tile))
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [(family, config) for family in CLASSES for config in tilings(family)],
+    indirect=["family"],
+    ids=str,
+)
 @pytest.mark.parametrize("arrangement", ["padded", "permuted"])
 @EVERY_LAYOUT
-def test_every_tiling(layout, arrangement, config, monkeypatch):
+def test_every_tiling(layout, arrangement, family, config, monkeypatch):
     if not fits(layout, arrangement):
         pytest.skip("refused")
     for product in ("wgrad_down", "wgrad_up"):
-        monkeypatch.setitem(CANDIDATES, product, ((config, 1.0),))
+        monkeypatch.setitem(FAMILIES[family].candidates, product, ((config, 1.0),))
     grouped_gemms.cache_clear()
     try:
         case = case_of(SHAPES[1])

@@ -1,5 +1,6 @@
 """The BF16 engine on the GPU against the reference engine, per expert and per block of 128 tokens,
-and its whole contract.
+and its whole contract: on the GEMM class of this GPU's family, and on that for sm120, whose
+instructions Hopper has too.
 
 The yardstick of every comparison is the reference engine in fp32; what the reference engine loses
 by rounding where this one rounds is what this one may lose.
@@ -27,12 +28,13 @@ from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources, quack_gemm
 from sonicmoe.kernels.quack_gemm import (
-    CANDIDATES,
     MlpShape,
     all_kernels,
+    candidates,
     expert_rows_source,
     grouped_gemms,
 )
+from sonicmoe.kernels.quack_tilings import FAMILIES, PRODUCTS, served_by
 from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
@@ -41,14 +43,25 @@ SWIGLU, ARCH = ActivationType.SWIGLU, "sm_90a"
 BF16, FP16 = torch.bfloat16, torch.float16
 H, I, E, K = 512, 384, 6, 3
 OURS, REFERENCE = Bf16Engine(), ReferenceEngine()
-TILINGS = [(product, config) for product, found in CANDIDATES.items() for config, _ in found]
+CLASSES = ("sm90", "sm120")
+
+
+def tilings(family):
+    """As this GPU runs them: without cluster launch control."""
+    shape = MlpShape(H, I, SWIGLU, arch=ARCH, family=family)
+    return [(p, config) for p in PRODUCTS for config, _ in candidates(p, shape)]
+
+
+@pytest.fixture(scope="module", params=CLASSES, autouse=True)
+def family(request):
+    """Whose GEMM class the engine runs; its numbers are compared with the same yardstick."""
+    with served_by(ARCH, request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Every variant of this module, built in parallel; nothing below may compile but the forced
-    tilings.
-    """
+def compiled(family):
+    """Every variant of this module, built in parallel; nothing below may compile."""
     shapes = [
         MlpShape(H, I, activation, "bfloat16", bias, arch=ARCH)
         for activation in ActivationType
@@ -66,7 +79,7 @@ def compiled():
         for shape in shapes
         for kernel in all_kernels(shape, recompute_z=shape.activation is SWIGLU)
     ]
-    jobs += [forced(product, config) for product, config in TILINGS]
+    jobs += [forced(product, config) for product, config in tilings(family)]
     report = warm_up(
         ModelSpec(E, H, I),
         default_cache(),
@@ -74,6 +87,8 @@ def compiled():
         compile_jobs=tuple(dict.fromkeys(jobs)),
     )
     assert report.complete, [outcome.message for outcome in report.kernels if outcome.message]
+    gemms = [job for job in jobs if job.name.startswith("bf16_")]
+    assert gemms and {dict(job.statics)["family"] for job in gemms} == {family}
     with no_compile():
         yield
 
@@ -264,10 +279,15 @@ def test_sizes_of_public_models(hidden, intermediate):
     check(make_case(300, hidden=hidden, intermediate=intermediate, topk=2, **options))
 
 
-@pytest.mark.parametrize(("product", "config"), TILINGS, ids=str)
-def test_every_tiling(product, config, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "product", "config"),
+    [(family, *tiling) for family in CLASSES for tiling in tilings(family)],
+    indirect=["family"],
+    ids=str,
+)
+def test_every_tiling(family, product, config, monkeypatch):
     """Also at sizes that no tile divides: 512 = 2 x 192 + 128, 768 = 3 x 256, 384 = 256 + 128."""
-    monkeypatch.setitem(CANDIDATES, product, ((config, 1.0),))
+    monkeypatch.setitem(FAMILIES[family].candidates, product, ((config, 1.0),))
     grouped_gemms.cache_clear()
     try:
         check(make_case(seed=1))

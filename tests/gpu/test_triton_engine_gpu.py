@@ -47,10 +47,9 @@ from sonicmoe.jit import default_cache, no_compile, triton_kernel
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources
-from sonicmoe.kernels.quack_gemm import MlpShape
 from sonicmoe.kernels.triton import gemms, launches, rows
 from sonicmoe.kernels.triton.tilings import TILINGS
-from sonicmoe.kernels.triton.variants import all_variants
+from sonicmoe.kernels.triton.variants import ExpertShape, all_variants
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.routing.build import build_routing
 
@@ -75,14 +74,14 @@ def shapes():
     """Of the tests below that may compile nothing."""
     for activation in ActivationType:
         for bias in (False, True):
-            yield MlpShape(H, I, activation, "bfloat16", bias, arch=ARCH)
+            yield ExpertShape(H, I, activation, "bfloat16", bias, arch=ARCH)
     for kind, own in OWN.items():
-        yield MlpShape(H, I, kind, parameters=own, arch=ARCH)
-    yield MlpShape(H, I, SWIGLU, "float16", arch=ARCH)
-    yield MlpShape(H, I, ActivationType.GELU, "float16", arch=ARCH)
+        yield ExpertShape(H, I, kind, parameters=own, arch=ARCH)
+    yield ExpertShape(H, I, SWIGLU, "float16", arch=ARCH)
+    yield ExpertShape(H, I, ActivationType.GELU, "float16", arch=ARCH)
     for hidden, intermediate in LARGE.values():
-        yield MlpShape(hidden, intermediate, SWIGLU, arch=ARCH)
-    yield MlpShape(128, 1280, SWIGLU, arch=ARCH)
+        yield ExpertShape(hidden, intermediate, SWIGLU, arch=ARCH)
+    yield ExpertShape(128, 1280, SWIGLU, arch=ARCH)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -341,7 +340,7 @@ def test_rows_of_experts(tokens, experts, invalid):
         tokens, hidden=8, intermediate=8, experts=experts, topk=2, invalid=invalid, empty=()
     )
     routing = case.routing
-    calls = launches.Calls(MlpShape(H, I, SWIGLU, arch=ARCH))
+    calls = launches.Calls(ExpertShape(H, I, SWIGLU, arch=ARCH))
     of = index_of(calls, routing)
     assert of.cu_rows.tolist() == routing.padded_offsets.tolist()
     token, wanted = routing.row_token.tolist(), [0] * routing.num_rows

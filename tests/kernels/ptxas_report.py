@@ -18,6 +18,17 @@ _SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized.*?functi
 _LOSS = re.compile(r"\(C\d+\) Potential Performance Loss: .*\S")
 
 
+# Spills that stay, by architecture and part of the entry's name: bytes of stores and loads together.
+# All are of kernels that wait for memory, and whose registers are bounded so that several blocks
+# share a multiprocessor; without the bound fewer of them would.
+ALLOWED = {
+    ("sm_100a", "flush_tilesILb1E"): 24,
+    ("sm_120a", "flush_tilesILb1E"): 32,
+    ("sm_80", "aggregate_rowsI6__halfS2_Li8E"): 16,
+    ("sm_80", "aggregate_rowsI13__nv_bfloat16S2_Li8E"): 16,
+}
+
+
 class SpillError(AssertionError):
     """A kernel spills registers, or ptxas serialised its WGMMA instructions."""
 
@@ -94,15 +105,27 @@ def performance_losses(report: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_LOSS.findall(report)))
 
 
-def require_no_spills(resources: Iterable[KernelResources], allowed_bytes: int = 0) -> None:
-    """Raise SpillError naming each kernel that spills more than `allowed_bytes` or whose WGMMA
+def allowed_bytes(item: KernelResources) -> int:
+    """What `ALLOWED` says of a kernel; 0 where it says nothing."""
+    return next(
+        (
+            count
+            for (arch, part), count in ALLOWED.items()
+            if arch == item.arch and part in item.kernel
+        ),
+        0,
+    )
+
+
+def require_no_spills(resources: Iterable[KernelResources]) -> None:
+    """Raise SpillError naming each kernel that spills more than `ALLOWED` says, or whose WGMMA
     ptxas serialised.
     """
     problems = []
     for item in resources:
         # The stack alone is no failure: an array that is indexed at run time lives there by design.
         spilled = item.spill_store_bytes + item.spill_load_bytes
-        if spilled > allowed_bytes:
+        if spilled > allowed_bytes(item):
             problems.append(
                 f"{item.kernel} spills {item.spill_store_bytes} bytes of stores and {item.spill_load_bytes} of loads at "
                 f"{item.registers} registers"

@@ -1,15 +1,17 @@
-"""The BF16 GEMMs without a GPU: what is chosen, planned and refused, and that every variant
-compiles for Hopper without spills.
+"""The BF16 GEMMs without a GPU: what is chosen, planned and refused, and that variants compile for
+every architecture, without spills and with the loads of every operand.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,16 @@ from pathlib import Path
 import preloaded
 import pytest
 from framework import torch
+from kernels import ptx_report
+from kernels.gemm_matrix import (
+    SWIGLU,
+    TARGETS,
+    every_variant,
+    few_variants,
+    shape_for,
+    tiled,
+)
+from kernels.ptx_report import Traffic
 from kernels.ptxas_report import parse_ptxas, require_no_spills, resource_usage
 from worlds import ROOT, environment
 
@@ -25,65 +37,36 @@ from sonicmoe.config import current_config
 from sonicmoe.engine.capabilities import missing_package
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.errors import ConfigError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.toolchain import find_toolkit
-from sonicmoe.kernels import quack_gemm
 from sonicmoe.kernels.quack_gemm import (
-    CANDIDATES,
-    GemmConfig,
     GroupedGemms,
     MlpShape,
-    Stored,
     all_kernels,
     candidates,
     choose_config,
     down_kernel,
     expert_rows_source,
-    wgrad_up_kernel,
+)
+from sonicmoe.kernels.quack_tilings import (
+    FAMILIES,
+    PRODUCTS,
+    GemmConfig,
+    family_of,
+    served_by,
 )
 
-SWIGLU, ARCH = ActivationType.SWIGLU, "sm_90a"
-SHAPE = MlpShape(3072, 1536, SWIGLU, arch=ARCH)
-# With these the epilogues compute all that they can: a softcap of up is off by default.
-OWN = {ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 25.0))}
+ARCH = "sm_90a"
+SHAPE = shape_for(ARCH)
 MISSING = missing_package(all_kernels(SHAPE))
 needs_quack = pytest.mark.skipif(
     MISSING is not None or importlib.util.find_spec("tvm_ffi") is None or find_toolkit() is None,
     reason="needs quack-kernels, nvidia-cutlass-dsl, apache-tvm-ffi and nvcc",
 )
-
-
-def tiled(product: str, config: GemmConfig, shape: MlpShape = SHAPE):
-    make, options = (
-        getattr(quack_gemm, f"{product}_kernel"),
-        {"store_z": True} if product == "up" else {},
-    )
-    return make(shape, config=config, **options)
-
-
-def every_variant() -> tuple[CuteKernel, ...]:
-    """Each tiling of each product; each activation and bias with each tiling of `up` and one of the
-    others; another dtype.
-    """
-    variants = [
-        tiled(product, config) for product, found in CANDIDATES.items() for config, _ in found
-    ]
-    for activation in ActivationType:
-        for bias in (False, True):
-            own = OWN.get(activation, ())
-            shape = MlpShape(3072, 1536, activation, bias=bias, parameters=own, arch=ARCH)
-            variants += all_kernels(shape, recompute_z=True)
-            variants += [tiled("up", config, shape) for config, _ in candidates("up", shape)]
-    variants += all_kernels(replace(SHAPE, dtype="float16"), recompute_z=True)
-    variants += [
-        wgrad_up_kernel(SHAPE, config, stored)
-        for stored in Stored
-        for config, _ in CANDIDATES["wgrad_up"]
-    ]
-    return tuple(dict.fromkeys(variants))
 
 
 TILING = ("tile", "cluster", "pingpong", "swizzle")
@@ -97,7 +80,8 @@ def shown_by(kernel: CuteKernel) -> set[tuple]:
     leaves `up` registers to spare, a variant shows only that z may be left out.
     """
     statics = dict(kernel.statics)
-    follow = (*TILING, "gated", "parameters")  # from the tiling and from the activation
+    # From the tiling, from the activation, and from the architecture.
+    follow = (*TILING, "gated", "parameters", "family", "clc", "tma_gather")
     choices = {name: value for name, value in statics.items() if name not in follow}
     choices["tiling"] = tuple(statics[name] for name in TILING)
     if "activation" in choices and sums_of(kernel) < most_sums(kernel.entry, choices["activation"]):
@@ -115,7 +99,7 @@ def sums_of(kernel: CuteKernel) -> int:
 
 @cache
 def most_sums(entry: str, activation: str) -> int:
-    variants = (kernel for kernel in every_variant() if kernel.entry == entry)
+    variants = (kernel for kernel in every_variant(SHAPE) if kernel.entry == entry)
     return max(
         sums_of(kernel) for kernel in variants if dict(kernel.statics)["activation"] == activation
     )
@@ -125,7 +109,7 @@ def covering_variants() -> tuple[CuteKernel, ...]:
     """A small set of variants that shows all that all of them show: those that alone show
     something, then others greedily.
     """
-    left = {kernel: shown_by(kernel) for kernel in every_variant()}
+    left = {kernel: shown_by(kernel) for kernel in every_variant(SHAPE)}
     counts = Counter(choice for choices in left.values() for choice in choices)
     chosen = [kernel for kernel, found in left.items() if any(counts[one] == 1 for one in found)]
     missing = set(counts).difference(*map(left.pop, chosen))
@@ -137,7 +121,7 @@ def covering_variants() -> tuple[CuteKernel, ...]:
 
 
 def test_a_covering_set_leaves_no_choice_out() -> None:
-    variants, chosen = every_variant(), covering_variants()
+    variants, chosen = every_variant(SHAPE), covering_variants()
     assert set(chosen) < set(variants) and len(chosen) <= 0.35 * len(variants)
     shown, choices = (set().union(*map(shown_by, set_)) for set_ in (chosen, variants))
     assert shown == choices
@@ -155,34 +139,59 @@ def test_a_covering_set_leaves_no_choice_out() -> None:
         assert any(wide.items() <= s.items() for s in statics), wide
 
 
-@needs_quack
-@pytest.mark.slow
-def test_variants_compile_for_hopper_without_spills(pytestconfig: pytest.Config) -> None:
-    """A covering set of the variants; all of them, three times as many, with `--every-variant`."""
-    found = every_variant() if pytestconfig.getoption("--every-variant") else covering_variants()
-    toolkit, variants = find_toolkit(), found
+def compiled(variants: Sequence[CuteKernel]) -> list[tuple[CuteKernel, str, Traffic]]:
+    """Each with its report of ptxas and what its PTX moves, from one process."""
+    toolkit = find_toolkit()
     assert toolkit is not None and variants
     requests = [
-        [number, kernel.entry, dict(kernel.statics)] for number, kernel in enumerate(variants)
+        [number, kernel.arch, kernel.entry, dict(kernel.statics)]
+        for number, kernel in enumerate(variants)
     ]
+    # Not `-P`: the program imports from its own folder.
     done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("quack_variants.py")), ARCH, str(toolkit.home / "bin" / "ptxas")],
+        [sys.executable, str(Path(__file__).with_name("quack_variants.py")), str(toolkit.home / "bin" / "ptxas")],
         input="\n".join(map(json.dumps, requests)), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    reports = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(reports) == len(variants)
-    for number, kernel in enumerate(variants):
-        resources = parse_ptxas(reports[number])
-        assert len(resources) == 1 and resources[0].arch == ARCH and resources[0].registers > 0, (
-            kernel,
-            reports[number],
-        )
-        try:
-            require_no_spills(resources)
-        except Exception as error:
-            pytest.fail(f"{kernel.name} {dict(kernel.statics)}: {error}")
+    answers = {number: found for number, *found in map(json.loads, done.stdout.splitlines())}
+    assert len(answers) == len(variants)
+    refused = {variants[number]: found for number, found in answers.items() if len(found) == 1}
+    assert not refused, refused
+    return [
+        (kernel, answers[number][1], Traffic(**answers[number][2]))
+        for number, kernel in enumerate(variants)
+    ]
+
+
+def require_sound(kernel: CuteKernel, report: str, moved: Traffic) -> None:
+    """No spills, and every operand is loaded, every result stored."""
+    resources = parse_ptxas(report)
+    assert len(resources) == 1, (kernel, report)
+    assert resources[0].arch == kernel.arch and resources[0].registers > 0, (kernel, report)
+    try:
+        require_no_spills(resources)
+    except Exception as error:
+        pytest.fail(f"{kernel.name} {dict(kernel.statics)}: {error}")
+    problems = ptx_report.problems(kernel.name, dict(kernel.statics), moved)
+    assert not problems, (kernel.name, dict(kernel.statics), problems)
+
+
+@needs_quack
+@pytest.mark.slow
+def test_variants_compile_without_spills_and_load_every_operand(
+    pytestconfig: pytest.Config,
+) -> None:
+    """For Hopper a covering set of the variants, and with `--every-variant` all of them, three times
+    as many. A few for each other target; all of those with `tools/ci/compile_matrix.py --every`.
+    """
+    every = pytestconfig.getoption("--every-variant")
+    others = [target for target in TARGETS if target != (ARCH, "sm90")]
+    few = [kernel for target in others for kernel in few_variants(*target)]
+    assert {(kernel.arch, dict(kernel.statics)["family"]) for kernel in few} == set(others)
+    hopper = every_variant(SHAPE) if every else covering_variants()
+    for kernel, report, moved in compiled([*hopper, *few]):
+        require_sound(kernel, report, moved)
 
 
 @needs_quack
@@ -248,29 +257,92 @@ def test_tiles_fit_the_width(hidden: int, tile: tuple[int, int], cluster: tuple[
     assert (config.tile, config.cluster) == (tile, cluster)
 
 
-@pytest.mark.parametrize("hidden", [2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192])
-@pytest.mark.parametrize(
-    "intermediate", [512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336]
-)
-def test_no_tiling_computes_much_for_nothing(hidden: int, intermediate: int) -> None:
-    shape = MlpShape(hidden, intermediate, SWIGLU, arch=ARCH)
-    for product in CANDIDATES:
-        width = shape.width(product)
-        assert choose_config(product, shape).columns(width) <= 1.1 * width, product
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_no_tiling_computes_much_for_nothing(arch: str) -> None:
+    hiddens = (2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
+    intermediates = (512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336)
+    for hidden, intermediate in itertools.product(hiddens, intermediates):
+        shape = MlpShape(hidden, intermediate, SWIGLU, arch=arch)
+        for product in PRODUCTS:
+            width = shape.width(product)
+            columns = choose_config(product, shape).columns(width)
+            assert columns <= 1.1 * width, (product, shape)
 
 
-def test_tilings_keep_to_what_the_kernels_can_do() -> None:
-    for product, found in CANDIDATES.items():
+@pytest.mark.parametrize(("arch", "family"), TARGETS)
+def test_tilings_keep_to_what_the_kernels_can_do(arch: str, family: str) -> None:
+    shape = shape_for(arch, family)
+    assert tuple(FAMILIES[family].candidates) == PRODUCTS
+    for product in PRODUCTS:
+        found = candidates(product, shape)
         assert len({config for config, _ in found}) == len(found)
         times = [time for _, time in found]
         assert times == sorted(times) and times[0] == 1.0, product
         for config, _ in found:
             assert config.tile[0] % 128 == 0, "experts are padded to 128 rows"
-            assert config.tile[1] % 32 == 0, "gated stores take 32 columns"
-            assert config.cluster[1] == 1 or product in ("down", "dgrad"), (
-                "a gather takes no cluster along N"
-            )
-            assert config.accumulators <= 192, "a thread has at most 240 registers"
+    # Every one of them may be built: `every_variant` makes the descriptions, which refuse.
+    assert {kernel.arch for kernel in every_variant(shape)} == {arch}
+
+
+REFUSED = [
+    ("sm_100a", "sm90", "down", {}, "compiled for sm100, and the class of sm90 runs on sm90"),
+    ("sm_90a", "sm100", "down", {}, "the class of sm100 runs on sm100"),
+    ("sm_80", "sm120", "down", {}, "compiled for sm80, and the class of sm120 runs on sm120 and sm90"),
+    ("sm_90a", "sm90", "down", {"tile": (96, 128)}, "its tile has 96 rows; needed: one of [64, 128,"),
+    ("sm_90a", "sm90", "down", {"tile": (128, 80)}, "its tile has 80 columns"),
+    ("sm_90a", "sm90", "up", {"cluster": (1, 2)}, "2 blocks along N; needed: 1, because A is gathered"),
+    ("sm_90a", "sm90", "down", {"tile": (256, 128), "pingpong": True}, "a thread holds 256 sums; needed: at most 192"),
+    ("sm_90a", "sm90", "down", {"clc": True}, "cluster launch control, which sm90 does not have"),
+    ("sm_90a", "sm120", "down", {"clc": True}, "cluster launch control, which sm90 does not have"),
+    ("sm_90a", "sm90", "up", {"tma_gather": True}, "the class of sm90 gathers with threads"),
+    ("sm_100a", "sm100", "down", {"tma_gather": True}, "and A is not gathered"),
+    ("sm_100a", "sm100", "down", {"pingpong": True}, "one warp of a block multiplies on sm100"),
+    ("sm_100a", "sm100", "down", {"tile": (256, 128), "cluster": (1, 1)}, "which two blocks share"),
+    ("sm_100a", "sm100", "down", {"tile": (128, 512), "cluster": (1, 1)}, "at most 256 without a pair"),
+    ("sm_120a", "sm120", "down", {"cluster": (2, 1)}, "these GPUs cannot share copies"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "family", "product", "changes", "words"), REFUSED)
+def test_what_a_class_cannot_run_is_refused(
+    arch: str, family: str, product: str, changes: dict, words: str
+) -> None:
+    """Where the description is made, in any process: most of these would trace, and some would hang."""
+    shape = MlpShape(3072, 1536, SWIGLU, arch=arch, family=family)
+    (config, _) = FAMILIES[family].candidates[product][-1]
+    config = replace(config, clc=False, **({} if family == "sm120" else {"cluster": (2, 1)}))
+    with pytest.raises(ConfigError) as found:
+        tiled(product, replace(config, **changes), shape)
+    assert words in str(found.value) and f"of {product} cannot have" in str(found.value)
+
+
+def test_the_family_follows_the_architecture() -> None:
+    assert {arch: family_of(arch) for arch, family in TARGETS[:5]} == dict(TARGETS[:5])
+    for arch in ("sm_80", "sm_89", "sm_75", "sm_90"):
+        with pytest.raises(
+            ConfigError, match=f"arch='{arch}' has no grouped GEMMs; needed: one of"
+        ):
+            shape_for(arch)
+
+
+def test_another_family_can_be_made_to_serve_an_architecture() -> None:
+    with served_by("sm_90a", "sm120"):
+        shape = MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
+    assert shape.family == "sm120" and shape != MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
+    statics = [dict(kernel.statics) for kernel in all_kernels(shape)]
+    assert all(s["family"] == "sm120" and not s["clc"] for s in statics)
+    assert family_of("sm_90a") == "sm90"
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch: str) -> None:
+    """Cluster launch control starts a block per tile, whatever number of clusters it is given."""
+    free, capped = shape_for(arch), shape_for(arch, capped=True)
+    for product in PRODUCTS:
+        assert choose_config(product, free) == replace(choose_config(product, capped), clc=True)
+    assert all(dict(kernel.statics)["clc"] for kernel in all_kernels(free))
+    assert not any(dict(kernel.statics)["clc"] for kernel in all_kernels(capped))
+    assert all_kernels(shape_for("sm_90a", capped=True)) == all_kernels(SHAPE)
 
 
 def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation() -> None:
@@ -302,7 +374,7 @@ def test_plan_covers_a_training_run_with_and_without_biases() -> None:
     assert planned(spec, fp8_mode="perf") == set()
     plain_wgrad = {"expert_rows", "bf16_wgrad"}
     assert planned(spec, fp8_mode="perf", fp8_wgrad=False) == (plain_wgrad if everything else set())
-    assert planned(replace(spec, arch="sm_100a")) == set()
+    assert planned(replace(spec, arch="sm_80")) == set()
     assert planned(replace(spec, dtype="float32")) == everything, "fp32 master weights, bf16 tokens"
     assert planned(replace(spec, H=3076)) == set()
     if everything:

@@ -18,10 +18,9 @@ from triton import knobs
 from triton.runtime.jit import MockTensor
 
 from ...enums import ActivationParameters, ActivationType, is_glu
-from ..quack_gemm import MlpShape
 from . import gemms, rows
 from .tilings import Tiling
-from .variants import parameter_values, tiling_of
+from .variants import ExpertShape, parameter_values, tiling_of
 
 IS_INTERPRETED = bool(knobs.runtime.interpret)
 EXPERTS_AT_ONCE = 512  # ends of experts that a program of `index_rows` compares at a time
@@ -97,18 +96,13 @@ class Calls:
         lent: multiprocessors that the GEMMs may take; 0: all.
     """
 
-    shape: MlpShape
+    shape: ExpertShape
     lent: int = 0
     tilings: Mapping[str, Tiling] = field(default_factory=dict)
 
     def tiling(self, product: str) -> Tiling:
         """The tiles of a product."""
         return self.tilings.get(product) or tiling_of(product, self.shape)
-
-    @property
-    def parts(self) -> int:
-        """Gate and up, or one."""
-        return 2 if is_glu(self.shape.activation) else 1
 
     @property
     def dprob_tiles(self) -> int:
@@ -131,7 +125,7 @@ class Calls:
     def dgrad(self, dz: Any, w1: Any, dx_rows: Any, of: Rows) -> Call:
         """dz `[R, parts, I]`, w1 `[E, N1, H]` -> dx_rows `[R, H]`."""
         depth, width = self.shape.intermediate, self.shape.hidden
-        constants = {"DEPTH": depth, "WIDTH": width, "PARTS": self.parts, "TRANSPOSED": True}
+        constants = {"DEPTH": depth, "WIDTH": width, "PARTS": self.shape.parts, "TRANSPOSED": True}
         return self._rows_product("dgrad", dz, w1, None, dx_rows, of, constants)
 
     def dgated(
@@ -149,7 +143,7 @@ class Calls:
     def wgrad_up(self, x: Any, dz: Any, place: Place, of: Rows) -> Call:
         """x `[T, H]`, dz `[R, parts, I]` -> dw1 `[E, parts, I, H]`, in any layout."""
         sizes = {"HEIGHT": self.shape.intermediate, "WIDTH": self.shape.hidden}
-        constants = {**sizes, "PARTS": self.parts, "LEFT_GATHERED": False}
+        constants = {**sizes, "PARTS": self.shape.parts, "LEFT_GATHERED": False}
         return self._wgrad("wgrad_up", dz, x, place, of, constants)
 
     def wgrad_down(self, dout: Any, y1s: Any, place: Place, of: Rows) -> Call:
@@ -189,7 +183,7 @@ class Calls:
         width = self.shape.hidden if gathered else self.shape.n1
         options = {
             "WIDTH": width,
-            "PARTS": 1 if gathered else self.parts,
+            "PARTS": 1 if gathered else self.shape.parts,
             "GATHERED": gathered,
             "ROWS": SUM_ROWS,
             "COLUMNS": SUM_COLUMNS,
@@ -286,7 +280,7 @@ def _tiles(size: int, tile: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def calls(shape: MlpShape, lent: int) -> Calls:
+def calls(shape: ExpertShape, lent: int) -> Calls:
     """The process's calls of a model."""
     return Calls(shape, lent)
 
@@ -329,7 +323,7 @@ def ahead(
     wgrad; `gathered` of column_sums.
     """
     kind = ActivationType(activation)
-    shape = MlpShape(hidden, intermediate, kind, dtype, bias, parameters, arch=arch)
+    shape = ExpertShape(hidden, intermediate, kind, dtype, bias, parameters, arch=arch)
     made = Calls(shape, tilings={} if tiling is None else {product: tiling})
     call = _MOCKED[product](made, _SIXTEEN[dtype], _F32 if bias else None, **choices)
     return call.kernel.ahead(*call.arguments, arch=arch, **call.options)
@@ -354,7 +348,7 @@ def _mock_wgrad(product: str) -> Callable[..., Call]:
 
 def native_place(product: str, made: Calls, tensor: Any) -> Place:
     """The place of an accumulator in the native layout: `[E, N1, H]` or `[E, H, I]`."""
-    shape, turns = made.shape, made.parts if product == "wgrad_up" else 1
+    shape, turns = made.shape, made.shape.parts if product == "wgrad_up" else 1
     sizes = shape.hidden, shape.intermediate
     width, height = sizes if product == "wgrad_up" else sizes[::-1]
     return Place(tensor, turns * height * width, width, turns * width, 0)

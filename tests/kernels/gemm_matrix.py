@@ -1,0 +1,94 @@
+"""Which variants of the BF16 GEMMs there are for an architecture and a family: what the spill gate
+and `tools/ci/compile_matrix.py` compile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sonicmoe.architectures import ARCHITECTURES
+from sonicmoe.enums import ActivationType
+from sonicmoe.jit.cute_kernel import CuteKernel
+from sonicmoe.kernels import quack_gemm
+from sonicmoe.kernels.quack_gemm import (
+    MlpShape,
+    Stored,
+    all_kernels,
+    candidates,
+    wgrad_up_kernel,
+)
+from sonicmoe.kernels.quack_tilings import PRODUCTS, GemmConfig, family_of
+
+SWIGLU = ActivationType.SWIGLU
+# With these the epilogues compute all that they can: a softcap of up is off by default.
+OWN = {ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 25.0))}
+# (architecture compiled for, family of the GEMM class). The last one can be run on Hopper.
+TARGETS = (
+    ("sm_90a", "sm90"),
+    ("sm_100a", "sm100"),
+    ("sm_103a", "sm100"),
+    ("sm_120a", "sm120"),
+    ("sm_121a", "sm120"),
+    ("sm_90a", "sm120"),
+)
+
+
+def shape_for(arch: str, family: str = "", **changes: object) -> MlpShape:
+    """3072 and 1536, which the widest tile of every product divides, in SwiGLU without biases."""
+    return replace(
+        MlpShape(3072, 1536, SWIGLU, arch=arch, family=family or family_of(arch)),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def tiled(product: str, config: GemmConfig, shape: MlpShape) -> CuteKernel:
+    """The variant of one product with one tiling."""
+    make = getattr(quack_gemm, f"{product}_kernel")
+    return make(shape, config=config, **({"store_z": True} if product == "up" else {}))
+
+
+def every_variant(shape: MlpShape) -> tuple[CuteKernel, ...]:
+    """Each tiling of each product; each activation and bias with each tiling of `up` and one of the
+    others; another dtype; where the hardware hands out tiles, also without that.
+    """
+    variants = [
+        tiled(product, config, shape)
+        for product in PRODUCTS
+        for config, _ in candidates(product, shape)
+    ]
+    for activation in ActivationType:
+        for bias in (False, True):
+            own = OWN.get(activation, ())
+            other = replace(shape, activation=activation, bias=bias, parameters=own)
+            variants += all_kernels(other, recompute_z=True)
+            variants += [tiled("up", config, other) for config, _ in candidates("up", other)]
+    for changes in ({"dtype": "float16"}, {"capped": True}):
+        variants += all_kernels(replace(shape, **changes), recompute_z=True)  # type: ignore[arg-type]
+    variants += [
+        wgrad_up_kernel(shape, config, stored)
+        for stored in Stored
+        for config, _ in candidates("wgrad_up", shape)
+    ]
+    if shape.family == "sm100":
+        variants += [
+            tiled(product, replace(candidates(product, shape)[0][0], tma_gather=True), shape)
+            for product in ("up", "dgated", "wgrad_up")
+        ]
+    return tuple(dict.fromkeys(variants))
+
+
+def few_variants(arch: str, family: str) -> tuple[CuteKernel, ...]:
+    """What the gate compiles for a target that is not this project's own: each kind of product once,
+    with the choices that take most registers.
+    """
+    shape = shape_for(arch, family)
+    crowded = replace(shape, activation=ActivationType.GELU, bias=True)
+    every = {
+        "up": quack_gemm.up_kernel(crowded if family == "sm120" else shape, store_z=True),
+        "dgated": quack_gemm.dgated_kernel(shape),
+        "dgrad": quack_gemm.dgrad_kernel(shape),
+        "wgrad": wgrad_up_kernel(shape, stored=Stored.HALVES),
+    }
+    # The second architecture of a family has the instructions of the first one, and its registers.
+    own = [known for known, of in TARGETS if of == family and ARCHITECTURES[known].family == family]
+    return (every["dgated"],) if arch in own[1:] else tuple(every.values())
