@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import platformdirs
 
-from .enums import ACTIVATIONS, ActivationType, EngineName, Parameter, ZCode
+from .enums import ACTIVATIONS, ActivationType, EngineCheck, EngineName, Parameter, ZCode
 from .errors import ConfigError
 
 logger = logging.getLogger("sonicmoe")
@@ -164,12 +164,18 @@ def members_of(enum: type[Member]) -> Values[Member]:
     return Values(", ".join(names), parse, (enum,))
 
 
+def _parse_engine_check(text: str) -> EngineCheck:
+    lowered = text.strip().lower()
+    return members_of(EngineCheck).parse({"0": "off", "1": "always"}.get(lowered, lowered))
+
+
 BOOLEAN = Values("0, 1", _parse_bool, (bool,))
 SECONDS = Values("seconds > 0", _parse_seconds, (int, float))
 DIRECTORY = Values("a directory", _parse_directory, (Path,))
 FP8_MODE = Values("perf, mem, off", _parse_fp8_mode)
 PROCESSES = Values("auto, off, processes > 0", _parse_processes, (int,))
 MULTIPROCESSORS = Values("all, multiprocessors >= 2", _parse_multiprocessors, (int,))
+ENGINE_CHECK = Values("auto, off, always", _parse_engine_check, (EngineCheck,))
 RECIPE = Values("a name from `sonicmoe numerics --list`", _parse_recipe)
 
 
@@ -391,6 +397,15 @@ class SonicMoEConfig:
         "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 modes; "
         "`triton` where these cannot run and on Ampere and Ada GPUs; `reference` where that cannot "
         "run and on a host; the log says which and why (docs/design.md)",
+    )
+    engine_check: Flag[EngineCheck] = Flag(
+        "SONIC_MOE_ENGINE_CHECK",
+        ENGINE_CHECK,
+        EngineCheck.AUTO,
+        "the trial of an engine before its first use: its kernels against the reference engine, on a "
+        "small problem, in a process with a time limit; one that fails is not taken. `auto`: on GPU "
+        "architectures on which the engine never ran, once for these kernels, this kind of GPU and "
+        "this driver; `off`: never; `always`: on every GPU, in every process (docs/design.md)",
     )
     cache_dir: Flag[Path] = Flag(
         "SONIC_MOE_CACHE_DIR",

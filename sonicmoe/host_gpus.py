@@ -8,6 +8,7 @@ import ctypes
 from contextlib import suppress
 
 LIBRARY = "libnvidia-ml.so.1"  # every NVIDIA driver installs it
+UNKNOWN = "unknown"
 
 
 def capabilities_of_host(library: str = LIBRARY) -> tuple[tuple[int, int], ...]:
@@ -44,3 +45,20 @@ def _capabilities(nvml: ctypes.CDLL) -> tuple[tuple[int, int], ...]:
         if answered:
             found.append((major.value, minor.value))
     return tuple(found)
+
+
+def driver_version(library: str = LIBRARY) -> str:
+    """Of the NVIDIA driver ("580.82.07"); "unknown" on a host without one, or if it does not answer."""
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return UNKNOWN
+    text = ctypes.create_string_buffer(96)
+    with suppress(AttributeError):
+        if nvml.nvmlInit_v2() == 0:
+            try:
+                if nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))) == 0:
+                    return text.value.decode(errors="replace")
+            finally:
+                nvml.nvmlShutdown()
+    return UNKNOWN

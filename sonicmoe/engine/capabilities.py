@@ -80,6 +80,8 @@ class EngineRecord:
         hidden_multiple, intermediate_multiple: of H and of I.
         sets_parameters: takes the activation parameters that a layer sets, as numbers of a call or
             as constants of kernels that are compiled for them. The others have the defaults.
+        proven: those of its architectures on which its tests have run. On the others it is tried
+            before it runs (`trust.py`).
         loads_with: the package that loads and launches its kernels.
         compiler: the one that compiles its kernels, and those of its step.
         packages: those that compile its kernels, with the version its builders are written for.
@@ -101,6 +103,7 @@ class EngineRecord:
     sets_parameters: bool
     tokens: tuple[TokenFormat, ...] = (TokenFormat.PLAIN,)
     gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
+    proven: tuple[Architecture, ...] = ()
     loads_with: str | None = None
     compiler: str | None = "nvcc"
     packages: tuple[tuple[str, str], ...] = ()
@@ -109,6 +112,10 @@ class EngineRecord:
     def quantises(self, fp8: bool) -> bool:
         """Whether it computes with FP8 operands, or (False) with unquantised ones."""
         return any((recipe is not None) == fp8 for recipe in self.recipes)
+
+    def is_proven(self, arch: str) -> bool:
+        """Whether its tests have run on this architecture, by name."""
+        return arch in [known.name for known in self.proven]
 
     def architecture(self, arch: str) -> Architecture | None:
         """The record of an architecture by name, if it has kernels for it."""
@@ -188,6 +195,7 @@ BF16 = EngineRecord(
     biases=True,
     sets_parameters=True,
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    proven=(SM90,),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
     jobs=_bf16_jobs,
@@ -223,6 +231,7 @@ HOPPER = EngineRecord(
     sets_parameters=True,
     tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
+    proven=(SM90,),
     loads_with="apache-tvm-ffi",
     jobs=_hopper_jobs,
 )

@@ -30,6 +30,7 @@ from .interface import Engine
 from .reference import ReferenceEngine
 from .settings import EngineSettings
 from .triton import TritonEngine
+from .trust import refusal, require_tried, trusted
 from .without_kernels import lost_on_gpus
 
 logger = logging.getLogger("sonicmoe")
@@ -96,25 +97,48 @@ def _choose(device: str, requested: EngineName, workload: Workload | None) -> En
 
 
 def ready_engine(device: str, requested: EngineName, workload: Workload) -> EngineChoice:
-    """`choose_engine`, and everything compiled that a run on that engine needs.
+    """`choose_engine`, and everything compiled that a run on that engine needs; on an architecture
+    where it never ran, an engine that has passed its trial.
 
-    Where a CUDA graph is captured nothing is compiled ahead: a capture follows forwards that have
-    loaded every kernel.
+    Where a CUDA graph is captured nothing is compiled ahead and nothing tried: a capture follows
+    forwards that have loaded every kernel.
+
+    Raises:
+        EngineUnavailableError: as `choose_engine`, or a capture comes before the trial.
     """
-    choice = choose_engine(device, requested, workload)
-    if device.startswith("cuda") and not torch.cuda.is_current_stream_capturing():
-        computed = replace(workload, settings=choice.settings or workload.settings)
-        compile_missing(RECORDS[EngineName(choice.engine.name)], computed, arch_of(device))
-    return choice
+    while True:
+        choice = choose_engine(device, requested, workload)
+        # An engine that fails its trial is not chosen again.
+        if not device.startswith("cuda") or _is_ready(choice, device, workload):
+            return choice
+
+
+def _is_ready(choice: EngineChoice, device: str, workload: Workload) -> bool:
+    computed = replace(workload, settings=choice.settings or workload.settings)
+    name, arch = EngineName(choice.engine.name), arch_of(device)
+    subject = ENGINES[name], RECORDS[name], computed, device, arch
+    if _is_capturing():
+        require_tried(*subject)
+        return True
+    compile_missing(RECORDS[name], computed, arch)
+    return trusted(*subject)
+
+
+def _is_capturing() -> bool:
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def unavailable(name: EngineName, device: str, workload: Workload | None = None) -> str | None:
     """Why this engine cannot serve this workload on this device, or None."""
     if name is EngineName.REFERENCE:  # nothing is left to fall back to, and its border says more
         return None
-    arch = _arch(device)
-    reason = problem(RECORDS[name], workload, arch)
-    return reason or (None if arch == HOST else missing_tool(RECORDS[name], workload, arch))
+    arch, record = _arch(device), RECORDS[name]
+    reason = problem(record, workload, arch)
+    if reason is not None or arch == HOST:
+        return reason
+    return missing_tool(record, workload, arch) or refusal(
+        ENGINES[name], record, workload, device, arch
+    )
 
 
 def _arch(device: str) -> str:
@@ -131,27 +155,34 @@ def _automatic(device: str, workload: Workload | None) -> EngineChoice:
     fp8 = workload is not None and workload.settings.recipe is not None
     name, problems = _first_able(device, workload, fp8)
     if name is not None:
-        return EngineChoice(
-            ENGINES[name](), f"{_gpu(device, RECORDS[name])}: {RECORDS[name].gemms}"
-        )
+        why = problems or _gpu(device, RECORDS[name])
+        reason = f"{why}{';' if problems else ':'} {RECORDS[name].gemms}"
+        return EngineChoice(ENGINES[name](), reason, falls_back=bool(problems))
     if workload is not None and fp8:
         settings = replace(workload.settings, recipe=None)
-        name, _ = _first_able(device, replace(workload, settings=settings), fp8=False)
+        name, more = _first_able(device, replace(workload, settings=settings), fp8=False)
         if name is not None:  # emulating FP8 would be hundreds of times slower
-            reason = f"{problems}; {RECORDS[name].gemms}, without FP8"
+            why = "; ".join(filter(None, (problems, more)))
+            reason = f"{why}; {RECORDS[name].gemms}, without FP8"
             return EngineChoice(ENGINES[name](), reason, falls_back=True, settings=settings)
+        problems = "; ".join(filter(None, (problems, more)))
     return EngineChoice(ReferenceEngine(), f"{problems}; {plain}", falls_back=True)
 
 
 def _first_able(device: str, workload: Workload | None, fp8: bool) -> tuple[EngineName | None, str]:
-    """The engine, and in its absence why none can: "not hopper: ..."."""
-    problems = []
+    """The engine, and why not those before it that are made for this GPU; in its absence, why none
+    can: "not hopper: ...".
+    """
+    problems: list[str] = []
+    made_for_it: list[str] = []
     for name, record in RECORDS.items():
         if record.architectures and record.quantises(fp8):
             reason = unavailable(name, device, workload)
             if reason is None:
-                return name, ""
+                return name, "; ".join(made_for_it)
             problems.append(f"not {name.value}: {reason}")
+            if record.architecture(_arch(device)) is not None:
+                made_for_it.append(problems[-1])
     return None, "; ".join(problems)
 
 

@@ -1,0 +1,337 @@
+"""One engine against the reference engine, case by case, on a small problem: for a process of its
+own, because a wrong kernel may end the process, spoil its CUDA context, or never end.
+
+    python -P -c PROGRAM      with a request on stdin; one JSON line per event on stdout
+
+`trust.py` starts it, watches it and judges what it says. The problem has two experts with odd
+counts, an expert without tokens between them, and slots that are not here, in both spellings.
+
+Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from ..config import SonicMoEConfig
+from ..enums import ActivationType, ZCode, is_glu
+from ..layouts import WeightLayout
+from ..quant.recipes import RECIPES, rows
+from ..quant.reference import quantize
+from ..routing.build import build_routing
+from .capabilities import GradientTarget, TokenFormat, Workload, gradient_problem, token_problem
+from .interface import Engine, FreshTargets, ParameterTargets, Tokens, WeightTarget
+from .reference import ReferenceEngine
+from .settings import EngineSettings
+from .targets import GradientTargets, NativeBuffer
+
+Tensor = torch.Tensor
+Array = np.ndarray[Any, Any]
+Results = dict[str, Array]
+
+T, K, E = 150, 2, 3
+COUNTS = (131, 0, 77)  # of the experts: more than a tile, none, and less than one
+# A share of the reference's norm, and of the typical element of a row. Both engines round operands
+# alike, so what is left is the order of additions, a rounding to bf16, and codes that flip for it.
+MOST_RMSE, MOST_ELEMENT = 0.02, 0.25
+_ROW_FLOOR = 0.25  # of the typical row: rows of nearly nothing are measured against it
+
+STARTED, BEGIN, RESULT, DONE = "started", "begin", "result", "done"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of calling an engine. `run` returns all of its outputs by name."""
+
+    name: str
+    run: Callable[[Engine], Results]
+
+
+class Problem:
+    """Seeded operands of a workload on a device, and the reference engine's results."""
+
+    def __init__(self, workload: Workload, device: str) -> None:
+        """Make the operands; no engine runs yet."""
+        self.workload, self.settings, self.device = workload, workload.settings, device
+        self.hidden, self.inner = workload.hidden_size, workload.intermediate_size
+        self.n1 = self.inner * (2 if is_glu(self.settings.activation) else 1)
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int, scale: float = 1.0, dtype: str = workload.dtype) -> Tensor:
+            values = (rng.standard_normal(shape) * scale).astype(np.float32)
+            return torch.tensor(values, device=device).to(getattr(torch, dtype))
+
+        self.x, self.dout = normal(T, self.hidden), normal(T, self.hidden)
+        self.w1 = normal(E, self.n1, self.hidden, scale=self.hidden**-0.5)
+        self.w2 = normal(E, self.hidden, self.inner, scale=self.inner**-0.5)
+        self.b1 = normal(E, self.n1, dtype="float32") if workload.bias else None
+        self.b2 = normal(E, self.hidden, dtype="float32") if workload.bias else None
+        probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
+        self.routing = build_routing(
+            torch.tensor(_indices(rng), device=device),
+            torch.tensor(probs, device=device),
+            E,
+            alignment=self.settings.row_alignment,
+        )
+
+    def quantised(self, form: TokenFormat) -> tuple[Tokens, Tokens]:
+        """x and dout as their sender quantised them."""
+        block = rows(128 if form is TokenFormat.E4M3_1X128 else self.hidden)
+        x, dout = (quantize(t.to(torch.float32), block) for t in (self.x, self.dout))
+        return x, dout
+
+    def infer(self, engine: Engine) -> Results:
+        weights = self._weights(engine)
+        out, _ = engine.forward(self.x, self.routing, weights, self.settings, save=False)
+        return {"out": _numbers(out)}
+
+    def train(
+        self,
+        engine: Engine,
+        targets: Callable[[], GradientTargets] | None = None,
+        tokens: tuple[Tokens, Tokens] | None = None,
+    ) -> Results:
+        """Forward and backward; weight gradients are added to ones, and these taken off again.
+
+        targets: makes what they are added to, instead of accumulators.
+        """
+        x, dout = tokens or (self.x, self.dout)
+        weights = self._weights(engine)
+        out, saved = engine.forward(x, self.routing, weights, self.settings)
+        assert saved is not None
+        dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+        added = (targets or self.accumulators)()
+        engine.backward_dw(pending, added)
+        found = {"out": _numbers(out), "dx": _numbers(dx), "dprobs": _numbers(dprobs)}
+        before = 0.0 if isinstance(added, FreshTargets) else 1.0
+        for name in ("dw1", "dw2", "db1", "db2"):
+            sums = added.sums(name) if name in ("dw1", "dw2") or self.workload.bias else None
+            if sums is not None:
+                found[name] = _numbers(sums) - before
+        return found
+
+    def accumulators(self) -> NativeBuffer:
+        made = NativeBuffer.zeros(
+            E, self.n1, self.hidden, self.inner, self.workload.bias, self.device
+        )
+        for tensor in made.tensors():
+            tensor.fill_(1.0)
+        return made
+
+    def parameters(
+        self, kind: type[ParameterTargets], layout: WeightLayout, stacked: bool
+    ) -> ParameterTargets:
+        """Memory as the parameters of both projections in this layout have it; fresh memory holds
+        NaN before.
+        """
+        fill, made = (float("nan") if kind is FreshTargets else 1.0), []
+        for shape in ((self.n1, self.hidden), (self.hidden, self.inner)):
+            matrix = shape[::-1] if layout.transposed else shape
+            shapes = [(E, *matrix)] if stacked else [matrix] * E
+            zeros = [torch.zeros(s, dtype=torch.float32, device=self.device) for s in shapes]
+            tensors = [tensor + fill for tensor in zeros]  # Paddle's fill_ refuses NaN
+            made.append(
+                WeightTarget.stacked(tensors[0], E, layout)
+                if stacked
+                else WeightTarget.per_expert(tensors, layout)
+            )
+        up, down = made
+        return kind(up, down)
+
+    def _weights(self, engine: Engine) -> Any:
+        return engine.prepare_weights(self.w1, self.w2, self.b1, self.b2, self.settings)
+
+
+def _indices(rng: np.random.Generator) -> Array:
+    """Ids `[T, K]` with `COUNTS` tokens of each expert; the other slots are not here."""
+    ids = np.full((T, K), -1, np.int64)
+    ids[::3] = E
+    ids[: COUNTS[0], 0] = 0
+    ids[-COUNTS[2] :, 1] = 2
+    return np.asarray(ids[rng.permutation(T)])
+
+
+def _numbers(tensor: Tensor) -> Array:
+    """fp32 on the host; waits for the device, so a kernel's error comes up here."""
+    return np.asarray(tensor.detach().to(torch.float32).cpu().numpy())
+
+
+def cases(problem: Problem, engine: Engine) -> Iterator[tuple[Case, Results]]:
+    """Every way of calling this engine with the workload, and the reference engine's outputs."""
+    golden = ReferenceEngine()
+    wanted = problem.train(golden)
+    # The reference engine runs first and alone: a later kernel that writes where it should not
+    # cannot change what is expected.
+    formats = [form for form in TokenFormat if _takes(engine, problem, form)]
+    arrived = {form: problem.quantised(form) for form in formats}
+    wanted_of = {form: problem.train(golden, tokens=arrived[form]) for form in formats}
+    yield Case("inference", problem.infer), {"out": wanted["out"]}
+    yield Case("training", problem.train), wanted
+    for form in formats:
+        train = functools.partial(problem.train, tokens=arrived[form])
+        yield Case(f"tokens as {form.value}", train), wanted_of[form]
+    if not problem.workload.bias:
+        yield from _target_cases(problem, engine, wanted)
+
+
+def _takes(engine: Engine, problem: Problem, form: TokenFormat) -> bool:
+    # Rows of up to 128 columns have one scale in either format.
+    again = form is TokenFormat.E4M3_ROW and problem.hidden <= 128
+    asked = engine.record, problem.settings, form
+    reasons = token_problem(*asked) or gradient_problem(*asked)
+    return form is not TokenFormat.PLAIN and not again and reasons is None
+
+
+def _target_cases(
+    problem: Problem, engine: Engine, wanted: Results
+) -> Iterator[tuple[Case, Results]]:
+    """Into the parameters' own memory, in every layout that the engine adds or writes to."""
+    halves = (False, True) if is_glu(problem.settings.activation) else (False,)
+    for transposed, split_half, stacked in itertools.product((False, True), halves, (False, True)):
+        layout = WeightLayout(transposed, split_half)
+        where = [name for name, is_so in vars(layout).items() if is_so] + ["stacked"] * stacked
+        for kind, words in _KINDS.items():
+            make = functools.partial(problem.parameters, kind, layout, stacked)
+            if _adds_to(problem, engine, make()):
+                name = f"gradients into {words} ({', '.join(where) or 'native'})"
+                yield Case(name, functools.partial(problem.train, targets=make)), wanted
+
+
+_KINDS = {ParameterTargets: "main_grad", FreshTargets: "fresh memory"}
+
+
+def _adds_to(problem: Problem, engine: Engine, targets: ParameterTargets) -> bool:
+    if isinstance(targets, FreshTargets):
+        return engine.writes_gradients(problem.settings)
+    sizes = problem.n1, problem.hidden, problem.inner, problem.device
+    reasons = targets.problem(*sizes) or engine.problem_of(targets, problem.settings)
+    return GradientTarget.MAIN_GRAD in engine.record.gradients and reasons is None
+
+
+def distance(found: Array, wanted: Array) -> tuple[float, float]:
+    """`(relative RMSE, largest deviation of an element in units of its row's typical one)`; infinite
+    where a value is not finite.
+    """
+    if found.shape != wanted.shape or not np.isfinite(found).all():
+        return float("inf"), float("inf")
+    a, g = (array.reshape(-1, array.shape[-1]).astype(np.float64) for array in (found, wanted))
+    off, norm = np.abs(a - g), float(np.linalg.norm(g))
+    typical = np.sqrt(np.mean(g**2, axis=1))
+    scale = np.maximum(typical, _ROW_FLOOR * np.sqrt(np.mean(typical**2)))
+    if norm == 0.0:
+        return (0.0, 0.0) if not off.any() else (float("inf"), float("inf"))
+    return float(np.linalg.norm(off)) / norm, float((off / scale[:, None]).max())
+
+
+def judged(engine: Engine, case: Case, wanted: Results) -> dict[str, Any]:
+    """Run a case twice. `problem`: what is wrong, in words, or None."""
+    first = case.run(engine)
+    started = time.perf_counter()
+    second = case.run(engine)
+    seconds = time.perf_counter() - started
+    errors = {name: distance(first[name], values) for name, values in wanted.items()}
+    return {
+        "event": RESULT,
+        "case": case.name,
+        "seconds": seconds,
+        "errors": {name: list(found) for name, found in errors.items()},
+        "problem": _problem(errors, first, second),
+    }
+
+
+def _problem(errors: dict[str, tuple[float, float]], first: Results, second: Results) -> str | None:
+    for name, (rmse, element) in errors.items():
+        if not rmse <= MOST_RMSE:
+            return (
+                f"{name} is {rmse:.2%} away from the reference engine's, of at most {MOST_RMSE:.0%}"
+            )
+        if not element <= MOST_ELEMENT:
+            return (
+                f"an element of {name} is {element:.2f} of its row's typical one away from the "
+                f"reference engine's, of at most {MOST_ELEMENT}"
+            )
+    differing = [name for name in first if not np.array_equal(first[name], second[name])]
+    return f"two equal calls differ in {differing[0]}" if differing else None
+
+
+def workload_of(record: dict[str, Any]) -> Workload:
+    """The inverse of `record_of`."""
+    settings = dict(record["settings"])
+    recipe = settings.pop("recipe")
+    own = tuple((str(name), float(value)) for name, value in settings.pop("activation_parameters"))
+    return Workload(
+        EngineSettings(
+            ActivationType(settings.pop("activation")),
+            None if recipe is None else RECIPES[recipe],
+            save_z=ZCode(settings.pop("save_z")),
+            activation_parameters=own,
+            **settings,
+        ),
+        *(record[name] for name in ("hidden_size", "intermediate_size", "dtype", "bias")),
+    )
+
+
+def record_of(workload: Workload) -> dict[str, Any]:
+    """A workload with plain tokens and native gradients as JSON types."""
+    settings = {
+        name: getattr(workload.settings, name) for name in EngineSettings.__dataclass_fields__
+    }
+    settings["activation"] = workload.settings.activation.value
+    settings["recipe"] = workload.settings.recipe and workload.settings.recipe.name
+    settings["save_z"] = workload.settings.save_z.value
+    return {
+        "settings": settings,
+        "hidden_size": workload.hidden_size,
+        "intermediate_size": workload.intermediate_size,
+        "dtype": workload.dtype,
+        "bias": workload.bias,
+    }
+
+
+def run(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    """Try the engine of a request; `say` gets every event."""
+    module, _, name = request["engine"].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), name)()
+    problem = Problem(workload_of(request["workload"]), request["device"])
+    prepared = cases(problem, engine)
+    for number, (case, wanted) in enumerate(prepared):
+        if number == 0:  # the reference engine has run, so this device computes
+            say({"event": STARTED})
+        say({"event": BEGIN, "case": case.name})
+        say(judged(engine, case, wanted))
+    say({"event": DONE})
+
+
+def main() -> int:
+    """Read the request from stdin, try, report on what was stdout."""
+    request = json.loads(sys.stdin.read())
+    events: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no event
+
+    def say(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=events, flush=True)
+
+    status = 0
+    try:
+        with SonicMoEConfig(**request["config"]).activate():
+            run(request, say)
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    events.close()
+    sys.stderr.flush()
+    # Not through the interpreter's end: after a fault of the GPU destructors may fail or wait.
+    os._exit(status)

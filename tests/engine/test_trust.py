@@ -1,0 +1,387 @@
+"""Trials of engines: every planted fault is found in a real process, the verdict is kept and shared,
+and the next engine is taken by name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import replace
+
+import framework
+import planted_engines
+import pytest
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.architectures import SM90, SM120
+from sonicmoe.engine import select, trial, trust
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, REFERENCE, TokenFormat, Workload
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
+from sonicmoe.enums import ActivationType, EngineName, ZCode
+from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.jit.cache import CompileCache, default_cache
+from sonicmoe.quant.recipes import RECIPES
+
+WORKLOAD = Workload(EngineSettings(), 64, 32)
+# An engine that never ran on this architecture. Its kernels are those of nobody.
+RECORD = replace(BF16, architectures=(SM90, SM120), jobs=lambda workload, arch: ())
+ARCH, GPU = SM120.name, "NVIDIA of another kind"
+torch_only = pytest.mark.skipif(framework.IS_PADDLE, reason="the processes are the same")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """A GPU of that architecture, and an empty cache."""
+    trust.forget()
+    monkeypatch.setattr(trust, "run_jobs", lambda record, *_: record.jobs(*_))
+    monkeypatch.setattr(trust, "gpu_name", lambda device: GPU)
+    monkeypatch.setattr(trust, "driver_version", lambda: "580.0")
+    config = SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local")
+    with config.activate():
+        yield
+    trust.forget()
+
+
+def subject(engine, workload=WORKLOAD, **changes):
+    name = f"{engine.__module__}:{engine.__qualname__}"
+    return replace(Subject(name, RECORD, workload, "cpu", ARCH, GPU, "580.0"), **changes)
+
+
+class TestInAProcess:
+    """Real processes, on the host."""
+
+    def test_a_sound_engine_passes_every_case(self):
+        fp8 = Workload(EngineSettings(recipe=RECIPES["iso128"]), 64, 64)
+        verdict = try_engine(subject(planted_engines.Sound, fp8))
+        assert verdict.trusted and verdict.reason == ""
+        names = [case["case"] for case in verdict.cases]
+        assert names[:3] == ["inference", "training", "tokens as e4m3_1x128"]
+        assert sum(name.startswith("gradients into main_grad") for name in names) == 8
+        assert all(case["seconds"] > 0 for case in verdict.cases)
+        wanted = {"out", "dx", "dprobs", "dw1", "dw2"}
+        assert {name for case in verdict.cases for name in case["errors"]} == wanted
+
+    @torch_only
+    @pytest.mark.parametrize(("engine", "words"), [
+        (planted_engines.WrongNumber, "training: an element of dx is "),
+        (planted_engines.Faults, "training: the process died of SIGSEGV"),
+        (planted_engines.NeverEnds, "training: did not end within 4 s"),
+    ], ids=["a wrong number", "a fault", "an endless loop"])  # fmt: skip
+    def test_a_planted_fault_is_named(self, engine, words):
+        verdict = try_engine(subject(engine), Limits(case=4.0))
+        assert not verdict.trusted and verdict.reason.startswith(words)
+        assert verdict.cases[0]["case"] == "inference" and verdict.cases[0]["problem"] is None
+        assert not _children()
+
+
+def _children():
+    return [
+        number
+        for task in os.listdir("/proc/self/task")
+        for number in open(f"/proc/self/task/{task}/children").read().split()
+        if "sonicmoe.engine.trial" in open(f"/proc/{number}/cmdline").read()
+    ]
+
+
+class Inline:
+    """`_process` without a process: the events are those of `trial.run` in this one."""
+
+    def __init__(self, engine, status=1):
+        self.engine, self.status, self.pid = engine, status, 0
+        self.words, self.stdout = "", []
+
+    def __enter__(self):
+        def say(event):
+            self.stdout.append(json.dumps(event))
+
+        request = {
+            "engine": f"{self.engine.__module__}:{self.engine.__qualname__}",
+            "workload": trial.record_of(WORKLOAD),
+            "device": "cpu",
+        }
+        try:
+            trial.run(request, say)
+        except BaseException as error:
+            self.words = f"Traceback\n{type(error).__name__}: {error}\n"
+        return self, lambda: self.words
+
+    def __exit__(self, *_):
+        return None
+
+    def wait(self, timeout=None):
+        return self.status
+
+
+def inline(monkeypatch, engine, **options):
+    monkeypatch.setattr(trust, "_process", lambda request: Inline(engine, **options))
+    return try_engine(subject(engine))
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize(("engine", "words"), [
+        (planted_engines.Overwrites, r"^training: dw1 is [\d.]+% away from the reference engine's"),
+        (planted_engines.Differs, "^inference: two equal calls differ in out$"),
+        (planted_engines.Raises, r"^training: exit status 1 \(RuntimeError: CUDA error: an illegal memory access was encountered\)$"),
+    ], ids=["overwrites", "differs", "raises"])  # fmt: skip
+    def test_names_what_is_wrong(self, engine, words, monkeypatch):
+        planted_engines.Differs.calls = 0
+        verdict = inline(monkeypatch, engine)
+        assert not verdict.trusted
+        with pytest.raises(AssertionError, match=words):
+            raise AssertionError(verdict.reason)
+
+    def test_later_cases_are_tried_and_the_first_problem_is_the_reason(self, monkeypatch):
+        verdict = inline(monkeypatch, planted_engines.WrongNumber)
+        assert len([case for case in verdict.cases if case["problem"]]) == len(verdict.cases) - 1
+        assert verdict.reason.startswith("training: ")
+
+    @pytest.mark.parametrize(("engine", "status", "words"), [
+        (planted_engines.NoMemory, 1, "inference: exit status 1 (RuntimeError: CUDA out of memory"),
+        (planted_engines.NeverBegins, 1, "exit status 1 before the first case (SystemExit: this pac"),
+        (planted_engines.Raises, -9, "training: the process was killed from outside"),
+    ], ids=["no memory", "no start", "killed"])  # fmt: skip
+    def test_what_says_nothing_of_the_engine_is_no_verdict(
+        self, engine, status, words, monkeypatch
+    ):
+        with pytest.raises(UndecidedError) as caught:
+            inline(monkeypatch, engine, status=status)
+        assert str(caught.value).startswith(words)
+
+    @pytest.mark.parametrize("workload", [
+        WORKLOAD,
+        Workload(EngineSettings(ActivationType.SITU_GLU, activation_parameters=(("beta", 2.0),)), 64, 32, "float16", True),
+        Workload(EngineSettings(recipe=RECIPES["iso128"], save_z=ZCode.BF16, recompute_z=True, fp8_wgrad=False), 64, 64),
+    ])  # fmt: skip
+    def test_a_workload_reaches_the_process(self, workload):
+        assert trial.workload_of(json.loads(json.dumps(trial.record_of(workload)))) == workload
+
+    def test_every_expert_has_the_counts_that_the_page_promises(self):
+        problem = trial.Problem(WORKLOAD, "cpu")
+        assert tuple(int(n) for n in problem.routing.expert_counts) == trial.COUNTS
+        assert sorted(count % 2 for count in trial.COUNTS) == [0, 1, 1] and 0 in trial.COUNTS
+
+    def test_sizes_shrink_while_the_kernels_are_the_same(self):
+        def jobs(workload, arch):
+            return ("wide",) if workload.hidden_size > 3000 else ("narrow",)
+
+        large = subject(
+            ReferenceEngine, replace(WORKLOAD, hidden_size=7168, intermediate_size=4864)
+        )
+        found = replace(large, record=replace(RECORD, jobs=jobs)).smaller()
+        assert (found.hidden_size, found.intermediate_size) == (3584, 608)
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """What trials find, by engine; and a list of those that were made."""
+    made = []
+
+    def find(subject, limits=None):
+        made.append(subject)
+        found = find.verdicts.get(subject.record.name, Verdict(True))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    find.verdicts, find.made = {}, made
+    monkeypatch.setattr(trust, "try_engine", find)
+    return find
+
+
+BROKEN = Verdict(False, "training: dx is 31.00% away from the reference engine's, of at most 2%")
+ASKED = (ReferenceEngine, RECORD, WORKLOAD, "cuda:0", ARCH)
+
+
+class TestKept:
+    def test_once_for_these_kernels_this_gpu_and_this_driver(self, trials, monkeypatch):
+        assert trust.refusal(*ASKED) is None and not trials.made, "asking alone tries nothing"
+        assert trust.trusted(*ASKED) and trust.trusted(*ASKED)
+        trust.forget()  # the next run
+        quantised = replace(WORKLOAD, tokens=TokenFormat.E4M3_1X128)
+        assert trust.trusted(ReferenceEngine, RECORD, quantised, "cuda:1", ARCH)
+        assert len(trials.made) == 1
+        other = replace(RECORD, jobs=lambda workload, arch: (_Job(),))
+        monkeypatch.setattr(default_cache(), "try_load", _holds(default_cache().try_load))
+        assert trust.trusted(ReferenceEngine, other, WORKLOAD, "cuda:0", ARCH)
+        trust.forget()
+        assert trust.trusted(ReferenceEngine, other, WORKLOAD, "cuda:0", ARCH)
+        assert len(trials.made) == 2
+        for name, other in (("driver_version", "590.0"), ("gpu_name", "NVIDIA of a third kind")):
+            monkeypatch.setattr(trust, name, lambda *_, other=other: other)
+            trust.forget()
+            before = len(trials.made)
+            assert trust.trusted(*ASKED) and len(trials.made) == before + 1
+
+    def test_a_refusal_is_kept_with_its_reason(self, trials):
+        trials.verdicts[EngineName.BF16] = BROKEN
+        assert not trust.trusted(*ASKED)
+        wanted = f"its check on {GPU} failed: {BROKEN.reason}. {trust.HOW_TO_SKIP}"
+        assert trust.refusal(*ASKED) == wanted
+        trust.forget()
+        assert trust.refusal(*ASKED) == wanted and not trust.trusted(*ASKED)
+        assert len(trials.made) == 1
+
+    def test_what_was_not_decided_is_asked_again_by_the_next_process(self, trials):
+        trials.verdicts[EngineName.BF16] = UndecidedError("no memory")
+        assert not trust.trusted(*ASKED) and not trust.trusted(*ASKED)
+        assert "could not be checked on this GPU, where it never ran: no memory." in str(
+            trust.refusal(*ASKED)
+        )
+        trust.forget()
+        trials.verdicts.clear()
+        assert trust.trusted(*ASKED) and len(trials.made) == 2
+
+    def test_processes_that_ask_at_once_share_one_trial(self, trials, tmp_path):
+        """Each with a cache object of its own, as ranks have."""
+        subjects = subject(ReferenceEngine)
+        caches = [CompileCache(tmp_path / "cache", tmp_path / "local") for _ in range(4)]
+        found = []
+
+        def ask(cache):
+            config = SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "l")
+            with config.activate():
+                found.append(trust._judge(subjects, cache))
+
+        ranks = [threading.Thread(target=ask, args=(cache,)) for cache in caches]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert len(trials.made) == 1 and found == [Verdict(True)] * 4
+
+    def test_without_a_place_for_it_a_verdict_holds_for_the_process(self, trials, monkeypatch):
+        def refuse(*_):
+            raise trust.CacheUnwritableError("nowhere")
+
+        monkeypatch.setattr(default_cache(), "install", refuse)
+        assert trust.trusted(*ASKED) and trust.trusted(*ASKED)
+        assert len(trials.made) == 1
+
+    def test_no_compile_is_no_ban_on_a_trial(self, trials):
+        from sonicmoe.jit import no_compile
+
+        with no_compile():
+            assert trust.trusted(*ASKED)
+        assert len(trials.made) == 1
+
+    def test_a_kernel_that_is_missing_raises_where_it_is_loaded(self, trials):
+        missing = replace(RECORD, jobs=lambda workload, arch: (_Job(),))
+        assert trust.trusted(ReferenceEngine, missing, WORKLOAD, "cuda:0", ARCH)
+        assert not trials.made
+
+    def test_kernels_that_are_compiled_one_by_one_are_compiled_before(self, trials, tmp_path):
+        job = _Job()
+        record = replace(RECORD, jobs=lambda workload, arch: (job,))
+        config = SonicMoEConfig(
+            cache_dir=tmp_path / "c", local_cache_dir=tmp_path / "l", compile_jobs="off"
+        )
+        with config.activate():
+            assert trust.trusted(ReferenceEngine, record, WORKLOAD, "cuda:0", ARCH)
+        assert job.compiled == 1 and len(trials.made) == 1
+
+
+class _Job:
+    name, effort_s = "some_gemm", 1.0
+
+    def __init__(self):
+        self.compiled = 0
+
+    def key(self):
+        return trust.CompileKey.make(
+            self.name, arch=ARCH, statics={}, fingerprint={}, toolchain={"nvcc": "13"}
+        )
+
+    def compile(self, cache):
+        self.compiled += 1
+
+        def build(folder):
+            (folder / "kernel").write_text("")
+
+        return cache.build(self.key(), build)
+
+
+def _holds(try_load):
+    def look(key):
+        if key.kernel != "some_gemm":
+            return try_load(key)
+        return type("Artefact", (), {"path": type("Path", (), {"name": key.digest})})
+
+    return look
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch, trials):
+        """What `select` sees of that machine: the BF16 engine has kernels for it."""
+        monkeypatch.setattr(select, "arch_of", lambda device: ARCH)
+        monkeypatch.setattr(select, "missing_tool", lambda *_: None)
+        monkeypatch.setattr(select, "compile_missing", lambda *_: None)
+        monkeypatch.setattr(select, "_LOGGED", set())
+        monkeypatch.setitem(RECORDS, EngineName.BF16, RECORD)
+        self.capturing = False
+        monkeypatch.setattr(select, "_is_capturing", lambda: self.capturing)
+        self.trials = trials
+
+    @staticmethod
+    def ready(requested=EngineName.AUTO, settings=WORKLOAD.settings):
+        return select.ready_engine("cuda:0", requested, replace(WORKLOAD, settings=settings))
+
+    def test_an_engine_that_passes_runs(self):
+        choice = self.ready()
+        assert choice.engine.name == "bf16" and not choice.falls_back
+        assert self.ready().engine.name == "bf16" and len(self.trials.made) == 1
+
+    @pytest.mark.parametrize("recipe", [None, RECIPES["iso128"]], ids=["bf16", "fp8"])
+    def test_the_next_one_is_taken_by_name_and_said_once(self, recipe, caplog):
+        self.trials.verdicts[EngineName.BF16] = BROKEN
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            for _ in range(2):
+                choice = self.ready(settings=EngineSettings(recipe=recipe))
+                select.announce(choice, "cuda:0")
+        following = choice.engine.name
+        assert following != "bf16" and choice.falls_back
+        assert f"not bf16: its check on {GPU} failed: training: dx is 31.00% away" in choice.reason
+        lines = [r.getMessage() for r in caplog.records if "on cuda:0" in r.getMessage()]
+        assert [line.startswith(f"engine {following} on cuda:0: ") for line in lines] == [True]
+        assert [s.record.name for s in self.trials.made].count(EngineName.BF16) == 1
+
+    def test_by_name_it_is_refused_with_the_reason(self):
+        self.trials.verdicts[EngineName.BF16] = BROKEN
+        for _ in range(2):
+            with pytest.raises(EngineUnavailableError, match="'bf16' cannot run: its check on"):
+                self.ready(EngineName.BF16)
+        assert len(self.trials.made) == 1
+
+    def test_no_trial_during_a_capture(self):
+        self.capturing = True
+        with pytest.raises(EngineUnavailableError, match="run one forward before the capture"):
+            self.ready()
+        assert not self.trials.made
+        self.capturing = False
+        self.ready()
+        self.capturing = True
+        assert self.ready().engine.name == "bf16" and len(self.trials.made) == 1
+
+    def test_off_takes_it_unchecked_and_always_checks_what_is_proven(self, monkeypatch):
+        self.trials.verdicts[EngineName.BF16] = BROKEN
+        with SonicMoEConfig(engine_check="off").activate():
+            assert self.ready().engine.name == "bf16" and not self.trials.made
+        monkeypatch.setattr(select, "arch_of", lambda device: SM90.name)
+        assert self.ready().engine.name == "bf16" and not self.trials.made
+        with SonicMoEConfig(engine_check="always").activate():
+            assert self.ready().engine.name != "bf16"
+
+    def test_the_reference_engine_is_never_tried(self):
+        with SonicMoEConfig(engine_check="always").activate():
+            assert self.ready(EngineName.REFERENCE).engine.name == "reference"
+        assert not self.trials.made
+
+
+def test_proven_are_the_architectures_that_the_records_say():
+    assert HOPPER.proven == BF16.proven == (SM90,) and REFERENCE.proven == ()
+    for record in RECORDS.values():
+        assert set(record.proven) <= set(record.architectures)

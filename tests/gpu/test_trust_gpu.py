@@ -1,0 +1,154 @@
+"""Trials on a GPU: every engine of this build passes its own, and planted CUDA kernels that compute
+wrong, fault or never end are found without harm to the process that asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu import planted_gpu_engines
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.engine import select, trust
+from sonicmoe.engine.capabilities import BF16, RECORDS, REFERENCE, Workload, problem
+from sonicmoe.engine.cold_start import compile_missing
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.trust import Limits, Subject, try_engine
+from sonicmoe.enums import ActivationType, EngineName, ZCode
+from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.jit.cache import default_cache
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.routing.backends import arch_of
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+FP8 = EngineSettings(recipe=RECIPES["iso128"])
+WORKLOADS = {
+    "swiglu": Workload(EngineSettings(), 512, 256),
+    "gelu, bias, fp16": Workload(EngineSettings(ActivationType.GELU), 256, 192, "float16", True),
+    "recomputed z": Workload(EngineSettings(recompute_z=True), 512, 256),
+    "wide": Workload(EngineSettings(), 3072, 1536),
+    "fp8": Workload(FP8, 512, 256),
+    "fp8, wide": Workload(FP8, 3072, 1536),
+    "fp8, z in bf16, recomputed": Workload(
+        replace(FP8, save_z=ZCode.BF16, recompute_z=True), 512, 256
+    ),
+    "fp8, plain wgrad": Workload(replace(FP8, fp8_wgrad=False), 512, 256),
+    "fp8, least memory": Workload(
+        replace(FP8, recompute_z=True, frees_stagewise=True, iso_weight=True), 512, 256
+    ),
+}
+ENGINES = [name for name, record in RECORDS.items() if record is not REFERENCE]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    trust.forget()
+    yield
+    trust.forget()
+
+
+@pytest.mark.parametrize("name", ENGINES, ids=lambda name: name.value)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_engine_passes_its_trial(name, workload, record_property):
+    """Printed with `-rP`: how far the outputs of each case are off."""
+    arch, asked = arch_of(DEVICE), WORKLOADS[workload]
+    if problem(RECORDS[name], asked, arch) is not None:
+        pytest.skip(problem(RECORDS[name], asked, arch))
+    compile_missing(RECORDS[name], asked, arch)
+    subject = Subject.of(select.ENGINES[name], RECORDS[name], asked, DEVICE, arch)
+    verdict = try_engine(subject)
+    worst: dict[str, tuple[float, float]] = {}
+    for case in verdict.cases:
+        for output, errors in case["errors"].items():
+            worst[output] = tuple(map(max, zip(errors, worst.get(output, (0, 0)), strict=True)))
+    seconds = sum(case["seconds"] for case in verdict.cases)
+    print(f"{name.value}, {workload}: {len(verdict.cases)} cases, {seconds:.3f} s;", {
+        output: f"{rmse:.2e} {element:.3f}" for output, (rmse, element) in worst.items()
+    })  # fmt: skip
+    assert verdict.trusted, verdict.reason
+
+
+@pytest.fixture(scope="module")
+def planted_cache(tmp_path_factory):
+    """A cache of its own with the kernels that every run needs, and the planted ones."""
+    root = tmp_path_factory.mktemp("planted")
+    config = SonicMoEConfig(cache_dir=root / "cache", local_cache_dir=root / "local")
+    arch = arch_of(DEVICE)
+    with config.activate():
+        compile_missing(NOT_PROVEN, WORKLOADS["swiglu"], arch)
+        for kind in range(3):
+            planted_gpu_engines.planted_source(kind, arch).compile(default_cache())
+    return config
+
+
+NOT_PROVEN = replace(BF16, proven=(), jobs=lambda workload, arch: ())
+PLANTED = [
+    (planted_gpu_engines.WrongNumber, "training: an element of dprobs is "),
+    (planted_gpu_engines.Faults, "training: exit status 1 ("),
+    (planted_gpu_engines.NeverEnds, "training: did not end within 10 s"),
+]
+planted = pytest.mark.parametrize(
+    ("engine", "words"), PLANTED, ids=["a wrong number", "a fault", "an endless loop"]
+)
+
+
+@planted
+def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, engine, words):
+    here = torch.arange(8.0, device=DEVICE)
+    free = torch.cuda.mem_get_info()[0]
+    with planted_cache.activate():
+        subject = Subject.of(engine, NOT_PROVEN, WORKLOADS["swiglu"], DEVICE, arch_of(DEVICE))
+        verdict = try_engine(subject, Limits(case=10.0))
+    assert not verdict.trusted and verdict.reason.startswith(words), verdict.reason
+    if engine is planted_gpu_engines.Faults:
+        assert "CUDA error" in verdict.reason, verdict.reason
+    assert verdict.cases[0]["case"] == "inference" and verdict.cases[0]["problem"] is None
+    # This process computes on, and the memory of the other one is free again.
+    assert float((here * 2).sum()) == 56.0
+    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+
+
+@planted
+def test_the_next_engine_is_taken_by_name(planted_cache, engine, words, monkeypatch, caplog):
+    monkeypatch.setitem(select.ENGINES, EngineName.BF16, engine)
+    monkeypatch.setitem(RECORDS, EngineName.BF16, NOT_PROVEN)
+    monkeypatch.setattr(trust, "LIMITS", Limits(case=10.0))
+    monkeypatch.setattr(select, "_LOGGED", set())
+    for name in ENGINES:  # the reference engine is the next one then
+        if name is not EngineName.BF16:
+            monkeypatch.setitem(RECORDS, name, replace(RECORDS[name], dtypes=()))
+    asked = WORKLOADS["swiglu"]
+    with planted_cache.activate(), caplog.at_level(logging.WARNING, logger="sonicmoe"):
+        for _ in range(2):
+            choice = select.ready_engine(DEVICE, EngineName.AUTO, asked)
+            select.announce(choice, DEVICE)
+            trust.forget()  # as the next process: the verdict comes from the cache
+        with pytest.raises(EngineUnavailableError, match="'bf16' cannot run: its check on"):
+            select.ready_engine(DEVICE, EngineName.BF16, asked)
+    assert choice.engine.name == "reference" and choice.falls_back
+    assert words in choice.reason
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("is not proven" in line for line in lines) == 1
+    assert sum(line.startswith("engine reference on cuda:0: ") for line in lines) == 1
+
+
+def test_a_capture_waits_for_a_first_forward(planted_cache, monkeypatch):
+    monkeypatch.setitem(select.ENGINES, EngineName.BF16, planted_gpu_engines.Sound)
+    monkeypatch.setitem(RECORDS, EngineName.BF16, NOT_PROVEN)
+    asked, graph = WORKLOADS["swiglu"], torch.cuda.CUDAGraph()
+    with planted_cache.activate():
+        with (
+            pytest.raises(EngineUnavailableError, match="run one forward before the capture"),
+            torch.cuda.graph(graph),
+        ):
+            select.ready_engine(DEVICE, EngineName.BF16, asked)
+        assert select.ready_engine(DEVICE, EngineName.BF16, asked).engine.name == "bf16"
+        trust.forget()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            chosen = select.ready_engine(DEVICE, EngineName.BF16, asked)
+    assert chosen.engine.name == "bf16"
