@@ -114,8 +114,8 @@ struct alignas(1024) SharedStorage {
   float amax[2][kConsumerWarps];  // an epilogue's exchange between warps
   int2 destination;  // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row
                      // of y1s^T + 1, or -1
-  int issued;        // k-blocks that the producer of wgrad has asked for
   uint64_t full[kStages], empty[kStages];
+  uint64_t due, taken;  // of wgrad: a tile's sums are to be fetched into L2, and somebody does
 };
 
 struct Ring {

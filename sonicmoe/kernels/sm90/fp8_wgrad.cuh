@@ -87,16 +87,22 @@ class WgradScheduler {
   int index_, expert_;
 };
 
+// Of a tile's k-blocks, how many are asked for after the sums that the tile will be added to.
+constexpr int kAfterSums = 2;
+
 template <int kMaps>
 __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
                                               SharedStorage& s) {
   Ring ring;
   WgradTile tile;
-  int issued = 0;
+  int tiles = 0;
   for (WgradScheduler<WgradMaps<kMaps>::kOwnMap> scheduler(p); scheduler.next(tile);) {
     const int half = Scheduler::rank();
     const int a_row = WgradSplit::first_row(tile.row, p.split.a);
     const int b_row = WgradSplit::first_row(tile.col + half * (kTileN / kCluster), p.split.b);
+    const int sums_at = tile.active && p.output == WgradOutput::kAddF32
+                            ? max(tile.k_blocks - kAfterSums - 1, 0)
+                            : -1;
     for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
@@ -105,7 +111,10 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
       tma_load_3d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k, b_row,
                             0, (1 << kCluster) - 1);
       if (tile.active) tma_load_3d(&maps.a, full, s.a[ring.stage], k, a_row, 0);
-      *static_cast<volatile int*>(&s.issued) = ++issued;
+      if (kb == sums_at) {
+        barrier_wait(&s.taken, ++tiles & 1);
+        barrier_arrive(&s.due);
+      }
     }
   }
 }
@@ -115,25 +124,24 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
 // the additions of an expert with 1024 rows take longer than its products.
 //
 // One warp of its own does this, because an arrival at a barrier waits for the prefetches that its
-// thread has issued. The count of k-blocks tells it when: earlier, C is displaced again before it
-// is needed, or takes the bandwidth of the tile before; later, it arrives too late.
+// thread has issued. The producer says when: earlier, C takes the bandwidth of the tile before;
+// later, it arrives too late.
 template <int kMaps>
 __device__ __forceinline__ void prefetch_sums(const WgradParams& p, const WgradMaps<kMaps>& maps,
-                                              const SharedStorage& s) {
+                                              SharedStorage& s) {
   constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
-  constexpr int kAhead = 3;  // of a tile's k-blocks, so many are issued after its prefetch
   constexpr int kSlabs = kTileM / kPatchRows, kPatchesOfSlab = kTileN * 4 / kPatchRowBytes;
   if (p.output != WgradOutput::kAddF32) return;
+  const int lane = threadIdx.x % 32;
   WgradTile tile;
-  int before = 0;
+  int tiles = 0;
   for (WgradScheduler<kOwnMap> scheduler(p); scheduler.next(tile);) {
-    const int due = before + max(tile.k_blocks - kAhead, 0);
-    before += tile.k_blocks;
     if (!tile.active) continue;
-    while (*static_cast<const volatile int*>(&s.issued) <= due) __nanosleep(64);
+    barrier_wait(&s.due, tiles++ & 1);
     __syncwarp();
+    if (lane == 0) barrier_arrive(&s.taken);
     const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
-    for (int i = threadIdx.x % 32; i < kSlabs * kPatchesOfSlab; i += 32) {
+    for (int i = lane; i < kSlabs * kPatchesOfSlab; i += 32) {
       const PatchPlace at(p.split, tile.row, tile.col, i / kPatchesOfSlab, i % kPatchesOfSlab);
       tma_prefetch_4d(map, at.x, at.y, at.part, kOwnMap ? 0 : tile.expert);
     }
@@ -342,8 +350,9 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], kConsumerWarps * kCluster);
     }
+    barrier_init(&s.due, 1);
+    barrier_init(&s.taken, 1);
     barrier_init_fence();
-    s.issued = 0;
     tma_prefetch_descriptor(&maps.a);
     tma_prefetch_descriptor(&maps.b);
   }
