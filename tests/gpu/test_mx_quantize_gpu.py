@@ -82,7 +82,8 @@ def test_rows(width, gathers):
     again = mx.quantize_rows_iso32(
         source, routing.row_token, routing.padded_offsets, gathers=gathers
     )
-    assert torch.equal(found.bytes, again.bytes)
+    rows = int(routing.padded_offsets[-1])  # nobody writes those behind
+    assert torch.equal(found.bytes[:rows], again.bytes[:rows])
 
 
 def test_every_bit_pattern():
