@@ -19,13 +19,14 @@ class Architecture:
 
     name: as compilers take it. generation: NVIDIA's name, for messages. family: architectures that
     one set of kernel sources serves, each compiled for its own name; kernels bound to a family lie
-    in a folder of its name (`kernels/sm90`).
+    in a folder of its name (`kernels/sm90`). shared_kib: shared memory that a block may ask for.
     """
 
     name: str
     capability: tuple[int, int]
     generation: str
     family: str
+    shared_kib: int
 
     def __str__(self) -> str:
         """`sm_90a (Hopper, compute capability 9.0)`."""
@@ -33,15 +34,15 @@ class Architecture:
         return f"{self.name} ({self.generation}, compute capability {major}.{minor})"
 
 
-SM80 = Architecture("sm_80", (8, 0), "Ampere", "sm80")
-SM86 = Architecture("sm_86", (8, 6), "Ampere", "sm80")
-SM89 = Architecture("sm_89", (8, 9), "Ada", "sm80")
-SM90 = Architecture("sm_90a", (9, 0), "Hopper", "sm90")
-SM100 = Architecture("sm_100a", (10, 0), "Blackwell", "sm100")
-SM103 = Architecture("sm_103a", (10, 3), "Blackwell Ultra", "sm100")
-# The mma.sync of Ampere with the TMA of Hopper: no tcgen05, no clusters, 99 KB of shared memory.
-SM120 = Architecture("sm_120a", (12, 0), "Blackwell RTX", "sm120")
-SM121 = Architecture("sm_121a", (12, 1), "Blackwell GB10", "sm120")
+SM80 = Architecture("sm_80", (8, 0), "Ampere", "sm80", 163)
+SM86 = Architecture("sm_86", (8, 6), "Ampere", "sm80", 99)
+SM89 = Architecture("sm_89", (8, 9), "Ada", "sm80", 99)
+SM90 = Architecture("sm_90a", (9, 0), "Hopper", "sm90", 227)
+SM100 = Architecture("sm_100a", (10, 0), "Blackwell", "sm100", 227)
+SM103 = Architecture("sm_103a", (10, 3), "Blackwell Ultra", "sm100", 227)
+# The mma.sync of Ampere with the TMA of Hopper: no tcgen05, no shared copies in a cluster.
+SM120 = Architecture("sm_120a", (12, 0), "Blackwell RTX", "sm120", 99)
+SM121 = Architecture("sm_121a", (12, 1), "Blackwell GB10", "sm120", 99)
 
 ARCHITECTURES: dict[str, Architecture] = {
     known.name: known for known in (SM80, SM86, SM89, SM90, SM100, SM103, SM120, SM121)

@@ -111,13 +111,14 @@ class Result:
     steps; None where not measured. `sustained` is the same for seconds. `stages` and `kernels` sum GPU time per call by stage and by
     kernel name; work outside every stage stands under "". `gradient_mib` is what the node holds of
     fp32 gradients beside `main_grad`. `refusal` says why the engine did not run, and then nothing
-    else is set.
+    else is set. `has_peaks` says whether peaks and floors, which are those of Hopper, hold for the GPU.
     """
 
     shape: Shape
     variant: str
     fp8: bool
     gpu: bool
+    has_peaks: bool = True
     wall: dict[str, Spread] = field(default_factory=dict)
     host: dict[str, Spread] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
@@ -168,14 +169,26 @@ class Result:
 
     @property
     def mfu(self) -> float | None:
-        """Share of the tensor cores' dense peak of the operands' format; None without a GPU."""
-        return self.tflops / PEAK_TFLOPS[self.peak_name] if self.gpu and self.tflops else None
+        """Share of the tensor cores' dense peak of the operands' format; None without a GPU, or on
+        one whose peak is not known here.
+        """
+        peak = self._peak_tflops
+        return self.tflops / peak if peak and self.tflops else None
+
+    @property
+    def _peak_tflops(self) -> float | None:
+        return PEAK_TFLOPS[self.peak_name] if self.gpu and self.has_peaks else None
 
     @property
     def floors(self) -> dict[str, Floor]:
         """Of the stages that this variant has: there is a flush only where gradients wait in the
-        node. A peer has the GEMMs alone.
+        node. A peer has the GEMMs alone, and a GPU whose rates are not known here no floors.
         """
+        return self._least if self.has_peaks else {}
+
+    @property
+    def _least(self) -> dict[str, Floor]:
+        """Operations and bytes of the stages, which no GPU changes."""
         found = floors(self.shape, self.fp8, flush=bool(self.gradient_mib))
         gemms = gemm_flop(self.shape)
         return {name: floor for name, floor in found.items() if not self.peer or name in gemms}
@@ -190,7 +203,7 @@ class Result:
             return None
         moved = sum(
             floor.bytes
-            for stage, floor in self.floors.items()
+            for stage, floor in self._least.items()
             # Those belong to the optimizer step, whose time is not in `pair_us`.
             if stage not in STEP_STAGES
         )
@@ -200,7 +213,7 @@ class Result:
         """Plain data with the derived figures."""
         derived = {
             "pair_us": self.pair_us, "tflops": self.tflops, "mfu": self.mfu, "gbytes_per_s": self.gbytes_per_s,
-            "steady_ratio": self.steady_ratio, "peak_tflops": PEAK_TFLOPS[self.peak_name] if self.gpu else None, "flop": self.shape.flop,
+            "steady_ratio": self.steady_ratio, "peak_tflops": self._peak_tflops, "flop": self.shape.flop,
         }  # fmt: skip
         ideal = {stage: floor.us for stage, floor in self.floors.items()} if self.gpu else {}
         return {**dataclasses.asdict(self), **derived, "floors_us": ideal}

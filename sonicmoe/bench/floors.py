@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..architectures import SM90
 from .shapes import Shape
 
 # Dense peaks of H100 and H200 SXM, in TFLOPS.
+PEAKS_OF = SM90
 PEAK_TFLOPS = {"fp8": 1979.0, "bf16": 989.0}
 
 # TFLOPS of DeepGEMM's bare FP8 GEMMs at T=8192 H=3072 I=1536 E=8 K=8, and of cuBLAS BF16 at 8192^3,

@@ -102,12 +102,12 @@ def floor_bars(results: Sequence[Result], names: Sequence[str]) -> dict[str, flo
 
 
 def plot_rate(results: Sequence[Result], path: Path) -> Path:
-    """MFU (TFLOPS without a GPU) over T*K, a line per engine and (H, I, E)."""
+    """MFU (TFLOPS where there is no peak) over T*K, a line per engine and (H, I, E)."""
     lines: dict[Any, list[Result]] = defaultdict(list)
     for result in results:
         shape = result.shape
         lines[(result.variant, shape.hidden, shape.intermediate, shape.experts)].append(result)
-    on_gpu = all(result.gpu for result in results)
+    on_gpu = all(result.gpu and result.has_peaks for result in results)
     figure = new_figure((7, 5))
     axes = figure.subplots()
     for (variant, hidden, intermediate, experts), line in lines.items():

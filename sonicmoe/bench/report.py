@@ -172,8 +172,12 @@ def notes(results: Sequence[Result]) -> list[str]:
                 else []
             ),
             "gradient MiB: fp32 gradients that the node holds beside main_grad; 0 where every backward adds straight into it",
-            f"MFU: of the dense peaks {PEAK_TFLOPS['fp8']:.0f} TFLOPS (FP8) and {PEAK_TFLOPS['bf16']:.0f} (BF16); "
-            "TFLOPS: 18 T K H I / busy time of forward and backward",
+            (
+                f"MFU: of the dense peaks {PEAK_TFLOPS['fp8']:.0f} TFLOPS (FP8) and {PEAK_TFLOPS['bf16']:.0f} (BF16); "
+                if all(r.has_peaks for r in results)
+                else "MFU, floors: not known for this architecture; "
+            )
+            + "TFLOPS: 18 T K H I / busy time of forward and backward",
         ]
     return [
         *refusals,

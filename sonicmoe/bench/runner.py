@@ -15,8 +15,10 @@ from .. import __version__
 from ..architectures import describe
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
+from ..routing.backends import arch_of
 from . import deepgemm
 from .figures import Result, Spread, Sustained, Turn
+from .floors import PEAKS_OF
 from .shapes import Shape
 from .steady import LAYERS, Stack, Steps, open_nvml, profile_steps, sustain, time_steps
 from .timing import (
@@ -99,7 +101,10 @@ def measure(
     device = find_device()
     layer = Layer(shape, device)
     batches = rotating_batches(shape, device)
-    results = [Result(shape, str(variant), variant.fp8, device != "cpu") for variant in variants]
+    peaks = device == "cpu" or arch_of(device) == PEAKS_OF.name
+    results = [
+        Result(shape, str(variant), variant.fp8, device != "cpu", peaks) for variant in variants
+    ]
     nodes: dict[int, SonicMoEMlpNode] = {}
     runs: dict[int, Contestant] = {}
     for index, variant in enumerate(variants):

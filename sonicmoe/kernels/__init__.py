@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ..architectures import ARCHITECTURES
 from ..jit.cuda_source import CudaSource
 from .cuda_wgrad import flush_source
 
@@ -20,7 +21,12 @@ def routing_metadata_source(arch: str) -> CudaSource:
     """Exports `build_metadata`, `gather_or_zero`, `sum_or_zero`, `scratch_per_expert`,
     `max_experts`. One artefact serves every model.
     """
-    return CudaSource.make("routing_metadata", _CUDA / "routing_metadata.cu", arch=arch)
+    known = ARCHITECTURES.get(arch)
+    # Its tiles are as large as the shared memory of a block lets them be.
+    defines = {"SHARED_KIB": known.shared_kib} if known is not None else {}
+    return CudaSource.make(
+        "routing_metadata", _CUDA / "routing_metadata.cu", defines=defines, arch=arch
+    )
 
 
 def aggregate_source(arch: str) -> CudaSource:

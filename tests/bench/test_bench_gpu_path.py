@@ -14,7 +14,15 @@ from framework import torch
 
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
-from sonicmoe.bench.report import kernel_table, notes, rate_table, stage_table, time_table
+from sonicmoe.bench.floors import PEAKS_OF
+from sonicmoe.bench.report import (
+    NONE,
+    kernel_table,
+    notes,
+    rate_table,
+    stage_table,
+    time_table,
+)
 from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.steady import Stack, profile_steps, time_steps
@@ -151,6 +159,22 @@ def test_steady_figures_reach_the_table(profiler, gpu, monkeypatch):
     assert rates[0].header == "engine" and list(rates[-1].cells) == ["1.00", "1.50"]
 
 
+@pytest.mark.parametrize(("capability", "known"), [((9, 0), True), ((10, 0), False)])
+def test_peaks_and_floors_of_hopper_are_not_held_against_another_gpu(capability, known):
+    """TFLOPS and GB/s need neither."""
+    result = Result(TINY, "bf16:off", False, True, capability == PEAKS_OF.capability)
+    result.busy, result.stages = {"forward": 5.0, "backward": 10.0}, {"up": 4.0}
+    assert result.tflops > 0 and result.gbytes_per_s > 0
+    data = result.to_json()
+    if known:
+        assert 0 < result.mfu < 1 and data["peak_tflops"] == 989.0 and data["floors_us"]["up"] > 0
+    else:
+        assert result.mfu is data["peak_tflops"] is None and data["floors_us"] == {}
+    assert any("MFU, floors: not known" in line for line in notes([result])) == (not known)
+    assert first_row(stage_table(result))["us"] == "4"
+    assert (first_row(stage_table(result))["floor us"] == NONE) == (not known)
+
+
 def test_layers_that_do_not_fit_leave_no_steady_figure_and_a_line(gpu, monkeypatch):
     class Full(FakeStack):
         def run(self):
@@ -189,6 +213,7 @@ def test_a_stack_computes_what_its_calls_compute():
 
 def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch, tmp_path):
     monkeypatch.setattr("sonicmoe.bench.runner.find_device", lambda: "cuda:0")
+    monkeypatch.setattr("sonicmoe.bench.runner.arch_of", lambda device: "sm_100a")
     monkeypatch.setattr("sonicmoe.bench.point_bench.rotating_batches", lambda *_: [])
     monkeypatch.setattr("sonicmoe.bench.point_bench.PointBench._node_for", lambda self, shape: None)
     monkeypatch.setattr(

@@ -202,6 +202,7 @@ def gpu(monkeypatch):
     """A CPU that passes for a GPU: the host's clock, no profiler."""
     original = {name: getattr(runner, name) for name in ("time_phases", "sustain", "time_steps")}
     monkeypatch.setattr(runner, "find_device", lambda: "cuda:0")
+    monkeypatch.setattr(runner, "arch_of", lambda device: "sm_90a")
     for name in ("Layer", "rotating_batches"):
         made = getattr(runner, name)
         monkeypatch.setattr(runner, name, lambda shape, device, made=made: made(shape, "cpu"))

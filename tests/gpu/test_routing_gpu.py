@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kernels.routing_cases import (
     topk_of,
 )
 
+from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.errors import RoutingError
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.routing import backends
@@ -32,10 +34,21 @@ pytestmark = pytest.mark.gpu
 SHAPES = {"auto": 0, "grid132": 132, "grid40": 40, "grid7": 7, "grid1": 1}
 
 
-@pytest.fixture(scope="module", params=[*SHAPES, "triton"])
+def small_tiles():
+    """The kernels as GPUs with 99 KB of shared memory in a block have them."""
+    source = routing_metadata_source(backends.arch_of("cuda:0"))
+    small = replace(source, defines=(("SHARED_KIB", ARCHITECTURES["sm_120a"].shared_kib),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "routing_metadata_source", lambda arch: small)
+        return backends.CudaKernels(source.arch)
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, "small tiles", "triton"])
 def kernels(request):
     if request.param == "triton":
         return backends.TritonKernels()
+    if request.param == "small tiles":
+        return small_tiles()
     return backends.CudaKernels(backends.arch_of("cuda:0"), SHAPES[request.param])
 
 

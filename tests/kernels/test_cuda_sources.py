@@ -14,13 +14,14 @@ from kernels.ptxas_report import (
     resource_usage,
 )
 
+from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import BUILD_LOG
 from sonicmoe.jit.toolchain import find_toolkit
-from sonicmoe.kernels import cuda_sources
+from sonicmoe.kernels import cuda_sources, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, gemm_sources
 
@@ -131,6 +132,22 @@ def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
     module = cuda_sources("sm_90a")[0].load(artefacts)
     assert int(module.max_experts()) == MAX_EXPERTS
     assert int(module.scratch_per_expert()) >= 132
+
+
+def test_routing_fits_the_shared_memory_of_every_architecture(artefacts: CompileCache) -> None:
+    """The source asserts that the metadata of the most experts fits into what it is told. A GPU that
+    gives a block less would refuse the launch, whatever the number of experts.
+    """
+    told = {arch: dict(routing_metadata_source(arch).defines) for arch in (*ARCHITECTURES, "sm_75")}
+    assert told.pop("sm_75") == {}
+    assert told == {arch: {"SHARED_KIB": known.shared_kib} for arch, known in ARCHITECTURES.items()}
+    small = {arch for arch, known in ARCHITECTURES.items() if known.shared_kib == 99}
+    assert small == {"sm_86", "sm_89", "sm_120a", "sm_121a"}
+    resources = resource_usage(routing_metadata_source("sm_120a").compile(artefacts))
+    assert len(resources) == KERNELS["routing_metadata"] and resources[0].arch == "sm_120a"
+    require_no_spills(resources)
+    require_no_stack(resources)
+    assert max(item.registers for item in resources) <= 64
 
 
 @pytest.mark.parametrize("source", gemm_sources("sm_90a")[:2], ids=lambda source: source.name)

@@ -23,6 +23,11 @@
 
 #include "../host/border.hpp"
 
+// What a block may ask for: 163 KB and more on data centre GPUs since Ampere, 99 KB on the others.
+#ifndef SHARED_KIB
+#define SHARED_KIB 163
+#endif
+
 namespace sonicmoe {
 namespace {
 
@@ -30,8 +35,8 @@ namespace cg = cooperative_groups;
 
 constexpr int kWarps = 32;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRounds = 8;  // of kThreads slots in a full tile: larger tiles give longer runs of
-                            // rows and fewer barriers
+// Of kThreads slots in a full tile: larger tiles give longer runs of rows and fewer barriers.
+constexpr int kRounds = SHARED_KIB >= 160 ? 8 : 2;
 constexpr int kTile = kThreads * kRounds;
 constexpr int kSlotBits = 13;  // a staged slot: expert << kSlotBits | position in the tile
 constexpr int kMaxExperts = 512;
@@ -88,11 +93,14 @@ struct Shared {
     staged_prob = reinterpret_cast<float*>(staged_slot + kTile);
   }
 
-  static size_t bytes(int experts) {
+  static constexpr size_t bytes(int experts) {
     return (2 * experts + 1 + kWarps) * sizeof(int64_t) +
            (4 * experts + kWarps * (experts | 1) + 2 * kTile) * sizeof(int32_t);
   }
 };
+
+static_assert(Shared::bytes(kMaxExperts) <= SHARED_KIB * 1024,
+              "a block cannot have this much shared memory");
 
 // A tile in registers. Each warp owns `rounds` x 32 consecutive slots; lane l of round u holds one
 // of them.
