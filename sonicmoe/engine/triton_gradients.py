@@ -47,10 +47,11 @@ def places(targets: GradientTargets, calls: Any) -> Places:
         )
     if not isinstance(targets, ParameterTargets):
         raise ConfigError(f"gradient targets are {type(targets).__name__}")
-    problem = problem_of(targets)
+    adds = not isinstance(targets, FreshTargets)
+    # Memory that was made for this backward overlaps nothing.
+    problem = problem_of(targets) if adds else _stride_problem(targets)
     if problem is not None:
         raise ConfigError(f"the Triton GEMMs cannot add to these parameters: {problem}")
-    adds = not isinstance(targets, FreshTargets)
     return Places(
         _place(targets.up, calls.shape.parts, adds, launches),
         _place(targets.down, 1, adds, launches),
@@ -66,9 +67,10 @@ def problem_of(targets: ParameterTargets) -> str | None:
 
 def _problem_of(targets: ParameterTargets) -> str | None:
     # The promise of 16 bytes is the copy engine's too, and so is that nothing overlaps.
-    problem = targets.copy_engine_problem()
-    if problem is not None:
-        return problem
+    return targets.copy_engine_problem() or _stride_problem(targets)
+
+
+def _stride_problem(targets: ParameterTargets) -> str | None:
     for name, weight in (("up", targets.up), ("down", targets.down)):
         if len({place[1:] for place in _wanted(weight)}) > 1:
             return (

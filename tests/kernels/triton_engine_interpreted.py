@@ -174,7 +174,8 @@ def targets() -> int:
         ):
             found = targets_of(layout, kind, stacked, dtype)
             _, _, pending = OURS.backward_dx(case.dout, saved, weights)
-            assert OURS.problem_of(found, case.settings) is None
+            if kind is ParameterTargets:
+                assert OURS.problem_of(found, case.settings) is None
             OURS.backward_dw(pending, found)
             for name in ("dw1", "dw2"):
                 sums = wanted[name] + (1.0 if kind is ParameterTargets else 0.0)

@@ -289,7 +289,7 @@ def _finish_dgated(
         return tl.sum(dy1 * y1, 1)
 
 
-@stored_jit(do_not_specialize=["num_experts", "num_rows"])
+@stored_jit(do_not_specialize=["num_experts", "num_rows"], do_not_specialize_on_alignment=["prob"])
 def dgated(
     dout,
     w2,
@@ -375,7 +375,8 @@ def _finish_wgrad(
 
 
 @stored_jit(
-    do_not_specialize=["num_experts", "tabled", "adds", "stride_expert", "stride_part", "pitch"]
+    do_not_specialize=["num_experts", "tabled", "adds", "stride_expert", "stride_part", "pitch"],
+    do_not_specialize_on_alignment=["addresses"],
 )
 def wgrad(
     left,

@@ -13,7 +13,11 @@ from ...jit.triton_kernel import stored_jit
 TILE_ROWS = 128
 
 
-@stored_jit(do_not_specialize=["num_experts", "num_rows"])
+# Routing metadata may come as views into other tensors: their addresses must not be keys.
+@stored_jit(
+    do_not_specialize=["num_experts", "num_rows"],
+    do_not_specialize_on_alignment=["row_token", "expert_counts", "padded_offsets"],
+)
 def index_rows(
     row_token,
     expert_counts,
@@ -107,7 +111,7 @@ def row_sums(
     tl.store(out + rows, total, mask=rows < num_rows)
 
 
-@stored_jit
+@stored_jit(do_not_specialize_on_alignment=["weight"])
 def column_sums(
     values,
     index,

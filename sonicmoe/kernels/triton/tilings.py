@@ -37,10 +37,6 @@ class Tiling:
         """Tiles along N of a result of `width` columns."""
         return -(-width // self.n)
 
-    def operand_bytes(self) -> int:
-        """Shared memory of the operands of 16 bits."""
-        return 2 * self.stages * self.k * (self.m + self.n)
-
 
 Table = Mapping[str, tuple[Tiling, ...]]
 

@@ -1,0 +1,154 @@
+"""The Triton GEMMs compile for every architecture without its GPU, and no register of theirs is
+spilled; keys depend on sizes of the model alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+
+import pytest
+from framework import IS_PADDLE
+
+if IS_PADDLE or importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton under PyTorch", allow_module_level=True)
+
+from triton import knobs
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.kernels.triton import launches
+from sonicmoe.kernels.triton.tilings import PRODUCTS, TILINGS
+from sonicmoe.kernels.triton.variants import (
+    GRADIENT_DTYPES,
+    ExpertShape,
+    all_variants,
+    variant,
+    wgrad_layouts,
+)
+
+SWIGLU = ActivationType.SWIGLU
+TRAINING = {"store_z": True, "store_y1": True}
+# What ptxas may keep in local memory, in bytes, by kernel and architecture: nothing so far.
+ALLOWED: dict[tuple[str, str], int] = {}
+SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227}  # of a block, at most
+INSTRUCTION = {"sm_90a": "wgmma.mma_async"}
+# A choice for the gate: each product, each architecture, each kind of epilogue.
+FEW = (
+    ("sm_80", "up", TRAINING),
+    ("sm_80", "dgated", {}),
+    ("sm_86", "down", {}),
+    ("sm_89", "wgrad_up", {"gradient": "float32", "step_m": 1}),
+    ("sm_90a", "dgated", {}),
+    ("sm_90a", "dgrad", {}),
+    ("sm_90a", "wgrad_down", {"gradient": "float32", "step_m": 0}),
+)
+
+
+def shape(arch, activation=SWIGLU, **options):
+    return ExpertShape(3072, 1536, activation, arch=arch, **options)
+
+
+def compiled(job, folder):
+    """`(PTX, bytes of local memory, bytes of shared memory)` of a compile job."""
+    job._request().build_into(folder)
+    (cubin,) = folder.glob("*.cubin")
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    report = subprocess.run(command, check=True, capture_output=True, text=True)
+    usage = re.search(r"STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report.stdout + report.stderr)
+    assert usage, report
+    stack, _, local = map(int, usage.groups())
+    (ptx,) = folder.glob("*.ptx")
+    (metadata,) = folder.glob(f"{ptx.stem}.json")
+    shared = json.loads(metadata.read_text(encoding="utf-8"))["shared"]
+    return ptx.read_text(encoding="utf-8"), stack + local, shared
+
+
+def check(job, folder):
+    folder.mkdir(exist_ok=True)
+    ptx, bytes_spilled, shared = compiled(job, folder)
+    name = f"{job.name} {job.arch}"
+    assert f".target {job.arch}" in ptx, name
+    assert bytes_spilled <= ALLOWED.get((job.name, job.arch), 0), (name, bytes_spilled)
+    assert shared <= SHARED_KB[job.arch] * 1024, (name, shared)
+    if job.name.removeprefix("triton_") in PRODUCTS:
+        assert INSTRUCTION.get(job.arch, "mma.sync") in ptx, name
+        # 16 bytes at a time: an address whose alignment the compiler lost would be loaded in parts.
+        assert "cp.async.cg.shared.global" in ptx, name
+
+
+@pytest.mark.parametrize(
+    ("arch", "product", "choices"), FEW, ids=[f"{arch} {name}" for arch, name, _ in FEW]
+)
+def test_compiles_without_spills(arch, product, choices, tmp_path):
+    check(variant(product, shape(arch), **choices), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TILINGS)
+def test_every_variant_compiles_without_spills(arch, tmp_path, request):
+    if not request.config.getoption("--every-variant"):
+        pytest.skip("asked for with --every-variant")
+    jobs = []
+    for activation in ActivationType:
+        jobs += all_variants(shape(arch, activation, bias=True), recompute_z=True)
+        jobs += [variant("up", shape(arch, activation), **TRAINING)]
+    jobs += all_variants(shape(arch, dtype="float16"), recompute_z=True)
+    # Where no tile divides H and I, and where the table's narrow tiles are chosen.
+    for sizes in ((200, 72), (2880, 2880), (2048, 640)):
+        jobs += all_variants(ExpertShape(*sizes, SWIGLU, arch=arch))
+    for number, job in enumerate(dict.fromkeys(jobs)):
+        check(job, tmp_path / str(number))
+
+
+def test_the_tables_cover_every_product():
+    """A tile's rows, and rows that wgrad contracts over at a time, divide those of an expert."""
+    for table in TILINGS.values():
+        assert set(table) == set(PRODUCTS)
+        for tiling in (tiling for tilings in table.values() for tiling in tilings):
+            assert 128 % tiling.m == 0 and 128 % tiling.k == 0, tiling
+
+
+def test_a_launch_is_what_was_compiled_ahead():
+    """Token counts, addresses and strides are no part of a key, and tensors are what mocks are."""
+    import torch
+
+    for job in all_variants(shape("sm_90a", bias=True)):
+        assert job.key().arch == "sm_90a"
+    own = launches.Calls(ExpertShape(64, 40, SWIGLU, arch="sm_80"))
+
+    def tensor(*size, dtype=torch.bfloat16):
+        return torch.empty(size, dtype=dtype)
+
+    def rows_of(experts, rows):
+        sizes = ((rows,), (rows // 128,), (experts + 1,))
+        cut = (tensor(*size, dtype=torch.int32) for size in sizes)
+        return launches.Rows(*cut, tensor(experts + 1, dtype=torch.int64), rows, experts)
+
+    for experts, rows in ((1, 128), (16, 4096)):
+        of = rows_of(experts, rows)
+        x, w1 = tensor(77, 64), tensor(experts, 80, 64)
+        z, y1 = tensor(rows, 80), tensor(rows, 40)
+        dw1 = tensor(experts, 80, 64, dtype=torch.float32)
+        # A view off any alignment, as routing metadata may come.
+        prob = tensor(rows + 1, dtype=torch.float32)[1:]
+        partials = tensor(own.dprob_tiles, rows, dtype=torch.float32)
+        place = launches.native_place("wgrad_up", own, dw1)
+        moved = place._replace(stride_expert=4, stride_part=8, pitch=12, adds=False)
+        table = place._replace(addresses=tensor(experts, dtype=torch.int64))
+        wgrad = {"gradient": "float32", "step_m": 0}
+        for call, product, choices in (
+            (own.up(x, w1, None, z, y1, of), "up", TRAINING),
+            (own.dgated(x, w1, z, z, y1, prob, partials, of), "dgated", {}),
+            *((own.wgrad_up(x, z, p, of), "wgrad_up", wgrad) for p in (place, moved, table)),
+        ):
+            ahead = call.kernel.ahead(*call.arguments, arch="sm_80", **call.options)
+            wanted = variant(product, own.shape, **choices)
+            assert ahead.key() == wanted.key(), product
+
+
+def test_wgrad_is_compiled_for_every_layout():
+    gated = [job for job in all_variants(shape("sm_80")) if "wgrad" in job.name]
+    assert len(gated) == len(GRADIENT_DTYPES) * len(list(wgrad_layouts(shape("sm_80"))))
+    assert {dict(job.statics)["step_m"] for job in gated} == {0, 1, 2}
