@@ -221,7 +221,9 @@ def _launch(step: Step, calls: Calls, product: str) -> Callable[[], None]:
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
 )
-@click.option("--shape", "shapes", multiple=True, help="T,H,I,E,K; by default those of docs/performance.md.")
+@click.option(
+    "--shape", "shapes", multiple=True, help="T,H,I,E,K; by default those of docs/performance.md."
+)
 @click.option("--sweep", "do_sweep", is_flag=True, help="Time every product in every tiling.")
 @click.option("--product", "products", multiple=True, type=click.Choice(PRODUCTS))
 def main(

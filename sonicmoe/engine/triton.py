@@ -26,7 +26,7 @@ from ..errors import DeviceError, DTypeError, expect
 from ..interop import IS_PADDLE, aligned, device_name, device_of, dtype_name, is_cuda, plain_ops
 from ..kernels.triton.variants import ExpertShape
 from ..layouts import WeightSource
-from ..routing.backends import arch_of, take_stream_from_paddle
+from ..routing.backends import arch_of, take_driver_from_paddle
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import triton_gradients
@@ -330,7 +330,7 @@ def _launches() -> Any:
     from ..kernels.triton import launches
 
     if IS_PADDLE:
-        take_stream_from_paddle()
+        take_driver_from_paddle()
     return launches
 
 
@@ -340,7 +340,7 @@ def _is_interpreted() -> bool:
 
 def _launch_scope(tensor: Tensor) -> AbstractContextManager[Any]:
     """The device of the caller: Triton launches on the current one, on its current stream."""
-    # Under Paddle a process has one GPU, and `take_stream_from_paddle` names the stream.
+    # Under Paddle a process has one GPU, and `take_driver_from_paddle` names the stream.
     if IS_PADDLE or not is_cuda(tensor):
         return nullcontext()
     return torch.cuda.device(tensor.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from abc import ABC, abstractmethod
 
 import torch
@@ -126,7 +127,7 @@ class TritonKernels(RoutingKernels):
         from ..kernels import triton_aggregate, triton_routing
 
         if IS_PADDLE:
-            take_stream_from_paddle()
+            take_driver_from_paddle()
         self._routing, self._aggregate = triton_routing, triton_aggregate
 
     def fill(
@@ -282,18 +283,23 @@ def _make_triton(device: str) -> RoutingKernels:
     return kernels
 
 
-def take_stream_from_paddle() -> None:
-    """Triton asks PyTorch for the stream where PyTorch is installed; under Paddle, Paddle's stream
-    is the caller's.
-    """
-    import sys
+def take_driver_from_paddle() -> None:
+    """Let Triton ask Paddle for the device and the stream of a launch.
 
+    Its own driver asks PyTorch. It finds no GPU where PyTorch is not installed or was built without
+    CUDA, and elsewhere launches on PyTorch's current stream, which nothing orders with Paddle's.
+    """
+    from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    paddle = sys.modules["paddle"]
-    # Otherwise the kernels would run on PyTorch's current stream, which nothing orders with
-    # Paddle's.
-    driver.active.get_current_stream = paddle.base.libpaddle._get_current_raw_stream
+    # `torch` is Paddle's in this file. The constructor would import PyTorch, so it is passed over.
+    found = nvidia.CudaDriver.__new__(nvidia.CudaDriver)
+    found.utils, found.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+    found.get_device_capability = torch.cuda.get_device_capability
+    found.get_current_device = torch.cuda.current_device
+    found.set_current_device = torch.cuda.set_device
+    found.get_current_stream = sys.modules["paddle"].base.libpaddle._get_current_raw_stream
+    driver.set_active(found)
 
 
 def _first_line(error: BaseException) -> str:
