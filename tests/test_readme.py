@@ -142,6 +142,16 @@ def test_every_gpu_is_said_to_have_the_engines_that_its_records_give_it() -> Non
     }
 
 
+def test_we_ran_what_some_record_says_is_proven() -> None:
+    table = README.split("| GPU | engines |")[1].split("\n\n")[0]
+    ours = set()
+    for row in table.splitlines()[2:]:
+        gpus, _, who = (cell.strip() for cell in row.split("|")[1:4])
+        ours |= {GPUS[gpu] for gpu in gpus.split(", ") if who.startswith("we")}
+    proven = {one.capability for record in RECORDS.values() for one in record.proven}
+    assert ours == proven | {None}
+
+
 def test_the_requirements_are_those_of_the_project() -> None:
     needs = README.split("## What it needs")[1].split("| GPU |")[0].replace("\n  ", " ")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,8 +17,9 @@ from ..architectures import describe
 from ..diagnostics.doctor import examine
 from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
 from ..diagnostics.doctor_report import CacheState, Report, Severity
+from ..diagnostics.report_file import write_report
 from .framework import framework_option
-from .refusals import OneLineCommand
+from .refusals import OneLineCommand, Refusal
 from .screen import Activity
 
 
@@ -29,10 +31,19 @@ from .screen import Activity
     help="Compile the self-test's kernels where they are missing, a minute or more on a new machine, and say so on stderr.",
 )
 @click.option(
+    "--report",
+    "report_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --self-test: try every engine on this GPU, which takes minutes, and write this JSON "
+    "file for a maintainer, without names of this machine, its users and directories.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen."
 )
 @click.pass_context
-def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -> None:
+def doctor(
+    ctx: click.Context, framework: str, self_test: bool, report_path: Path | None, as_json: bool
+) -> None:
     """Check this machine: versions, GPU, engine, caches, flags, self-test. Exit code 1 when a check
     fails.
 
@@ -42,10 +53,15 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
     Compiles nothing without --self-test: where kernels are missing, their number and the command
     that compiles them stand in place of the self-test.
     """
+    if report_path is not None and not self_test:
+        raise Refusal("--report is given without --self-test; needed: both, because it compiles")
     with Activity("doctor") as doing:
         # Whoever asks for compiles is told about each of them, and others only if it takes long.
         progress = doing.say if self_test else doing.begin
-        report = examine(framework, self_test=self_test, progress=progress)
+        trials = report_path is not None
+        report = examine(framework, self_test=self_test, trials=trials, progress=progress)
+    if report_path is not None:
+        write_report(report_path, report)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
     else:
@@ -85,6 +101,8 @@ def show(report: Report, console: Console) -> None:
     console.print(flag_table(report))
     if report.self_test:
         console.print(self_test_table(report))
+    if report.trials:
+        console.print(trials_table(report))
     for problem in report.problems:
         style = "red" if problem.severity is Severity.ERROR else "yellow"
         console.print(f"{problem.severity.value}: {problem.what}", style=style)
@@ -193,6 +211,25 @@ def self_test_table(report: Report) -> Table:
                 "pass" if check.passed else "FAIL",
             ]
         table.add_row(tensor, *cells)
+    return table
+
+
+def trials_table(report: Report) -> Table:
+    """One row per engine: how many of its workloads passed, and the largest errors of all cases."""
+    table = Table(
+        "tried", "passed", "relative RMSE up to", "seconds", box=None, padding=(0, 2, 0, 0)
+    )
+    for name in dict.fromkeys(trial.engine for trial in report.trials):
+        trials = [trial for trial in report.trials if trial.engine == name]
+        errors = [rmse for t in trials for case in t.cases for rmse, _ in case["errors"].values()]
+        passed = sum(trial.verdict == "passed" for trial in trials)
+        untried = [trial.reason for trial in trials if trial.verdict == "not tried"]
+        table.add_row(
+            name,
+            f"not tried: {untried[0]}" if untried else f"{passed} of {len(trials)}",
+            f"{max(errors):.2%}" if errors else "-",
+            f"{sum(trial.seconds for trial in trials):.0f}",
+        )
     return table
 
 

@@ -37,7 +37,7 @@ from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
-from .doctor_engine import Progress, examine_engine
+from .doctor_engine import Progress, examine_engine, examine_trials
 from .doctor_report import CacheState, FlagState, Report
 
 DISTRIBUTIONS = (
@@ -51,6 +51,7 @@ def examine(
     environ: Mapping[str, str] | None = None,
     *,
     self_test: bool = False,
+    trials: bool = False,
     progress: Progress = lambda line: None,
 ) -> Report:
     """Look at this process's environment, load a framework, run the self-test where its kernels
@@ -60,6 +61,7 @@ def examine(
         framework: "torch", "paddle" or "auto" (see `frameworks.choose`).
         environ: the variables to examine; default `os.environ`.
         self_test: compile the kernels that the self-test lacks.
+        trials: try every engine on the GPU, which compiles too.
         progress: gets a line before and after everything that may take long.
     """
     environ = os.environ if environ is None else environ
@@ -72,7 +74,10 @@ def examine(
     examine_caches(report, config)
     name = choose_framework(report, framework)
     if name is not None and load_framework(report, name):
-        examine_engine(report, config, self_test, progress)
+        with config.activate():
+            if trials:
+                examine_trials(report, progress)
+            examine_engine(report, config, self_test, progress)
     return report
 
 

@@ -62,7 +62,7 @@ def examine_engine(
         if _kernels_are_there(report, config, jobs, self_test, progress):
             # Whatever the list of kernels may lack, a doctor that was not asked to compiles nothing.
             with nullcontext() if self_test else no_compile():
-                _run(report, selftest, config, tested, progress)
+                _run(report, selftest, config, tested, self_test, progress)
     except CompileForbiddenError as error:
         report.warning(f"the self-test did not run: {error}", f"run `{COMPILE_COMMAND}`")
     except SonicMoEError as error:
@@ -78,6 +78,29 @@ def examine_engine(
         engines = " and ".join(sorted({check.engine for check in failed}))
         remedy = "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with `sonicmoe doctor --json`"
         report.error(f"self-test: wrong {wrong} on engine {engines}", remedy)
+
+
+def examine_trials(report: Report, progress: Progress) -> None:
+    """Fill `gpu` and `trials`: every engine on this GPU, each in a process of its own."""
+    device = importlib.import_module("sonicmoe.diagnostics.selftest").find_device()
+    if device.gpu is None:
+        report.warning(
+            "no engine was tried: there is no GPU", "make the report on the machine with the GPU"
+        )
+        return
+    tried = importlib.import_module("sonicmoe.diagnostics.engine_trials")
+    try:
+        report.gpu = tried.gpu_of(device.name)
+        for trial in tried.try_all(device.name, progress):
+            report.trials.append(trial)
+    except Exception as error:  # what was found so far is still worth a report
+        report.error(f"the trials ended: {type(error).__name__}: {error}", "report it")
+    for trial in report.trials:
+        if trial.verdict in ("failed", "undecided"):
+            report.error(
+                f"engine {trial.engine} {trial.verdict} with {trial.workload}: {trial.reason}",
+                "do not train on this engine here; attach the report to an issue",
+            )
 
 
 def _jobs(
@@ -148,11 +171,22 @@ def _run(
     selftest: Any,
     config: ResolvedConfig,
     tested: tuple[str, ...],
+    self_test: bool,
     progress: Progress,
 ) -> None:
     assert report.device is not None
     start = time.perf_counter()
     for name in tested:
+        untried = selftest.untried(config, name, report.device.name)
+        if untried is not None and not self_test:
+            report.warning(
+                f"the self-test in {name} did not run: engine {untried} never ran on such a GPU",
+                f"`{COMPILE_COMMAND}` tries it first, in a process of its own",
+            )
+            continue
+        if untried is not None:
+            progress(f"engine {untried} is tried in a process of its own")
+            selftest.make_ready(config, name, report.device.name)
         progress(f"self-test in {name}")
         report.self_test += selftest.run_self_test(config, name, report.device.name)
     report.self_test_seconds = time.perf_counter() - start

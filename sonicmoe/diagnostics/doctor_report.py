@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .copies import PACKAGE_ROOT
 
 if TYPE_CHECKING:
+    from .engine_trials import EngineTrial, Gpu
     from .selftest import Device, TensorCheck
 
 
@@ -88,6 +89,7 @@ class Report:
         itself.
     engines: "able", or why this machine cannot run it, by engine and whatever the model.
     self_test: empty where the self-test did not run, because its kernels are not compiled.
+    gpu, trials: of every engine on the GPU, where they were asked for.
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -105,6 +107,8 @@ class Report:
     unknown_flags: dict[str, str | None] = field(default_factory=dict)
     kernels: KernelState | None = None
     self_test: list[TensorCheck] = field(default_factory=list)
+    gpu: Gpu | None = None
+    trials: list[EngineTrial] = field(default_factory=list)
     self_test_seconds: float | None = None
     problems: list[Problem] = field(default_factory=list)
 

@@ -17,7 +17,8 @@ from ..config import ResolvedConfig
 from ..engine.capabilities import RECORDS, Workload
 from ..engine.cold_start import run_jobs
 from ..engine.interface import EngineSettings, NativeBuffer
-from ..engine.select import ENGINES, EngineChoice, choose_engine, unavailable
+from ..engine.select import ENGINES, EngineChoice, choose_engine, ready_engine, unavailable
+from ..engine.trust import is_untried
 from ..enums import ActivationType, EngineName
 from ..jit.plan import CompileJob
 from ..routing.backends import arch_of
@@ -75,6 +76,26 @@ def engine_for(config: ResolvedConfig, precision: str, device: str) -> EngineCho
             cannot do.
     """
     return choose_engine(device, config.engine, Workload(_settings(config, precision), H, I))
+
+
+def untried(config: ResolvedConfig, precision: str, device: str) -> str | None:
+    """The engine of `engine_for`, where it has to pass a trial before it may run here."""
+    if not device.startswith("cuda"):
+        return None
+    choice = engine_for(config, precision, device)
+    name = EngineName(choice.engine.name)
+    workload = Workload(choice.settings or _settings(config, precision), H, I)
+    asked = ENGINES[name], RECORDS[name], workload, device, arch_of(device)
+    return name.value if is_untried(*asked) else None
+
+
+def make_ready(config: ResolvedConfig, precision: str, device: str) -> None:
+    """Try the engine of `engine_for`, and the next ones where it fails.
+
+    Raises:
+        EngineUnavailableError: it is asked for by name, and failed.
+    """
+    ready_engine(device, config.engine, Workload(_settings(config, precision), H, I))
 
 
 def engines_on(device: str) -> dict[str, str]:

@@ -210,6 +210,13 @@ def trusted(engine: Any, record: EngineRecord, workload: Workload, device: str, 
     return verdict.trusted
 
 
+def is_untried(
+    engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str
+) -> bool:
+    """Whether this engine has to pass a trial for this workload, and nobody tried it yet."""
+    return needs_trial(record, arch) and _known(engine, record, workload, device, arch) is None
+
+
 def require_tried(
     engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str
 ) -> None:
@@ -218,7 +225,7 @@ def require_tried(
     Raises:
         EngineUnavailableError: the engine was not tried yet.
     """
-    if needs_trial(record, arch) and _known(engine, record, workload, device, arch) is None:
+    if is_untried(engine, record, workload, device, arch):
         name = record.name.value
         raise EngineUnavailableError(
             f"engine {name!r} never ran on {arch}, and its check cannot run while a CUDA graph is "

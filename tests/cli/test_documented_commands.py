@@ -227,4 +227,4 @@ def test_links_and_files_exist(guide):
 
 def test_named_shapes_exist():
     for text in TEXTS.values():
-        assert set(re.findall(r"--shape ([\w-]+)", text)) <= set(SHAPES)
+        assert set(re.findall(r"--shape ([a-z][\w-]*)", text)) <= set(SHAPES)
