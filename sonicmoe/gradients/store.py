@@ -13,7 +13,7 @@ ends early leaves every gradient either with its parameter or here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from operator import attrgetter, is_
@@ -137,7 +137,7 @@ class GradientStore:
             LayoutError: a parameter is the result of an operation, and not of a module by now.
             RuntimeError: memory for a `main_grad` that is None would be made during a capture.
         """
-        _check_leaves(parameters, trained, self._mode)
+        _check_leaves(parameters, trained, self._mode, self._parameters.name_of)
         if self._mode in _LOOKS_FOR_MAIN_GRAD:
             return self._begin_direct(engine, settings, parameters, trained, dout)
         accumulators = self.accumulators(engine, dout.device)
@@ -481,7 +481,12 @@ def _zero(native: NativeBuffer) -> None:
             tensor.zero_()
 
 
-def _check_leaves(parameters: Sequence[Tensor], trained: Sequence[bool], mode: FlushMode) -> None:
+def _check_leaves(
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    mode: FlushMode,
+    name_of: Callable[[int], str],
+) -> None:
     """Refuse tensors that a gradient is added to and never passed on from."""
     if all(map(attrgetter("is_leaf"), parameters)):
         return
@@ -491,7 +496,7 @@ def _check_leaves(parameters: Sequence[Tensor], trained: Sequence[bool], mode: F
             expect(
                 returned and not hasattr(parameter, "main_grad"),
                 LayoutError,
-                f"expert parameter {index} of {len(parameters)} is the result of an operation (a parametrization, "
+                f"{name_of(index)} is the result of an operation (a parametrization, "
                 "functional_call), which its gradient must be passed on to; needed: a parameter without main_grad and "
                 "flush='auto' or 'backward', or a leaf",
             )

@@ -58,7 +58,7 @@ class GraphedLayer:
         self._layer = layer.parameters
         self._parameters = self._layer.parameters()
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        _check_destinations(self._parameters, self._trained)
+        _check_destinations(self._parameters, self._trained, self._layer.name_of)
         # Zeros and no expert: the warm-up adds nothing to any gradient.
         self._x, self._probs, self._dout = map(torch.zeros_like, (x.detach(), probs.detach(), x))
         self._indices = torch.full_like(indices, _NO_EXPERT)
@@ -234,11 +234,13 @@ def _check_samples(x: Any, indices: Any, probs: Any) -> None:
         )
 
 
-def _check_destinations(parameters: list[Tensor], trained: list[bool]) -> None:
+def _check_destinations(
+    parameters: list[Tensor], trained: list[bool], name_of: Callable[[int], str]
+) -> None:
     for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
         expect(
             not wanted or getattr(parameter, "main_grad", None) is not None,
             ConfigError,
-            f"expert parameter {index} of {len(parameters)} has no main_grad; a replay adds to the memory that was there at the "
+            f"{name_of(index)} has no main_grad; a replay adds to the memory that was there at the "
             "capture: needed: fp32 main_grad on every one that trains, allocated before",
         )

@@ -38,6 +38,20 @@ def test_weights_that_are_others_by_now_are_refused():
         check_in_place(list(held), held, places)
 
 
+@pytest.mark.skipif(IS_PADDLE, reason="graphs are PyTorch's here")
+def test_a_weight_without_main_grad_is_named():
+    from sonicmoe.node.graphed import _check_destinations
+
+    held = Layer().weights
+    for weight in held:
+        weight.main_grad = torch.zeros(weight.shape)
+    trained = [True] * len(held)
+    _check_destinations(list(held), trained, str)
+    held[1].main_grad = None
+    with pytest.raises(ConfigError, match=r"^experts\[1\] has no main_grad; a replay adds to"):
+        _check_destinations(list(held), trained, lambda index: f"experts[{index}]")
+
+
 def test_settings_that_wait_are_refused_first():
     layer = Layer(config=SonicMoEConfig(validate_dispatch=True))
     with pytest.raises(ConfigError, match="validate_dispatch reads ids on the host"):
