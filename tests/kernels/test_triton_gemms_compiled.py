@@ -30,8 +30,8 @@ from sonicmoe.kernels.triton.variants import (
 
 SWIGLU = ActivationType.SWIGLU
 TRAINING = {"store_z": True, "store_y1": True}
-# What ptxas may keep in local memory, in bytes, by kernel and architecture: nothing so far.
-ALLOWED: dict[tuple[str, str], int] = {}
+# What ptxas may keep in local memory, in bytes, by kernel and architecture.
+ALLOWED = {("triton_dgated", "sm_90a"): 16}  # of relu (16) and silu (8); gated ones have none
 SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227}  # of a block, at most
 INSTRUCTION = {"sm_90a": "wgmma.mma_async"}
 # A choice for the gate: each product, each architecture, each kind of epilogue.
