@@ -115,7 +115,7 @@ def test_what_a_replay_cannot_serve_raises():
 
 
 def test_what_cannot_be_captured_is_refused():
-    with pytest.raises(ConfigError, match="^weight1 has no main_grad"):
+    with pytest.raises(ConfigError, match=r"^weight1 has no main_grad"):
         SonicMoEMlpNode.from_native(*weights(main_grad=False), config=FP8).graphed(*samples())
     settings = SonicMoEConfig(engine="hopper", fp8_mode="perf", validate_dispatch=True)
     with pytest.raises(ConfigError, match="validate_dispatch"):
