@@ -333,8 +333,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     // Padding rows follow an expert's tokens, so the first of a warpgroup's 64 rows tells that all
     // are padding. Their products are zeros and need not be computed.
-    const bool computes =
-        tile.active && (!kGather || p.row_token[tile.row + group * 64] >= 0);
+    const bool computes = tile.active && (!kGather || p.row_token[tile.row + group * 64] >= 0);
     if (!computes) {
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         barrier_wait(&s.full[ring.stage], ring.phase);
