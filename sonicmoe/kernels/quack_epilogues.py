@@ -1,7 +1,8 @@
 """Epilogue functions of the grouped GEMMs, in the form quack-kernels traces: imported by build
 processes only.
 
-Values are fp32 scalars, one accumulator element (or gate and up pair) a call. The formulas are
+Values are fp32 scalars, one accumulator element (or gate and up pair) a call. Without gates the
+class for sm100 hands over two neighbouring elements as one value. The formulas are
 those of `engine.activations`: GELU is the exact one through erf, slopes at a kink are 0, and NaN
 stays NaN where a bare maximum would drop it.
 """
@@ -30,7 +31,7 @@ from quack.activation import (
     swiglu_oai,
 )
 from quack.epilogue.frontend import EpiMod, gemm_epilogue
-from quack.epilogue.math import pack, unpack
+from quack.epilogue.math import F2, pack, unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
 Backward = Callable[..., Any]
@@ -200,8 +201,25 @@ _WITH_PARAMETERS = {
 
 
 def ungated_functions(activation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward, and value and slope, of an ungated activation."""
-    return _entry(_UNGATED, activation)
+    """Forward, and value and slope, of an ungated activation; of one element or of two."""
+    forward, slope = _entry(_UNGATED, activation)
+    return _by_lane(forward), _by_lane(slope)
+
+
+def _by_lane(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, also of the two elements that the class for sm100 hands over as one."""
+
+    # quack's own functions take both forms, but return two elements as a plain tuple, which has no
+    # arithmetic. F2 has it, and multiplies both with one instruction.
+    def of_one_or_two(x):
+        if not isinstance(x, tuple):
+            return function(x)
+        first, second = function(x[0]), function(x[1])
+        if isinstance(first, tuple):
+            return tuple(F2(*both) for both in zip(first, second, strict=True))
+        return F2(first, second)
+
+    return of_one_or_two
 
 
 def gate_functions(activation: str, parameters: str = "") -> tuple[Callable[..., Any], Backward]:

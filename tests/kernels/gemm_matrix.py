@@ -84,11 +84,15 @@ def few_variants(arch: str, family: str) -> tuple[CuteKernel, ...]:
     shape = shape_for(arch, family)
     crowded = replace(shape, activation=ActivationType.GELU, bias=True)
     every = {
-        "up": quack_gemm.up_kernel(crowded if family == "sm120" else shape, store_z=True),
+        "up": quack_gemm.up_kernel(crowded, store_z=True),
         "dgated": quack_gemm.dgated_kernel(shape),
+        # Without gates an epilogue of sm100 gets two elements at a time.
+        "dgated without gates": quack_gemm.dgated_kernel(crowded if family == "sm100" else shape),
         "dgrad": quack_gemm.dgrad_kernel(shape),
         "wgrad": wgrad_up_kernel(shape, stored=Stored.HALVES),
     }
     # The second architecture of a family has the instructions of the first one, and its registers.
     own = [known for known, of in TARGETS if of == family and ARCHITECTURES[known].family == family]
-    return (every["dgated"],) if arch in own[1:] else tuple(every.values())
+    if arch in own[1:]:
+        return (every["dgated"],)
+    return tuple(dict.fromkeys(every.values()))
