@@ -351,14 +351,16 @@ class SonicMoEConfig:
         "`1`: engine `hopper` keeps one FP8 copy of each weight instead of two. It stores the copy "
         "that forward reads, and every backward transposes it into memory that all layers share. "
         "This saves one byte per weight and costs a transposition per backward. A recipe whose "
-        "weight blocks differ between forward and backward is refused, because it needs two copies",
+        "weight blocks differ between forward and backward is refused, because it needs two copies. "
+        "Engine `mxfp8` always has one copy, which both directions read as it lies",
     )
     save_z: Flag[ZCode] = Flag(
         "SONIC_MOE_FP8_SAVE_Z",
         members_of(ZCode),
         ZCode.INT8,
         "storage of the pre-activation `z` kept for backward in the FP8 modes; the 8-bit codes use "
-        "one scale per 128 columns. Engine `reference` has all three, `hopper` `int8` and `bf16`; "
+        "one scale per 128 columns. Engine `reference` has all three, `hopper` `int8` and `bf16`, "
+        "`mxfp8` `bf16` alone; "
         "without FP8, z has the dtype of the tokens",
         in_steps=True,
     )
@@ -396,7 +398,8 @@ class SonicMoEConfig:
         "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` "
         "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 modes; "
         "`triton` where these cannot run and on Ampere and Ada GPUs; `reference` where that cannot "
-        "run and on a host; the log says which and why (docs/design.md)",
+        "run and on a host; never `mxfp8`, which nobody has run; the log says which and why "
+        "(docs/design.md)",
     )
     engine_check: Flag[EngineCheck] = Flag(
         "SONIC_MOE_ENGINE_CHECK",

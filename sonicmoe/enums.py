@@ -47,6 +47,7 @@ class EngineName(Enum):
     BF16 = "bf16"
     HOPPER = "hopper"
     TRITON = "triton"
+    MXFP8 = "mxfp8"
 
 
 class EngineCheck(Enum):

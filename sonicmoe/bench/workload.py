@@ -76,8 +76,18 @@ class Variant:
 
     @property
     def config(self) -> SonicMoEConfig:
-        """Configuration of a node that runs this variant; everything else follows the environment."""
-        return SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
+        """Configuration of a node that runs this variant; everything else follows the environment,
+        but for an engine that is chosen by name alone: its recipe is no default.
+        """
+        record = RECORDS[self.engine]
+        if not record.by_name_only:
+            return SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
+        return SonicMoEConfig(
+            fp8_mode=self.mode,
+            engine=self.engine,
+            recipe=record.recipes[0],
+            save_z=record.z_codes[0],
+        )
 
     def __str__(self) -> str:
         """`hopper:perf`; `hopper:perf:step` where gradients do not take the way of training."""
@@ -87,11 +97,12 @@ class Variant:
 
 def available_variants(device: str) -> list[Variant]:
     """Every GPU engine that runs on `device` in its natural mode, or the reference engine where
-    none does. The Triton engine stands in for the BF16 engine: beside it, it is timed when asked for.
+    none does. The Triton engine stands in for the BF16 engine: beside it, it is timed when asked
+    for, as is one that nobody has run.
     """
     found = []
     for engine, mode in NATURAL_MODE.items():
-        if engine is EngineName.REFERENCE:
+        if engine is EngineName.REFERENCE or RECORDS[engine].by_name_only:
             continue
         try:
             choose_engine(device, engine)

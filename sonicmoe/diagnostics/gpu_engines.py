@@ -39,6 +39,8 @@ def _needed_by() -> dict[str, list[str]]:
     """The engines by each package that loads or compiles their kernels."""
     needed: dict[str, list[str]] = {}
     for name, record in RECORDS.items():
+        if record.by_name_only:  # whoever asks for it is told by the choice of the engine
+            continue
         for package in filter(None, [record.loads_with, *dict(record.packages)]):
             needed.setdefault(package, []).append(name.value)
     return needed

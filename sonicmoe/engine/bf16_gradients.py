@@ -39,8 +39,8 @@ class Destinations(NamedTuple):
         return any(place is not None for place in self)
 
     @classmethod
-    def of(cls, targets: GradientTargets) -> Destinations:
-        """Those of targets.
+    def of(cls, targets: GradientTargets, gemms: str = "BF16") -> Destinations:
+        """Those of targets; gemms: which ones, in messages.
 
         Raises:
             ConfigError: naming the reason for which the GEMMs cannot add there.
@@ -54,9 +54,9 @@ class Destinations(NamedTuple):
         if not isinstance(targets, ParameterTargets):
             raise ConfigError(f"gradient targets are {type(targets).__name__}")
         # Here and not at the launches: when the second one is refused, the first has added already.
-        problem = problem_of(targets)
+        problem = problem_of(targets, gemms)
         if problem is not None:
-            raise ConfigError(f"the BF16 GEMMs cannot add to these parameters: {problem}")
+            raise ConfigError(f"the {gemms} GEMMs cannot add to these parameters: {problem}")
         up, down = targets.up, targets.down
         return cls(
             _up(up) if up.is_wanted else None,
@@ -64,19 +64,19 @@ class Destinations(NamedTuple):
         )
 
 
-def problem_of(targets: ParameterTargets) -> str | None:
+def problem_of(targets: ParameterTargets, gemms: str = "BF16") -> str | None:
     """Why the GEMMs cannot add to these parameters, once `ParameterTargets.problem` has found
     nothing: one sentence, or None.
     """
-    return targets.once("bf16", lambda: _problem_of(targets))
+    return targets.once(gemms, lambda: _problem_of(targets, gemms))
 
 
-def _problem_of(targets: ParameterTargets) -> str | None:
+def _problem_of(targets: ParameterTargets, gemms: str) -> str | None:
     both = ("up-projection gradients", targets.up), ("down-projection gradients", targets.down)
     wanted = [(name, weight) for name, weight in both if weight.is_wanted]
     for name, weight in wanted:
         if not weight.is_stacked:
-            return f"{name} have a tensor for each expert, and the BF16 GEMMs add to one for all"
+            return f"{name} have a tensor for each expert, and the {gemms} GEMMs add to one for all"
     problem = targets.copy_engine_problem()
     if problem is not None:
         return problem
@@ -94,7 +94,7 @@ def _problem_of(targets: ParameterTargets) -> str | None:
         # and the copy engine moves 16 bytes at least.
         return (
             "up-projection gradients hold all gate columns before all up columns and are contiguous "
-            "along them, and the BF16 GEMMs write gate and up columns in turns"
+            f"along them, and the {gemms} GEMMs write gate and up columns in turns"
         )
     return None
 

@@ -19,6 +19,9 @@ from ..jit.key import package_versions
 from ..jit.plan import CompileJob
 from ..jit.toolchain import find_toolkit
 from ..jit.triton_variant import TritonVariant
+from ..kernels.cuda_mx import mx_quantize_source
+from ..kernels.mx_gemm import MxShape
+from ..kernels.mx_gemm import all_kernels as mx_kernels
 from ..kernels.quack_gemm import PACKAGES, MlpShape, all_kernels, expert_rows_source, wgrad_kernels
 from ..kernels.sm90 import engine_sources
 from ..kernels.triton.variants import ExpertShape, all_variants
@@ -86,6 +89,7 @@ class EngineRecord:
         compiler: the one that compiles its kernels, and those of its step.
         packages: those that compile its kernels, with the version its builders are written for.
         tokens: formats in which it reads tokens, and gradients of its output.
+        by_name_only: `auto` never chooses it, because nobody has run it.
         jobs: its kernels for a workload and an architecture, as compile jobs. Without a workload,
             those of some workload, so that a missing compiler can be named.
     """
@@ -107,6 +111,7 @@ class EngineRecord:
     loads_with: str | None = None
     compiler: str | None = "nvcc"
     packages: tuple[tuple[str, str], ...] = ()
+    by_name_only: bool = False
     jobs: Jobs = field(default=lambda workload, arch: (), repr=False)
 
     def quantises(self, fp8: bool) -> bool:
@@ -164,6 +169,18 @@ def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
     return MlpShape(
         *sizes, settings.activation, workload.dtype, workload.bias, own, capped, arch=arch
     )
+
+
+def _mxfp8_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    """Its own GEMMs and quantisers; unquantised weight gradients run on the BF16 GEMMs."""
+    settings = EngineSettings() if workload is None else workload.settings
+    capped = settings.gemm_num_sms > 0
+    shape = MxShape(settings.activation, settings.activation_parameters, capped, arch=arch)
+    kernels = mx_kernels(shape, fp8_wgrad=settings.fp8_wgrad)
+    jobs: tuple[CompileJob, ...] = (mx_quantize_source(arch), expert_rows_source(arch), *kernels)
+    if workload is not None and not settings.fp8_wgrad:
+        jobs += wgrad_kernels(_mlp_shape(workload, arch))
+    return jobs
 
 
 REFERENCE = EngineRecord(
@@ -236,9 +253,30 @@ HOPPER = EngineRecord(
     jobs=_hopper_jobs,
 )
 
+MXFP8 = EngineRecord(
+    EngineName.MXFP8,
+    gemms="MXFP8 GEMMs with fused activation",
+    architectures=(SM100, SM103),
+    dtypes=("bfloat16",),
+    recipes=("iso32-pow2",),
+    activations=tuple(
+        member for member in _with_kernels_of(EngineName.BF16) if ACTIVATIONS[member].gated
+    ),
+    z_codes=(ZCode.BF16,),
+    hidden_multiple=32,  # the elements of a scale, along which both contractions are cut
+    intermediate_multiple=32,
+    biases=False,
+    sets_parameters=True,
+    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    loads_with="apache-tvm-ffi",
+    packages=tuple(PACKAGES.items()),
+    by_name_only=True,
+    jobs=_mxfp8_jobs,
+)
+
 # In the order in which `auto` prefers them.
 RECORDS: dict[EngineName, EngineRecord] = {
-    record.name: record for record in (HOPPER, BF16, TRITON, REFERENCE)
+    record.name: record for record in (HOPPER, MXFP8, BF16, TRITON, REFERENCE)
 }
 
 

@@ -117,7 +117,9 @@ def _engines(config: ResolvedConfig) -> list[EngineRecord]:
         for name, record in RECORDS.items()
         if record.architectures
         and record.quantises(config.fp8)
-        and config.engine in (EngineName.AUTO, name)
+        and (
+            config.engine is name or (config.engine is EngineName.AUTO and not record.by_name_only)
+        )
     ]
 
 

@@ -140,10 +140,13 @@ class ReferenceEngine(Engine):
                 saved.z = None
             y1, dz, row_dprob = _dgated(dout, z, routing, weights, settings)
             dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
+            y1s = y1 * routing.row_prob.unsqueeze(-1)
+            if settings.recipe is not None and settings.recipe.rounds_rows:
+                dz, y1s = _round(dz, dtype), _round(y1s, dtype)
             dz = tap("dz", dz)
             # y1s = p * y1 is made here, because dw2 = dout^T y1s needs the probability and y1 is
             # freed.
-            y1s = tap("y1s", y1 * routing.row_prob.unsqueeze(-1))
+            y1s = tap("y1s", y1s)
             del z, y1
             dx_rows = _grouped(
                 _operand(dz, "dz", settings, dtype),

@@ -27,6 +27,7 @@ from .capabilities import (
 from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
+from .mxfp8 import Mxfp8Engine
 from .reference import ReferenceEngine
 from .settings import EngineSettings
 from .triton import TritonEngine
@@ -40,6 +41,7 @@ ENGINES: dict[EngineName, Callable[[], Engine]] = {
     EngineName.BF16: Bf16Engine,
     EngineName.HOPPER: HopperEngine,
     EngineName.TRITON: TritonEngine,
+    EngineName.MXFP8: Mxfp8Engine,
 }
 
 
@@ -176,7 +178,7 @@ def _first_able(device: str, workload: Workload | None, fp8: bool) -> tuple[Engi
     problems: list[str] = []
     made_for_it: list[str] = []
     for name, record in RECORDS.items():
-        if record.architectures and record.quantises(fp8):
+        if record.architectures and record.quantises(fp8) and not record.by_name_only:
             reason = unavailable(name, device, workload)
             if reason is None:
                 return name, "; ".join(made_for_it)

@@ -31,7 +31,8 @@ def _without_kernels(workload: Workload) -> list[str]:
     """
     reasons = []
     for name, record in RECORDS.items():
-        if record.architectures and record.quantises(workload.settings.recipe is not None):
+        fp8 = workload.settings.recipe is not None
+        if record.architectures and record.quantises(fp8) and not record.by_name_only:
             found = problems(record, workload)
             if not found:
                 return []

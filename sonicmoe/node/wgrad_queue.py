@@ -28,6 +28,7 @@ import torch
 
 from ..engine.interface import PendingWgrad
 from ..interop import is_cuda, writes_of
+from ..quant.format import BlockScaledTensor
 from ..quant.tokens import anchor_of
 
 Tensor = torch.Tensor
@@ -199,6 +200,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, BlockScaledTensor):
+        yield from value.parts
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)

@@ -178,6 +178,21 @@ class BlockScaledTensor:
         return self.codes.view(torch.uint8)
 
     @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Every tensor that holds it."""
+        return self.codes, self.scale_inv
+
+    @property
+    def serves_both(self) -> bool:
+        """Whether GEMMs of both contractions read these codes as they lie."""
+        return False
+
+    def overwrite(self, other: BlockScaledTensor) -> None:
+        """Write the codes and scales of a tensor of equal shape and blocks over these."""
+        self.bytes.copy_(other.bytes)
+        self.scale_inv.copy_(other.scale_inv)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         count = math.prod(self._stored_shape())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import DTypeError, ShapeError, expect
-from ..interop import current_stream, device_name, device_of, dtype_name, empty, is_cuda
+from ..interop import current_stream, device_name, device_of, dtype_name, empty, is_cuda, numel
 from ..kernels.cuda_mx import mx_quantize_source
 from ..layouts import WeightSource
 from ..routing.backends import arch_of
@@ -134,6 +134,40 @@ class MxTensor(BlockScaledTensor):
             orientation=Orientation.ROWS,
         )  # fmt: skip
         return made
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Codes as bytes, and the scales that it has."""
+        along = self.along_columns, self.along_rows
+        return (self.bytes, *(scales for scales in along if scales is not None))
+
+    @property
+    def serves_both(self) -> bool:
+        """As square blocks do."""
+        return self.along_columns is not None and self.along_rows is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(numel(part) for part in self.parts)
+
+    def overwrite(self, other: BlockScaledTensor) -> None:
+        """As of every block-scaled tensor; scales of another kind are brought into this layout."""
+        self.bytes.copy_(other.bytes)
+        if isinstance(other, MxTensor):
+            for own, theirs in zip(self.parts[1:], other.parts[1:], strict=True):
+                own.copy_(theirs)
+            return
+        by_columns, by_rows = scale_atoms(other)
+        if self.padded_offsets is None:
+            where: Any = slice(None)
+        else:
+            where = atom_of_tile(self.padded_offsets, int(self.bytes.shape[0]))
+        if self.along_columns is not None:
+            self.along_columns[where] = by_columns
+        if self.along_rows is not None:
+            # [E, B, A, 512] of weights, and [B, A, 512] of ragged rows.
+            self.along_rows[(..., where, slice(None))] = by_rows
 
     def __getattr__(self, name: str) -> Any:
         """`scale_inv` too, as fp32 in the blocks of the codes."""
@@ -251,10 +285,12 @@ def _quantize_on_host(
 
 
 def scale_atoms(q: BlockScaledTensor) -> tuple[Tensor, Tensor]:
-    """Both scale tensors of matrices `[..., M, K]` in 32x32 blocks and power-of-two scales."""
+    """Both scale tensors of matrices `[..., M, K]` in 32x32 blocks and power-of-two scales. In
+    1x32 blocks the first of them is right.
+    """
     m, k = q.shape[-2:]
     held = to_bytes(q.scale_inv)
-    along_columns = held.repeat_interleave(_BLOCK, -2)[..., :m, :]
+    along_columns = held.repeat_interleave(q.block.rows, -2)[..., :m, :]
     along_rows = held.transpose(-2, -1).repeat_interleave(_BLOCK, -2)[..., :k, :]
     return to_atoms(along_columns), to_atoms(along_rows)
 
@@ -277,12 +313,6 @@ class MxWeights(QuantizedWeights):
         """`w2` itself, whose `along_rows` dgrad reads."""
         return self.w2
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales held."""
-        held = (t for q in self._forward for t in (q.bytes, *_scales_of(q)))
-        return sum(t.numel() for t in held)
-
     def _module(self, device: str) -> Any:
         return _kernels(device)
 
@@ -290,7 +320,7 @@ class MxWeights(QuantizedWeights):
         self._kernels.quantize_weights_iso32(*arguments)
 
     def _written(self) -> list[Any]:
-        return [tensor for q in self._forward for tensor in (q.bytes, *_scales_of(q))]
+        return [tensor for q in self._forward for tensor in q.parts]
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
         self._forward = tuple(
@@ -311,10 +341,6 @@ def _empty_weight(shape: tuple[int, int, int], device: Any) -> MxTensor:
     grids = (experts, down, across), (experts, across, down)
     scales = (empty((*grid, ATOM_BYTES), torch.uint8, device) for grid in grids)
     return MxTensor.of(empty(shape, torch.uint8, device), *scales)
-
-
-def _scales_of(q: Any) -> tuple[Tensor, Tensor]:
-    return q.along_columns, q.along_rows
 
 
 @functools.lru_cache(maxsize=64)

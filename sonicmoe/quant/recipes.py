@@ -125,6 +125,7 @@ class Fp8Recipe:
     wgrad_*:            `[tokens, features]`, contracted over tokens, in expert order, each expert padded to `row_alignment`
     folds_wgrad:        wgrad reads the codes of x and dout, and their scales stand with dz and y1s (`quant.folding`);
                         `wgrad_x` and `wgrad_dout` then say in which blocks those codes were made
+    rounds_rows:        dz and y1s leave their GEMM in the dtype of the tokens, and are quantised from there
     """
 
     name: str
@@ -143,6 +144,7 @@ class Fp8Recipe:
     z: BlockShape = BlockShape(1, 128)
     scale_format: ScaleFormat = ScaleFormat.FP32
     folds_wgrad: bool = False
+    rounds_rows: bool = False
     note: str = ""
 
     @property
@@ -270,13 +272,18 @@ def wide_recipe(size: int) -> Fp8Recipe:
     )  # fmt: skip
 
 
+def mx_recipe() -> Fp8Recipe:
+    """`1x32`, fed from rows in the dtype of the tokens, as the GEMMs of that format leave them."""
+    return dataclasses.replace(row_recipe(32), rounds_rows=True)
+
+
 def iso32_recipe() -> Fp8Recipe:
     """32x32 blocks for all but y1: the blocks of MXFP8, which has one power-of-two scale per 32 of
     the contraction, with one set of codes for both orientations.
     """
     block = iso(32)
     return dataclasses.replace(
-        iso_recipe(32), x=block, dout=block,
+        iso_recipe(32), x=block, dout=block, rounds_rows=True,
         note="32x32 blocks, x and dout in expert order, but y1 per row and 32: MXFP8 whose codes serve both orientations",
     )  # fmt: skip
 
@@ -331,7 +338,7 @@ def row128_up_recipe() -> Fp8Recipe:
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     deepseek_v3_recipe(),
     row_recipe(128),
-    row_recipe(32),
+    mx_recipe(),
     iso32_recipe(),
     iso_recipe(128),
     iso_recipe(256),

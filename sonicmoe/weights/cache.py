@@ -177,7 +177,7 @@ class WeightCache:
         """A forward that starts now reads the weights as they are, without their source."""
         assert self.weights is not None
         held = self.weights.w2_dgrad
-        anchor = held.scale_inv if isinstance(held, BlockScaledTensor) else held
+        anchor = held.bytes if isinstance(held, BlockScaledTensor) else held
         self._streams.enter(anchor)
         self._streams.leave()
 

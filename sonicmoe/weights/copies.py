@@ -208,7 +208,7 @@ class WeightCopies:
         if len(self._recomputing):
             return f"{len(self._recomputing)} outstanding backward(s) recompute z from it"
         forward = [q for q in (weights.w1, weights.w2) if isinstance(q, BlockScaledTensor)]
-        if not IS_PADDLE and is_cuda(forward[0].scale_inv):
+        if not IS_PADDLE and is_cuda(forward[0].bytes):
             if torch.cuda.is_current_stream_capturing():
                 return "a CUDA graph that is being captured reads it"
             _outlive_current_stream(forward)
@@ -363,10 +363,10 @@ def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
     """With a buffer for each direction, unless `iso_weight`. The reference engine reads one in both
     where the recipe allows that.
     """
-    if iso_weight or made.two_orders:
-        return made
     w1, w2 = made.w1, made.w2
     assert isinstance(w1, BlockScaledTensor) and isinstance(w2, BlockScaledTensor)
+    if iso_weight or made.two_orders or w1.serves_both:
+        return made
     return EngineWeights(w1, w2, transpose_storage(w1), transpose_storage(w2))
 
 
@@ -375,16 +375,14 @@ def _overwrite(kept: EngineWeights, made: EngineWeights) -> None:
     made = _in_orders(made, not kept.two_orders)
     names = ("w1", "w2", "w1_dgrad", "w2_dgrad")[: 4 if kept.two_orders else 2]
     for name in names:
-        into, values = getattr(kept, name), getattr(made, name)
-        into.bytes.copy_(values.bytes)
-        into.scale_inv.copy_(values.scale_inv)
+        getattr(kept, name).overwrite(getattr(made, name))
 
 
 def _outlive_current_stream(buffers: Sequence[BlockScaledTensor]) -> None:
     """Have PyTorch give this memory to nobody before the current stream has read it. The buffers
     may belong to another stream, whose next allocation would not wait.
     """
-    stream = torch.cuda.current_stream(buffers[0].scale_inv.device)
+    stream = torch.cuda.current_stream(buffers[0].bytes.device)
     for q in buffers:
-        q.bytes.record_stream(stream)
-        q.scale_inv.record_stream(stream)
+        for part in q.parts:
+            part.record_stream(stream)

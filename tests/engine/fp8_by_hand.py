@@ -168,6 +168,9 @@ def by_hand(
         dy1 = read("dout", dout_operand) @ hand.operand(w2[e], "w2_dgrad")
         dgate, dup = p * dy1 * up * da, p * dy1 * a
         dz = np.stack([dgate, dup], -1).reshape(padded, -1) if problem.gated else dgate
+        y1s = p * y1
+        if hand.recipe is not None and hand.recipe.rounds_rows:
+            dz, y1s = hand.rounded(dz), hand.rounded(y1s)
         dx_rows = hand.rounded(hand.operand(dz, "dz") @ hand.operand(w1[e], "w1_dgrad"))
         for row, (t, k) in enumerate(pairs):
             result.out[t] += p[row, 0] * y2[row]
@@ -183,7 +186,7 @@ def by_hand(
             codes = hand.codes(given, operand, scale) if folds else given / scale[:, None]
             return rows(codes).T @ hand.operand(beside * s, other)
 
-        dw2 = product(problem.dout, "wgrad_dout", dout_scale, p * y1, "wgrad_y1s")
+        dw2 = product(problem.dout, "wgrad_dout", dout_scale, y1s, "wgrad_y1s")
         dw1 = product(problem.x, "wgrad_x", row_scale, dz, "wgrad_dz").T
         result.dw1[e][:, order] = dw1.T
         result.dw2[e] = dw2.T

@@ -1,5 +1,6 @@
 """Byte offsets of the scales of an MXFP8 operand as CuTe's own algebra and quack's packer have them,
-as JSON on standard output: `python mx_layout_of_cute.py ROWS BLOCKS`. Needs no GPU.
+and what is said of a GEMM that gathers, as JSON on standard output: `python mx_layout_of_cute.py ROWS
+BLOCKS`. Needs no GPU. One program for both, because importing CuTe DSL takes longer than either.
 """
 
 import json
@@ -10,11 +11,15 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
 os.environ.setdefault("QUACK_ARCH", "100")
 import torch
 
-torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)
+torch.compile = torch.compiler.disable = lambda function=None, **_: (
+    function or (lambda decorated: decorated)
+)
 import cutlass  # noqa: E402
 from cutlass import cute  # noqa: E402
 from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF  # noqa: E402
 from quack.blockscaled.utils import _pack_blockscaled_scales  # noqa: E402
+
+from sonicmoe.kernels.mx_build import compile_down  # noqa: E402
 
 BLOCK = 32
 
@@ -40,7 +45,18 @@ def packed_by_quack(rows: int, blocks: int) -> list[list[int]]:
     return places[1:].reshape(rows, blocks).tolist()
 
 
+def refused_gather() -> str:
+    """The GEMM class itself traces this without a word, to a kernel that waits for ever."""
+    tiling = {"tile": (256, 256), "cluster": (2, 1), "swizzle": 8, "clc": True}
+    try:
+        compile_down(transpose=False, gather=True, **tiling)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 if __name__ == "__main__":
     sizes = int(sys.argv[1]), int(sys.argv[2])
     trace(*sizes)
-    json.dump({"cute": found, "quack": packed_by_quack(*sizes)}, sys.stdout)
+    facts = {"cute": found, "quack": packed_by_quack(*sizes), "gather": refused_gather()}
+    json.dump(facts, sys.stdout)

@@ -120,8 +120,50 @@ _DEPTH = 64  # columns of K in a stage, 2 bytes each
 _GATHERING = 128  # threads of a block that gather, 16 bytes at a time
 
 
+# Of MXFP8: two operands, each with its scales, before what an epilogue reads.
+_SCALED = ("a", "b", "the scales of a", "the scales of b")
+_MX_LOADED = {"mxfp8_dgated": (*_SCALED, "z")}
+_MX_STORED = {
+    "mxfp8_up": ("z", "y1"),
+    "mxfp8_down": ("d",),
+    "mxfp8_dgated": ("dz", "y1s"),
+    "mxfp8_dgrad": ("dx_rows",),
+    "mxfp8_wgrad": (),
+}
+_MX_DEPTH = 128  # columns of K in a stage, a byte each, with a scale for every 32 of them
+
+
+def mx_problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[str]:
+    """What is missing from, or is too much in, the kernel `name` of `mx_gemm`. quack-kernels traces
+    a gathered block-scaled GEMM to a kernel without loads of scales, whose barriers wait for their
+    bytes: it compiles, and would hang.
+    """
+    loaded, stored = _MX_LOADED.get(name, _SCALED), _MX_STORED[name]
+    if name == "mxfp8_up" and not statics["store_z"]:
+        stored = stored[1:]
+    text = []
+    for what, wanted, maps in (("loads", loaded, found.loads), ("stores", stored, found.stores)):
+        if len(maps) != len(wanted):
+            text.append(f"{what} by {len(maps)} tensor maps; needed: {len(wanted)}, for {wanted}")
+    if len(found.adds) != (name == "mxfp8_wgrad"):
+        text.append(f"adds by {len(found.adds)} tensor maps")
+    rows, columns = statics["tile"]
+    # Two blocks share a tile: each has half of both operands, its own rows' scales and all columns'.
+    scales = (rows + 2 * columns) * _MX_DEPTH // 32
+    stage = (rows + columns) * _MX_DEPTH + scales
+    if stage not in found.expected_bytes:
+        text.append(f"barriers wait for {found.expected_bytes} bytes; needed: {stage} of a stage")
+    if not found.tcgen05 or found.wgmma or found.mma_sync or found.gathers:
+        text.append("multiplies or gathers as another family does")
+    if bool(found.clc) != statics["clc"]:
+        text.append(f"asks {found.clc} times for its next tile, and clc is {statics['clc']}")
+    return text
+
+
 def problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[str]:
-    """What is missing from, or is too much in, the kernel `name` of `quack_gemm`."""
+    """What is missing from, or is too much in, the kernel `name` of `quack_gemm` or `mx_gemm`."""
+    if name.startswith("mxfp8_"):
+        return mx_problems(name, statics, found)
     loaded, stored = _LOADED[name], _STORED[name]
     if name == "bf16_up" and not statics["store_z"]:
         stored = stored[1:]

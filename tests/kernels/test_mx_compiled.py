@@ -1,21 +1,30 @@
-"""MXFP8's kernels compile without a GPU for the architectures that run them, and spill nothing."""
+"""MXFP8's kernels without a GPU: the quantisers compile and spill nothing; the GEMMs, which
+`test_quack_gemm.py` compiles beside those of the BF16 engine, are what they should be.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
+from kernels.mx_matrix import ARCHS, every_mx_variant, mx_shape
+from kernels.ptx_report import Traffic, mx_problems
 from kernels.ptxas_report import performance_losses, require_no_spills, resource_usage
 
+from sonicmoe.engine.capabilities import MXFP8
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import BUILD_LOG
 from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels import mx_gemm
 from sonicmoe.kernels.cuda_mx import mx_quantize_source
+from sonicmoe.kernels.mx_gemm import MxGemms, all_kernels, dgated_kernel, up_kernel, wgrad_kernel
+from sonicmoe.kernels.quack_gemm import Stored
 
-pytestmark = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
+needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+needs_ffi = pytest.mark.skipif(
+    importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"
+)
 EXPORTS = (
     "quantize_rows_iso32",
     "store_addresses",
@@ -27,6 +36,8 @@ EXPORTS = (
 KERNELS = 7
 
 
+@needs_nvcc
+@needs_ffi
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_the_quantisers_do_not_spill(
     arch: str, artefacts: CompileCache, pytestconfig: pytest.Config
@@ -45,3 +56,83 @@ def test_the_quantisers_do_not_spill(
     module = source.load(artefacts)
     for name in EXPORTS:
         assert callable(getattr(module, name)), name
+
+
+def test_what_is_missing_from_a_kernel_is_found():
+    """Figures of `up` as it is compiled for sm_100a."""
+    kernel = up_kernel(mx_shape("sm_100a"), store_z=True)
+    name, statics = kernel.name, dict(kernel.statics)
+    sound = Traffic(
+        loads={"1": 1, "3": 1, "5": 1, "7": 1}, stores={"9": 4, "11": 4}, adds={},
+        expected_bytes=(16, 68608), gathers=0, cp_async=0, wgmma=0, mma_sync=0, tcgen05=4, clc=2,
+    )  # fmt: skip
+    assert mx_problems(name, statics, sound) == []
+    for changes, words in (
+        ({"loads": {"1": 1, "3": 1}}, "loads by 2 tensor maps; needed: 4"),
+        ({"stores": {"9": 4}}, "stores by 1 tensor maps; needed: 2, for ('z', 'y1')"),
+        ({"expected_bytes": (16, 65536)}, "needed: 68608 of a stage"),
+        ({"adds": {"9": 1}}, "adds by 1"),
+        ({"tcgen05": 0}, "another family"),
+        ({"clc": 0}, "asks 0 times for its next tile"),
+    ):
+        (problem,) = mx_problems(name, statics, replace(sound, **changes))
+        assert words in problem
+
+
+def test_variants_of_a_model():
+    shape = mx_shape("sm_100a")
+    names = [kernel.name for kernel in all_kernels(shape)]
+    assert names.count("mxfp8_up") == names.count("mxfp8_wgrad") == 2 and len(names) == 7
+    assert not any("wgrad" in kernel.name for kernel in all_kernels(shape, fp8_wgrad=False))
+    assert {kernel.arch for kernel in all_kernels(shape)} == {"sm_100a"}
+    capped = all_kernels(mx_shape("sm_100a", capped=True))
+    assert not {*capped} & {*all_kernels(shape)}
+    assert ARCHS == ("sm_100a", "sm_103a")
+    # up with and without z, and dgated, for each further activation; the capped ones
+    assert len(every_mx_variant(ARCHS[0])) == 2 * 7 + 3 * (len(MXFP8.activations) - 1)
+
+
+def test_launches_take_their_operands_in_order(monkeypatch):
+    """Where gradients are contiguous along the other axis, operands change places."""
+    launched = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def load(self):
+            return lambda *arguments: launched.append((self.name, *arguments))
+
+    for make in (up_kernel, dgated_kernel, wgrad_kernel, mx_gemm.down_kernel, mx_gemm.dgrad_kernel):
+        name = make.__name__
+        monkeypatch.setattr(
+            mx_gemm, name, lambda shape, name=name, **own: Kernel((name, *own.values()))
+        )
+    gemms = MxGemms(mx_shape("sm_100a"), 148)
+    assert gemms.dprob_tiles(768) == 3 and gemms.dprob_tiles(800) == 4
+    x, w, y1 = ("x", "xs"), ("w", "ws"), ("y", "ys")
+    gemms.up(x, w, "z", y1, "cu")
+    gemms.up(x, w, None, y1, "cu")
+    gemms.up_again(x, w, "z", "cu")
+    gemms.down(y1, w, "y2", "cu")
+    gemms.dgated(x, w, "dz", "z", "y1s", "p", "parts", "cu")
+    gemms.dgrad(x, w, "dx", "cu")
+    assert launched == [
+        (("up_kernel", True), "x", "xs", "w", "ws", "z", "y", "ys", "cu", 74),
+        (("up_kernel", False), "x", "xs", "w", "ws", None, "y", "ys", "cu", 74),
+        (("down_kernel",), "x", "xs", "w", "ws", "z", "cu", 74),
+        (("down_kernel",), "y", "ys", "w", "ws", "y2", "cu", 74),
+        (("dgated_kernel",), "x", "xs", "w", "ws", "dz", "z", "y1s", "p", "parts", "cu", 74),
+        (("dgrad_kernel",), "x", "xs", "w", "ws", "dx", "cu", 74),
+    ]
+    launched.clear()
+    for stored in Stored:
+        gemms.wgrad_up(x, y1, "dw", "cu", stored)
+    gemms.wgrad_down(x, y1, "dw", "cu")
+    gemms.wgrad_down(x, y1, "dw", "cu", Stored.HIDDEN)
+    x_first, y_first = (
+        ("x", "xs", "y", "ys", "dw", "cu", 74),
+        ("y", "ys", "x", "xs", "dw", "cu", 74),
+    )
+    assert [one[0][1] for one in launched] == [False, False, True, False, False]
+    assert [one[1:] for one in launched] == [x_first, y_first, y_first, x_first, y_first]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from kernels import host_cuda
 from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, values
+from worlds import ROOT, environment
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
@@ -44,14 +45,17 @@ def square(x):
 
 
 @needs_quack
-def test_the_layout_is_that_of_cute_and_of_quacks_packer():
+def test_the_layout_is_that_of_cute_and_a_gather_is_refused():
     """Every scale of a matrix of 2 x 3 atoms, by closed formula, by `to_atoms`, by CuTe's
-    `tile_atom_to_shape_SF` evaluated on the host, and by the packer of quack's own tests.
+    `tile_atom_to_shape_SF` evaluated on the host, and by the packer of quack's own tests. And what a
+    build says of block scales with gathered rows.
     """
     rows, blocks = 256, 12
     script = Path(__file__).with_name("mx_layout_of_cute.py")
     command = [sys.executable, "-P", str(script), str(rows), str(blocks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout)
     ours = [[mx.scale_offset(m, b, blocks) for b in range(blocks)] for m in range(rows)]
@@ -60,6 +64,8 @@ def test_the_layout_is_that_of_cute_and_of_quacks_packer():
     for byte in (flat % 251, flat // 251):  # together they tell every scale from every other
         atoms = mx.to_atoms(byte.to(torch.uint8)).reshape(-1)
         assert torch.equal(atoms[torch.tensor(ours)], byte.to(torch.uint8))
+    assert "gather=True with block scales: the kernel would wait for ever" in theirs["gather"]
+    assert "needed: rows that lie in expert order (quantize_rows_iso32)" in theirs["gather"]
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (3, 256, 8)], ids=str)

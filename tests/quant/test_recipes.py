@@ -159,6 +159,7 @@ def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
     assert {MXFP8.wgrad_x, MXFP8.wgrad_dz, MXFP8.w1_dgrad, MXFP8.w2_dgrad} == {columns(32)}
     iso32 = RECIPES["iso32-pow2"]
     assert iso32.shares_weight_buffers and iso32.dz == iso32.wgrad_dz and iso32.y1 == MXFP8.y1
+    assert iso32.rounds_rows and MXFP8.rounds_rows
     blocks = {getattr(iso32, name) for name in BLOCK_FIELDS} - {iso32.y1, iso32.z}
     assert blocks == {iso(32)}
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Compile the kernels of the BF16 engine for every architecture that it serves, and print seconds,
-registers and spills. No GPU is needed.
+"""Compile the kernels of the BF16 engine, or of another one on quack-kernels, for every architecture
+that it serves, and print seconds, registers and spills. No GPU is needed.
 
     tools/ci/compile_matrix.py                             # a row per product and target
     tools/ci/compile_matrix.py --every                     # every activation, bias, tiling and dtype
     tools/ci/compile_matrix.py --arch sm_100a --arch sm_103a
+    tools/ci/compile_matrix.py --engine mxfp8 [--every]    # those of engine `mxfp8`
     tools/ci/compile_matrix.py --cuda --arch sm_80         # the CUDA C++ that any engine needs
     tools/ci/compile_matrix.py --sizes --arch sm_100a      # bytes of the compile cache of one model
 
@@ -29,6 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from kernels import ptx_report  # noqa: E402
 from kernels.gemm_matrix import TARGETS, every_variant, shape_for  # noqa: E402
+from kernels.mx_matrix import ARCHS as MX_ARCHS  # noqa: E402
+from kernels.mx_matrix import every_mx_variant, mx_shape  # noqa: E402
 from kernels.ptx_report import Traffic  # noqa: E402
 from kernels.ptxas_report import (  # noqa: E402
     SpillError,
@@ -45,10 +48,11 @@ from sonicmoe.jit.plan import ModelSpec  # noqa: E402
 from sonicmoe.jit.toolchain import find_toolkit  # noqa: E402
 from sonicmoe.jit.warmup import warm_up  # noqa: E402
 from sonicmoe.kernels import EVERY_RUN  # noqa: E402
+from sonicmoe.kernels.mx_gemm import all_kernels as mx_kernels  # noqa: E402
 from sonicmoe.kernels.quack_gemm import all_kernels, expert_rows_source  # noqa: E402
 
 WORKER = ROOT / "tests" / "kernels" / "quack_variants.py"
-CHOICES = ("activation", "bias", "store_z", "gather", "transpose", "stored", "dtype")
+CHOICES = ("activation", "bias", "store_z", "gather", "transpose", "stored", "halves", "dtype")
 # Columns of the table of docs/kernels.md: a target's architecture and class.
 Cells = dict[str, dict[tuple[str, str], str]]
 
@@ -57,6 +61,11 @@ def variants(arch: str, family: str, every: bool) -> tuple[CuteKernel, ...]:
     """Those of one target: of one model, or all."""
     shape = shape_for(arch, family)
     return every_variant(shape) if every else all_kernels(shape, recompute_z=True)
+
+
+def mx_variants(arch: str, every: bool) -> tuple[CuteKernel, ...]:
+    """The same of engine `mxfp8`."""
+    return every_mx_variant(arch) if every else mx_kernels(mx_shape(arch))
 
 
 def answers(kernels: Sequence[CuteKernel]) -> Iterator[tuple[CuteKernel, list]]:
@@ -91,13 +100,15 @@ def label(kernel: CuteKernel) -> str:
     rows, columns = statics["tile"]
     along_m, along_n = statics["cluster"]
     words = [f"{rows}x{columns}", f"cl({along_m},{along_n})"]
-    words += [name for name in ("pingpong", "clc", "tma_gather") if statics[name]]
+    words += [name for name in ("pingpong", "clc", "tma_gather") if statics.get(name)]
     return f"{' '.join(words)} | {' '.join(chosen)}"
 
 
 def product(kernel: CuteKernel) -> str:
     """`up` without z, or `wgrad`, stored as halves: what of a model's kernels this one is."""
     statics, name = dict(kernel.statics), kernel.name.removeprefix("bf16_")
+    if statics.get("halves"):
+        return f"{name}, stored: halves"
     if name == "wgrad":
         return f"{name}, stored: {statics['stored']}"
     return f"{name} without z" if statics.get("store_z") is False else name
@@ -119,7 +130,8 @@ def gemm_rows(kernels: Sequence[CuteKernel], cells: Cells) -> Iterator[tuple[str
     """A row of the table for each kernel, and what is wrong with it; fills `cells`."""
     for kernel, found in answers(kernels):
         statics = dict(kernel.statics)
-        head = f"| {kernel.arch} | {statics['family']} | {kernel.name} | {label(kernel)} |"
+        family = statics.get("family", ARCHITECTURES[kernel.arch].family)
+        head = f"| {kernel.arch} | {family} | {kernel.name} | {label(kernel)} |"
         if len(found) == 1:
             yield f"{head} refused | | |", f"{kernel.name} for {kernel.arch}: {found[0]}"
             continue
@@ -130,7 +142,7 @@ def gemm_rows(kernels: Sequence[CuteKernel], cells: Cells) -> Iterator[tuple[str
         wrong += spills([item])
         row = f"{head} {seconds:.1f} | {item.registers} | {spilled} |"
         cell = f"{seconds:.1f}, {item.registers}, {item.spill_store_bytes + item.spill_load_bytes}"
-        cells.setdefault(product(kernel), {})[kernel.arch, statics["family"]] = cell
+        cells.setdefault(product(kernel), {})[kernel.arch, family] = cell
         yield row, f"{kernel.name} for {kernel.arch}: {'; '.join(wrong)}" if wrong else None
 
 
@@ -180,6 +192,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", action="append", choices=list(ARCHITECTURES))
+    parser.add_argument("--engine", choices=("bf16", "mxfp8"), default="bf16")
     parser.add_argument("--every", action="store_true")
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--sizes", action="store_true")
@@ -192,7 +205,11 @@ def main() -> int:
     elif given.sizes:
         rows = size_rows(archs)
     else:
-        kernels = [kernel for target in targets for kernel in variants(*target, given.every)]
+        if given.engine == "mxfp8":
+            archs = [arch for arch in MX_ARCHS if given.arch is None or arch in given.arch]
+            kernels = [kernel for arch in archs for kernel in mx_variants(arch, given.every)]
+        else:
+            kernels = [kernel for target in targets for kernel in variants(*target, given.every)]
         rows = gemm_rows(tuple(dict.fromkeys(kernels)), cells)
         print("| target | class | kernel | tiling | choices | seconds | registers | spills |")
         print("|---|---|---|---|---|---|---|---|")

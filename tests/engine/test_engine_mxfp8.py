@@ -1,0 +1,383 @@
+"""The MXFP8 engine end to end without a GPU: its real host code and the exact quantisers over GEMMs
+computed on the host.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from framework import IS_PADDLE, torch
+
+if IS_PADDLE:
+    pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
+
+from engine.host_mx import HostGemms, HostRows
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.diagnostics.stages import listening
+from sonicmoe.engine import mxfp8, select, trial
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.capabilities import MXFP8, Workload, missing_package, problem
+from sonicmoe.engine.compile_plan import plan, warm_up_plan
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.mxfp8 import Mxfp8Engine
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.select import choose_engine
+from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.enums import ActivationType, EngineName, ZCode
+from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError
+from sonicmoe.jit.plan import ModelSpec
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.node.wgrad_queue import tensors_in
+from sonicmoe.quant import mx
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.routing.build import build_routing
+
+MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
+OURS, REFERENCE = Mxfp8Engine(), ReferenceEngine()
+T, H, I, E, K = 90, 160, 288, 4, 3
+NAMES = ("out", "dx", "dprobs", "dw1", "dw2")
+MODES = {
+    "default": {},
+    "recompute_z": {"recompute_z": True},
+    "stagewise": {"frees_stagewise": True},
+    "iso_weight": {"iso_weight": True},
+    "everything": {"recompute_z": True, "frees_stagewise": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def gemms(monkeypatch):
+    """Launches reach the host's GEMMs; every byte that nobody wrote is a NaN."""
+    made = {}
+
+    @contextmanager
+    def launches(x, settings, routing):
+        key = settings.activation, settings.activation_parameters
+        yield made.setdefault(key, HostGemms(*key)), HostRows(routing)
+
+    monkeypatch.setattr(mxfp8, "_launches", launches)
+    for module in (mxfp8, mx):
+        empty = module.empty
+        monkeypatch.setattr(module, "empty", lambda *args, empty=empty: empty(*args).fill_(0xFF))
+    return made
+
+
+class Case:
+    """bf16 operands of one layer; one expert without tokens, and both sentinels."""
+
+    def __init__(self, tokens=T, *, seed=0, invalid=0.3, hidden=H, inner=I):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*size, scale=1.0):
+            return (torch.randn(size, generator=generator) * scale).to(torch.bfloat16)
+
+        self.x, self.dout = normal(tokens, hidden), normal(tokens, hidden)
+        self.w1 = normal(E, 2 * inner, hidden, scale=hidden**-0.5)
+        self.w2 = normal(E, hidden, inner, scale=inner**-0.5)
+        ids = torch.rand(tokens, E - 1, generator=generator).argsort(1)[:, :K]
+        drop = torch.rand(tokens, K, generator=generator) < invalid
+        sentinel = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E)
+        probs = torch.rand(tokens, K, generator=generator) + 0.05
+        self.routing = build_routing(torch.where(drop, sentinel, ids), probs, E)
+
+    def run(self, engine, settings=MX, targets=None):
+        weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
+        experts, n1, hidden = self.w1.shape
+        sums = targets or NativeBuffer.zeros(experts, n1, hidden, n1 // 2, False, "cpu")
+        out, saved = engine.forward(self.x, self.routing, weights, settings)
+        dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
+        engine.backward_dw(pending, sums)
+        if targets is not None:
+            return {"out": out, "dx": dx, "dprobs": dprobs}
+        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
+
+
+def distance(found, wanted):
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+# Additions in another order make a rounding to bf16, and behind it a code, the next one here and
+# there.
+BARS = {"out": 2e-3, "dx": 5e-3, "dprobs": 1e-5, "dw1": 5e-3, "dw2": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def case():
+    return Case()
+
+
+@pytest.fixture(scope="module")
+def wanted(case):
+    return case.run(REFERENCE)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_every_mode_equals_the_reference_engine(case, wanted, mode):
+    found = case.run(OURS, replace(MX, **mode))
+    for name in NAMES:
+        assert distance(found[name], wanted[name]) <= BARS[name], name
+    assert not found["dw1"][E - 1].any() and not found["dw2"][E - 1].any(), (
+        "an expert without tokens"
+    )
+    dropped = case.routing.slot_row.reshape(case.routing.num_tokens, -1) < 0
+    assert not found["dprobs"][dropped].any()
+
+
+def test_equal_calls_give_equal_bits_in_every_mode(case):
+    runs = [case.run(OURS, replace(MX, **mode)) for mode in ({}, *MODES.values())]
+    for name in NAMES:
+        assert all(torch.equal(run[name], runs[0][name]) for run in runs), name
+
+
+@pytest.mark.parametrize("activation", MXFP8.activations, ids=lambda a: a.value)
+def test_every_activation(activation):
+    small = Case(40, hidden=64, inner=64)
+    settings = replace(MX, activation=activation)
+    wanted, found = (small.run(engine, settings) for engine in (REFERENCE, OURS))
+    for name in NAMES:
+        assert distance(found[name], wanted[name]) <= 2 * BARS[name], name
+
+
+def test_what_is_launched(case, gemms):
+    case.run(OURS)
+    (host,) = gemms.values()
+    backward = ["dgated", "dgrad", "load hidden", "load inner", "wgrad_down", "wgrad_up"]
+    assert host.calls == ["up", "down", *backward]
+    host.calls.clear()
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, MX)
+    _, saved = OURS.forward(case.x, case.routing, weights, MX, save=False)
+    assert saved is None and host.calls == ["up_only", "down"]
+    host.calls.clear()
+    case.run(OURS, replace(MX, recompute_z=True))
+    assert host.calls[:4] == ["up_only", "down", "up_again", "dgated"]
+
+
+def test_stages_are_those_of_the_reference_engine(case):
+    def shown(engine):
+        found = {}
+        with listening(lambda name, value: found.setdefault(name, value) is None or value):
+            case.run(engine)
+        return found
+
+    ours, theirs = shown(OURS), shown(REFERENCE)
+    # Accumulators show nothing: `run_stages` takes dw1, dw2 and z from the seam.
+    assert {*theirs} - {*ours} == {"z_saved", "dy1", "dw1", "dw2"}
+    assert {*ours} <= {*theirs}
+    rows = int(case.routing.padded_offsets[-1])
+    for name in ("wgrad_x", "wgrad_dout"):  # nothing but their own quantisation is in these
+        assert torch.equal(ours[name].bytes[:rows], theirs[name].bytes[:rows])
+        assert torch.equal(ours[name].scale_inv, theirs[name].scale_inv)
+    for name in ("dz_fp8", "wgrad_y1s", "y1"):
+        assert distance(dequantize(ours[name]), dequantize(theirs[name])) < 0.02, name
+
+
+def test_a_listener_may_replace_an_operand(case):
+    """`bisect` plants faults so."""
+    other = Case(seed=7)
+
+    def replaced(name, value):
+        if name != "wgrad_x" or isinstance(value, torch.Tensor):
+            return value
+        order = case.routing.row_token, case.routing.padded_offsets
+        wanted = {
+            along: getattr(value, along) is not None for along in ("along_columns", "along_rows")
+        }
+        return mx.quantize_rows_iso32(other.x, *order, gathers=True, **wanted)
+
+    with listening(replaced):
+        found = case.run(OURS)
+    swapped = Case()
+    swapped.x = other.x
+    assert torch.equal(found["out"], swapped.run(OURS)["out"])
+    assert torch.equal(found["dw1"], swapped.run(OURS)["dw1"])
+
+
+def test_no_token_at_all():
+    empty = Case(6, invalid=1.1)
+    found = empty.run(OURS)
+    assert all(not found[name].any() for name in NAMES)
+
+
+def test_poison_in_rows_that_nobody_reads(case):
+    """Tokens without a valid slot are NaN."""
+    poisoned = Case()
+    unused = torch.ones(len(poisoned.x), dtype=torch.bool)
+    unused[poisoned.routing.row_token[poisoned.routing.row_token >= 0].long()] = False
+    assert unused.any()
+    poisoned.x[unused] = poisoned.dout[unused] = float("nan")
+    found, wanted = poisoned.run(OURS), case.run(OURS)
+    for name in NAMES:
+        assert torch.equal(found[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value):
+    wrong = Case()
+    token = int(wrong.routing.row_token[0])
+    wrong.x[token, 5] = value
+    found, theirs = wrong.run(OURS), wrong.run(REFERENCE)
+    for name in ("out", "dw1"):
+        bad, reference = (~torch.isfinite(run[name]) for run in (found, theirs))
+        assert bad.any() and bool((bad | ~reference).all()), name
+    assert not torch.isfinite(found["out"][token]).any()
+
+
+def test_plain_wgrad_hands_bf16_rows_to_the_bf16_gemms(case, monkeypatch):
+    handed = []
+    monkeypatch.setattr(
+        Bf16Engine, "backward_dw", lambda self, pending, sums: handed.append(pending)
+    )
+    found = case.run(OURS, replace(MX, fp8_wgrad=False))
+    (pending,) = handed
+    assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
+    assert torch.equal(pending.x, case.x) and torch.equal(pending.dout, case.dout)
+    assert torch.equal(found["dx"], case.run(OURS)["dx"])
+
+
+LAYOUTS = {
+    "native": WeightLayout(),
+    "transposed": WeightLayout(transposed=True),
+    "gate half first": WeightLayout(split_half=True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_gradients_go_straight_to_stacked_parameters(case, layout):
+    up_shape = (E, H, 2 * I) if layout.transposed else (E, 2 * I, H)
+    down_shape = (E, I, H) if layout.transposed else (E, H, I)
+    up, down = torch.ones(up_shape), torch.ones(down_shape)
+    of_down = WeightLayout(layout.transposed, False)
+    targets = ParameterTargets(
+        WeightTarget.stacked(up, E, layout), WeightTarget.stacked(down, E, of_down)
+    )
+    assert OURS.problem_of(targets, MX) is None
+    case.run(OURS, targets=targets)
+    wanted = case.run(OURS)
+    assert torch.allclose(layout.native_w1(up) - 1, wanted["dw1"], rtol=1e-5, atol=1e-4)
+    assert torch.allclose(of_down.native_w2(down) - 1, wanted["dw2"], rtol=1e-5, atol=1e-4)
+
+
+def test_parameters_that_its_gemms_cannot_add_to():
+    per_expert = WeightTarget.per_expert([torch.zeros(2 * I, H) for _ in range(E)], WeightLayout())
+    down = WeightTarget.stacked(torch.zeros(E, H, I), E, WeightLayout())
+    targets = ParameterTargets(per_expert, down)
+    assert "the MXFP8 GEMMs add to one for all" in OURS.problem_of(targets, MX)
+    with pytest.raises(ConfigError, match="the MXFP8 GEMMs cannot add to these parameters"):
+        Case().run(OURS, targets=targets)
+
+
+def test_released_operands_are_refused(case):
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, MX)
+    _, saved = OURS.forward(case.x, case.routing, weights, MX)
+    _, _, pending = OURS.backward_dx(case.dout, saved, weights)
+    # Everything that a side stream reads is found in them.
+    held = {tensor.data_ptr() for tensor in tensors_in(pending)}
+    for q in (pending.dz, pending.y1s, pending.native):
+        assert {part.data_ptr() for part in q.parts} <= held
+    assert pending.y1s.along_columns is None, "nobody contracts y1s over its columns"
+    sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
+    OURS.backward_dw(pending, sums)
+    with pytest.raises(RuntimeError, match="released by an earlier backward_dw"):
+        OURS.backward_dw(pending, sums)
+
+
+def test_weights_are_one_buffer_that_follows_the_parameters(case):
+    w1, w2 = case.w1.clone(), case.w2.clone()
+    weights = OURS.prepare_weights(w1, w2, None, None, MX)
+    assert weights.w1_dgrad is weights.w1 and not weights.two_orders
+    assert weights.w1.serves_both and weights.updated_in_place
+    bytes_of = sum(weight.numel() for weight in (w1, w2))
+    assert bytes_of < weights.store.nbytes < 1.4 * bytes_of  # small matrices have partial atoms
+    values = dequantize(weights.w1)
+    assert distance(values, w1) < 0.05
+    assert torch.equal(dequantize(weights.w1[2]), values[2])
+
+
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SITU_GLU])
+def test_a_right_engine_passes_its_trial(activation):
+    """On a GPU where it never ran it is tried before it runs; the bars leave it room."""
+    tried = trial.Problem(Workload(replace(MX, activation=activation), 256, 288), "cpu")
+    found = [trial.judged(OURS, one, wanted) for one, wanted in trial.cases(tried, OURS)]
+    names = [result["case"] for result in found]
+    assert names[:2] == ["inference", "training"] and len(names) > 3
+    assert any("main_grad" in name for name in names)
+    for result in found:
+        assert result["problem"] is None, result
+        for name, (rmse, element) in result["errors"].items():
+            assert rmse < 0.7 * trial.MOST_RMSE and element < 0.7 * trial.MOST_ELEMENT, (
+                name,
+                rmse,
+                element,
+            )
+
+
+class TestChoice:
+    """By name only."""
+
+    WORKLOAD = Workload(MX, 2048, 768)
+
+    @pytest.fixture
+    def blackwell(self, monkeypatch):
+        monkeypatch.setattr(select, "arch_of", lambda device: "sm_100a")
+        monkeypatch.setattr(select, "missing_tool", lambda *_: None)
+
+    def test_by_name(self, blackwell):
+        choice = choose_engine("cuda:0", EngineName.MXFP8, self.WORKLOAD)
+        assert isinstance(choice.engine, Mxfp8Engine) and not choice.falls_back
+
+    def test_auto_never_takes_it(self, blackwell):
+        choice = choose_engine("cuda:0", workload=self.WORKLOAD)
+        assert choice.engine.name != "mxfp8" and "mxfp8" not in choice.reason
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"settings": replace(MX, recipe=RECIPES["iso128"])}, "made for 'iso32-pow2'"),
+            ({"settings": replace(MX, save_z=ZCode.INT8)}, "it stores 'bf16'"),
+            ({"settings": replace(MX, activation=ActivationType.GELU)}, "the activation is 'gelu'"),
+            ({"bias": True}, "biases"),
+            ({"intermediate_size": 752}, "it needs multiples of 32 and 32"),
+            ({"dtype": "float16"}, "tokens are float16"),
+        ],
+    )
+    def test_what_it_cannot_compute(self, blackwell, changes, words):
+        with pytest.raises(EngineUnavailableError, match="engine 'mxfp8' cannot run") as found:
+            choose_engine("cuda:0", EngineName.MXFP8, replace(self.WORKLOAD, **changes))
+        assert words in str(found.value)
+
+    def test_other_architectures(self):
+        assert "sm_100a (Blackwell" in problem(MXFP8, self.WORKLOAD, "sm_90a")
+        assert problem(MXFP8, self.WORKLOAD, "sm_103a") is None
+
+    def test_tokens_in_fp8_are_dequantised_for_it(self, case):
+        from sonicmoe.quant.recipes import rows
+        from sonicmoe.quant.reference import quantize
+
+        weights = OURS.prepare_weights(case.w1, case.w2, None, None, MX)
+        tokens = quantize(case.x.float(), rows(128))
+        with pytest.raises(DTypeError, match="cannot read x"):
+            OURS.forward(tokens, case.routing, weights, MX)
+
+
+@pytest.mark.skipif(missing_package(MXFP8.jobs(None, "sm_100a")) is not None, reason="needs quack")
+def test_warm_up_plans_it_where_it_is_asked_for():
+    spec = ModelSpec(E=8, H=2048, I=768, arch="sm_100a")
+    own = {"fp8_mode": "perf", "recipe": "iso32-pow2", "save_z": "bf16"}
+
+    def names(**config):
+        planned = plan(spec, SonicMoEConfig(**own, **config).resolve())
+        assert {job.key().arch for job in planned} == {"sm_100a"}
+        return {job.name for job in planned}
+
+    gemms = {f"mxfp8_{name}" for name in ("up", "down", "dgated", "dgrad", "wgrad")}
+    assert gemms | {"mx_quantize", "expert_rows"} <= names(engine="mxfp8")
+    assert not any(name.startswith("mx") for name in names())
+    plain = names(engine="mxfp8", fp8_wgrad=False)
+    assert "mxfp8_wgrad" not in plain and "bf16_wgrad" in plain
+    whole = warm_up_plan(spec, config=SonicMoEConfig(**own, engine="mxfp8").resolve())
+    assert {job.name for job in whole.jobs} >= gemms
