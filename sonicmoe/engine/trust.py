@@ -55,6 +55,9 @@ _PROGRAM = (
     "from sonicmoe.engine.trial import main; sys.exit(main())"
 )
 _LAST_WORDS = 4000
+# Of a trial that decides nothing. While this rank tries again, another one of the host may succeed,
+# and ranks that run different engines are worth avoiding.
+_ATTEMPTS = 2
 _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 # Of an error that says nothing of the engine.
 _ELSEWHERE = ("out of memory", "CompileForbiddenError", "ToolchainError", "MemoryError")
@@ -246,7 +249,7 @@ def _known(
         return known
     subject, cache = Subject.of(engine, record, workload, device, arch), default_cache()
     artefact = cache.try_load(subject.key(cache))
-    return None if artefact is None else _remember(subject, _read(subject, artefact))
+    return None if artefact is None else _remember(subject, _read(artefact))
 
 
 def _remember(subject: Subject, verdict: Verdict) -> Verdict:
@@ -254,7 +257,7 @@ def _remember(subject: Subject, verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _read(subject: Subject, artefact: Artefact) -> Verdict:
+def _read(artefact: Artefact) -> Verdict:
     found = json.loads(artefact.file(VERDICT).read_text(encoding="utf-8"))
     return Verdict(found["trusted"], found["reason"], tuple(found["cases"]))
 
@@ -281,18 +284,19 @@ def _judge(subject: Subject, cache: CompileCache) -> Verdict:
         verdict = announced_trial(subject)
         (folder / VERDICT).write_text(json.dumps(verdict.to_json(), indent=1), encoding="utf-8")
 
-    try:
-        if current_config().engine_check is EngineCheck.ALWAYS:
-            return replace(announced_trial(subject), stored=False)
+    why = ""
+    for _ in range(_ATTEMPTS):
         try:
-            return _read(subject, cache.install(subject.key(cache), build))
-        except CacheUnwritableError:
-            return replace(announced_trial(subject), stored=False)
-    except UndecidedError as undecided:
-        reason = (
-            f"it could not be checked on this GPU, where it never ran: {undecided}. {HOW_TO_SKIP}"
-        )
-        return Verdict(False, reason, stored=False)
+            if current_config().engine_check is EngineCheck.ALWAYS:
+                return replace(announced_trial(subject), stored=False)
+            try:
+                return _read(cache.install(subject.key(cache), build))
+            except CacheUnwritableError:
+                return replace(announced_trial(subject), stored=False)
+        except UndecidedError as undecided:
+            why = str(undecided)
+    reason = f"it could not be checked on this GPU, where it never ran: {why}. {HOW_TO_SKIP}"
+    return Verdict(False, reason, stored=False)
 
 
 def announced_trial(subject: Subject) -> Verdict:

@@ -16,6 +16,7 @@ import pytest
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.architectures import SM90, SM120
+from sonicmoe.config import current_config
 from sonicmoe.engine import select, trial, trust
 from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, REFERENCE, TokenFormat, Workload
 from sonicmoe.engine.interface import EngineSettings
@@ -231,9 +232,40 @@ class TestKept:
         assert "could not be checked on this GPU, where it never ran: no memory." in str(
             trust.refusal(*ASKED)
         )
+        assert len(trials.made) == 2, "another rank may have decided meanwhile"
         trust.forget()
         trials.verdicts.clear()
-        assert trust.trusted(*ASKED) and len(trials.made) == 2
+        assert trust.trusted(*ASKED) and len(trials.made) == 3
+
+    def test_what_another_rank_decides_meanwhile_counts(self, trials, monkeypatch):
+        """Its GPU has memory left: it waits for the lock until this rank gives up, and then tries."""
+        config, asked = current_config(), subject(ReferenceEngine)
+
+        def in_the_other_rank():
+            with config.activate():
+                cache = CompileCache(config.cache_dir, config.local_cache_dir)
+                assert trust._judge(asked, cache) == Verdict(True)
+
+        other = threading.Thread(target=in_the_other_rank)
+
+        def by_rank(subject, limits=None):
+            if threading.current_thread() is not threading.main_thread():
+                return trials(subject)
+            trials.made.append(subject)
+            other.start()
+            raise UndecidedError("no memory")
+
+        monkeypatch.setattr(trust, "try_engine", by_rank)
+        install = CompileCache.install
+
+        def slowly(self, key, builder):
+            if threading.current_thread() is threading.main_thread() and trials.made:
+                other.join()  # its second attempt comes after the other rank's first
+            return install(self, key, builder)
+
+        monkeypatch.setattr(CompileCache, "install", slowly)
+        assert trust._judge(asked, default_cache()) == Verdict(True)
+        assert len(trials.made) == 2
 
     def test_processes_that_ask_at_once_share_one_trial(self, trials, tmp_path):
         """Each with a cache object of its own, as ranks have."""
