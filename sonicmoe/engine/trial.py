@@ -15,6 +15,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ from ..layouts import WeightLayout
 from ..quant.recipes import RECIPES, rows
 from ..quant.reference import quantize
 from ..routing.build import build_routing
+from ..routing.metadata import RoutingMetadata
 from .capabilities import GradientTarget, TokenFormat, Workload, gradient_problem, token_problem
 from .interface import Engine, FreshTargets, ParameterTargets, Tokens, WeightTarget
 from .reference import ReferenceEngine
@@ -54,10 +56,13 @@ STARTED, BEGIN, RESULT, DONE = "started", "begin", "result", "done"
 
 @dataclass(frozen=True)
 class Case:
-    """One way of calling an engine. `run` returns all of its outputs by name."""
+    """One way of calling an engine. `run` returns all of its outputs by name; exact: they are whole
+    numbers, and copies.
+    """
 
     name: str
     run: Callable[[Engine], Results]
+    exact: bool = False
 
 
 class Problem:
@@ -79,13 +84,17 @@ class Problem:
         self.w2 = normal(E, self.hidden, self.inner, scale=self.inner**-0.5)
         self.b1 = normal(E, self.n1, dtype="float32") if workload.bias else None
         self.b2 = normal(E, self.hidden, dtype="float32") if workload.bias else None
-        probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
-        self.routing = build_routing(
-            torch.tensor(_indices(rng), device=device),
-            torch.tensor(probs, device=device),
-            E,
-            alignment=self.settings.row_alignment,
-        )
+        self._probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
+        self._indices = _indices(rng)
+        self.routing = self.routed(device)
+
+    def routed(self, device: str) -> RoutingMetadata:
+        indices, probs = (torch.tensor(a, device=device) for a in (self._indices, self._probs))
+        return build_routing(indices, probs, E, alignment=self.settings.row_alignment)
+
+    def route(self, _: Engine) -> Results:
+        """The metadata, by the kernels that all engines share; a host computes it plainly."""
+        return _metadata(self.routed(self.device))
 
     def quantised(self, form: TokenFormat) -> tuple[Tokens, Tokens]:
         """x and dout as their sender quantised them."""
@@ -164,6 +173,16 @@ def _indices(rng: np.random.Generator) -> Array:
     return np.asarray(ids[rng.permutation(T)])
 
 
+def _metadata(routing: RoutingMetadata) -> Results:
+    found = {
+        name: _numbers(tensor)
+        for name, tensor in zip(routing.TENSOR_FIELDS, routing.tensors(), strict=True)
+    }
+    # On a GPU there may be padding rows behind everybody's.
+    rows = int(found["padded_offsets"][-1])
+    return {name: a[:rows] if name.startswith("row_") else a for name, a in found.items()}
+
+
 def _numbers(tensor: Tensor) -> Array:
     """fp32 on the host; waits for the device, so a kernel's error comes up here."""
     return np.asarray(tensor.detach().to(torch.float32).cpu().numpy())
@@ -178,6 +197,7 @@ def cases(problem: Problem, engine: Engine) -> Iterator[tuple[Case, Results]]:
     formats = [form for form in TokenFormat if _takes(engine, problem, form)]
     arrived = {form: problem.quantised(form) for form in formats}
     wanted_of = {form: problem.train(golden, tokens=arrived[form]) for form in formats}
+    yield Case("routing", problem.route, exact=True), _metadata(problem.routed("cpu"))
     yield Case("inference", problem.infer), {"out": wanted["out"]}
     yield Case("training", problem.train), wanted
     for form in formats:
@@ -236,13 +256,18 @@ def distance(found: Array, wanted: Array) -> tuple[float, float]:
     return float(np.linalg.norm(off)) / norm, float((off / scale[:, None]).max())
 
 
+def _difference(found: Array, wanted: Array) -> tuple[float, float]:
+    return (0.0, 0.0) if np.array_equal(found, wanted) else (float("inf"), float("inf"))
+
+
 def judged(engine: Engine, case: Case, wanted: Results) -> dict[str, Any]:
     """Run a case twice. `problem`: what is wrong, in words, or None."""
     first = case.run(engine)
     started = time.perf_counter()
     second = case.run(engine)
     seconds = time.perf_counter() - started
-    errors = {name: distance(first[name], values) for name, values in wanted.items()}
+    off = _difference if case.exact else distance
+    errors = {name: off(first[name], values) for name, values in wanted.items()}
     return {
         "event": RESULT,
         "case": case.name,
@@ -254,6 +279,8 @@ def judged(engine: Engine, case: Case, wanted: Results) -> dict[str, Any]:
 
 def _problem(errors: dict[str, tuple[float, float]], first: Results, second: Results) -> str | None:
     for name, (rmse, element) in errors.items():
+        if math.isinf(rmse):
+            return f"{name} is not finite, or differs where it is copied"
         if not rmse <= MOST_RMSE:
             return (
                 f"{name} is {rmse:.2%} away from the reference engine's, of at most {MOST_RMSE:.0%}"

@@ -60,11 +60,11 @@ class TestInAProcess:
         verdict = try_engine(subject(planted_engines.Sound, fp8))
         assert verdict.trusted and verdict.reason == ""
         names = [case["case"] for case in verdict.cases]
-        assert names[:3] == ["inference", "training", "tokens as e4m3_1x128"]
+        assert names[:4] == ["routing", "inference", "training", "tokens as e4m3_1x128"]
         assert sum(name.startswith("gradients into main_grad") for name in names) == 8
         assert all(case["seconds"] > 0 for case in verdict.cases)
         wanted = {"out", "dx", "dprobs", "dw1", "dw2"}
-        assert {name for case in verdict.cases for name in case["errors"]} == wanted
+        assert {name for case in verdict.cases[1:] for name in case["errors"]} == wanted
 
     @torch_only
     @pytest.mark.parametrize(("engine", "words"), [
@@ -75,7 +75,7 @@ class TestInAProcess:
     def test_a_planted_fault_is_named(self, engine, words):
         verdict = try_engine(subject(engine), Limits(case=4.0))
         assert not verdict.trusted and verdict.reason.startswith(words)
-        assert verdict.cases[0]["case"] == "inference" and verdict.cases[0]["problem"] is None
+        assert [case["problem"] for case in verdict.cases[:2]] == [None, None]
         assert not _children()
 
 
@@ -135,9 +135,24 @@ class TestVerdicts:
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(verdict.reason)
 
+    def test_routing_of_a_gpu_is_compared_with_that_of_a_host(self, monkeypatch):
+        build, built = trial.build_routing, []
+
+        def wrong_on_the_gpu(*arguments, **options):
+            routing = build(*arguments, **options)
+            built.append(routing)
+            # The host's is built once, after the operands' own.
+            row_token = routing.row_token.clone()
+            row_token[:2] = row_token[:2].flip(0)
+            return routing if len(built) == 2 else replace(routing, row_token=row_token)
+
+        monkeypatch.setattr(trial, "build_routing", wrong_on_the_gpu)
+        verdict = inline(monkeypatch, planted_engines.Sound)
+        assert verdict.reason == "routing: row_token is not finite, or differs where it is copied"
+
     def test_later_cases_are_tried_and_the_first_problem_is_the_reason(self, monkeypatch):
         verdict = inline(monkeypatch, planted_engines.WrongNumber)
-        assert len([case for case in verdict.cases if case["problem"]]) == len(verdict.cases) - 1
+        assert len([case for case in verdict.cases if case["problem"]]) == len(verdict.cases) - 2
         assert verdict.reason.startswith("training: ")
 
     @pytest.mark.parametrize(("engine", "status", "words"), [

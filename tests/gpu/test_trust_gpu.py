@@ -107,7 +107,8 @@ def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, engine, words
     assert not verdict.trusted and verdict.reason.startswith(words), verdict.reason
     if engine is planted_gpu_engines.Faults:
         assert "CUDA error" in verdict.reason, verdict.reason
-    assert verdict.cases[0]["case"] == "inference" and verdict.cases[0]["problem"] is None
+    assert [case["case"] for case in verdict.cases[:2]] == ["routing", "inference"]
+    assert [case["problem"] for case in verdict.cases[:2]] == [None, None]
     # This process computes on, and the memory of the other one is free again.
     assert float((here * 2).sum()) == 56.0
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
