@@ -331,22 +331,19 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
   Epilogue epilogue(p, e, maps, s, group * 4 + warp, lane);
   if (group == 1) named_barrier_arrive(1, 256);  // the first turn is warpgroup 0's
   for (Scheduler scheduler(p); scheduler.next(tile);) {
-    // Padding rows follow an expert's tokens, so the first of a warpgroup's 64 rows tells that all
-    // are padding. Their products are zeros and need not be computed.
-    const bool computes = tile.active && (!kGather || p.row_token[tile.row + group * 64] >= 0);
-    if (!computes) {
+    if (!tile.active) {
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         barrier_wait(&s.full[ring.stage], ring.phase);
         named_barrier_sync(1 + group, 256);
         named_barrier_arrive(2 - group, 256);
         release(s, ring.stage, lane);
       }
-      if (!tile.active) continue;
+      continue;
     }
-    const int computed_blocks = computes ? k_blocks : 0;
     const int row0 = tile.row + group * 64 + warp * 16;
     Accumulators acc;
-    if constexpr (kGather) {  // for a plain GEMM the first products overwrite them
+    if constexpr (Epilogue::kNeedsRegisters) {  // else the first products, which overwrite them,
+                                                // seem to read the last tile's
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.f;
     }
@@ -363,7 +360,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales.peak[i] = 0.f;
     scales.load(0);
-    float current[4] = {1.f, 1.f, 1.f, 1.f};
+    float current[4];
     const auto begin_scales = [&] {
       scales.enter();
 #pragma unroll
@@ -373,7 +370,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     // costs registers.
     constexpr bool kInShadow = !Epilogue::kNeedsRegisters;
     if constexpr (!kInShadow) begin_scales();
-    for (int first = 0; first < computed_blocks; first += 4) {
+    for (int first = 0; first < k_blocks; first += 4) {
       if constexpr (!kInShadow) scales.load(first + 4);
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
