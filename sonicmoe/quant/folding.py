@@ -18,12 +18,13 @@ b = h // 128, and s_b the scale of that block:
     dw1     = sum_t dequantised(wgrad_dz)[t,n] * c[t,h]    c enters with scale 1
 
 * **Codes of another block** are rounded once more, to a coarser grid: s_b / s_t <= 1, so nothing
-  saturates. In a row that `row128` quantised they lie more than 2^10 below the largest. Codes with one scale per
-  row and 128 columns that arrive from outside are read the same way, whoever made them: kept where
-  the row's scale is constant, rounded once more in every block whose scale is not the largest.
-* **Floor.** The amax of a block of v is at least 2^-100 as everywhere, so what is smaller than
-  2^-100 2^-9 / 448 in a block of such values is lost. s_t itself is at least 2^-100 / 448 where this
-  package made it. A product below 2^-126 may be flushed to zero or not: its code is 0.
+  saturates. In a row that `row128` quantised such a block lies more than 2^10 below the largest.
+  Codes with one scale per row and 128 columns that arrive from outside are read the same way,
+  whoever made them: kept where the row's scale is constant, rounded once more in every block whose
+  scale is not the largest.
+* **Floor.** The amax of a block of v is at least 2^-100, as everywhere. In a block below that, what
+  is below 2^-110 / 448 becomes 0. s_t itself is at least 2^-100 / 448 where this package made it. A
+  product below 2^-126 may be flushed to zero or not: its code is 0.
 * **Padding rows** of wgrad have c = 0 and v = 0, and read neither a scale nor a code.
 * **Zero.** A row of scale 0 (foreign senders make such) has s_b == s_t, so 0 / 0 never arises.
 * **Not finite.** An infinite element of x makes s_t infinite and the token's z NaN, hence dz NaN in
@@ -34,7 +35,12 @@ b = h // 128, and s_b the scale of that block:
   `fp8_wgrad` is off, which multiplies unquantised values.
 * Quantising is a function of x alone, so an engine may keep the codes of the forward for the
   recomputed z and for wgrad, or make them again: the bits are the same.
-* A GPU engine that rounds dz and y1s to bf16 before it quantises them does so before v.
+* A GPU engine whose dz is fl(u m), u in bf16 and m a factor of the row, forms v = fl(u fl(m s_t)),
+  and the amax of a row as fl(max |u| |fl(m s_t)|); y1s likewise. That is one fp32 rounding apart from
+  the rule, as its dz is today.
+* A GEMM whose sums stand in units of the current scale multiplies them where the scale of the next
+  block differs, that is, where the two fp32 words do: an approximate quotient of equal scales need
+  not be 1. Sums still go from the tensor core to fp32 every 128 of K.
 """
 
 from __future__ import annotations
