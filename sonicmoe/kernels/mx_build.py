@@ -219,10 +219,13 @@ def _codes(held):
 def _scales(atoms):
     """`[A, B, 512]`, or `[E, A, B, 512]`, as quack wants it: `[1 or E, A, B, 32, 4, 4]`."""
     shape, stride = atoms.shape, atoms.stride
-    batched = cutlass.const_expr(cute.rank(atoms) == 4)
-    lead, outer = (
-        ((shape[0], *shape[1:3]), stride[:3]) if batched else ((1, *shape[:2]), (0, *stride[:2]))
-    )
+    if cutlass.const_expr(cute.rank(atoms) == 4):
+        lead, outer = shape[:3], stride[:3]
+    else:
+        # One matrix, as far from a second one as quack's own callers have it. A stride of 0 would
+        # be another kind of tensor map.
+        whole = cute.assume(cutlass.Int64(shape[0]) * stride[0], divby=_ATOM_BYTES)
+        lead, outer = (1, *shape[:2]), (whole, *stride[:2])
     layout = cute.make_layout((*lead, 32, 4, 4), stride=(*outer, 16, 4, 1))
     return cute.recast_tensor(cute.make_tensor(atoms.iterator, layout), Float8E8M0FNU)
 
