@@ -230,6 +230,7 @@ TRITON = EngineRecord(
     biases=True,
     sets_parameters=True,
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
+    proven=(SM90,),
     loads_with="triton",
     compiler="Triton",
     jobs=_triton_jobs,

@@ -18,7 +18,15 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.architectures import SM90, SM120
 from sonicmoe.config import current_config
 from sonicmoe.engine import select, trial, trust
-from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, REFERENCE, TokenFormat, Workload
+from sonicmoe.engine.capabilities import (
+    BF16,
+    HOPPER,
+    RECORDS,
+    REFERENCE,
+    TRITON,
+    TokenFormat,
+    Workload,
+)
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
@@ -429,6 +437,6 @@ class TestChoice:
 
 
 def test_proven_are_the_architectures_that_the_records_say():
-    assert HOPPER.proven == BF16.proven == (SM90,) and REFERENCE.proven == ()
+    assert HOPPER.proven == BF16.proven == TRITON.proven == (SM90,) and REFERENCE.proven == ()
     for record in RECORDS.values():
         assert set(record.proven) <= set(record.architectures)
