@@ -19,7 +19,7 @@ from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
 from ..diagnostics.doctor_report import CacheState, Report, Severity
 from ..diagnostics.report_file import write_report
 from .framework import framework_option
-from .refusals import OneLineCommand, Refusal
+from .refusals import Location, OneLineCommand, Refusal
 from .screen import Activity
 
 
@@ -33,7 +33,7 @@ from .screen import Activity
 @click.option(
     "--report",
     "report_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=Location(dir_okay=False),
     help="With --self-test: try every engine on this GPU, which takes minutes, and write this JSON "
     "file for a maintainer, without names of this machine, its users and directories.",
 )

@@ -11,7 +11,7 @@ from sonicmoe import install
 from sonicmoe.diagnostics import gpu_engines
 from sonicmoe.kernels.quack_gemm import PACKAGES
 
-COMPLETE = {"torch": "2.11.0+cu130", "apache-tvm-ffi": "0.1", **PACKAGES}
+COMPLETE = {"torch": "2.11.0+cu130", "triton": "3.6.0", "apache-tvm-ffi": "0.1", **PACKAGES}
 
 
 @pytest.fixture
