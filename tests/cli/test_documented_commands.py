@@ -211,7 +211,7 @@ def test_links_and_files_exist(guide):
         assert linked.exists(), target
         if anchor:
             headings = {
-                h.lower().replace(" ", "-")
+                re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-")
                 for h in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
             }
             assert anchor in headings
