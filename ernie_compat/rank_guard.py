@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -69,8 +70,10 @@ class RankGuard:
             self._watch.close()
             return
         own = isinstance(error, SonicMoEError) and not isinstance(error, RankLostError)
-        if isinstance(error, Exception) and not own:
-            self._watch.wait_for_news(NEWS_S)  # `_stop` ends the process
+        if isinstance(error, Exception) and not own and self._watch.wait_for_news(NEWS_S):
+            # `_stop` prints its line and ends the process on the watching thread. This thread would
+            # go on to print the error, and may be the faster one.
+            time.sleep(NEWS_S)
         self._watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _stop(self, reason: str) -> None:

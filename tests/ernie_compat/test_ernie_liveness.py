@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ernie_compat import rank_guard
 from ernie_compat.liveness import RankWatch
 from ernie_compat.parallel import (
     Launch,
@@ -21,7 +22,7 @@ from ernie_compat.parallel import (
     whole_shapes,
 )
 from ernie_compat.rank_guard import RankGuard
-from sonicmoe.errors import ConfigError
+from sonicmoe.errors import ConfigError, RankLostError
 
 SILENCE_S = 0.6
 
@@ -164,3 +165,31 @@ def test_names_of_other_ranks_experts():
         "layers.0.mlp.experts.2.down_proj.weight": (3, 4),
         "layers.0.norm.weight": (4,),
     }
+
+
+class HeardOfALostRank:
+    """A watch whose news has come, and whose thread has yet to end the process."""
+
+    def __init__(self):
+        self.told = []
+
+    def wait_for_news(self, seconds):
+        return True
+
+    def fail(self, reason):
+        self.told.append(reason)
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [(RankLostError("in a collective"), True), (ValueError("torch's"), True), (ConfigError("own"), False)],
+)  # fmt: skip
+def test_the_news_of_a_lost_rank_is_printed_before_the_error_that_it_caused(
+    error, waits, monkeypatch
+):
+    slept = []
+    monkeypatch.setattr(rank_guard.time, "sleep", slept.append)
+    guard = RankGuard(SingleProcess(), lambda: "hint")
+    guard._watch = HeardOfALostRank()
+    guard.__exit__(type(error), error, None)
+    assert slept == [rank_guard.NEWS_S] * waits

@@ -228,10 +228,11 @@ def test_the_check_says_nothing_where_the_engine_runs(implementation, hidden, in
          "a GPU computes it without FP8 (not hopper: H is 64 and I is 48, and it needs multiples of 16 and 64)"),
         ("sonicmoe_fp8", 64, 44,
          "a GPU computes it in plain tensor operations, which are slow (not hopper: H is 64 and I is 44, "
-         "and it needs multiples of 16 and 64; not bf16: H is 64 and I is 44, and it needs multiples of 8 and 8)"),
+         "and it needs multiples of 16 and 64; not bf16: H is 64 and I is 44, and it needs multiples of 8 and 8; "
+         "not triton: H is 64 and I is 44, and it needs multiples of 8 and 8)"),
         ("sonicmoe", 60, 64,
          "a GPU computes it in plain tensor operations, which are slow (not bf16: H is 60 and I is 64, "
-         "and it needs multiples of 8 and 8)"),
+         "and it needs multiples of 8 and 8; not triton: H is 60 and I is 64, and it needs multiples of 8 and 8)"),
     ],
 )  # fmt: skip
 def test_the_check_warns_of_sizes_without_kernels(implementation, hidden, inner, words, caplog):
