@@ -1,5 +1,5 @@
-"""The BF16 engine for Hopper and Blackwell: every product a grouped GEMM of `kernels.quack_gemm`, gather,
-activation and its gradient fused.
+"""The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM of `kernels.quack_gemm`
+with gather, activation and its gradient fused.
 
     forward       z, y1 = up(x)            y2 = down(y1)         out = weighted sum per token
     backward_dx   dz, y1s, dprobs = dgated(dout, z)              dx = sum per token of dgrad(dz)
@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from ..diagnostics.stages import stage, tap
-from ..errors import DeviceError, DTypeError, expect
+from ..errors import DTypeError, expect
 from ..interop import (
     IS_PADDLE,
     aligned,
     current_stream,
     device_name,
     dtype_name,
-    is_cuda,
     plain_ops,
 )
 from ..kernels.quack_gemm import (
@@ -38,16 +37,13 @@ from ..kernels.quack_gemm import (
     grouped_gemms,
     launching_on,
 )
-from ..layouts import WeightSource
 from ..routing.backends import arch_of
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .bf16_gradients import Destinations
-from .capabilities import BF16, Workload, require
+from .capabilities import BF16
 from .interface import (
-    Change,
-    Engine,
     EngineSettings,
     EngineWeights,
     GradientTargets,
@@ -57,64 +53,17 @@ from .interface import (
     Tokens,
     check_dout,
     check_forward,
-    check_weights,
     plain_tokens,
 )
+from .native_weights import NativeWeightsEngine, empty_rows, plain_operand
 
 Tensor = torch.Tensor
 
 
-class Bf16Engine(Engine):
+class Bf16Engine(NativeWeightsEngine):
     """See the module docstring; `capabilities.BF16` says what it takes."""
 
     name = "bf16"
-
-    def prepare_weights(
-        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
-    ) -> EngineWeights:
-        """The native weights as they are; forward and dgrad read the same storage.
-
-        Raises:
-            ConfigError, DTypeError, ShapeError: `capabilities.require` finds a problem, or the
-                weights do not fit together, or are of two dtypes.
-            DeviceError: they are not on a GPU.
-        """
-        check_weights(w1, w2, b1, b2, settings.activation)
-        dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]
-        expect(
-            dtypes[0] == dtypes[1] and dtypes[0] in BF16.dtypes,
-            DTypeError,
-            f"w1 is {dtypes[0]}, w2 is {dtypes[1]}; "
-            f"the bf16 engine needs both of one of {list(BF16.dtypes)}",
-        )
-        sizes = int(w1.shape[2]), int(w2.shape[2])
-        require(BF16, Workload(settings, *sizes, dtypes[0], b1 is not None))
-        expect(
-            is_cuda(w1),
-            DeviceError,
-            f"w1 is on {device_name(w1)}; "
-            f"the bf16 engine needs a GPU of {', '.join(map(str, BF16.architectures))}",
-        )
-        with plain_ops():
-            # `aligned` copies only what a 16-byte load could not read. Otherwise these are the
-            # user's tensors.
-            w1, w2 = aligned(w1), aligned(w2)
-            return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
-
-    def refresh(
-        self,
-        source: WeightSource,
-        settings: EngineSettings,
-        previous: EngineWeights | None = None,
-        change: Change = Change.YES,
-    ) -> EngineWeights:
-        """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
-        unchanged = previous is not None and change is Change.NO
-        # `unchanged` first: in the usual forward nothing of the source is touched.
-        masters = not unchanged and source.anchor.dtype == torch.float32
-        if masters and source.compute_dtype is None:
-            source = replace(source, compute_dtype=torch.bfloat16)
-        return super().refresh(source, settings, previous, change)
 
     def forward(
         self,
@@ -127,7 +76,7 @@ class Bf16Engine(Engine):
     ) -> tuple[Tensor, Saved | None]:
         """Two GEMMs and a weighted gather-and-sum; `save=False` writes no z."""
         check_forward(x, routing, weights, settings, BF16)
-        w1, w2 = _plain(weights.w1), _plain(weights.w2)
+        w1, w2 = plain_operand(weights.w1), plain_operand(weights.w2)
         expect(
             x.dtype == w1.dtype,
             DTypeError,
@@ -137,14 +86,14 @@ class Bf16Engine(Engine):
             x = plain_tokens(aligned(x))  # others were refused
             # The kernel writes z only where it is given memory for it.
             keeps_z = save and not settings.recompute_z
-            z = _rows(routing, int(w1.shape[1]), x) if keeps_z else None
+            z = empty_rows(routing, int(w1.shape[1]), x) if keeps_z else None
             # A rank may receive no valid slot. Then there is nothing to launch, and every output is
             # zero.
             if routing.num_rows == 0:
                 out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
                 return out, Saved(settings, routing, x, z) if save else None
-            y1 = _rows(routing, weights.intermediate_size, x)
-            y2 = _rows(routing, weights.hidden_size, x)
+            y1 = empty_rows(routing, weights.intermediate_size, x)
+            y2 = empty_rows(routing, weights.hidden_size, x)
             with _launches(x, weights, settings, routing) as (gemms, rows):
                 with stage("up"):
                     gemms.up(x, w1, z, y1, weights.b1, rows.cu_rows, rows.gather_index)
@@ -165,10 +114,10 @@ class Bf16Engine(Engine):
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
             dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
-            w1 = _plain(weights.w1_dgrad)
+            w1 = plain_operand(weights.w1_dgrad)
             dz, y1s = (
-                _rows(routing, int(w1.shape[1]), x),
-                _rows(routing, weights.intermediate_size, x),
+                empty_rows(routing, int(w1.shape[1]), x),
+                empty_rows(routing, weights.intermediate_size, x),
             )
             # `pending` keeps x and dout alive until the weight gradients are added.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
@@ -182,7 +131,7 @@ class Bf16Engine(Engine):
                     row_dprob = _dgated(gemms, rows, dout, saved, weights, dz, y1s)
                     dz = pending.dz = tap("dz", dz)
                     pending.y1s = tap("y1s", y1s)
-                    dx_rows = _rows(routing, weights.hidden_size, x)
+                    dx_rows = empty_rows(routing, weights.hidden_size, x)
                     with stage("dx_gemm"):
                         gemms.dgrad(dz, w1, dx_rows, rows.cu_rows)
                 with stage("aggregate_dx"):
@@ -209,7 +158,7 @@ class Bf16Engine(Engine):
         if routing.num_rows > 0 and places.are_wanted:
             x, dout = plain_tokens(x), plain_tokens(dout)
             gemms = _gemms_of_operands(x, dz, y1s, places, settings)
-            with plain_ops(), _launch_scope(x):
+            with plain_ops(), launch_scope(x):
                 rows = ExpertRows.of(routing)
                 if places.dw2 is not None:
                     gemms.load_wgrad("wgrad_down", places.dw2.stored)
@@ -264,7 +213,7 @@ class ExpertRows:
         cu_rows = torch.empty((routing.num_experts + 1,), dtype=torch.int32, device=device)
         gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
         stream = current_stream(routing.row_token)
-        native = expert_rows_module(_gpu(device_name(routing.row_token)).arch)
+        native = expert_rows_module(gpu_of(device_name(routing.row_token)).arch)
         native.index_rows(
             routing.row_token,
             routing.expert_counts,
@@ -314,7 +263,7 @@ def _dgated(
     partials = torch.empty(
         (routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device
     )
-    w2 = _plain(weights.w2_dgrad)
+    w2 = plain_operand(weights.w2_dgrad)
     with stage("dgated"):
         gemms.dgated(
             dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index
@@ -329,9 +278,9 @@ def _restore_z(
 ) -> Tensor:
     """z as forward wrote it, or computed again to the same bits."""
     if saved.z is not None:
-        return _plain(saved.z)
-    x, w1 = plain_tokens(saved.x), _plain(weights.w1)
-    z = _rows(saved.routing, int(w1.shape[1]), x)
+        return plain_operand(saved.z)
+    x, w1 = plain_tokens(saved.x), plain_operand(weights.w1)
+    z = empty_rows(saved.routing, int(w1.shape[1]), x)
     gemms.up_again(x, w1, z, weights.b1, rows.cu_rows, rows.gather_index)
     return z
 
@@ -341,13 +290,15 @@ def _launches(
     x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
 ) -> Iterator[tuple[GroupedGemms, ExpertRows]]:
     """The GEMMs of these weights and the rows of this routing, on the caller's stream."""
-    shape = _shape_of(_plain(weights.w1), _plain(weights.w2), settings, weights.b1 is not None)
-    with _launch_scope(x):
-        yield grouped_gemms(shape, _gpu(device_name(x)).lent(settings)), ExpertRows.of(routing)
+    shape = _shape_of(
+        plain_operand(weights.w1), plain_operand(weights.w2), settings, weights.b1 is not None
+    )
+    with launch_scope(x):
+        yield grouped_gemms(shape, gpu_of(device_name(x)).lent(settings)), ExpertRows.of(routing)
 
 
 @contextmanager
-def _launch_scope(tensor: Tensor) -> Iterator[None]:
+def launch_scope(tensor: Tensor) -> Iterator[None]:
     """The device and stream of the caller, for kernels that take them from the process's state."""
     if IS_PADDLE:
         with launching_on(_index_of(device_name(tensor)), current_stream(tensor)):
@@ -361,13 +312,13 @@ def _gemms_of_operands(
     x: Tensor, dz: Tensor, y1s: Tensor, places: Destinations, settings: EngineSettings
 ) -> GroupedGemms:
     sizes, bias = (int(x.shape[1]), int(y1s.shape[1])), places.db1 is not None
-    gpu = _gpu(device_name(x))
+    gpu = gpu_of(device_name(x))
     shape = _shape(sizes, settings, dtype_name(dz.dtype), bias, gpu.arch)
     return grouped_gemms(shape, gpu.lent(settings))
 
 
 def _shape_of(w1: Tensor, w2: Tensor, settings: EngineSettings, bias: bool) -> MlpShape:
-    sizes, arch = (int(w1.shape[2]), int(w2.shape[2])), _gpu(device_name(w1)).arch
+    sizes, arch = (int(w1.shape[2]), int(w2.shape[2])), gpu_of(device_name(w1)).arch
     return _shape(sizes, settings, dtype_name(w1.dtype), bias, arch)
 
 
@@ -376,21 +327,6 @@ def _shape(
 ) -> MlpShape:
     own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
     return MlpShape(*sizes, settings.activation, dtype, bias, own, capped, arch=arch)
-
-
-def _rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
-    """Unwritten `[R, width]`."""
-    return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)
-
-
-def _plain(operand: Any) -> Tensor:
-    """A tensor that is not block-scaled: `check_forward` has refused the others."""
-    assert isinstance(operand, torch.Tensor)
-    return operand
-
-
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else aligned(bias.detach().to(torch.float32))
 
 
 def _index_of(device: str) -> int:
@@ -409,6 +345,7 @@ class _Gpu(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _gpu(device: str) -> _Gpu:
+def gpu_of(device: str) -> _Gpu:
+    """The GPU of this name, "cuda:0"; asked once."""
     properties = torch.cuda.get_device_properties(_index_of(device))
     return _Gpu(arch_of(device), int(properties.multi_processor_count))

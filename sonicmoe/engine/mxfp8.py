@@ -37,7 +37,7 @@ from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .activations import pre_activation_width
-from .bf16 import Bf16Engine, ExpertRows, _gpu, _launch_scope
+from .bf16 import Bf16Engine, ExpertRows, gpu_of, launch_scope
 from .bf16_gradients import Destinations
 from .capabilities import MXFP8, Workload, require
 from .interface import (
@@ -373,7 +373,7 @@ def _launches(
     x: Tensor, settings: EngineSettings, routing: RoutingMetadata
 ) -> Iterator[tuple[MxGemms, ExpertRows]]:
     """The GEMMs of this layer and the rows of this routing, on the caller's stream."""
-    gpu, own = _gpu(device_name(x)), settings.activation_parameters
+    gpu, own = gpu_of(device_name(x)), settings.activation_parameters
     shape = MxShape(settings.activation, own, settings.gemm_num_sms > 0, arch=gpu.arch)
-    with _launch_scope(x):
+    with launch_scope(x):
         yield mx_gemms(shape, gpu.lent(settings)), ExpertRows.of(routing)

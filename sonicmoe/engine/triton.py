@@ -16,24 +16,20 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..diagnostics.stages import is_heard, stage, tap
-from ..errors import DeviceError, DTypeError, expect
+from ..errors import DTypeError, expect
 from ..interop import IS_PADDLE, aligned, device_name, device_of, dtype_name, is_cuda, plain_ops
 from ..kernels.triton.variants import ExpertShape
-from ..layouts import WeightSource
 from ..routing.backends import arch_of, take_driver_from_paddle
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import triton_gradients
-from .capabilities import TRITON, Workload, require
+from .capabilities import TRITON
 from .interface import (
-    Change,
-    Engine,
     EngineSettings,
     EngineWeights,
     FreshTargets,
@@ -45,64 +41,20 @@ from .interface import (
     Tokens,
     check_dout,
     check_forward,
-    check_weights,
     plain_tokens,
 )
+from .native_weights import NativeWeightsEngine, empty_rows, plain_operand
 
 Tensor = torch.Tensor
 
 
-class TritonEngine(Engine):
+class TritonEngine(NativeWeightsEngine):
     """See the module docstring; `capabilities.TRITON` says what it takes."""
 
     name = "triton"
 
-    def prepare_weights(
-        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
-    ) -> EngineWeights:
-        """The native weights as they are; forward and dgrad read the same storage.
-
-        Raises:
-            ConfigError, DTypeError, ShapeError: `capabilities.require` finds a problem, or the
-                weights do not fit together, or are of two dtypes.
-            DeviceError: they are not on a GPU.
-        """
-        check_weights(w1, w2, b1, b2, settings.activation)
-        dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]
-        expect(
-            dtypes[0] == dtypes[1] and dtypes[0] in TRITON.dtypes,
-            DTypeError,
-            f"w1 is {dtypes[0]}, w2 is {dtypes[1]}; "
-            f"the triton engine needs both of one of {list(TRITON.dtypes)}",
-        )
-        sizes = int(w1.shape[2]), int(w2.shape[2])
-        require(TRITON, Workload(settings, *sizes, dtypes[0], b1 is not None))
-        expect(
-            is_cuda(w1) or _is_interpreted(),
-            DeviceError,
-            f"w1 is on {device_name(w1)}; "
-            f"the triton engine needs a GPU of {', '.join(map(str, TRITON.architectures))}",
-        )
-        with plain_ops():
-            # `aligned` copies only what a 16-byte load could not read. Otherwise these are the
-            # user's tensors.
-            w1, w2 = aligned(w1), aligned(w2)
-            return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
-
-    def refresh(
-        self,
-        source: WeightSource,
-        settings: EngineSettings,
-        previous: EngineWeights | None = None,
-        change: Change = Change.YES,
-    ) -> EngineWeights:
-        """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
-        unchanged = previous is not None and change is Change.NO
-        # `unchanged` first: in the usual forward nothing of the source is touched.
-        masters = not unchanged and source.anchor.dtype == torch.float32
-        if masters and source.compute_dtype is None:
-            source = replace(source, compute_dtype=torch.bfloat16)
-        return super().refresh(source, settings, previous, change)
+    def _runs_beside(self, weight: Tensor) -> bool:
+        return super()._runs_beside(weight) or _is_interpreted()
 
     def forward(
         self,
@@ -115,7 +67,7 @@ class TritonEngine(Engine):
     ) -> tuple[Tensor, Saved | None]:
         """Two GEMMs and a weighted gather-and-sum; `save=False` writes no z."""
         check_forward(x, routing, weights, settings, TRITON)
-        w1, w2 = _plain(weights.w1), _plain(weights.w2)
+        w1, w2 = plain_operand(weights.w1), plain_operand(weights.w2)
         expect(
             x.dtype == w1.dtype,
             DTypeError,
@@ -124,14 +76,14 @@ class TritonEngine(Engine):
         with plain_ops():
             x = plain_tokens(aligned(x))  # others were refused
             keeps_z = save and not settings.recompute_z
-            z = _rows(routing, int(w1.shape[1]), x) if keeps_z else None
+            z = empty_rows(routing, int(w1.shape[1]), x) if keeps_z else None
             # A rank may receive no valid slot. Then there is nothing to launch, and every output is
             # zero.
             if routing.num_rows == 0:
                 out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
                 return out, Saved(settings, routing, x, z) if save else None
-            y1 = _rows(routing, weights.intermediate_size, x)
-            y2 = _rows(routing, weights.hidden_size, x)
+            y1 = empty_rows(routing, weights.intermediate_size, x)
+            y2 = empty_rows(routing, weights.hidden_size, x)
             with _launch_scope(x):
                 calls, rows = _calls_of(weights, settings), _index(weights, settings, routing)
                 with stage("up"):
@@ -153,9 +105,9 @@ class TritonEngine(Engine):
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
             dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
-            w1, w2 = _plain(weights.w1_dgrad), _plain(weights.w2_dgrad)
-            dz = _rows(routing, int(w1.shape[1]), x)
-            y1s = _rows(routing, weights.intermediate_size, x)
+            w1, w2 = plain_operand(weights.w1_dgrad), plain_operand(weights.w2_dgrad)
+            dz = empty_rows(routing, int(w1.shape[1]), x)
+            y1s = empty_rows(routing, weights.intermediate_size, x)
             # `pending` keeps x and dout alive until the weight gradients are added.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             if routing.num_rows == 0:
@@ -180,7 +132,7 @@ class TritonEngine(Engine):
                     calls.row_sums(partials, dout, weights.b2, row_dprob, rows).launch()
                     dz = pending.dz = _shown_dz(dz, calls.shape.parts)
                     pending.y1s = tap("y1s", y1s)
-                    dx_rows = _rows(routing, weights.hidden_size, x)
+                    dx_rows = empty_rows(routing, weights.hidden_size, x)
                     with stage("dx_gemm"):
                         calls.dgrad(dz, w1, dx_rows, rows).launch()
                 with stage("aggregate_dx"):
@@ -251,9 +203,9 @@ class TritonEngine(Engine):
 def _restore_z(calls: Any, rows: Any, saved: Saved, weights: EngineWeights) -> Tensor:
     """z as forward wrote it, or computed again to the same bits."""
     if saved.z is not None:
-        return _plain(saved.z)
-    x, w1 = plain_tokens(saved.x), _plain(weights.w1)
-    z = _rows(saved.routing, int(w1.shape[1]), x)
+        return plain_operand(saved.z)
+    x, w1 = plain_tokens(saved.x), plain_operand(weights.w1)
+    z = empty_rows(saved.routing, int(w1.shape[1]), x)
     calls.up(x, w1, weights.b1, z, None, rows).launch()
     return z
 
@@ -280,7 +232,7 @@ def _write_zeros(targets: GradientTargets) -> None:
 
 def _calls_of(weights: EngineWeights, settings: EngineSettings) -> Any:
     """The launches of a model with these weights."""
-    w1 = _plain(weights.w1_dgrad)
+    w1 = plain_operand(weights.w1_dgrad)
     sizes = weights.hidden_size, weights.intermediate_size
     biased = weights.b2 is not None
     return _calls(_shape(sizes, settings, dtype_name(w1.dtype), biased, w1), w1, settings)
@@ -344,21 +296,6 @@ def _launch_scope(tensor: Tensor) -> AbstractContextManager[Any]:
     if IS_PADDLE or not is_cuda(tensor):
         return nullcontext()
     return torch.cuda.device(tensor.device)
-
-
-def _rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
-    """Unwritten `[R, width]`."""
-    return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)
-
-
-def _plain(operand: Any) -> Tensor:
-    """A tensor that is not block-scaled: `check_forward` has refused the others."""
-    assert isinstance(operand, torch.Tensor)
-    return operand
-
-
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else aligned(bias.detach().to(torch.float32))
 
 
 class _Gpu(NamedTuple):

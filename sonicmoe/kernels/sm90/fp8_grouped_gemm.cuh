@@ -115,7 +115,8 @@ struct alignas(1024) SharedStorage {
   int2 destination;  // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row
                      // of y1s^T + 1, or -1
   uint64_t full[kStages], empty[kStages];
-  uint64_t due, taken;  // of wgrad: a tile's sums are to be fetched into L2, and somebody does
+  uint64_t due, taken;  // of wgrad: its producer wants a tile's sums in L2; its prefetching warp
+                        // has heard that
 };
 
 struct Ring {

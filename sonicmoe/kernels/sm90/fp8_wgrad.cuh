@@ -87,7 +87,8 @@ class WgradScheduler {
   int index_, expert_;
 };
 
-// Of a tile's k-blocks, how many are asked for after the sums that the tile will be added to.
+// The producer calls for the sums that a tile will be added to when so many of the tile's k-blocks
+// are left to load.
 constexpr int kAfterSums = 2;
 
 template <int kMaps>

@@ -1,0 +1,94 @@
+"""The part of the `bf16` and `triton` engines that does not depend on their kernels: both read the
+native weights where they lie, in bfloat16 or float16, and write plain rows in expert order.
+
+Legend: R padded rows in expert order; other letters as in `interface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import DeviceError, DTypeError, expect
+from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
+from ..layouts import WeightSource
+from ..routing.metadata import RoutingMetadata
+from .capabilities import Workload, require
+from .interface import Change, Engine, EngineSettings, EngineWeights, check_weights
+
+Tensor = torch.Tensor
+
+
+class NativeWeightsEngine(Engine):
+    """Prepares the weights of an engine whose GEMMs read them unchanged; the engine's record says
+    what it takes.
+    """
+
+    def prepare_weights(
+        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
+    ) -> EngineWeights:
+        """The native weights as they are; forward and dgrad read the same storage.
+
+        Raises:
+            ConfigError, DTypeError, ShapeError: `capabilities.require` finds a problem, or the
+                weights do not fit together, or are of two dtypes.
+            DeviceError: they are not on a GPU.
+        """
+        check_weights(w1, w2, b1, b2, settings.activation)
+        record = self.record
+        dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]
+        expect(
+            dtypes[0] == dtypes[1] and dtypes[0] in record.dtypes,
+            DTypeError,
+            f"w1 is {dtypes[0]}, w2 is {dtypes[1]}; "
+            f"the {self.name} engine needs both of one of {list(record.dtypes)}",
+        )
+        sizes = int(w1.shape[2]), int(w2.shape[2])
+        require(record, Workload(settings, *sizes, dtypes[0], b1 is not None))
+        expect(
+            self._runs_beside(w1),
+            DeviceError,
+            f"w1 is on {device_name(w1)}; "
+            f"the {self.name} engine needs a GPU of {', '.join(map(str, record.architectures))}",
+        )
+        with plain_ops():
+            # `aligned` copies only what a 16-byte load could not read. Otherwise these are the
+            # user's tensors.
+            w1, w2 = aligned(w1), aligned(w2)
+            return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
+
+    def refresh(
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None = None,
+        change: Change = Change.YES,
+    ) -> EngineWeights:
+        """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
+        unchanged = previous is not None and change is Change.NO
+        # `unchanged` first: in the usual forward nothing of the source is touched.
+        masters = not unchanged and source.anchor.dtype == torch.float32
+        if masters and source.compute_dtype is None:
+            source = replace(source, compute_dtype=torch.bfloat16)
+        return super().refresh(source, settings, previous, change)
+
+    def _runs_beside(self, weight: Tensor) -> bool:
+        """Whether the kernels run where this weight lies."""
+        return is_cuda(weight)
+
+
+def empty_rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
+    """Unwritten `[R, width]`."""
+    return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)
+
+
+def plain_operand(operand: Any) -> Tensor:
+    """A tensor that is not block-scaled: `check_forward` has refused the others."""
+    assert isinstance(operand, torch.Tensor)
+    return operand
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else aligned(bias.detach().to(torch.float32))
