@@ -27,7 +27,7 @@ from triton.compiler.compiler import (
     make_backend,
 )  # fmt: skip
 from triton.runtime.cache import CacheManager, FileCacheManager
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITCallable, JITFunction, create_function_from_signature
 
 from ..architectures import arch_name
 from .cache import CompileCache, default_cache
@@ -49,6 +49,17 @@ class StoredJITFunction(JITFunction[Any]):
         binder = super().create_binder()
         self.compile = compile_stored
         return binder
+
+    # Triton 3.6 hashes the constants of a called function with the caller only if the called one was
+    # hashed before, so its hash depends on what else this process has hashed. A process that warms
+    # one kernel and a process that launches all would look for different keys.
+    @property
+    def cache_key(self) -> str:
+        """Triton's hash of this source and of all that it calls, those first."""
+        if self.hash is None:
+            _hash_called(self, {id(self)})
+        key: str = super().cache_key
+        return key
 
     def ahead(self, *args: Any, arch: str, **kwargs: Any) -> TritonCompile:
         """The compile that a launch with such arguments needs, for `arch` and without a GPU.
@@ -75,6 +86,16 @@ class StoredJITFunction(JITFunction[Any]):
         return TritonCompile(
             ASTSource(self, signature, constants, attributes), target, options.__dict__
         )
+
+
+def _hash_called(function: JITCallable, seen: set[int]) -> None:
+    """Hash the functions that this one calls, the innermost first."""
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if isinstance(called, JITCallable) and id(called) not in seen:
+            seen.add(id(called))
+            _hash_called(called, seen)
+            _ = called.cache_key
 
 
 def stored_jit(

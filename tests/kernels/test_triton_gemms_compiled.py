@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
+import sys
 
 import pytest
 from framework import IS_PADDLE
@@ -63,6 +65,31 @@ def compiled(job, folder):
     (metadata,) = folder.glob(f"{ptx.stem}.json")
     shared = json.loads(metadata.read_text(encoding="utf-8"))["shared"]
     return ptx.read_text(encoding="utf-8"), stack + local, shared
+
+
+KEYS = """
+from sonicmoe.enums import ActivationType
+from sonicmoe.kernels.triton.variants import ExpertShape, all_variants
+jobs = all_variants(ExpertShape(512, 256, ActivationType.SWIGLU, arch="sm_90a"))
+for job in {order}:
+    print(job.name, dict(job.statics), job.key())
+"""
+
+
+def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
+    """A warm-up compiles each kernel in a process that knows no other; a step launches all."""
+    listed = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS.format(order=order)],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ).stdout.splitlines()
+        for order in ("jobs", "reversed(jobs)", "jobs[4:] + jobs[:4]")
+    ]
+    assert len(listed[0]) > 10
+    assert set(listed[0]) == set(listed[1]) == set(listed[2])
 
 
 def check(job, folder):

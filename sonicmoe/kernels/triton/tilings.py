@@ -44,8 +44,9 @@ Table = Mapping[str, tuple[Tiling, ...]]
 # the result. The epilogue of dgated holds z, dz, y1s and the sums of dprobs beside the accumulator,
 # and that of wgrad the old sums: they are cut into chunks. Triton counts the indices of a gather as
 # a load of their own in front of the operand's, so wgrad's `stages` are two for each tile under way.
-_WIDE, _SQUARE = Tiling(128, 256, 64, 8, 3, chunks=2), Tiling(128, 128, 64, 8, 3, resident=2)
-_WGRAD = (Tiling(128, 256, 64, 8, 6, chunks=2), Tiling(128, 128, 64, 8, 6))
+_WIDE = Tiling(128, 256, 64, 8, 3, group=4, chunks=2)
+_SQUARE = Tiling(128, 128, 64, 8, 3, resident=2)
+_WGRAD = (Tiling(128, 256, 64, 8, 6, group=16, chunks=2), Tiling(128, 128, 64, 8, 6, group=16))
 _HOPPER: Table = {
     "up": (_WIDE, _SQUARE),
     "down": (_WIDE, _SQUARE),
