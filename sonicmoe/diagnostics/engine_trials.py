@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..engine.capabilities import RECORDS, EngineRecord, Workload, missing_tool, problem
-from ..engine.cold_start import compile_missing
+from ..engine.cold_start import compile_ahead, run_jobs
 from ..engine.select import ENGINES
 from ..engine.settings import EngineSettings
 from ..engine.trust import Subject, UndecidedError, try_engine
@@ -74,23 +74,26 @@ def try_all(device: str, progress: Callable[[str], None]) -> Iterator[EngineTria
     """Every engine but the reference engine with every workload of `workloads_of`. Compiles what is
     missing; never raises for what an engine does.
     """
+    arch, wanted = arch_of(device), []
     for name, record in RECORDS.items():
         if not record.architectures:
             continue
-        reason = problem(record, None, arch_of(device)) or missing_tool(
-            record, None, arch_of(device)
-        )
+        reason = problem(record, None, arch) or missing_tool(record, None, arch)
         if reason is not None:
             yield EngineTrial(name.value, "any", "not tried", reason)
             continue
-        for workload in workloads_of(record):
-            progress(f"{name.value}: {words_of(workload)}")
-            yield _tried(name, record, workload, device)
+        wanted += [(name, record, workload) for workload in workloads_of(record)]
+    # Trial by trial only a few kernels are missing at a time, and most processors would wait.
+    jobs = [job for _, record, workload in wanted for job in run_jobs(record, workload, arch)]
+    progress(f"compiling for {len(wanted)} trials")
+    compile_ahead(tuple(dict.fromkeys(jobs)))
+    for name, record, workload in wanted:
+        progress(f"{name.value}: {words_of(workload)}")
+        yield _tried(name, record, workload, device)
 
 
 def _tried(name: EngineName, record: EngineRecord, workload: Workload, device: str) -> EngineTrial:
     arch, words = arch_of(device), words_of(workload)
-    compile_missing(record, workload, arch)
     started = time.perf_counter()
     try:
         verdict = try_engine(Subject.of(ENGINES[name], record, workload, device, arch))

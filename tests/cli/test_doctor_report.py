@@ -71,8 +71,11 @@ def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
         False, "training: dx is inf% away", ({**case, "errors": {"dx": [float("inf"), 1.0]}},)
     )
     found: dict[str, Verdict | Exception] = {}
+    compiled: list[tuple[object, ...]] = []
 
     def try_engine(subject):
+        (jobs,) = compiled  # of all trials, once and before the first of them
+        assert set(subject.record.jobs(subject.workload, subject.arch)) <= set(jobs)
         verdict = found.get(words_of(subject.workload), found.get("any", good))
         if isinstance(verdict, Exception):
             raise verdict
@@ -82,7 +85,7 @@ def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_trials, "gpu_of", lambda name: gpu)
     monkeypatch.setattr(engine_trials, "arch_of", lambda name: SM120.name)
     monkeypatch.setattr(engine_trials, "missing_tool", lambda *_: None)
-    monkeypatch.setattr(engine_trials, "compile_missing", lambda *_: None)
+    monkeypatch.setattr(engine_trials, "compile_ahead", compiled.append)
     monkeypatch.setattr(engine_trials, "try_engine", try_engine)
     monkeypatch.setattr(doctor_module, "examine_engine", lambda *_: None)
     return found, wrong

@@ -91,7 +91,7 @@ def planted_cache(tmp_path_factory):
 
 NOT_PROVEN = replace(BF16, proven=(), jobs=lambda workload, arch: ())
 PLANTED = [
-    (planted_gpu_engines.WrongNumber, "training: an element of dprobs is "),
+    (planted_gpu_engines.WrongNumber, "training: dprobs is "),
     (planted_gpu_engines.Faults, "training: exit status 1 ("),
     (planted_gpu_engines.NeverEnds, "training: did not end within 10 s"),
 ]
