@@ -5,9 +5,7 @@ spilled; keys depend on sizes of the model alone.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import re
 import subprocess
 import sys
 
@@ -17,7 +15,7 @@ from framework import IS_PADDLE
 if IS_PADDLE or importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton under PyTorch", allow_module_level=True)
 
-from triton import knobs
+from kernels.triton_report import compiled, problems
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.kernels.triton import launches
@@ -32,10 +30,6 @@ from sonicmoe.kernels.triton.variants import (
 
 SWIGLU = ActivationType.SWIGLU
 TRAINING = {"store_z": True, "store_y1": True}
-# What ptxas may keep in local memory, in bytes, by kernel and architecture.
-ALLOWED = {("triton_dgated", "sm_90a"): 16}  # of relu (16) and silu (8); gated ones have none
-SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227}  # of a block, at most
-INSTRUCTION = {"sm_90a": "wgmma.mma_async"}
 # A choice for the gate: each product, each architecture, each kind of epilogue.
 FEW = (
     ("sm_80", "up", TRAINING),
@@ -50,21 +44,6 @@ FEW = (
 
 def shape(arch, activation=SWIGLU, **options):
     return ExpertShape(3072, 1536, activation, arch=arch, **options)
-
-
-def compiled(job, folder):
-    """`(PTX, bytes of local memory, bytes of shared memory)` of a compile job."""
-    job._request().build_into(folder)
-    (cubin,) = folder.glob("*.cubin")
-    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    report = subprocess.run(command, check=True, capture_output=True, text=True)
-    usage = re.search(r"STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report.stdout + report.stderr)
-    assert usage, report
-    stack, _, local = map(int, usage.groups())
-    (ptx,) = folder.glob("*.ptx")
-    (metadata,) = folder.glob(f"{ptx.stem}.json")
-    shared = json.loads(metadata.read_text(encoding="utf-8"))["shared"]
-    return ptx.read_text(encoding="utf-8"), stack + local, shared
 
 
 KEYS = """
@@ -94,15 +73,8 @@ def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
 
 def check(job, folder):
     folder.mkdir(exist_ok=True)
-    ptx, bytes_spilled, shared = compiled(job, folder)
-    name = f"{job.name} {job.arch}"
-    assert f".target {job.arch}" in ptx, name
-    assert bytes_spilled <= ALLOWED.get((job.name, job.arch), 0), (name, bytes_spilled)
-    assert shared <= SHARED_KB[job.arch] * 1024, (name, shared)
-    if job.name.removeprefix("triton_") in PRODUCTS:
-        assert INSTRUCTION.get(job.arch, "mma.sync") in ptx, name
-        # 16 bytes at a time: an address whose alignment the compiler lost would be loaded in parts.
-        assert "cp.async.cg.shared.global" in ptx, name
+    wrong = problems(job, compiled(job, folder))
+    assert not wrong, (job.name, job.arch, wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Compile the kernels of the BF16 engine, or of another one on quack-kernels, for every architecture
-that it serves, and print seconds, registers and spills. No GPU is needed.
+"""Compile the kernels of the BF16 engine, or of another one, for every architecture that it serves,
+and print seconds, registers and spills. No GPU is needed.
 
     tools/ci/compile_matrix.py                             # a row per product and target
     tools/ci/compile_matrix.py --every                     # every activation, bias, tiling and dtype
     tools/ci/compile_matrix.py --arch sm_100a --arch sm_103a
     tools/ci/compile_matrix.py --engine mxfp8 [--every]    # those of engine `mxfp8`
+    tools/ci/compile_matrix.py --engine triton             # those of engine `triton`
     tools/ci/compile_matrix.py --cuda --arch sm_80         # the CUDA C++ that any engine needs
     tools/ci/compile_matrix.py --sizes --arch sm_100a      # bytes of the compile cache of one model
+    tools/ci/compile_matrix.py --sizes --engine triton
 
-Exit code 1 when a kernel was refused, spills more than tests/kernels/ptxas_report.py allows, or does
-not load every operand (tests/kernels/ptx_report.py). Seconds are those of one thread.
+Exit code 1 when a kernel was refused, spills more than tests/kernels/ptxas_report.py or
+triton_report.py allows, or does not load every operand (ptx_report.py). Seconds are those of one
+thread.
 """
 
 from __future__ import annotations
@@ -39,9 +42,15 @@ from kernels.ptxas_report import (  # noqa: E402
     require_no_spills,
     resource_usage,
 )
+from kernels.triton_report import compiled  # noqa: E402
+from kernels.triton_report import problems as triton_problems  # noqa: E402
 
 from sonicmoe.architectures import ARCHITECTURES  # noqa: E402
+from sonicmoe.engine.capabilities import TRITON, Workload  # noqa: E402
+from sonicmoe.engine.cold_start import run_jobs  # noqa: E402
 from sonicmoe.engine.compile_plan import warm_up_plan  # noqa: E402
+from sonicmoe.engine.settings import EngineSettings  # noqa: E402
+from sonicmoe.enums import ActivationType  # noqa: E402
 from sonicmoe.jit.cache import CompileCache  # noqa: E402
 from sonicmoe.jit.cute_kernel import CuteKernel  # noqa: E402
 from sonicmoe.jit.plan import ModelSpec  # noqa: E402
@@ -50,9 +59,13 @@ from sonicmoe.jit.warmup import warm_up  # noqa: E402
 from sonicmoe.kernels import EVERY_RUN  # noqa: E402
 from sonicmoe.kernels.mx_gemm import all_kernels as mx_kernels  # noqa: E402
 from sonicmoe.kernels.quack_gemm import all_kernels, expert_rows_source  # noqa: E402
+from sonicmoe.kernels.triton.tilings import TILINGS  # noqa: E402
+from sonicmoe.kernels.triton.variants import ExpertShape  # noqa: E402
+from sonicmoe.kernels.triton.variants import all_variants as triton_variants  # noqa: E402
 
 WORKER = ROOT / "tests" / "kernels" / "quack_variants.py"
 CHOICES = ("activation", "bias", "store_z", "gather", "transpose", "stored", "halves", "dtype")
+TRITON_CHOICES = ("store_z", "store_y1", "gradient", "step_m")
 # Columns of the table of docs/kernels.md: a target's architecture and class.
 Cells = dict[str, dict[tuple[str, str], str]]
 
@@ -171,15 +184,36 @@ def cuda_rows(archs: Iterable[str]) -> Iterator[tuple[str, str | None]]:
                 yield row, "; ".join(wrong) or None
 
 
-def size_rows(archs: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+def triton_rows(archs: Iterable[str], cells: Cells) -> Iterator[tuple[str, str | None]]:
+    """The same for the kernels of one SwiGLU model on engine `triton`."""
+    for arch in archs:
+        shape = ExpertShape(3072, 1536, ActivationType.SWIGLU, arch=arch)
+        for job in triton_variants(shape, recompute_z=True):
+            chosen = {name: value for name, value in job.statics if name in TRITON_CHOICES}
+            words = ", ".join(f"{name}={value}" for name, value in chosen.items())
+            with tempfile.TemporaryDirectory() as folder:
+                began = time.monotonic()
+                found = compiled(job, Path(folder))
+                seconds = time.monotonic() - began
+            name = f"{job.name.removeprefix('triton_')} {words}".strip()
+            cell = f"{seconds:.1f}, {found.registers}, {found.spilled}"
+            cells.setdefault(name, {})[arch, ARCHITECTURES[arch].family] = cell
+            wrong = "; ".join(triton_problems(job, found))
+            head = f"| {arch} | triton | {job.name} | | {words} | {seconds:.1f} |"
+            row = f"{head} {found.registers} | {found.spilled} |"
+            yield row, f"{job.name} for {arch}: {wrong}" if wrong else None
+
+
+def size_rows(engine: str, archs: Iterable[str]) -> Iterator[tuple[str, str | None]]:
     """What a warm-up of one model leaves in the cache."""
     for arch in archs:
         with tempfile.TemporaryDirectory() as folder:
             cache = CompileCache(Path(folder) / "cache", Path(folder) / "local")
             spec = ModelSpec(8, 3072, 1536, arch=arch)
-            planned = warm_up_plan(spec, "bf16")
+            on_triton = run_jobs(TRITON, Workload(EngineSettings(), 3072, 1536), arch)
+            planned = on_triton if engine == "triton" else warm_up_plan(spec, "bf16")
             report = warm_up(spec, cache, compile_jobs=planned)
-            files = [path for path in Path(folder, "cache").rglob("*.so") if path.is_file()]
+            files = [path for path in Path(folder, "cache").rglob("*") if path.is_file()]
             total = sum(path.stat().st_size for path in files) / 2**20
             row = f"| {arch} | {len(report.kernels)} kernels | {total:.1f} MiB | {report.seconds:.0f} s |"
             failed = [outcome.message for outcome in report.kernels if outcome.message]
@@ -192,7 +226,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", action="append", choices=list(ARCHITECTURES))
-    parser.add_argument("--engine", choices=("bf16", "mxfp8"), default="bf16")
+    parser.add_argument("--engine", choices=("bf16", "mxfp8", "triton"), default="bf16")
     parser.add_argument("--every", action="store_true")
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--sizes", action="store_true")
@@ -200,17 +234,25 @@ def main() -> int:
     targets = [target for target in TARGETS if given.arch is None or target[0] in given.arch]
     cells: Cells = {}
     archs = given.arch or list(dict.fromkeys(arch for arch, _ in targets))
+    if given.engine == "triton":
+        archs = given.arch or list(TILINGS)
     if given.cuda:
         rows = cuda_rows(archs)
     elif given.sizes:
-        rows = size_rows(archs)
+        rows = size_rows(given.engine, archs)
     else:
-        if given.engine == "mxfp8":
+        if given.engine == "triton":
+            kernels = []
+        elif given.engine == "mxfp8":
             archs = [arch for arch in MX_ARCHS if given.arch is None or arch in given.arch]
             kernels = [kernel for arch in archs for kernel in mx_variants(arch, given.every)]
         else:
             kernels = [kernel for target in targets for kernel in variants(*target, given.every)]
-        rows = gemm_rows(tuple(dict.fromkeys(kernels)), cells)
+        rows = (
+            triton_rows(archs, cells)
+            if given.engine == "triton"
+            else gemm_rows(tuple(dict.fromkeys(kernels)), cells)
+        )
         print("| target | class | kernel | tiling | choices | seconds | registers | spills |")
         print("|---|---|---|---|---|---|---|---|")
     wrong = []
