@@ -1,21 +1,23 @@
 """Dispatch over plain collectives: any framework's `all_to_all`, any backend, any dtype.
 
-Payloads travel as bytes, so that a backend need not know bf16. A dispatch waits twice for the
-device: `nonzero` has to know its size, and collectives take their sizes from the host.
+Payloads travel as bytes, so that a backend need not know bf16. A dispatch waits once for the
+device, because collectives take their sizes from the host.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..interop import device_of, empty
 from ..quant.format import BlockScaledTensor
-from ..routing.ids import count_experts, in_one_spelling
-from .interface import Received, Tokens, Transport, zero_where_not_here
+from ..routing.backends import kernels_for
+from ..routing.ids import group_of, in_one_spelling
+from .interface import Received, Routed, Tokens, Transport, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -38,14 +40,17 @@ class RowExchange(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The routes of one dispatch: `tokens` int64 `[S]`, the token of each row that this rank sends,
-    in the order of destination ranks; rows per destination and per source rank; and T.
+    """The routes of one dispatch.
+
+    tokens int64 `[S]`: the token of each row that this rank sends, in the order of destination
+    ranks. places int64 `[T, W]`: where the row of a token for a rank stands in that order, -1 where
+    none goes there. Rows per destination and per source rank.
     """
 
     tokens: Tensor
+    places: Tensor
     send_counts: list[int]
     recv_counts: list[int]
-    num_tokens: int
 
 
 class CollectiveTransport(Transport):
@@ -59,26 +64,44 @@ class CollectiveTransport(Transport):
         self._exchange = exchange
 
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        # `sent` has one line per destination rank: the number of rows, then the slots of each of
-        # its experts. Its width does not depend on the data, so it can travel before anybody knows
-        # a size.
-        tokens, ranks, sent = self._destinations(topk_idx)
-        width = 1 + self.num_local_experts
-        # Ranks first tell each other how many rows come, and how many slots for each of their
-        # experts. Both tables then reach the host in one copy.
+        (routed,) = self.routes(topk_idx, topk_weights, [int(x.shape[0])])
+        return Received(self.dispatch_cached(x, routed.handle), *routed)
+
+    def routes(self, topk_idx: Tensor, topk_weights: Tensor, sizes: Sequence[int]) -> list[Routed]:
+        # goes[token, rank]: one row however many of the token's slots that rank owns.
+        goes = self._goes(topk_idx)
+        parts = list(_spans(sizes))
+        # One line per destination rank. For each part: the number of rows, then the slots of each
+        # of its experts. Its width does not depend on the data, so it can travel before anybody
+        # knows a size.
+        sent = torch.cat([self._counts(goes[part], topk_idx[part]) for part in parts], 1)
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
-        table = torch.cat([sent, arrived]).reshape([2, self.world_size, width]).tolist()
-        # Collectives take their sizes from the host, so here the host waits for the device.
-        plan = Plan(
-            tokens, [row[0] for row in table[0]], [row[0] for row in table[1]], int(x.shape[0])
-        )
-        # Every source rank has counted its own slots for these experts; their sum is the true count
-        # of each.
-        counts = [
-            sum(row[1 + expert] for row in table[1]) for expert in range(self.num_local_experts)
-        ]
-        recv_idx, recv_weights = self._move_slots(topk_idx, topk_weights, ranks, plan)
-        return Received(self.dispatch_cached(x, plan), recv_idx, recv_weights, counts, plan)
+        # Collectives take their sizes from the host, so here the host waits for the device. Both
+        # tables reach it in one copy.
+        width = 1 + self.num_local_experts
+        shape = [2, self.world_size, len(parts), width]
+        sends, comes = torch.cat([sent, arrived]).reshape(shape).tolist()
+        send_counts = [[line[part][0] for line in sends] for part in range(len(parts))]
+        recv_counts = [[line[part][0] for line in comes] for part in range(len(parts))]
+        tokens, ranks = _rows_of(goes, sum(map(sum, send_counts)))
+        slots = self._move_slots(topk_idx, topk_weights, tokens, ranks, send_counts, recv_counts)
+        routed = []
+        for number, part in enumerate(parts):
+            of_part = _of_part(tokens, send_counts, number)
+            plan = Plan(
+                of_part - part.start if part.start else of_part,
+                _places(goes[part]),
+                send_counts[number],
+                recv_counts[number],
+            )
+            idx, weights = (_of_part(values, recv_counts, number) for values in slots)
+            # Every source rank has counted its own slots for these experts; their sum is the true
+            # count of each.
+            lines = [line[number][1:] for line in comes]
+            routed.append(
+                Routed(idx, weights, [sum(counts) for counts in zip(*lines, strict=True)], plan)
+            )
+        return routed
 
     def dispatch_cached(self, x: Tokens, handle: Plan) -> Tokens:
         if isinstance(x, BlockScaledTensor):
@@ -96,46 +119,50 @@ class CollectiveTransport(Transport):
             weights, handle
         )
 
-    def _destinations(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`(tokens [S], destination rank [S], counts [W, 1 + L])`: rank by rank, tokens ascending;
-        counts of rows, then of slots.
-        """
-        local, world = self.num_local_experts, self.world_size
-        # Experts are dealt out in consecutive ranges, so reshaping the counts gives a line per
-        # rank.
-        slots = count_experts(topk_idx, self.num_experts).reshape([world, local])
+    def _goes(self, topk_idx: Tensor) -> Tensor:
+        """bool `[T, W]`: whether a token has an expert on a rank."""
+        world, local = self.world_size, self.num_local_experts
+        tokens, device = int(topk_idx.shape[0]), topk_idx.device
         # Paddle refuses some of the operations below on tensors without elements. A rank without
         # tokens still takes part in every collective, with counts of zero.
-        if int(topk_idx.shape[0]) == 0:
-            empty = torch.zeros([0], dtype=torch.int64, device=topk_idx.device)
-            return empty, empty, torch.cat([torch.zeros_like(slots)[:, :1], slots], 1)
+        if 0 in tuple(topk_idx.shape):
+            return torch.zeros([tokens, world], dtype=torch.int64, device=device) > 0
         # Dropped slots are set apart, so that the rounding of a negative quotient does not matter.
         owner = torch.where(topk_idx >= 0, topk_idx // local, torch.full_like(topk_idx, -1))
-        # goes[rank, token]: one row however many of the token's slots that rank owns.
-        goes = torch.stack([(owner == rank).to(torch.int64).sum(1) > 0 for rank in range(world)])
-        # `nonzero` lists positions row by row: rank by rank, tokens ascending. That is the order of
-        # rows in which `all_to_all` cuts its input, and the order that the contract of `Dispatched`
-        # promises.
-        pairs = torch.nonzero(goes)
-        rows = goes.to(torch.int64).sum(1).reshape([world, 1])
-        return pairs[:, 1].contiguous(), pairs[:, 0].contiguous(), torch.cat([rows, slots], 1)
+        ranks = torch.arange(world, dtype=torch.int64, device=device)
+        return (owner.unsqueeze(-1) == ranks).to(torch.int64).sum(1) > 0
+
+    def _counts(self, goes: Tensor, topk_idx: Tensor) -> Tensor:
+        """int64 `[W, 1 + L]`: rows for each rank, and slots of each of its experts."""
+        world, local = self.world_size, self.num_local_experts
+        # Experts are dealt out in consecutive ranges, so reshaping the counts gives a line per
+        # rank.
+        slots = _count_slots(topk_idx, self.num_experts).reshape([world, local])
+        if int(goes.shape[0]) == 0:
+            return torch.cat([torch.zeros_like(slots)[:, :1], slots], 1)
+        return torch.cat([goes.to(torch.int64).sum(0).reshape([world, 1]), slots], 1)
 
     def _move_slots(
-        self, topk_idx: Tensor, topk_weights: Tensor, ranks: Tensor, plan: Plan
+        self,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        tokens: Tensor,
+        ranks: Tensor,
+        send_counts: list[list[int]],
+        recv_counts: list[list[int]],
     ) -> tuple[Tensor, Tensor]:
-        """Local ids int64 and weights fp32 `[R, K]`, both in one message."""
-        topk = int(topk_idx.shape[1])
-        idx, weights = _take_rows(topk_idx, plan.tokens), _take_rows(topk_weights, plan.tokens)
-        if int(idx.shape[0]):
+        """Local ids int64 and weights fp32 `[R, K]` of all parts, both in one message."""
+        topk, local = int(topk_idx.shape[1]), self.num_local_experts
+        # Ids fit into 32 bits and weights have 32, so both travel as one int32 matrix. The weights'
+        # bits are reinterpreted and not converted.
+        words = [topk_idx.to(torch.int32), _reinterpret(topk_weights, torch.int32)]
+        rows = _take_rows(torch.cat(words, 1), tokens)
+        if int(rows.shape[0]):
             # Global ids become ids of the receiving rank. Slots of other ranks fall outside [0, L)
             # then, and become -1 with weight 0.
-            first = (ranks * self.num_local_experts).reshape([-1, 1])
-            idx = in_one_spelling(idx - first, self.num_local_experts)
-            weights = zero_where_not_here(weights, idx, self.num_local_experts)
-        # Ids fit into 32 bits and weights have 32, so both travel as one int32 matrix in one
-        # message. The weights' bits are reinterpreted and not converted.
-        packed = torch.cat([idx.to(torch.int32), _reinterpret(weights, torch.int32)], 1)
-        moved = self._move(packed, plan.send_counts, plan.recv_counts)
+            idx = in_one_spelling(rows[:, :topk] - (ranks * local).reshape([-1, 1]), local)
+            rows = torch.cat([idx, zero_where_not_here(rows[:, topk:], idx, local)], 1)
+        moved = self._move(rows, _totals(send_counts), _totals(recv_counts))
         return moved[:, :topk].to(torch.int64), _reinterpret(
             moved[:, topk:].contiguous(), torch.float32
         )
@@ -149,20 +176,87 @@ class CollectiveTransport(Transport):
 
     def _sum_back(self, rows: Tensor, plan: Plan) -> Tensor:
         # The way back is the same exchange with the counts swapped. Rows return in the order in
-        # which they were sent, so `plan.tokens` names the token of each.
+        # which they were sent, so `plan.places` names the rows of each token.
         returned = self._move(rows, plan.recv_counts, plan.send_counts)
-        total = torch.zeros(
-            [plan.num_tokens, int(rows.shape[1])], dtype=torch.float32, device=rows.device
-        )
-        start = 0
-        # Rank by rank, so that a token's parts are added in the order of ranks. Within one rank a
-        # token occurs once, so `index_add_` has no order of additions to choose.
-        for count in plan.send_counts:
-            if count:
-                span = slice(start, start + count)
-                total.index_add_(0, plan.tokens[span], returned[span].to(torch.float32))
-            start += count
-        return total.to(rows.dtype)
+        shape = (int(plan.places.shape[0]), int(rows.shape[1]))
+        out = empty(shape, rows.dtype, device_of(rows))
+        # One kernel that reads each row once and writes each token once. Sums in fp32 tensors
+        # would move seven times the bytes, which takes longer than the exchange itself. Nobody
+        # reads the third argument: the sum is unweighted.
+        kernels_for(rows).aggregate_rows(returned, plan.places, returned, out, False)
+        return out
+
+
+def _spans(sizes: Sequence[int]) -> Iterator[slice]:
+    start = 0
+    for size in sizes:
+        yield slice(start, start + size)
+        start += size
+
+
+def _totals(counts: list[list[int]]) -> list[int]:
+    """Rows of each rank in all parts."""
+    return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
+
+
+def _of_part(values: Tensor, counts: list[list[int]], part: int) -> Tensor:
+    """The rows of one part of `values`, which has all parts of rank 0, then those of rank 1; counts
+    by part and rank.
+    """
+    if len(counts) == 1:
+        return values
+    pieces, start = [], 0
+    for of_rank in zip(*counts, strict=True):
+        first = start + sum(of_rank[:part])
+        pieces.append(values[first : first + of_rank[part]])
+        start += sum(of_rank)
+    return torch.cat(pieces)
+
+
+def _count_slots(ids: Tensor, num_experts: int) -> Tensor:
+    """int64 `[num_experts]`: slots per expert. Unlike `bincount` it does not wait for the device."""
+    counts = torch.zeros([num_experts + 1], dtype=torch.int64, device=ids.device)
+    if 0 not in tuple(ids.shape):
+        group = group_of(ids.reshape([-1]), num_experts)
+        counts.index_add_(0, group, torch.ones_like(group))
+    return counts[:num_experts]
+
+
+def _running(goes: Tensor) -> Tensor:
+    """int64 `[W, T]`: how many rows come up to here, rank by rank, tokens ascending. That is the
+    order of rows in which `all_to_all` cuts its input, and the order that the contract of
+    `Dispatched` promises.
+    """
+    tokens, world = (int(size) for size in goes.shape)
+    flat = goes.to(torch.int64).t().reshape([world * tokens])
+    return torch.cumsum(flat, 0).reshape([world, tokens])
+
+
+def _places(goes: Tensor) -> Tensor:
+    """int64 `[T, W]`: `Plan.places`."""
+    if 0 in tuple(goes.shape):
+        return torch.zeros(list(goes.shape), dtype=torch.int64, device=goes.device)
+    running = _running(goes).t()
+    return torch.where(goes, running - 1, torch.full_like(running, -1)).contiguous()
+
+
+def _rows_of(goes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """int64 and int32 `[count]`: token and rank of each row that is sent. `nonzero` would wait for
+    the device a second time to learn `count`, which the host knows by now.
+    """
+    tokens, world = (int(size) for size in goes.shape)
+    device = goes.device
+    if count == 0:
+        return tuple(torch.zeros([0], dtype=t, device=device) for t in (torch.int64, torch.int32))  # type: ignore[return-value]
+    running = _running(goes).reshape([world * tokens])
+    # Pairs without a row all write one place more, which is cut off.
+    place = torch.where(
+        goes.t().reshape([world * tokens]), running - 1, torch.full_like(running, count)
+    )
+    pairs = torch.zeros([count + 1], dtype=torch.int64, device=device)
+    pairs[place] = torch.arange(world * tokens, dtype=torch.int64, device=device)
+    pairs = pairs[:count]
+    return pairs % tokens, (pairs // tokens).to(torch.int32)
 
 
 def _packed(x: BlockScaledTensor) -> Tensor:
