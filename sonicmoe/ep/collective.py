@@ -76,31 +76,33 @@ class CollectiveTransport(Transport):
         # knows a size.
         sent = torch.cat([self._counts(goes[part], topk_idx[part]) for part in parts], 1)
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
+        # Whatever needs no sizes is launched before the host waits, because the device idles from
+        # then until the next launch.
+        order = self._order(goes, topk_idx, topk_weights)
+        places = [_places(goes[part]) for part in parts]
         # Collectives take their sizes from the host, so here the host waits for the device. Both
         # tables reach it in one copy.
-        width = 1 + self.num_local_experts
-        shape = [2, self.world_size, len(parts), width]
+        shape = [2, self.world_size, len(parts), 1 + self.num_local_experts]
         sends, comes = torch.cat([sent, arrived]).reshape(shape).tolist()
         send_counts = [[line[part][0] for line in sends] for part in range(len(parts))]
         recv_counts = [[line[part][0] for line in comes] for part in range(len(parts))]
-        tokens, ranks = _rows_of(goes, sum(map(sum, send_counts)))
-        slots = self._move_slots(topk_idx, topk_weights, tokens, ranks, send_counts, recv_counts)
+        tokens, slots = (values[: sum(map(sum, send_counts))] for values in order)
+        moved = self._move(slots, _totals(send_counts), _totals(recv_counts))
         routed = []
         for number, part in enumerate(parts):
             of_part = _of_part(tokens, send_counts, number)
             plan = Plan(
                 of_part - part.start if part.start else of_part,
-                _places(goes[part]),
+                places[number],
                 send_counts[number],
                 recv_counts[number],
             )
-            idx, weights = (_of_part(values, recv_counts, number) for values in slots)
+            idx, weights = _ids_and_weights(_of_part(moved, recv_counts, number))
             # Every source rank has counted its own slots for these experts; their sum is the true
             # count of each.
             lines = [line[number][1:] for line in comes]
-            routed.append(
-                Routed(idx, weights, [sum(counts) for counts in zip(*lines, strict=True)], plan)
-            )
+            counts = [sum(of_expert) for of_expert in zip(*lines, strict=True)]
+            routed.append(Routed(idx, weights, counts, plan))
         return routed
 
     def dispatch_cached(self, x: Tokens, handle: Plan) -> Tokens:
@@ -142,30 +144,32 @@ class CollectiveTransport(Transport):
             return torch.cat([torch.zeros_like(slots)[:, :1], slots], 1)
         return torch.cat([goes.to(torch.int64).sum(0).reshape([world, 1]), slots], 1)
 
-    def _move_slots(
-        self,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        tokens: Tensor,
-        ranks: Tensor,
-        send_counts: list[list[int]],
-        recv_counts: list[list[int]],
-    ) -> tuple[Tensor, Tensor]:
-        """Local ids int64 and weights fp32 `[R, K]` of all parts, both in one message."""
-        topk, local = int(topk_idx.shape[1]), self.num_local_experts
+    def _order(self, goes: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every row that is sent: its token int64, and its slots as the receiver reads them,
+        int32 `[., 2K]`, ids and then the bits of the weights. Both are longer than there are rows:
+        as long as they are at most.
+        """
+        (tokens, world), topk = (int(n) for n in goes.shape), int(topk_idx.shape[1])
+        most, device = tokens * min(world, topk), goes.device
+        if most == 0:
+            token = torch.zeros([0], dtype=torch.int64, device=device)
+            return token, torch.zeros([0, 2 * topk], dtype=torch.int32, device=device)
+        running = _running(goes).reshape([world * tokens])
+        flat = goes.t().reshape([world * tokens])
+        # Pairs of token and rank without a row all write one place more, which nobody reads.
+        place = torch.where(flat, running - 1, torch.full_like(running, most))
+        pairs = torch.zeros([most + 1], dtype=torch.int64, device=device)
+        pairs[place] = torch.arange(world * tokens, dtype=torch.int64, device=device)
+        token, rank = pairs % tokens, (pairs // tokens).to(torch.int32)
         # Ids fit into 32 bits and weights have 32, so both travel as one int32 matrix. The weights'
         # bits are reinterpreted and not converted.
         words = [topk_idx.to(torch.int32), _reinterpret(topk_weights, torch.int32)]
-        rows = _take_rows(torch.cat(words, 1), tokens)
-        if int(rows.shape[0]):
-            # Global ids become ids of the receiving rank. Slots of other ranks fall outside [0, L)
-            # then, and become -1 with weight 0.
-            idx = in_one_spelling(rows[:, :topk] - (ranks * local).reshape([-1, 1]), local)
-            rows = torch.cat([idx, zero_where_not_here(rows[:, topk:], idx, local)], 1)
-        moved = self._move(rows, _totals(send_counts), _totals(recv_counts))
-        return moved[:, :topk].to(torch.int64), _reinterpret(
-            moved[:, topk:].contiguous(), torch.float32
-        )
+        slots = torch.index_select(torch.cat(words, 1), 0, token)
+        # Global ids become ids of the receiving rank. Slots of other ranks fall outside [0, L)
+        # then, and become -1 with weight 0.
+        local = self.num_local_experts
+        idx = in_one_spelling(slots[:, :topk] - (rank * local).reshape([-1, 1]), local)
+        return token, torch.cat([idx, zero_where_not_here(slots[:, topk:], idx, local)], 1)
 
     def _move(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         # As bytes, so that a backend need not know the dtype.
@@ -240,23 +244,11 @@ def _places(goes: Tensor) -> Tensor:
     return torch.where(goes, running - 1, torch.full_like(running, -1)).contiguous()
 
 
-def _rows_of(goes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """int64 and int32 `[count]`: token and rank of each row that is sent. `nonzero` would wait for
-    the device a second time to learn `count`, which the host knows by now.
-    """
-    tokens, world = (int(size) for size in goes.shape)
-    device = goes.device
-    if count == 0:
-        return tuple(torch.zeros([0], dtype=t, device=device) for t in (torch.int64, torch.int32))  # type: ignore[return-value]
-    running = _running(goes).reshape([world * tokens])
-    # Pairs without a row all write one place more, which is cut off.
-    place = torch.where(
-        goes.t().reshape([world * tokens]), running - 1, torch.full_like(running, count)
-    )
-    pairs = torch.zeros([count + 1], dtype=torch.int64, device=device)
-    pairs[place] = torch.arange(world * tokens, dtype=torch.int64, device=device)
-    pairs = pairs[:count]
-    return pairs % tokens, (pairs // tokens).to(torch.int32)
+def _ids_and_weights(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 `[R, 2K]` as they travelled -> local ids int64 and weights fp32 `[R, K]`."""
+    topk = int(slots.shape[1]) // 2
+    weights = slots[:, topk:].contiguous()
+    return slots[:, :topk].to(torch.int64), _reinterpret(weights, torch.float32)
 
 
 def _packed(x: BlockScaledTensor) -> Tensor:

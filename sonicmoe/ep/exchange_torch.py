@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 # The answer of `get_backend` for a group that was made without naming a backend, and its
 # sub-groups.
 UNDEFINED = "undefined"
+_LARGE = 1 << 20  # bytes, from which on a copy of their own is worth its launch
 
 
 class TorchExchange(RowExchange):
@@ -42,11 +43,26 @@ class TorchExchange(RowExchange):
         arrived = torch.empty(
             [sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype, device=rows.device
         )
+        own = send_counts[self.rank] * int(rows.shape[1])
+        if rows.is_cuda and self.world_size > 1 and own >= _LARGE:
+            self._exchange_with_others(
+                list(arrived.split(list(recv_counts))), list(rows.split(list(send_counts)))
+            )
+            return arrived
         # PyTorch takes output sizes before input sizes, Paddle the other way round.
         dist.all_to_all_single(
             arrived, rows, list(recv_counts), list(send_counts), group=self._group
         )
         return arrived
+
+    def _exchange_with_others(self, arriving: list[Tensor], leaving: list[Tensor]) -> None:
+        """NCCL would copy the rows that stay here by the thread blocks that serve the other ranks,
+        as slowly as it serves them.
+        """
+        arriving[self.rank].copy_(leaving[self.rank])
+        for pieces in (arriving, leaving):
+            pieces[self.rank] = pieces[self.rank][:0]
+        dist.all_to_all(arriving, leaving, group=self._group)
 
 
 def is_gpu_group(group: Any) -> bool:
