@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..routing.ids import in_one_spelling
 from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
 from .interface import Dispatched, Tokens, Transport, check_dispatch, zero_where_not_here
 from .lost_ranks import raise_lost_rank
+from .side_stream import SideStream
 
 Tensor = torch.Tensor
 
@@ -165,9 +167,11 @@ class DispatchCall(DifferentiableCall):
     tokens_per_expert: list[int] | None
     tokens: BlockScaledTensor | None = None
 
-    def __init__(self, transport: Transport, topk_idx: Tensor, forms: Forms) -> None:
+    def __init__(
+        self, transport: Transport, topk_idx: Tensor, forms: Forms, side: SideStream
+    ) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
-        self.transport, self.topk_idx, self.forms = transport, topk_idx, forms
+        self.transport, self.topk_idx, self.forms, self.side = transport, topk_idx, forms, side
 
     def explain(self, error: Exception, during: str) -> None:
         _explain(self.transport, error, "dispatch" if during == "forward" else "combine of dx")
@@ -206,7 +210,10 @@ class DispatchCall(DifferentiableCall):
         self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
         """A combine of dx that carries dprobs."""
-        dx, dweights = self.route.dispatch_backward(*gradients)
+        # On the stream of high priority, because a node with `split_wgrad` computes weight
+        # gradients beside it: the kernels that sum the rows would wait for the end of those.
+        combine = partial(self.route.dispatch_backward, *gradients)
+        dx, dweights = self.side.run(combine, *gradients)
         return (dx.to(self.dtype), dweights), []
 
 
@@ -236,8 +243,8 @@ class TransportDispatcher(Dispatcher):
     def __init__(
         self, transport: Transport, fp8: bool | str = False, fp8_grad: bool | str = False
     ) -> None:
-        """Stateless but for the transport. fp8, fp8_grad: how tokens and gradients travel where a
-        dispatch does not say.
+        """Stateless but for the transport and the stream of the combine of dx. fp8, fp8_grad: how
+        tokens and gradients travel where a dispatch does not say.
         """
         check_fp8(fp8)
         check_fp8(fp8_grad, "fp8_grad")
@@ -247,6 +254,7 @@ class TransportDispatcher(Dispatcher):
             transport.num_local_experts,
         )
         self.name = transport.name
+        self.side = SideStream()
 
     @property
     def bf16_only(self) -> bool:
@@ -255,7 +263,7 @@ class TransportDispatcher(Dispatcher):
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         if forms.any:
             self.transport.check_quantised(int(x.shape[1]))
-        call = DispatchCall(self.transport, ids.contiguous(), forms)
+        call = DispatchCall(self.transport, ids.contiguous(), forms, self.side)
         # Without gradients the autograd function is left out: no backward comes for which it would
         # have to keep the route.
         recorded = grad_enabled() and (requires_grad(x) or requires_grad(topk_weights))
