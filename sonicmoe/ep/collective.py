@@ -7,7 +7,7 @@ device, because collectives take their sizes from the host.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..interop import device_of, empty
 from ..quant.format import BlockScaledTensor
 from ..routing.backends import kernels_for
 from ..routing.ids import group_of, in_one_spelling
-from .interface import Received, Routed, Tokens, Transport, zero_where_not_here
+from .interface import Received, Tokens, Transport, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -64,46 +64,27 @@ class CollectiveTransport(Transport):
         self._exchange = exchange
 
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        (routed,) = self.routes(topk_idx, topk_weights, [int(x.shape[0])])
-        return Received(self.dispatch_cached(x, routed.handle), *routed)
-
-    def routes(self, topk_idx: Tensor, topk_weights: Tensor, sizes: Sequence[int]) -> list[Routed]:
         # goes[token, rank]: one row however many of the token's slots that rank owns.
         goes = self._goes(topk_idx)
-        parts = list(_spans(sizes))
-        # One line per destination rank. For each part: the number of rows, then the slots of each
-        # of its experts. Its width does not depend on the data, so it can travel before anybody
-        # knows a size.
-        sent = torch.cat([self._counts(goes[part], topk_idx[part]) for part in parts], 1)
+        # One line per destination rank: the number of rows, then the slots of each of its experts.
+        # Its width does not depend on the data, so it can travel before anybody knows a size.
+        sent = self._counts(goes, topk_idx)
         arrived = self._move(sent, [1] * self.world_size, [1] * self.world_size)
         # Whatever needs no sizes is launched before the host waits, because the device idles from
         # then until the next launch.
-        order = self._order(goes, topk_idx, topk_weights)
-        places = [_places(goes[part]) for part in parts]
+        order, places = self._order(goes, topk_idx, topk_weights), _places(goes)
         # Collectives take their sizes from the host, so here the host waits for the device. Both
         # tables reach it in one copy.
-        shape = [2, self.world_size, len(parts), 1 + self.num_local_experts]
+        shape = [2, self.world_size, 1 + self.num_local_experts]
         sends, comes = torch.cat([sent, arrived]).reshape(shape).tolist()
-        send_counts = [[line[part][0] for line in sends] for part in range(len(parts))]
-        recv_counts = [[line[part][0] for line in comes] for part in range(len(parts))]
-        tokens, slots = (values[: sum(map(sum, send_counts))] for values in order)
-        moved = self._move(slots, _totals(send_counts), _totals(recv_counts))
-        routed = []
-        for number, part in enumerate(parts):
-            of_part = _of_part(tokens, send_counts, number)
-            plan = Plan(
-                of_part - part.start if part.start else of_part,
-                places[number],
-                send_counts[number],
-                recv_counts[number],
-            )
-            idx, weights = _ids_and_weights(_of_part(moved, recv_counts, number))
-            # Every source rank has counted its own slots for these experts; their sum is the true
-            # count of each.
-            lines = [line[number][1:] for line in comes]
-            counts = [sum(of_expert) for of_expert in zip(*lines, strict=True)]
-            routed.append(Routed(idx, weights, counts, plan))
-        return routed
+        send_counts, recv_counts = ([line[0] for line in lines] for lines in (sends, comes))
+        tokens, slots = (values[: sum(send_counts)] for values in order)
+        plan = Plan(tokens, places, send_counts, recv_counts)
+        idx, weights = _ids_and_weights(self._move(slots, send_counts, recv_counts))
+        # Every source rank has counted its own slots for these experts; their sum is the true count
+        # of each.
+        counts = [sum(of_expert) for of_expert in zip(*(line[1:] for line in comes), strict=True)]
+        return Received(self.dispatch_cached(x, plan), idx, weights, counts, plan)
 
     def dispatch_cached(self, x: Tokens, handle: Plan) -> Tokens:
         if isinstance(x, BlockScaledTensor):
@@ -189,32 +170,6 @@ class CollectiveTransport(Transport):
         # reads the third argument: the sum is unweighted.
         kernels_for(rows).aggregate_rows(returned, plan.places, returned, out, False)
         return out
-
-
-def _spans(sizes: Sequence[int]) -> Iterator[slice]:
-    start = 0
-    for size in sizes:
-        yield slice(start, start + size)
-        start += size
-
-
-def _totals(counts: list[list[int]]) -> list[int]:
-    """Rows of each rank in all parts."""
-    return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
-
-
-def _of_part(values: Tensor, counts: list[list[int]], part: int) -> Tensor:
-    """The rows of one part of `values`, which has all parts of rank 0, then those of rank 1; counts
-    by part and rank.
-    """
-    if len(counts) == 1:
-        return values
-    pieces, start = [], 0
-    for of_rank in zip(*counts, strict=True):
-        first = start + sum(of_rank[:part])
-        pieces.append(values[first : first + of_rank[part]])
-        start += sum(of_rank)
-    return torch.cat(pieces)
 
 
 def _count_slots(ids: Tensor, num_experts: int) -> Tensor:

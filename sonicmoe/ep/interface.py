@@ -7,7 +7,6 @@ group, L = E / W local experts, R rows received.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,15 +64,6 @@ class Received:
     handle: Any
 
 
-class Routed(NamedTuple):
-    """A delivery whose rows are still to be sent, by `dispatch_cached`; fields as in `Received`."""
-
-    topk_idx: Tensor
-    topk_weights: Tensor
-    tokens_per_expert: list[int] | None
-    handle: Any
-
-
 class Transport(ABC):
     """Moves rows between the ranks of one group. Every method is a collective: all ranks call it,
     in one order, also with no rows.
@@ -121,15 +111,6 @@ class Transport(ABC):
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
         `[T, K]` in `[0, E)`, or -1, which is dropped. Quantised tokens arrive as they were sent.
         """
-
-    def routes(
-        self, topk_idx: Tensor, topk_weights: Tensor, sizes: Sequence[int]
-    ) -> list[Routed] | None:
-        """The routes of consecutive parts of the tokens, `sizes` of each, exchanged at once and
-        before any row travels; arguments as for `dispatch`. None: this transport exchanges routes
-        with the rows.
-        """
-        return None
 
     @abstractmethod
     def dispatch_cached(self, x: Tokens, handle: Any) -> Tokens:
