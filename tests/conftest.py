@@ -20,6 +20,9 @@ from sonicmoe.config import FLAGS_BY_ENV, PREFIX, reload_environment
 from sonicmoe.frameworks import is_importable
 from sonicmoe.jit.cache import CompileCache
 
+# So that a failed assertion there shows its values, as one in a test file does.
+pytest.register_assert_rewrite("gpu.plain_engine_cases", "gpu.plain_engine_contract")
+
 # Every test starts from the defaults, whatever the shell exported.
 for name in [name for name in os.environ if name.startswith(PREFIX) or name in FLAGS_BY_ENV]:
     del os.environ[name]

@@ -5,13 +5,12 @@ bits of accumulating and flushing in every layout and arrangement, and not a byt
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-from gpu import test_bf16_engine_gpu as layers
 from gpu.hopper_cases import FP8, fill_free_memory, raw
+from gpu.plain_engine_cases import ARCH, SWIGLU, build, make_case, relative
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
@@ -20,9 +19,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.targets import ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
-from sonicmoe.jit import default_cache, no_compile
-from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.jit.warmup import warm_up
+from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.quack_gemm import (
     STORED,
@@ -40,7 +37,7 @@ from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.gpu
 
-SWIGLU, GELU, ARCH = ActivationType.SWIGLU, ActivationType.GELU, "sm_90a"
+GELU = ActivationType.GELU
 OURS, REFERENCE = Bf16Engine(), ReferenceEngine()
 CLASSES = ("sm90", "sm120")
 # (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
@@ -75,13 +72,7 @@ def compiled(family):
     for config in tilings(family):
         jobs += [wgrad_down_kernel(shapes[0], config, stored) for stored in STORED["wgrad_down"]]
         jobs += [wgrad_up_kernel(shapes[0], config, stored) for stored in STORED["wgrad_up"]]
-    report = warm_up(
-        ModelSpec(6, 512, 384),
-        default_cache(),
-        jobs=os.cpu_count(),
-        compile_jobs=tuple(dict.fromkeys(jobs)),
-    )
-    assert report.complete, [outcome.message for outcome in report.kernels if outcome.message]
+    build(jobs)
     with no_compile():
         yield
 
@@ -157,7 +148,7 @@ ARRANGEMENTS = ("contiguous", "slices", "padded", "permuted", "experts_inside")
 
 def case_of(shape=SHAPES[0], *, activation=SWIGLU, seed=0, dtype=torch.bfloat16):
     tokens, hidden, inner, experts, topk = shape
-    return layers.make_case(
+    return make_case(
         tokens, hidden=hidden, intermediate=inner, experts=experts, topk=topk, seed=seed,
         activation=activation, dtype=dtype, empty=(experts // 2,) if experts > 1 else (),
     )  # fmt: skip
@@ -241,7 +232,7 @@ def test_what_the_reference_engine_adds(layout):
     for engine, memory in ((OURS, ours), (REFERENCE, theirs)):
         engine.backward_dw(pending_of(case, engine=engine), memory.targets)
     for found, wanted, start in zip(ours.tensors, theirs.tensors, before, strict=True):
-        error = layers.relative(found - start, wanted - start)
+        error = relative(found - start, wanted - start)
         assert bool((error < 5e-3).all()), error.tolist()
 
 
