@@ -1,13 +1,5 @@
 """The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM of `kernels.quack_gemm`
-with gather, activation and its gradient fused.
-
-    forward       z, y1 = up(x)            y2 = down(y1)         out = weighted sum per token
-    backward_dx   dz, y1s, dprobs = dgated(dout, z)              dx = sum per token of dgrad(dz)
-    backward_dw   dw2 += dout^T y1s        dw1 += dz^T x
-
-Rounds where the reference engine rounds: z, y1, y2, dz, y1s and dx rows to the dtype of the tokens;
-everything between is fp32. Waits for nothing, allocates by `routing.num_rows`, adds in a fixed
-order: equal calls give equal bits.
+with gather, activation and its gradient fused; `plain_engine` has the passes.
 """
 
 from __future__ import annotations
@@ -15,21 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..diagnostics.stages import stage, tap
-from ..errors import DTypeError, expect
-from ..interop import (
-    IS_PADDLE,
-    aligned,
-    current_stream,
-    device_name,
-    dtype_name,
-    plain_ops,
-)
+from ..diagnostics.stages import stage
+from ..interop import IS_PADDLE, current_stream, device_name, dtype_name
 from ..kernels.quack_gemm import (
     GroupedGemms,
     MlpShape,
@@ -37,151 +20,70 @@ from ..kernels.quack_gemm import (
     grouped_gemms,
     launching_on,
 )
-from ..routing.backends import arch_of
-from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .bf16_gradients import Destinations
-from .capabilities import BF16
+from .gpu import gpu_of, index_of_gpu
 from .interface import (
     EngineSettings,
     EngineWeights,
     GradientTargets,
     ParameterTargets,
     PendingWgrad,
-    Saved,
-    Tokens,
-    check_dout,
-    check_forward,
     plain_tokens,
 )
-from .native_weights import NativeWeightsEngine, empty_rows, plain_operand
+from .plain_engine import PlainEngine, Products, plain_operand
 
 Tensor = torch.Tensor
 
 
-class Bf16Engine(NativeWeightsEngine):
+class Bf16Engine(PlainEngine):
     """See the module docstring; `capabilities.BF16` says what it takes."""
 
     name = "bf16"
 
-    def forward(
-        self,
-        x: Tokens,
-        routing: RoutingMetadata,
-        weights: EngineWeights,
-        settings: EngineSettings,
-        *,
-        save: bool = True,
-    ) -> tuple[Tensor, Saved | None]:
-        """Two GEMMs and a weighted gather-and-sum; `save=False` writes no z."""
-        check_forward(x, routing, weights, settings, BF16)
-        w1, w2 = plain_operand(weights.w1), plain_operand(weights.w2)
-        expect(
-            x.dtype == w1.dtype,
-            DTypeError,
-            f"x is {dtype_name(x.dtype)}; the weights are {dtype_name(w1.dtype)}, and one dtype is needed",
-        )
-        with plain_ops():
-            x = plain_tokens(aligned(x))  # others were refused
-            # The kernel writes z only where it is given memory for it.
-            keeps_z = save and not settings.recompute_z
-            z = empty_rows(routing, int(w1.shape[1]), x) if keeps_z else None
-            # A rank may receive no valid slot. Then there is nothing to launch, and every output is
-            # zero.
-            if routing.num_rows == 0:
-                out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
-                return out, Saved(settings, routing, x, z) if save else None
-            y1 = empty_rows(routing, weights.intermediate_size, x)
-            y2 = empty_rows(routing, weights.hidden_size, x)
-            with _launches(x, weights, settings, routing) as (gemms, rows):
-                with stage("up"):
-                    gemms.up(x, w1, z, y1, weights.b1, rows.cu_rows, rows.gather_index)
-                z = None if z is None else tap("z", z)
-                with stage("down"):
-                    gemms.down(tap("y1", y1), w2, y2, weights.b2, rows.cu_rows)
-            with stage("aggregate_out"):
-                out = tap("out", aggregate(tap("y2", y2), routing, weighted=True))
-            return out, Saved(settings, routing, x, z) if save else None
+    @contextmanager
+    def _products(
+        self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
+    ) -> Iterator[Products]:
+        gpu, sizes = gpu_of(device_name(x)), (weights.hidden_size, weights.intermediate_size)
+        shape = _shape(sizes, settings, dtype_name(x.dtype), weights.b1 is not None, gpu.arch)
+        with launch_scope(x):
+            gemms, rows = grouped_gemms(shape, gpu.lent(settings)), ExpertRows.of(routing)
+            yield _Products(gemms, rows, weights, routing)
 
-    def backward_dx(
-        self, dout: Tokens, saved: Saved, weights: EngineWeights
-    ) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """dgated with dprobs' row sums, dgrad, an unweighted gather-and-sum."""
-        dout = check_dout(dout, saved, BF16)
-        settings, routing, x = saved.settings, saved.routing, plain_tokens(saved.x)
-        with plain_ops():
-            # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
-            # of one.
-            dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
-            w1 = plain_operand(weights.w1_dgrad)
-            dz, y1s = (
-                empty_rows(routing, int(w1.shape[1]), x),
-                empty_rows(routing, weights.intermediate_size, x),
-            )
-            # `pending` keeps x and dout alive until the weight gradients are added.
-            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
-            if routing.num_rows == 0:
-                dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
-                dprobs = torch.zeros(
-                    (routing.num_tokens, routing.topk), dtype=torch.float32, device=x.device
-                )
-            else:
-                with _launches(x, weights, settings, routing) as (gemms, rows):
-                    row_dprob = _dgated(gemms, rows, dout, saved, weights, dz, y1s)
-                    dz = pending.dz = tap("dz", dz)
-                    pending.y1s = tap("y1s", y1s)
-                    dx_rows = empty_rows(routing, weights.hidden_size, x)
-                    with stage("dx_gemm"):
-                        gemms.dgrad(dz, w1, dx_rows, rows.cu_rows)
-                with stage("aggregate_dx"):
-                    dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
-                    dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
-            # `pending` has its own reference to x. Without one here `check_dout` refuses a second
-            # backward, which the freed z could not serve.
-            if settings.frees_stagewise:
-                saved.x = None
-            return dx, dprobs, pending
-
-    def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """A GEMM for each projection that anybody wants the gradient of, and the bias sums.
-
-        Raises:
-            ConfigError: it cannot add to these targets, for the reason that `problem_of` gives.
-        """
+    def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
-        x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
-        if x is None or dout is None or dz is None or y1s is None:
-            raise RuntimeError(
-                "the operands of these weight gradients were released by an earlier backward_dw"
-            )
-        if routing.num_rows > 0 and places.are_wanted:
-            x, dout = plain_tokens(x), plain_tokens(dout)
-            gemms = _gemms_of_operands(x, dz, y1s, places, settings)
-            with plain_ops(), launch_scope(x):
-                rows = ExpertRows.of(routing)
-                if places.dw2 is not None:
-                    gemms.load_wgrad("wgrad_down", places.dw2.stored)
-                if places.dw1 is not None:
-                    gemms.load_wgrad("wgrad_up", places.dw1.stored)
-                targets.adding = True
-                if places.db1 is not None and places.db2 is not None:
-                    rows.add_columns(dout, places.db2, weight=routing.row_prob)
-                    rows.add_columns(dz, places.db1, weight=None)
-                if places.dw2 is not None:
-                    with stage("dw2"):
-                        tensor, stored = places.dw2
-                        gemms.wgrad_down(dout, y1s, tensor, rows.cu_rows, rows.gather_index, stored)
-                if settings.frees_stagewise:
-                    # The local names count too: the memory is free for dw1 only when all references
-                    # are gone.
-                    pending.dout = pending.y1s = dout = y1s = None
-                if places.dw1 is not None:
-                    with stage("dw1"):
-                        tensor, stored = places.dw1
-                        gemms.wgrad_up(x, dz, tensor, rows.cu_rows, rows.gather_index, stored)
-                targets.adding = False
-        pending.x = pending.dout = pending.dz = pending.y1s = None
+        if routing.num_rows == 0 or not places.are_wanted:
+            return
+        # dout and y1s have no local name that lasts: their memory is free for dw1 only when all
+        # references are gone.
+        x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
+        gemms = _gemms_of_operands(pending, places)
+        with launch_scope(x):
+            rows = ExpertRows.of(routing)
+            if places.dw2 is not None:
+                gemms.load_wgrad("wgrad_down", places.dw2.stored)
+            if places.dw1 is not None:
+                gemms.load_wgrad("wgrad_up", places.dw1.stored)
+            targets.adding = True
+            if places.db1 is not None and places.db2 is not None:
+                rows.add_columns(plain_tokens(pending.dout), places.db2, weight=routing.row_prob)
+                rows.add_columns(dz, places.db1, weight=None)
+            index = rows.cu_rows, rows.gather_index
+            if places.dw2 is not None:
+                with stage("dw2"):
+                    tensor, stored = places.dw2
+                    operands = plain_tokens(pending.dout), pending.y1s
+                    gemms.wgrad_down(*operands, tensor, *index, stored)
+                    del operands
+            if settings.frees_stagewise:
+                pending.dout = pending.y1s = None
+            if places.dw1 is not None:
+                with stage("dw1"):
+                    tensor, stored = places.dw1
+                    gemms.wgrad_up(x, dz, tensor, *index, stored)
+            targets.adding = False
 
     def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
@@ -246,80 +148,58 @@ class ExpertRows:
         )
 
 
-def _dgated(
-    gemms: GroupedGemms,
-    rows: ExpertRows,
-    dout: Tensor,
-    saved: Saved,
-    weights: EngineWeights,
-    dz: Tensor,
-    y1s: Tensor,
-) -> Tensor:
-    """Fill dz and y1s; returns fp32 `row_dprob [R]`."""
-    routing = saved.routing
-    z = _restore_z(gemms, rows, saved, weights)
-    # A tile sums <dy1, y1> over its own columns. The partial sums are added in a second launch and
-    # in a fixed order, because atomics would change the order, and the bits, from run to run.
-    partials = torch.empty(
-        (routing.num_rows, gemms.dprob_tiles), dtype=torch.float32, device=dout.device
-    )
-    w2 = plain_operand(weights.w2_dgrad)
-    with stage("dgated"):
-        gemms.dgated(
-            dout, w2, dz, z, y1s, routing.row_prob, partials, rows.cu_rows, rows.gather_index
-        )
-    if saved.settings.frees_stagewise:
-        saved.z = None
-    return rows.sum_partials(partials, dout, weights.b2)
+@dataclass(frozen=True, eq=False)
+class _Products(Products):
+    """Of the GEMMs of one shape; every argument is named in `GroupedGemms`."""
 
+    gemms: GroupedGemms
+    rows: ExpertRows
+    weights: EngineWeights
+    routing: RoutingMetadata
 
-def _restore_z(
-    gemms: GroupedGemms, rows: ExpertRows, saved: Saved, weights: EngineWeights
-) -> Tensor:
-    """z as forward wrote it, or computed again to the same bits."""
-    if saved.z is not None:
-        return plain_operand(saved.z)
-    x, w1 = plain_tokens(saved.x), plain_operand(weights.w1)
-    z = empty_rows(saved.routing, int(w1.shape[1]), x)
-    gemms.up_again(x, w1, z, weights.b1, rows.cu_rows, rows.gather_index)
-    return z
+    def up(self, x: Tensor, z: Tensor | None, y1: Tensor) -> None:
+        w1, b1, rows = plain_operand(self.weights.w1), self.weights.b1, self.rows
+        self.gemms.up(x, w1, z, y1, b1, rows.cu_rows, rows.gather_index)
 
+    def up_again(self, x: Tensor, z: Tensor) -> None:
+        w1, b1, rows = plain_operand(self.weights.w1), self.weights.b1, self.rows
+        self.gemms.up_again(x, w1, z, b1, rows.cu_rows, rows.gather_index)
 
-@contextmanager
-def _launches(
-    x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
-) -> Iterator[tuple[GroupedGemms, ExpertRows]]:
-    """The GEMMs of these weights and the rows of this routing, on the caller's stream."""
-    shape = _shape_of(
-        plain_operand(weights.w1), plain_operand(weights.w2), settings, weights.b1 is not None
-    )
-    with launch_scope(x):
-        yield grouped_gemms(shape, gpu_of(device_name(x)).lent(settings)), ExpertRows.of(routing)
+    def down(self, y1: Tensor, y2: Tensor) -> None:
+        w2, b2 = plain_operand(self.weights.w2), self.weights.b2
+        self.gemms.down(y1, w2, y2, b2, self.rows.cu_rows)
+
+    def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
+        """Partial sums `[R, tiles]`."""
+        w2, prob, rows = plain_operand(self.weights.w2_dgrad), self.routing.row_prob, self.rows
+        sizes = (self.routing.num_rows, self.gemms.dprob_tiles)
+        partials = torch.empty(sizes, dtype=torch.float32, device=dout.device)
+        self.gemms.dgated(dout, w2, dz, z, y1s, prob, partials, rows.cu_rows, rows.gather_index)
+        return partials
+
+    def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
+        return self.rows.sum_partials(partials, dout, self.weights.b2)
+
+    def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
+        self.gemms.dgrad(dz, plain_operand(self.weights.w1_dgrad), dx_rows, self.rows.cu_rows)
 
 
 @contextmanager
 def launch_scope(tensor: Tensor) -> Iterator[None]:
     """The device and stream of the caller, for kernels that take them from the process's state."""
     if IS_PADDLE:
-        with launching_on(_index_of(device_name(tensor)), current_stream(tensor)):
+        with launching_on(index_of_gpu(device_name(tensor)), current_stream(tensor)):
             yield
     else:
         with torch.cuda.device(tensor.device):
             yield
 
 
-def _gemms_of_operands(
-    x: Tensor, dz: Tensor, y1s: Tensor, places: Destinations, settings: EngineSettings
-) -> GroupedGemms:
-    sizes, bias = (int(x.shape[1]), int(y1s.shape[1])), places.db1 is not None
-    gpu = gpu_of(device_name(x))
-    shape = _shape(sizes, settings, dtype_name(dz.dtype), bias, gpu.arch)
+def _gemms_of_operands(pending: PendingWgrad, places: Destinations) -> GroupedGemms:
+    x, y1s, settings = plain_tokens(pending.x), plain_operand(pending.y1s), pending.settings
+    gpu, sizes = gpu_of(device_name(x)), (int(x.shape[1]), int(y1s.shape[1]))
+    shape = _shape(sizes, settings, dtype_name(y1s.dtype), places.db1 is not None, gpu.arch)
     return grouped_gemms(shape, gpu.lent(settings))
-
-
-def _shape_of(w1: Tensor, w2: Tensor, settings: EngineSettings, bias: bool) -> MlpShape:
-    sizes, arch = (int(w1.shape[2]), int(w2.shape[2])), gpu_of(device_name(w1)).arch
-    return _shape(sizes, settings, dtype_name(w1.dtype), bias, arch)
 
 
 def _shape(
@@ -327,25 +207,3 @@ def _shape(
 ) -> MlpShape:
     own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
     return MlpShape(*sizes, settings.activation, dtype, bias, own, capped, arch=arch)
-
-
-def _index_of(device: str) -> int:
-    return int(device.partition(":")[2] or 0)
-
-
-class _Gpu(NamedTuple):
-    """The properties of a GPU that launches depend on."""
-
-    arch: str
-    multiprocessors: int
-
-    def lent(self, settings: EngineSettings) -> int:
-        """How many of its multiprocessors the GEMMs may take."""
-        return min(settings.gemm_num_sms or self.multiprocessors, self.multiprocessors)
-
-
-@lru_cache(maxsize=64)
-def gpu_of(device: str) -> _Gpu:
-    """The GPU of this name, "cuda:0"; asked once."""
-    properties = torch.cuda.get_device_properties(_index_of(device))
-    return _Gpu(arch_of(device), int(properties.multi_processor_count))

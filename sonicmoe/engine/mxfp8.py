@@ -37,9 +37,10 @@ from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .activations import pre_activation_width
-from .bf16 import Bf16Engine, ExpertRows, gpu_of, launch_scope
+from .bf16 import Bf16Engine, ExpertRows, launch_scope
 from .bf16_gradients import Destinations
 from .capabilities import MXFP8, Workload, require
+from .gpu import gpu_of
 from .interface import (
     Change,
     Engine,

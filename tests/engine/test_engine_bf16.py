@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from framework import torch
 
-from sonicmoe.engine import bf16
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.gpu import Gpu
 from sonicmoe.engine.interface import Change, EngineSettings, EngineWeights
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
@@ -99,4 +99,4 @@ def test_tokens_of_another_dtype_than_the_weights_are_refused():
 
 @pytest.mark.parametrize(("wanted", "lent"), [(0, 132), (2, 2), (96, 96), (1000, 132)])
 def test_gemms_leave_multiprocessors_to_other_kernels(wanted, lent):
-    assert bf16._Gpu("sm_90a", 132).lent(EngineSettings(gemm_num_sms=wanted)) == lent
+    assert Gpu("sm_90a", 132).lent(EngineSettings(gemm_num_sms=wanted)) == lent

@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
 from sonicmoe.engine import triton as triton_engine
+from sonicmoe.engine.gpu import gpu_of
 from sonicmoe.engine.interface import (
     EngineSettings,
     FreshTargets,
@@ -211,9 +212,8 @@ def test_tiles_of_every_architecture(arch, monkeypatch, may_compile):
 
 
 def use_tiles_of(arch, monkeypatch):
-    triton_engine._gpu.cache_clear()
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    monkeypatch.setattr(triton_engine, "_gpu", lambda device: triton_engine._Gpu(arch, sms))
+    gpu = gpu_of("cuda:0")._replace(arch=arch)
+    monkeypatch.setattr(triton_engine, "gpu_of", lambda device: gpu)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from kernels.triton_interpreter import repair
 repair()
 
 from sonicmoe.engine import triton as triton_engine  # noqa: E402
+from sonicmoe.engine.gpu import Gpu  # noqa: E402
 from sonicmoe.engine.interface import (  # noqa: E402
     EngineSettings,
     FreshTargets,
@@ -122,7 +123,7 @@ def tiles() -> int:
 
 
 def with_gpu(arch, multiprocessors):
-    triton_engine._gpu = lambda device: triton_engine._Gpu(arch, multiprocessors)
+    triton_engine._gpu = lambda tensor: Gpu(arch, multiprocessors)
 
 
 def modes() -> int:
