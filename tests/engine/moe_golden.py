@@ -282,9 +282,12 @@ class Setup:
         out, saved = self.forward()
         accumulators = self.accumulators()
         dx, dprobs = self.engine.backward(self.dout, saved, self.weights, accumulators)
-        return Result(
-            numpy(out), numpy(dx), numpy(dprobs), *user_gradients(self.problem, accumulators)
-        )
+        return self.result(out, dx, dprobs, accumulators)
+
+    def result(self, out, dx, dprobs, accumulators) -> Result:
+        """What calls of the engine returned and added, in user layout."""
+        gradients = user_gradients(self.problem, accumulators)
+        return Result(numpy(out), numpy(dx), numpy(dprobs), *gradients)
 
 
 def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from engine.moe_golden import (
     ALL_ACTIVATIONS,
-    Result,
     assert_same_bits,
     make_problem,
     run_engine,
     set_up,
-    user_gradients,
 )
 from framework import IS_PADDLE, numpy, tensor, torch
 
@@ -31,12 +29,6 @@ PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
 ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
 MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "iso128", "1x128"])
-
-
-def collect(setup, out, dx, dprobs, accumulators) -> Result:
-    return Result(
-        numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators)
-    )
 
 
 class TestPoison:
@@ -267,7 +259,7 @@ class TestRepetition:
         for i in (1, 2, 0):
             setup, (out, saved), accumulators = setups[i], forwards[i], setups[i].accumulators()
             dx, dprobs = engine.backward(setup.dout, saved, setup.weights, accumulators)
-            assert_same_bits(collect(setup, out, dx, dprobs, accumulators), alone[i])
+            assert_same_bits(setup.result(out, dx, dprobs, accumulators), alone[i])
 
     @MODES
     def test_dx_and_dw_are_separate_and_may_be_reordered(self, settings):
@@ -285,7 +277,7 @@ class TestRepetition:
                     )
                 else:
                     setup.engine.backward_dw(pendings[i], shared)
-            return [collect(setups[i], outs[i], *results[i], shared) for i in range(2)]
+            return [setups[i].result(outs[i], *results[i], shared) for i in range(2)]
 
         straight = backward([("dx", 0), ("dw", 0), ("dx", 1), ("dw", 1)])
         delayed = backward([("dx", 0), ("dx", 1), ("dw", 1), ("dw", 0)])
@@ -310,7 +302,7 @@ class TestRepetition:
         for _ in range(2):
             accumulators = setup.accumulators()
             dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
-            results.append(collect(setup, out, dx, dprobs, accumulators))
+            results.append(setup.result(out, dx, dprobs, accumulators))
         assert_same_bits(*results)
 
     @MODES

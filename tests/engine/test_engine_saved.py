@@ -10,14 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine.moe_golden import (
-    Result,
     assert_same_bits,
     make_problem,
     run_engine,
     set_up,
-    user_gradients,
 )
-from framework import numpy, tensor, torch
+from framework import tensor, torch
 
 from sonicmoe.engine import reference
 from sonicmoe.engine.interface import EngineSettings, Saved
@@ -30,12 +28,6 @@ PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["iso128"])
 ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
 MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "iso128", "1x128"])
-
-
-def collect(setup, out, dx, dprobs, accumulators) -> Result:
-    return Result(
-        numpy(out), numpy(dx), numpy(dprobs), *user_gradients(setup.problem, accumulators)
-    )
 
 
 def is_alive(reference_to):
@@ -143,7 +135,7 @@ class TestSaved:
         dx, dprobs = setup.engine.backward(
             setup.dout, spec.unpack(tensors), setup.weights, accumulators
         )
-        assert_same_bits(collect(setup, out, dx, dprobs, accumulators), setup.run())
+        assert_same_bits(setup.result(out, dx, dprobs, accumulators), setup.run())
 
     def repacked(self, indices, probs=None):
         """The spec of one routing, the tensors of another: what activation recompute delivers when

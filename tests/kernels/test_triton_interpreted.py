@@ -1,4 +1,6 @@
-"""The Triton kernels in Triton's interpreter, against plain tensor operations, bit for bit."""
+"""The Triton kernels in Triton's interpreter, which needs no GPU: those of routing against plain
+tensor operations, bit for bit, and those of the engine against the reference engine.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ pytestmark = [
 ]
 
 
-def test_interpreted() -> None:
-    checks = ["metadata_and_slot_values", "counts_too_small", "aggregation", "conversions"]
+CHECKS = {
+    "interpreted": ["metadata_and_slot_values", "counts_too_small", "aggregation", "conversions"],
+    "triton_engine_interpreted": [
+        "activations", "tiles", "modes", "bad_tokens", "targets", "no_rows",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "checks"), CHECKS.items(), ids=CHECKS)
+def test_interpreted(module: str, checks: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {
         **os.environ,
@@ -28,7 +38,7 @@ def test_interpreted() -> None:
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "kernels.interpreted", *checks]
+    command = [sys.executable, "-m", f"kernels.{module}", *checks]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
