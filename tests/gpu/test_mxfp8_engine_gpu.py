@@ -45,7 +45,10 @@ pytestmark = [
 def test_every_way_of_calling_it(sizes, changes):
     settings = EngineSettings(**SETTINGS, **changes)
     problem, engine = trial.Problem(Workload(settings, *sizes), "cuda:0"), Mxfp8Engine()
-    found = [trial.judged(engine, case, wanted) for case, wanted in trial.cases(problem, engine)]
+    found = [
+        trial.judged(engine, case, wanted, trial.bars_of(settings))
+        for case, wanted in trial.cases(problem, engine)
+    ]
     assert [result["problem"] for result in found] == [None] * len(found)
 
 
@@ -54,5 +57,6 @@ def test_every_activation(activation):
     settings = EngineSettings(activation, **SETTINGS)
     problem, engine = trial.Problem(Workload(settings, 512, 256), "cuda:0"), Mxfp8Engine()
     wanted = problem.train(ReferenceEngine())
-    judged = trial.judged(engine, trial.Case("training", problem.train), wanted)
+    case, bars = trial.Case("training", problem.train), trial.bars_of(settings)
+    judged = trial.judged(engine, case, wanted, bars)
     assert judged["problem"] is None
