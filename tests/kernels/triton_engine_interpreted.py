@@ -5,109 +5,53 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from kernels.triton_interpreter import repair
 
 repair()
 
+from engine.plain_layer import (  # noqa: E402
+    BF16,
+    FP16,
+    E,
+    H,
+    I,
+    T,
+    assert_close,
+    assert_same_bits,
+    make_case,
+)
+from engine.plain_layer import run as run_on  # noqa: E402
+
 from sonicmoe.engine import triton as triton_engine  # noqa: E402
 from sonicmoe.engine.gpu import Gpu  # noqa: E402
 from sonicmoe.engine.interface import (  # noqa: E402
-    EngineSettings,
     FreshTargets,
-    NativeBuffer,
     ParameterTargets,
     WeightTarget,
 )
-from sonicmoe.engine.reference import ReferenceEngine  # noqa: E402
 from sonicmoe.engine.triton import TritonEngine  # noqa: E402
-from sonicmoe.enums import ActivationType, is_glu  # noqa: E402
+from sonicmoe.enums import ActivationType  # noqa: E402
 from sonicmoe.layouts import WeightLayout  # noqa: E402
-from sonicmoe.routing.build import build_routing  # noqa: E402
 
-BF16, FP16 = torch.bfloat16, torch.float16
-# No tile divides these; of the experts one has two tiles, one none, and one a single row.
-T, H, I, E, K = 150, 72, 40, 4, 2
-SWIGLU = ActivationType.SWIGLU
 OWN = {
     ActivationType.SWIGLU_OAI: (("alpha", 1.1), ("limit", 1.5)),
     ActivationType.SWIGLU_CLAMP: (("limit", 1.5),),
     ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 2.5)),
 }
-OURS, REFERENCE = TritonEngine(), ReferenceEngine()
+OURS = TritonEngine()
 
 
-@dataclass
-class Case:
-    x: torch.Tensor
-    dout: torch.Tensor
-    indices: torch.Tensor
-    probs: torch.Tensor
-    weights: tuple
-    settings: EngineSettings
-
-    @property
-    def routing(self):
-        return build_routing(self.indices, self.probs, E)
-
-
-def make_case(activation=SWIGLU, *, bias=True, dtype=BF16, own=(), **settings):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size, scale=1.0):
-        return torch.randn(size, generator=generator) * scale
-
-    # Expert 0 and 2 share the tokens, 1 has none, 3 has one.
-    first = torch.rand((T, 1), generator=generator) < 0.9
-    second = torch.rand((T, 1), generator=generator) < 0.3
-    indices = torch.cat([torch.where(first, 0, -1), torch.where(second, 2, E)], 1)
-    indices[7, 1] = 3
-    n1 = I * (2 if is_glu(activation) else 1)
-    weights = (
-        normal(E, n1, H, scale=2 * H**-0.5).to(dtype),
-        normal(E, H, I, scale=I**-0.5).to(dtype),
-        normal(E, n1, scale=0.3) if bias else None,
-        normal(E, H, scale=0.3) if bias else None,
-    )
-    chosen = EngineSettings(activation, activation_parameters=own, **settings)
-    probs = torch.rand((T, K), generator=generator) + 0.05
-    return Case(normal(T, H).to(dtype), normal(T, H).to(dtype), indices, probs, weights, chosen)
-
-
-def run(case, engine=OURS, targets=None):
-    weights = engine.prepare_weights(*case.weights, case.settings)
-    out, saved = engine.forward(case.x, case.routing, weights, case.settings)
-    w1, _, b1, _ = case.weights
-    sizes = int(w1.shape[1]), H, I
-    targets = targets or NativeBuffer.zeros(E, *sizes, b1 is not None, "cpu")
-    dx, dprobs = engine.backward(case.dout, saved, weights, targets)
-    named = {"out": out, "dx": dx, "dprobs": dprobs}
-    return named | (targets.named() if isinstance(targets, NativeBuffer) else {})
-
-
-def close(case):
-    actual, wanted = run(case), run(case, REFERENCE)
-    assert actual.keys() == wanted.keys()
-    for name, got in actual.items():
-        one, other = got.double(), wanted[name].double()
-        assert one.shape == other.shape and bool(torch.isfinite(one).all()), name
-        error = float((one - other).norm() / other.norm())
-        # Sums of another order move single roundings; db1 sums dz as it is stored, rounded.
-        bound = 3e-3 if name == "db1" else 3e-4
-        assert error < bound, (case.settings.activation, name, error)
-
-
-def same_bits(actual, wanted):
-    for name, tensor in wanted.items():
-        assert torch.equal(actual[name], tensor), name
+def run(case, targets=None):
+    return run_on(case, OURS, targets)
 
 
 def activations() -> int:
     for number, activation in enumerate(ActivationType):
         options = {"dtype": (BF16, FP16)[number % 2], "bias": number % 3 != 0}
-        close(make_case(activation, own=OWN.get(activation, ()), **options))
+        assert_close(make_case(activation, own=OWN.get(activation, ()), **options), OURS)
     return len(ActivationType)
 
 
@@ -115,9 +59,9 @@ def tiles() -> int:
     """Those of the other architectures, and a part of the GPU."""
     wanted = run(make_case())
     with_gpu("sm_90a", 1)
-    close(make_case())
+    assert_close(make_case(), OURS)
     with_gpu("sm_80", 8)
-    same_bits(run(make_case(gemm_num_sms=3)), wanted)
+    assert_same_bits(run(make_case(gemm_num_sms=3)), wanted)
     with_gpu("sm_80", 1)
     return 2
 
@@ -130,13 +74,12 @@ def modes() -> int:
     """z recomputed or freed, inference, and memory that nobody wrote."""
     case = make_case()
     stored = run(case)
-    same_bits(run(replace(case, settings=replace(case.settings, recompute_z=True))), stored)
-    same_bits(run(replace(case, settings=replace(case.settings, frees_stagewise=True))), stored)
-    weights = OURS.prepare_weights(*case.weights, case.settings)
-    out, saved = OURS.forward(case.x, case.routing, weights, case.settings, save=False)
+    assert_same_bits(run(case.but(recompute_z=True)), stored)
+    assert_same_bits(run(case.but(frees_stagewise=True)), stored)
+    _, out, saved = case.forward(OURS, save=False)
     assert saved is None and torch.equal(out, stored["out"])
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
-    same_bits(run(case), stored)
+    assert_same_bits(run(case), stored)
     torch.use_deterministic_algorithms(False)
     return 4
 
@@ -161,9 +104,7 @@ def targets() -> int:
     """Weight gradients in every layout: added to stacked and single matrices, and written."""
     case = make_case(bias=False)
     wanted = run(case)
-    weights = OURS.prepare_weights(*case.weights, case.settings)
-    _, saved = OURS.forward(case.x, case.routing, weights, case.settings)
-    _, _, pending = OURS.backward_dx(case.dout, saved, weights)
+    pending = case.pending(OURS)
     checked = 0
     for number in range(8):
         layout = WeightLayout(transposed=bool(number & 1), split_half=bool(number & 2))

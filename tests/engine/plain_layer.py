@@ -1,0 +1,104 @@
+"""One small layer on the host for the engines that quantise nothing, and how near to the reference
+engine they must come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.routing.build import build_routing
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# No tile divides these; of the experts one has two tiles, one none, and one a single row.
+T, H, I, E, K = 150, 72, 40, 4, 2
+SWIGLU = ActivationType.SWIGLU
+REFERENCE = ReferenceEngine()
+
+
+@dataclass
+class Case:
+    """`weights` as native w1, w2, b1, b2."""
+
+    x: torch.Tensor
+    dout: torch.Tensor
+    indices: torch.Tensor
+    probs: torch.Tensor
+    weights: tuple
+    settings: EngineSettings
+
+    def but(self, **settings):
+        """The same operands with other settings."""
+        return replace(self, settings=replace(self.settings, **settings))
+
+    @property
+    def routing(self):
+        return build_routing(self.indices, self.probs, E)
+
+    def accumulators(self):
+        w1, _, b1, _ = self.weights
+        return NativeBuffer.zeros(E, int(w1.shape[1]), H, I, b1 is not None, "cpu")
+
+    def forward(self, engine, *, save=True):
+        """`(prepared weights, out, saved)`."""
+        weights = engine.prepare_weights(*self.weights, self.settings)
+        out, saved = engine.forward(self.x, self.routing, weights, self.settings, save=save)
+        return weights, out, saved
+
+    def pending(self, engine):
+        """The operands of the weight gradients."""
+        weights, _, saved = self.forward(engine)
+        return engine.backward_dx(self.dout, saved, weights)[2]
+
+
+def make_case(activation=SWIGLU, *, bias=True, dtype=BF16, own=(), **settings):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size, scale=1.0):
+        return torch.randn(size, generator=generator) * scale
+
+    # Expert 0 and 2 share the tokens, 1 has none, 3 has one.
+    first = torch.rand((T, 1), generator=generator) < 0.9
+    second = torch.rand((T, 1), generator=generator) < 0.3
+    indices = torch.cat([torch.where(first, 0, -1), torch.where(second, 2, E)], 1)
+    indices[7, 1] = 3
+    n1 = I * (2 if is_glu(activation) else 1)
+    weights = (
+        normal(E, n1, H, scale=2 * H**-0.5).to(dtype),
+        normal(E, H, I, scale=I**-0.5).to(dtype),
+        normal(E, n1, scale=0.3) if bias else None,
+        normal(E, H, scale=0.3) if bias else None,
+    )
+    chosen = EngineSettings(activation, activation_parameters=own, **settings)
+    probs = torch.rand((T, K), generator=generator) + 0.05
+    return Case(normal(T, H).to(dtype), normal(T, H).to(dtype), indices, probs, weights, chosen)
+
+
+def run(case, engine, targets=None):
+    """Everything a forward and a backward give, by name; what other targets hold is not among it."""
+    weights, out, saved = case.forward(engine)
+    targets = targets or case.accumulators()
+    dx, dprobs = engine.backward(case.dout, saved, weights, targets)
+    named = {"out": out, "dx": dx, "dprobs": dprobs}
+    return named | (targets.named() if isinstance(targets, NativeBuffer) else {})
+
+
+def assert_close(case, engine):
+    actual, wanted = run(case, engine), run(case, REFERENCE)
+    assert actual.keys() == wanted.keys()
+    for name, got in actual.items():
+        one, other = got.double(), wanted[name].double()
+        assert one.shape == other.shape and bool(torch.isfinite(one).all()), name
+        error = float((one - other).norm() / other.norm())
+        # Sums of another order move single roundings; db1 sums dz as it is stored, rounded.
+        bound = 3e-3 if name == "db1" else 3e-4
+        assert error < bound, (case.settings.activation, name, error)
+
+
+def assert_same_bits(actual, wanted):
+    for name, tensor in wanted.items():
+        assert torch.equal(actual[name], tensor), name
