@@ -109,7 +109,8 @@ def test_experts_of_tiles(tokens, experts, invalid):
     owners = []
     for expert, (_, _, padded) in enumerate(routing.expert_slices()):
         owners += [expert] * (padded // 128)
-    assert rows_of(routing).tile_expert.tolist() == owners
+    # Tiles behind those in use are nobody's.
+    assert rows_of(routing).tile_expert.tolist()[: len(owners)] == owners
 
 
 # ---- the parameters' own memory ----
