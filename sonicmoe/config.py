@@ -374,7 +374,7 @@ class SonicMoEConfig:
     recipe: Flag[str] = Flag(
         "SONIC_MOE_FP8_RECIPE",
         RECIPE,
-        "iso128",
+        "dx256",
         "block shapes and scale format of every FP8 operand (docs/numerics.md)",
     )
     stagewise_memory: Flag[bool] = Flag(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ..diagnostics.step_dump import load_dump
+from ..diagnostics.step_dump import StepSettings, load_dump
 from ..enums import EngineName
 from .framework import framework_option, load_framework
 from .numerics import print_table
@@ -50,7 +50,8 @@ def bisect(
     """
     step = load_dump(dump)
     if precision != "as-dumped":
-        step = step.but(recipe=None if precision == "bf16" else step.settings.recipe or "iso128")
+        quantised = step.settings.recipe or StepSettings().recipe
+        step = step.but(recipe=None if precision == "bf16" else quantised)
     load_framework(framework, step.framework)
     # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool

@@ -130,7 +130,7 @@ def workloads_of(record: EngineRecord) -> list[Workload]:
 
 
 def words_of(workload: Workload) -> str:
-    """`swiglu, bfloat16, iso128, z in int8, H=512, I=256`."""
+    """`swiglu, bfloat16, dx256, z in int8, H=512, I=256`."""
     settings = workload.settings
     recipe = settings.recipe
     words = [settings.activation.value, workload.dtype]

@@ -47,7 +47,7 @@ class StepSettings:
     """
 
     activation: str = ActivationType.SWIGLU.value
-    recipe: str | None = "iso128"
+    recipe: str | None = "dx256"
     dtype: str = "bfloat16"
     engine: str = EngineName.REFERENCE.value
     activation_parameters: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The FP8 engine for Hopper: the `iso128` recipe on our own grouped GEMMs (`kernels/sm90`), gather,
+"""The FP8 engine for Hopper: the `dx256` recipe on our own grouped GEMMs (`kernels/sm90`), gather,
 activation and quantisation fused.
 
     forward       x_fp8          y1, z = up(x_fp8)           y2 = down(y1)     out = weighted sum per token

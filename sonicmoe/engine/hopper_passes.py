@@ -42,8 +42,10 @@ from .targets import (
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # INT8 codes, or bf16
-SCALE_BLOCK = RECIPES["iso128"].w1.rows  # `Passes` refuses kernels that were built for another
-Z_BLOCK = RECIPES["iso128"].z
+RECIPE = RECIPES["dx256"]
+# `Passes` refuses kernels that were built for others.
+SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
+Z_BLOCK = RECIPE.z
 
 
 class WgradOutput(IntEnum):
@@ -255,7 +257,11 @@ def observed(native_pass: Any, names: Sequence[str], arguments: dict[str, Any]) 
 
 
 def _check_numbers(built: Mapping[Any, Any]) -> None:
-    wanted = {"row_alignment": ROW_ALIGNMENT, "scale_block": SCALE_BLOCK}
+    wanted = {
+        "row_alignment": ROW_ALIGNMENT,
+        "scale_block": SCALE_BLOCK,
+        "gate_up_block": GATE_UP_BLOCK,
+    }
     for name, value in wanted.items():
         expect(
             int(built[name]) == value,

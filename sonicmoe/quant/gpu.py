@@ -29,13 +29,15 @@ from ..layouts import WeightSource
 from ..routing.backends import arch_of
 from ..stream_order import StreamOrder
 from .format import BlockScaledTensor, Orientation
-from .recipes import iso, rows
+from .recipes import BlockShape, iso, rows
 from .reference import quantize, transpose_storage
 
 Tensor = torch.Tensor
 
 ALIGNMENT = 16  # bytes of an address, and elements of an axis that is quantised
-ROW_BLOCK, WEIGHT_BLOCK = rows(128), iso(128)
+ROW_BLOCK = rows(128)
+# Of w1 [N1, H] and w2 [H, I]. 256 rows of w1 are 128 of gate and 128 of up.
+W1_BLOCK, W2_BLOCK = BlockShape(256, 128), iso(128)
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -222,18 +224,20 @@ class QuantizedWeights:
         self._layout, self._pointers = layout, ()
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
-        self._forward = tuple(
-            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device)
-            for shape in ((experts, n1, hidden), (experts, hidden, inner))
+        self._forward = (
+            BlockScaledTensor.empty((experts, n1, hidden), W1_BLOCK, device),
+            BlockScaledTensor.empty((experts, hidden, inner), W2_BLOCK, device),
         )
+        stored = (experts, hidden, n1), (experts, inner, hidden)
         self._dgrad = tuple(
-            BlockScaledTensor.empty(shape, WEIGHT_BLOCK, device, orientation=Orientation.COLUMNS)
-            for shape in ((experts, hidden, n1), (experts, inner, hidden))
+            BlockScaledTensor.empty(shape, block, device, orientation=Orientation.COLUMNS)
+            for shape, block in zip(stored, (W1_BLOCK, W2_BLOCK), strict=True)
             if not self._iso_weight
         )
 
     def _update_on_host(self, source: WeightSource) -> None:
-        self._forward = tuple(quantize(native, WEIGHT_BLOCK) for native in source.native()[:2])
+        w1, w2, *_ = source.native()
+        self._forward = quantize(w1, W1_BLOCK), quantize(w2, W2_BLOCK)
         self._dgrad = () if self._iso_weight else tuple(transpose_storage(q) for q in self._forward)
         self._layout = None
 
@@ -242,8 +246,8 @@ _scratch: dict[tuple[Any, ...], BlockScaledTensor] = {}
 
 
 def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
-    """The same `[E, R, C]` matrices in the other memory order, in a buffer that every caller of
-    equal arguments shares.
+    """The same `[E, R, C]` matrices, stored by rows in blocks of 128 columns, in the other memory
+    order, in a buffer that every caller of equal arguments shares.
 
     Valid until the next call with this `role` and shape on this stream: the backwards of a stream's
     layers run one after the other, so one buffer serves them all. Each stream has its own. A CUDA
@@ -254,12 +258,12 @@ def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
         return transpose_storage(q)
     matrices, n_rows, n_cols = (int(size) for size in q.codes.shape)
     stream = current_stream(q.codes)
-    key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.orientation)
+    key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.block, q.orientation)
     if key not in _scratch:
         other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
         shape = (matrices, n_cols, n_rows)
         _scratch[key] = BlockScaledTensor.empty(
-            shape, WEIGHT_BLOCK, device_of(q.codes), orientation=other
+            shape, q.block, device_of(q.codes), orientation=other
         )
     target = _scratch[key]
     _kernels(key[0]).transpose_bytes(q.bytes, q.scale_inv, target.bytes, target.scale_inv, stream)

@@ -76,11 +76,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One tile of one matrix: 16 bytes of four rows a thread.
+// One tile of one matrix: 16 bytes of four rows a thread. `scale_tiles`: that share a scale, one
+// below the other.
 __global__ void __launch_bounds__(kThreads)
     transpose_tiles(const uint8_t* __restrict__ codes, const float* __restrict__ scale_inv,
                     uint8_t* __restrict__ out, float* __restrict__ out_scale, const int rows,
-                    const int columns) {
+                    const int columns, const uint32_t scale_tiles) {
   __shared__ ByteTile tile;
   const uint32_t tile_columns = (columns + kTile - 1) / kTile,
                  tile_rows = (rows + kTile - 1) / kTile;
@@ -105,8 +106,11 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < 4; ++i)
     tile.put(column + 4 * i, quad, bytes[0].word[i], bytes[1].word[i], bytes[2].word[i],
              bytes[3].word[i]);
-  if (threadIdx.x == 0) {
-    out_scale[(matrix * tile_columns + tile_column) * tile_rows + tile_row] = scale_inv[blockIdx.x];
+  if (threadIdx.x == 0 && tile_row % scale_tiles == 0) {
+    const uint32_t scale_rows = (tile_rows + scale_tiles - 1) / scale_tiles,
+                   scale_row = tile_row / scale_tiles;
+    out_scale[(matrix * tile_columns + tile_column) * scale_rows + scale_row] =
+        scale_inv[(matrix * scale_rows + scale_row) * tile_columns + tile_column];
   }
   __syncthreads();
   uint8_t* target = out + base + static_cast<int64_t>(first_column) * rows + first_row;
@@ -161,8 +165,8 @@ void quantize_rows(TensorView x, TensorView codes, TensorView scale_inv, int64_t
   launch_rows<float>(x, code_data, scale_data, n, as_stream(stream));
 }
 
-// codes [E, R, C] and scale_inv [E, ceil(R/128), ceil(C/128)] -> out [E, C, R] and out_scale,
-// transposed alike. R, C multiples of 16.
+// codes [E, R, C] and scale_inv [E, ceil(R/128), ceil(C/128)], or [E, ceil(R/256), ceil(C/128)] ->
+// out [E, C, R] and out_scale, transposed alike. R, C multiples of 16.
 void transpose_bytes(TensorView codes, TensorView scale_inv, TensorView out, TensorView out_scale,
                      int64_t stream) {
   TVM_FFI_ICHECK(codes.ndim() == 3 && codes.size(1) % 16 == 0 && codes.size(2) % 16 == 0)
@@ -173,13 +177,18 @@ void transpose_bytes(TensorView codes, TensorView scale_inv, TensorView out, Ten
       << "codes has " << tiles << " tiles";
   const DLDevice device = codes.device();
   const uint8_t* from = checked_codes(codes, "codes", device, 0);
-  const float* from_scale = checked_f32(scale_inv, "scale_inv", device, tiles);
+  TVM_FFI_ICHECK(scale_inv.ndim() == 3) << "scale_inv must be [E, ceil(R/128 or 256), ceil(C/128)]";
+  const int64_t tile_rows = ceil_div(rows, kTile), scale_rows = scale_inv.size(1),
+                scale_tiles = scale_rows < tile_rows ? kGateUpBlock / kTile : 1,
+                scales = matrices * ceil_div(tile_rows, scale_tiles) * ceil_div(columns, kTile);
+  const float* from_scale = checked_f32(scale_inv, "scale_inv", device, scales);
   uint8_t* to = checked_codes(out, "out", device, matrices * rows * columns);
-  float* to_scale = checked_f32(out_scale, "out_scale", device, tiles);
+  float* to_scale = checked_f32(out_scale, "out_scale", device, scales);
   if (tiles == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   transpose_tiles<<<static_cast<unsigned>(tiles), kThreads, 0, as_stream(stream)>>>(
-      from, from_scale, to, to_scale, static_cast<int>(rows), static_cast<int>(columns));
+      from, from_scale, to, to_scale, static_cast<int>(rows), static_cast<int>(columns),
+      static_cast<uint32_t>(scale_tiles));
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 

@@ -30,8 +30,10 @@ struct Format {
 
 constexpr Format kTokenFormat{"e4m3", 1, kScaleBlock, false};  // x, dout, y1: one scale a row
 constexpr Format kZFormat{"int8", 1, kScaleBlock, false};
-constexpr Format kDzFormat{"e4m3", kScaleBlock, kScaleBlock, false};
-constexpr Format kWgradFormat{"e4m3", kScaleBlock, kScaleBlock, true};  // token-major
+constexpr Format kDzFormat{"e4m3", kScaleBlock, kGateUpBlock, false};
+// Operands of wgrad are token-major.
+constexpr Format kWgradDzFormat{"e4m3", kScaleBlock, kGateUpBlock, true};
+constexpr Format kWgradFormat{"e4m3", kScaleBlock, kScaleBlock, true};
 
 struct Quantized {
   Matrix codes, scale;
@@ -128,7 +130,7 @@ struct DxScratch {
 // its own, so that each can be freed when its product is done.
 struct WgradDz {
   Quantized dz;
-  WgradDz(Arena& arena, const Sizes& n) : dz(arena.quantized(2 * n['I'], n['R'], kWgradFormat)) {}
+  WgradDz(Arena& arena, const Sizes& n) : dz(arena.quantized(2 * n['I'], n['R'], kWgradDzFormat)) {}
 };
 
 struct WgradY1s {

@@ -49,6 +49,7 @@ constexpr Axis T{'T'}, K{'K'}, E{'E'}, H{'H'}, I{'I'}, R{'R'};
 constexpr Axis TwoI{'I', 2}, EPlus1{'E', 1, 1};
 constexpr Axis HBlocks{'H', 1, 0, kScaleBlock}, IBlocks{'I', 1, 0, kScaleBlock};
 constexpr Axis TwoIBlocks{'I', 2, 0, kScaleBlock}, RBlocks{'R', 1, 0, kScaleBlock};
+constexpr Axis GateUpBlocks{'I', 2, 0, kGateUpBlock};
 
 // kTokens: bf16, fp16 or fp32, but the same in all fields of a handle. kCodes: 8 bits, as bytes.
 enum class Element { kTokens, kCodes, kBfloat, kFloat, kInt32, kInt64 };
@@ -327,11 +328,11 @@ inline constexpr FieldTable kWeightsTable{
         // As forward reads them, then as dgrad does. Under `iso_weight` the second order is made in
         // a scratch for one backward, so either half may be missing.
         {"w1", Element::kCodes, {E, TwoI, H}, kOptional},
-        {"w1_scale", Element::kFloat, {E, TwoIBlocks, HBlocks}, kOptional},
+        {"w1_scale", Element::kFloat, {E, GateUpBlocks, HBlocks}, kOptional},
         {"w2", Element::kCodes, {E, H, I}, kOptional},
         {"w2_scale", Element::kFloat, {E, HBlocks, IBlocks}, kOptional},
         {"w1_dgrad", Element::kCodes, {E, H, TwoI}, kOptional},
-        {"w1_dgrad_scale", Element::kFloat, {E, HBlocks, TwoIBlocks}, kOptional},
+        {"w1_dgrad_scale", Element::kFloat, {E, HBlocks, GateUpBlocks}, kOptional},
         {"w2_dgrad", Element::kCodes, {E, I, H}, kOptional},
         {"w2_dgrad_scale", Element::kFloat, {E, IBlocks, HBlocks}, kOptional},
     }}};

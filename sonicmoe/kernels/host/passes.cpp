@@ -555,6 +555,7 @@ Shape scratch_sizes(const Routing& routing, int64_t hidden, int64_t inner) {
 Map<String, int64_t> numbers() {
   return {{"row_alignment", kRowAlignment},
           {"scale_block", kScaleBlock},
+          {"gate_up_block", kGateUpBlock},
           {"dprob_columns", kDprobColumns}};
 }
 

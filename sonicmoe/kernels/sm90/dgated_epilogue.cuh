@@ -2,12 +2,14 @@
 // and p the row's probability
 //   y1 = act(gate) up,  dz = (p dy1 up act'(gate), p dy1 act(gate)),  y1s = p y1,  dprob = <dy1,
 //   y1>.
-// dz goes out as e4m3 in 128x128 blocks, by rows for dgrad and transposed for wgrad (the same
-// codes), y1s transposed only.
+// dz goes out as e4m3 in 128x256 blocks, by rows for dgrad and transposed for wgrad (the same
+// codes), y1s in 128x128 blocks and transposed only.
 //
-// A block's maximum spans both consumer warpgroups, so all of them go through the tile together, 64
-// columns of dy1 (one block of dz) at a time. The gather puts neighbouring tokens into one thread:
-// stmatrix then transposes pairs of bytes for free.
+// A block's maximum spans both consumer warpgroups, so all of them go through the tile together, 128
+// columns of dy1 (one block of dz and one of y1s) at a time. They wait for one another once in such
+// a turn, for both maxima. What waits for its scale takes the registers of the accumulators that it
+// was made of. The gather puts neighbouring tokens into one thread: stmatrix then transposes pairs
+// of bytes for free.
 #pragma once
 
 #include "epilogues.cuh"
@@ -19,8 +21,8 @@ struct DgatedParams {
   const float* z_scale;    // [R, I / 64], of int8
   const float* row_prob;   // [R]
   uint8_t* dz;             // e4m3 [R, 2I]
-  float* dz_scale;         // [R / 128, I / 64]
-  float* dz_t_scale;       // [I / 64, R / 128]
+  float* dz_scale;         // [R / 128, ceil(I / 128)]
+  float* dz_t_scale;       // [ceil(I / 128), R / 128]
   float* y1s_t_scale;      // [ceil(I / 128), R / 128]
   float* dprob_parts;      // [ceil(I / 256), R]: a row's sum over the columns of one tile
   __nv_bfloat16* dz_wide;  // [R, 2I] and
@@ -29,55 +31,78 @@ struct DgatedParams {
   int64_t rows;  // R
 };
 
-// Two 128 x 128-byte tiles that the whole CTA fills in turns: one barrier a turn, after which the
-// tile filled before is sent.
+// The transposed tiles of a turn, 128 features x 128 tokens each: dz^T of the left 64 columns, of the
+// right ones, and y1s^T. All warps fill a tile; the first warp hands it to the copy engine. The
+// others only announce that they have filled their part, and the first warp looks for that later,
+// when it is long true: nobody waits for the slowest. There are two buffers. y1s^T goes where the
+// left tile was, and leaves in the middle of the next turn.
+enum TileOfTurn : int { kDzLeft = 0, kDzRight = 1, kY1s = 2 };
+
 struct SharedTiles {
   SharedStorage& s;
   const TensorMaps& maps;
+  const int warp;
   int turn = 0;
-  __device__ __forceinline__ SharedTiles(SharedStorage& storage, const TensorMaps& tensor_maps)
-      : s(storage), maps(tensor_maps) {
-    if (elected()) s.destination = make_int2(0, -1);
-  }
+  __device__ __forceinline__ SharedTiles(SharedStorage& storage, const TensorMaps& tensor_maps,
+                                         int warp_)
+      : s(storage), maps(tensor_maps), warp(warp_) {}
 
-  __device__ static __forceinline__ bool elected() { return threadIdx.x == kProducerThreads; }
-  __device__ __forceinline__ uint8_t* tile() const {
-    return &s.patch[0][0][0] + (turn & 1) * (kTileM * 128);
+  __device__ __forceinline__ uint32_t buffer(TileOfTurn tile) const {
+    return smem_address(bytes(tile));
   }
-  // Behind this every warp has filled the tile of the turn before, and that of this turn may be
-  // written.
-  __device__ __forceinline__ void next() {
+  // This warp has written its part of the tile.
+  __device__ __forceinline__ void filled(TileOfTurn tile) {
     fence_async_proxy();
-    if (elected()) bulk_wait_read<0>();
-    __syncwarp();
-    named_barrier_sync(3, 32 * kConsumerWarps);
-    send();
-    ++turn;
+    if (!sends()) named_barrier_arrive(kFilled + tile, kAll);
   }
-  __device__ __forceinline__ void will_go_to_dz(int token, int feature) {
-    if (elected()) s.destination = make_int2(token, 2 * feature);
+  __device__ __forceinline__ void send_dz(TileOfTurn tile, int token, int feature, int features) {
+    if (!sends()) return;
+    named_barrier_sync(kFilled + tile, kAll);
+    if (elected()) {
+      if (feature < features) tma_store_2d(&maps.c, bytes(tile), token, feature);
+      bulk_commit();
+    }
+    __syncwarp();  // a warp that stays apart would shuffle lane by lane
   }
   __device__ __forceinline__ void will_go_to_y1s(int token, int feature) {
-    if (elected()) s.destination = make_int2(token, 2 * feature + 1);
+    if (elected()) s.destination = make_int2(token, feature);
+  }
+  // The tile of y1s^T of the turn before.
+  __device__ __forceinline__ void send_y1s() {
+    if (!sends() || turn == 0) return;
+    named_barrier_sync(kFilled + kY1s, kAll);
+    if (elected()) {
+      tma_store_2d(&maps.d, bytes(kY1s), s.destination.x, s.destination.y);
+      bulk_commit();
+    }
+    __syncwarp();
+  }
+  // Behind this the left tile, sent before the right one, may be overwritten.
+  __device__ __forceinline__ void await_left() {
+    if (elected()) {
+      bulk_wait_read<1>();
+      barrier_arrive(&s.freed);
+    }
+    barrier_wait(&s.freed, turn & 1);
+    __syncwarp();
+  }
+  // Every warp comes here before any goes on; then both buffers are free.
+  __device__ __forceinline__ void meet() {
+    if (elected()) bulk_wait_read<0>();
+    __syncwarp();
+    named_barrier_sync(kMeeting, kAll);
   }
   __device__ __forceinline__ void finish() {
-    fence_async_proxy();
-    named_barrier_sync(3, 32 * kConsumerWarps);
-    send();
+    send_y1s();
     if (elected()) bulk_wait<0>();
   }
 
  private:
-  __device__ __forceinline__ void send() {
-    if (elected()) {
-      const int2 to = s.destination;
-      if (to.y >= 0) {
-        tma_store_2d(to.y % 2 == 0 ? &maps.c : &maps.d, tile(), to.x, to.y / 2);
-        bulk_commit();
-      }
-      s.destination.y = -1;
-    }
-    __syncwarp();  // a warp that stays apart would shuffle lane by lane
+  static constexpr int kMeeting = 3, kFilled = 4, kAll = 32 * kConsumerWarps;
+  __device__ static __forceinline__ bool elected() { return threadIdx.x == kProducerThreads; }
+  __device__ __forceinline__ bool sends() const { return warp == 0; }
+  __device__ __forceinline__ uint8_t* bytes(TileOfTurn tile) const {
+    return &s.patch[0][0][0] + (tile == kDzRight ? kTileM * 128 : 0);
   }
 };
 
@@ -86,7 +111,10 @@ __device__ __forceinline__ float high_of(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
-__device__ __forceinline__ float warp_max(float v) { return amax_of_lanes<32>(v); }
+// Of magnitudes: their bits are ordered as they are. NaN loses.
+__device__ __forceinline__ float warp_max(float v) {
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(v, 0.f))));
+}
 
 // Magnitudes of the larger of each half; signs are of no meaning. NaN loses.
 __device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
@@ -127,12 +155,18 @@ struct DgatedFp8 {
   __device__ __forceinline__ DgatedFp8(const GemmParams& params, const Params& more,
                                        const TensorMaps& tensor_maps, SharedStorage& storage,
                                        int warp_, int lane_)
-      : p(params), e(more), tiles(storage, tensor_maps), s(storage), warp(warp_), lane(lane_) {}
+      : p(params),
+        e(more),
+        tiles(storage, tensor_maps, warp_),
+        s(storage),
+        warp(warp_),
+        lane(lane_) {}
 
   // The first codes of z are asked for before the products, whose time it takes them to come.
   __device__ __forceinline__ void begin(int row0, const OutputTile& tile) {
     const int row = row0 + slab_row<true>(lane, 0);
-    load_z(row, tile.col);
+    prefetch_z(row0, tile.col);
+    if constexpr (kWgradFp8) load_z(row, tile.col);
     prob[0] = load_early(e.row_prob + row);
     prob[1] = load_early(e.row_prob + row + 1);
   }
@@ -145,17 +179,20 @@ struct DgatedFp8 {
     const int end = min(tile.col + kTileN, p.n);
     float by[2] = {unit[0][0], unit[1][0]}, dprob[2] = {0.f, 0.f};
 #pragma unroll 1
-    for (int col = tile.col; col < end; col += 128) {
-      float top_y = 0.f, y1s_unit[2][2] = {};
-      uint32_t y1s[2][2][8];
-      piece<0>(acc[0], y1s[0], y1s_unit[0], by, dprob, top_y, row, col, end, tile);
-      if (col + 64 < end) {
-        piece<1>(acc[0], y1s[1], y1s_unit[1], by, dprob, top_y, row, col + 64, end, tile);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y1s[1][0][j] = y1s[1][1][j] = 0;
-      }
-      if constexpr (kWgradFp8) store_y1s(y1s, y1s_unit, top_y, col, tile);
+    for (int col = tile.col;;) {
+      const bool both = col + 64 < end;
+      Gradients gradients;
+      if constexpr (!kWgradFp8) load_z(row, col);  // not before: registers would not suffice
+      compute<0>(acc[0], gradients, by, dprob, row, col + 64, end);
+      if constexpr (kWgradFp8)
+        tiles.send_y1s();
+      else if (both)
+        load_z(row, col + 64);
+      if (!both) clear_right(acc[0]);
+      compute<1>(acc[0], gradients, by, dprob, row, col + 128, end);
+      hand_over(gradients, by, row, col, end, tile);
+      col += 128;
+      if (col >= end) break;
       by[0] = unit[0][1], by[1] = unit[1][1];
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i];
@@ -165,14 +202,60 @@ struct DgatedFp8 {
       dprob[h] += __shfl_xor_sync(~0u, dprob[h], 1);
       dprob[h] += __shfl_xor_sync(~0u, dprob[h], 2);
     }
+    // 32 bits are enough for this index. `row` once more, because it need not be kept for this.
+    const uint32_t at = static_cast<uint32_t>(tile.col / kTileN) * static_cast<uint32_t>(e.rows) +
+                        tile.row + warp * 16 + slab_row<true>(lane, 0);
     if (lane % 4 == 0)
-      *reinterpret_cast<float2*>(e.dprob_parts + tile.col / kTileN * e.rows + row) =
-          make_float2(dprob[0], dprob[1]);
+      *reinterpret_cast<float2*>(e.dprob_parts + at) = make_float2(dprob[0], dprob[1]);
   }
 
-  __device__ __forceinline__ void finish() { tiles.finish(); }
+  __device__ __forceinline__ void finish() {
+    if constexpr (kWgradFp8) tiles.finish();
+  }
 
  private:
+  // What a turn has computed and what its scales are still to multiply: values wait as bf16, or
+  // registers would not suffice. To e4m3's 2^-4 of error that adds 2^-9. What is constant in a row
+  // (the accumulator's unit, z's scale, the probability) is left to the quantisation. Indices: left
+  // or right 64 columns, row, columns.
+  struct Gradients {
+    uint32_t dz[2][2][8][2];  // (gate, up) pairs
+    uint32_t y1s[2][2][8];    // two columns each
+    float z_scale[2][2];
+    float top_dz = 0.f, top_y1s = 0.f;
+  };
+  // Columns behind the last one, whose products are of another expert.
+  __device__ __forceinline__ void clear_right(float (&acc)[64]) {
+#pragma unroll
+    // Not as a selection between zero and the sum, for every one of them in every turn.
+    for (int i = 32; i < 64; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[i]));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      asm volatile("mov.f32 %0, 0f3f800000;" : "=f"(z.scale[h]));
+#pragma unroll
+      for (int g = 0; g < 2; ++g)
+#pragma unroll
+        for (int i = 0; i < kZChunks; ++i) {
+          uint4& w = z.word[h][g][i];
+          asm volatile("mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;"
+                       : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w));
+        }
+    }
+  }
+
+  // Into L2, by lines of 128 bytes: 16 rows of this warp's, all columns of the tile.
+  __device__ __forceinline__ void prefetch_z(int row0, int col) const {
+    constexpr int kBytes = kZIsBf16 ? 4 : 2, kLines = kTileN * kBytes / 128;
+#pragma unroll
+    for (int i = 0; i < 16 * kLines / 32; ++i) {
+      const int line = lane + 32 * i, at = col * kBytes + line % kLines * 128;
+      if (at < p.n * kBytes) {
+        const uint8_t* address =
+            e.z + static_cast<int64_t>(row0 + line / kLines) * p.n * kBytes + at;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+      }
+    }
+  }
   __device__ __forceinline__ void load_z(int row, int col) {
     load_row_of_z(0, row, col);
     load_row_of_z(1, row, col);
@@ -180,7 +263,7 @@ struct DgatedFp8 {
   __device__ __forceinline__ void load_row_of_z(int h, int row, int col) {
     z.scale[h] = 1.f;
     if constexpr (!kZIsBf16)
-      z.scale[h] = load_early(e.z_scale + static_cast<int64_t>(row + h) * (p.n / 64) + col / 64);
+      z.scale[h] = load_early(e.z_scale + static_cast<uint32_t>(row + h) * (p.n / 64) + col / 64);
 #pragma unroll
     for (int g = 0; g < 2; ++g)
 #pragma unroll
@@ -211,17 +294,11 @@ struct DgatedFp8 {
   __device__ __forceinline__ int64_t chunk_offset(int row, int col) const {
     return static_cast<int64_t>(static_cast<uint32_t>(row) * (p.n / 8) + col / 8 + lane % 4) * 16;
   }
-  // 64 columns: gradients in registers, their block's scale, then out. What is constant in a row
-  // (the accumulator's unit, z's scale, the probability) is left to the quantisation. What waits
-  // for a scale waits as bf16, or registers would not suffice: to e4m3's 2^-4 of error that adds
-  // 2^-9. z of the next 64 columns is fetched meanwhile.
-  template <int kPiece>
-  __device__ __forceinline__ void piece(const float (&acc)[64], uint32_t (&y1s)[2][8],
-                                        float (&y1s_unit)[2], const float (&by)[2],
-                                        float (&dprob)[2], float& top_y, int row, int col, int end,
-                                        const OutputTile& tile) {
-    uint32_t dz[2][8][2];  // (gate, up) pairs
-    float top[2], multiplier[2];
+  // 64 columns.
+  template <int kSide>
+  __device__ __forceinline__ void compute(const float (&acc)[64], Gradients& out,
+                                          const float (&by)[2], float (&dprob)[2], int row,
+                                          int next, int end) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // In units of z's scale, but for an activation with bounds: it decodes every element.
@@ -238,74 +315,115 @@ struct DgatedFp8 {
           float factor, factor_slope, value, slope;
           Activation::up_both(Activation::kBoundsUp ? up[c] * z.scale[h] : up[c], factor,
                               factor_slope);
-          const float dy1 = acc[4 * (8 * kPiece + j) + 2 * h + c], dy1_up = dy1 * factor;
+          const float dy1 = acc[4 * (8 * kSide + j) + 2 * h + c], dy1_up = dy1 * factor;
           Activation::both(Activation::kBoundsUp ? gate[c] * z.scale[h] : gate[c], scale,
                            argument_scale, value, slope);
           y1[c] = value * factor;
           sum = fmaf(dy1_up, value, sum);
-          dz[h][j][c] = bf16x2(dy1_up * slope, dy1 * value * factor_slope);
-          largest_dz = max_magnitudes(largest_dz, dz[h][j][c]);
+          uint32_t& dz = out.dz[kSide][h][j][c];
+          dz = bf16x2(dy1_up * slope, dy1 * value * factor_slope);
+          largest_dz = max_magnitudes(largest_dz, dz);
         }
-        y1s[h][j] = bf16x2(y1[0], y1[1]);
-        largest_y1 = max_magnitudes(largest_y1, y1s[h][j]);
+        out.y1s[kSide][h][j] = bf16x2(y1[0], y1[1]);
+        largest_y1 = max_magnitudes(largest_y1, out.y1s[kSide][h][j]);
       }
       dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
-      multiplier[h] = by[h] * prob[h] * scale;
-      top[h] = larger_magnitude(largest_dz);
-      y1s_unit[h] = prob[h] * scale * scale;
-      top_y = fmaxf(top_y, larger_magnitude(largest_y1) * fabsf(y1s_unit[h]));
+      out.z_scale[kSide][h] = scale;
+      out.top_dz =
+          fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
+      out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
+      if constexpr (!kWgradFp8) {
+        if (next - 64 < end) store_wide<kSide>(out, by, h, row, next - 64);
+      } else if (next < end) {
+        load_row_of_z(h, row, next);
+      }
     }
-    // z of the next 64 columns: the second row only when gradients have left their registers, where
-    // both would not suffice.
-    const bool more = col + 64 < end;
-    if (more) load_row_of_z(0, row, col + 64);
-    if (more && !kZIsBf16) load_row_of_z(1, row, col + 64);
-    const BlockScale block =
-        exchange(fmaxf(top[0] * fabsf(multiplier[0]), top[1] * fabsf(multiplier[1])));
-    const int row_block = tile.row / kTileM, z_blocks = p.n / 64;
-    if (tiles.elected())
-      e.dz_scale[static_cast<int64_t>(row_block) * z_blocks + col / 64] = block.scale_inv;
-    if constexpr (!kWgradFp8) store_wide(dz, y1s, multiplier, y1s_unit, row, col);
-    multiplier[0] *= block.multiplier;
-    multiplier[1] *= block.multiplier;
-    uint32_t codes[2][8];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        codes[h][j] =
-            e4m3x4(low_of(dz[h][j][0]) * multiplier[h], high_of(dz[h][j][0]) * multiplier[h],
-                   low_of(dz[h][j][1]) * multiplier[h], high_of(dz[h][j][1]) * multiplier[h]);
-    if (more && kZIsBf16) load_row_of_z(1, row, col + 64);
-    if constexpr (kWgradFp8) {
-      if (tiles.elected()) e.dz_t_scale[col / 64 * (e.rows / kTileM) + row_block] = block.scale_inv;
-      transpose_dz(codes);
-      tiles.will_go_to_dz(tile.row, 2 * col);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int g = 0; g < 2; ++g)
-        *reinterpret_cast<uint4*>(e.dz + chunk_offset(row + h, col + 32 * g)) = make_uint4(
-            codes[h][4 * g], codes[h][4 * g + 1], codes[h][4 * g + 2], codes[h][4 * g + 3]);
   }
 
-  // The block's scale from every warp's maximum; also the turn's barrier.
-  __device__ __forceinline__ BlockScale exchange(float amax) {
-    amax = warp_max(amax);
-    float* slots = s.amax[tiles.turn & 1];
-    if (lane == 0) slots[warp] = amax;
-    tiles.next();
-    const float4 a = *reinterpret_cast<const float4*>(slots),
-                 b = *reinterpret_cast<const float4*>(slots + 4);
-    return block_scale(
-        fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w))));
+  // What a row of 64 columns is still to be multiplied by.
+  __device__ __forceinline__ float dz_by(const Gradients& g, int side, int h,
+                                         const float (&by)[2]) const {
+    return by[h] * prob[h] * g.z_scale[side][h];
+  }
+  __device__ __forceinline__ float y1s_by(const Gradients& g, int side, int h) const {
+    return prob[h] * g.z_scale[side][h] * g.z_scale[side][h];
+  }
+
+  // 128 columns, when their scales are known.
+  __device__ __forceinline__ void hand_over(const Gradients& g, const float (&by)[2], int row, int col,
+                                            int end, const OutputTile& tile) {
+    const Multipliers multiplier = exchange(g, col, tile);
+    store_dz<0>(g, by, multiplier.dz, row, col, end, tile);
+    store_dz<1>(g, by, multiplier.dz, row, col, end, tile);
+    if constexpr (kWgradFp8) store_y1s(g, multiplier.y1s, col, tile);
+    ++tiles.turn;
+  }
+
+  struct Multipliers {
+    float dz, y1s;
+  };
+  // Both scales of the turn, from every warp's maxima. Divisions are dear and every lane needs the
+  // same four: lanes 0 and 1 make the multipliers, lanes 2 and 3 the scales.
+  __device__ __forceinline__ Multipliers exchange(const Gradients& g, int col,
+                                                  const OutputTile& tile) {
+    const float amax_dz = warp_max(g.top_dz), amax_y1s = kWgradFp8 ? warp_max(g.top_y1s) : 0.f;
+    float2* slots = s.amax[tiles.turn & 1];
+    if (lane == 0) slots[warp] = make_float2(amax_dz, amax_y1s);
+    tiles.meet();
+    float2 amax = make_float2(kAmaxFloor, kAmaxFloor);
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps / 2; ++i) {
+      const float4 two = reinterpret_cast<const float4*>(slots)[i];
+      amax.x = fmaxf(amax.x, fmaxf(two.x, two.z));
+      amax.y = fmaxf(amax.y, fmaxf(two.y, two.w));
+    }
+    const float mine = lane % 2 == 0 ? amax.x : amax.y;
+    const bool is_scale = lane / 2 % 2 != 0;
+    const float quotient = __fdiv_rn(is_scale ? mine : kE4m3Max, is_scale ? kE4m3Max : mine);
+    if (warp == 1 && lane / 2 == 1) {  // of the warps that hand over nothing
+      const int64_t row_block = tile.row / kTileM, row_blocks = e.rows / kTileM, block = col / 128;
+      if (lane % 2 == 0) e.dz_scale[row_block * ((p.n + 127) / 128) + block] = quotient;
+      if constexpr (kWgradFp8)
+        (lane % 2 == 0 ? e.dz_t_scale : e.y1s_t_scale)[block * row_blocks + row_block] = quotient;
+    }
+    __syncwarp();
+    return {__shfl_sync(~0u, quotient, 0), __shfl_sync(~0u, quotient, 1)};
+  }
+
+  // dz of 64 columns.
+  template <int kSide>
+  __device__ __forceinline__ void store_dz(const Gradients& g, const float (&by)[2], float multiplier,
+                                           int row, int col, int end, const OutputTile& tile) {
+    uint32_t codes[2][8];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float all = dz_by(g, kSide, h, by) * multiplier;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const uint32_t(&dz)[2] = g.dz[kSide][h][j];
+        codes[h][j] = e4m3x4(low_of(dz[0]) * all, high_of(dz[0]) * all, low_of(dz[1]) * all,
+                             high_of(dz[1]) * all);
+      }
+    }
+    if constexpr (kWgradFp8) {
+      if constexpr (kSide == 1) tiles.send_dz(kDzLeft, tile.row, 2 * col, 2 * p.n);
+      constexpr TileOfTurn kWhich = kSide == 0 ? kDzLeft : kDzRight;
+      transpose_dz(codes, tiles.buffer(kWhich));
+      tiles.filled(kWhich);
+    }
+    if (kSide == 1 && col + 64 >= end) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        *reinterpret_cast<uint4*>(e.dz + chunk_offset(row + h, col + 64 * kSide + 32 * c)) =
+            make_uint4(codes[h][4 * c], codes[h][4 * c + 1], codes[h][4 * c + 2],
+                       codes[h][4 * c + 3]);
   }
 
   // A 16-bit element is one column of two neighbouring tokens, so 8x8 matrices of them transpose
   // into 16 tokens a column.
-  __device__ __forceinline__ void transpose_dz(const uint32_t (&codes)[2][8]) {
-    const uint32_t tile = smem_address(tiles.tile());
+  __device__ __forceinline__ void transpose_dz(const uint32_t (&codes)[2][8], uint32_t tile) const {
     const int index = lane % 8,
               column = index / 2 * 16 + index % 2 + lane / 16 * 4 + lane / 8 % 2 * 2;
 #pragma unroll
@@ -318,48 +436,53 @@ struct DgatedFp8 {
     }
   }
 
-  __device__ __forceinline__ void store_y1s(const uint32_t (&y1s)[2][2][8],
-                                            const float (&unit)[2][2], float top, int col,
+  __device__ __forceinline__ void store_y1s(const Gradients& g, float multiplier, int col,
                                             const OutputTile& tile) {
-    const BlockScale block = exchange(top);
-    if (tiles.elected())
-      e.y1s_t_scale[col / 128 * (e.rows / kTileM) + tile.row / kTileM] = block.scale_inv;
-    const uint32_t buffer = smem_address(tiles.tile());
-    const int column = lane % 8 / 2 * 8 + lane % 2 + lane / 8 * 2;
+    uint32_t codes[4][4];
 #pragma unroll
     for (int group = 0; group < 4; ++group) {  // 32 columns
-      const float by[2] = {unit[group / 2][0] * block.multiplier,
-                           unit[group / 2][1] * block.multiplier};
-      uint32_t w[4];
+      const float by[2] = {y1s_by(g, group / 2, 0) * multiplier,
+                           y1s_by(g, group / 2, 1) * multiplier};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t first = y1s[group / 2][0][group % 2 * 4 + i],
-                       second = y1s[group / 2][1][group % 2 * 4 + i];
-        w[i] = e4m3x4(low_of(first) * by[0], low_of(second) * by[1], high_of(first) * by[0],
-                      high_of(second) * by[1]);
+        const uint32_t first = g.y1s[group / 2][0][group % 2 * 4 + i],
+                       second = g.y1s[group / 2][1][group % 2 * 4 + i];
+        codes[group][i] = e4m3x4(low_of(first) * by[0], low_of(second) * by[1],
+                                 high_of(first) * by[0], high_of(second) * by[1]);
       }
-      stmatrix_x4_trans(chunk_address(buffer, 32 * group + column, warp), w);
     }
+    tiles.send_dz(kDzRight, tile.row, 2 * col + 128, 2 * p.n);
+    tiles.await_left();
+    const uint32_t buffer = tiles.buffer(kY1s);
+    const int column = lane % 8 / 2 * 8 + lane % 2 + lane / 8 * 2;
+#pragma unroll
+    for (int group = 0; group < 4; ++group)
+      stmatrix_x4_trans(chunk_address(buffer, 32 * group + column, warp), codes[group]);
     tiles.will_go_to_y1s(tile.row, col);
+    tiles.filled(kY1s);
   }
 
-  __device__ __forceinline__ void store_wide(const uint32_t (&dz)[2][8][2],
-                                             const uint32_t (&y1s)[2][8], const float (&by)[2],
-                                             const float (&y1s_by)[2], int row, int col) const {
+  // Of a row as soon as it is there. Pairs are unpacked by a shift that the compiler does not know:
+  // else it would keep what `store_dz` unpacks once more, and spill it.
+  template <int kSide>
+  __device__ __forceinline__ void store_wide(const Gradients& g, const float (&by)[2], int h,
+                                             int row, int col) const {
+    const int half = e.rows >= 0 ? 16 : 0;
+    const float of_dz = dz_by(g, kSide, h, by), of_y1s = y1s_by(g, kSide, h);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int j = 0; j < 8; ++j) {
+      const int64_t at = chunk_offset(row + h, col + j / 4 * 32) / 2 + j % 4 * 2;
+      uint32_t pairs[2];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int64_t at =
-            static_cast<int64_t>(row + h) * p.n + col + j / 4 * 32 + lane % 4 * 8 + j % 4 * 2;
-        uint32_t pairs[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          pairs[c] = bf16x2(low_of(dz[h][j][c]) * by[h], high_of(dz[h][j][c]) * by[h]);
-        *reinterpret_cast<uint2*>(e.dz_wide + 2 * at) = make_uint2(pairs[0], pairs[1]);
-        *reinterpret_cast<uint32_t*>(e.y1s_wide + at) =
-            bf16x2(low_of(y1s[h][j]) * y1s_by[h], high_of(y1s[h][j]) * y1s_by[h]);
+      for (int c = 0; c < 2; ++c) {
+        const uint32_t dz = g.dz[kSide][h][j][c];
+        pairs[c] = bf16x2(__uint_as_float(dz << half) * of_dz,
+                          __uint_as_float(dz >> half << half) * of_dz);
       }
+      *reinterpret_cast<uint2*>(e.dz_wide + 2 * at) = make_uint2(pairs[0], pairs[1]);
+      const uint32_t y1s = g.y1s[kSide][h][j];
+      *reinterpret_cast<uint32_t*>(e.y1s_wide + at) =
+          bf16x2(low_of(y1s) * of_y1s, high_of(y1s) * of_y1s);
     }
   }
 };

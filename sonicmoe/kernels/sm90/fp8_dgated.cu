@@ -9,20 +9,22 @@ template <class Activation>
 void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::DgatedParams& more,
                    int64_t multiprocessors, int64_t stream) {
   more.dz_wide == nullptr
-      ? launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, true>>,
-                          multiprocessors, o.device, stream, maps, o.params, more)
-      : launch_persistent(sm90::fp8_grouped_gemm<true, sm90::DgatedFp8<Activation, false>>,
-                          multiprocessors, o.device, stream, maps, o.params, more);
+      ? launch_persistent(
+            sm90::fp8_grouped_gemm<true, sm90::SquareBlocks, sm90::DgatedFp8<Activation, true>>,
+            multiprocessors, o.device, stream, maps, o.params, more)
+      : launch_persistent(
+            sm90::fp8_grouped_gemm<true, sm90::SquareBlocks, sm90::DgatedFp8<Activation, false>>,
+            multiprocessors, o.device, stream, maps, o.params, more);
 }
 
 // dout e4m3 [T, H] with 1x128 scales, gathered through row_token; w2 e4m3 [E, I, H] (dgrad's order)
 // with 128x128 scales; z int8 [R, 2I] with z_scale [R, I / 64], or, built with Z_BF16, bf16 [R,
-// 2I]; row_prob fp32 [R], 0 in padding rows. Writes dz e4m3 [R, 2I] with one scale per 128x128
-// block (dz_scale [R / 128, I / 64]), dprob_parts fp32 [ceil(I / 256), R], whose sum over its first
-// axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I] in place
-// of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale [I / 64, R / 128] and
-// y1s_t_scale [ceil(I / 128), R / 128]. activation: a place in `activation_names()`. Rows at and
-// behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+// 2I]; row_prob fp32 [R], 0 in padding rows. Writes dz e4m3 [R, 2I] with one scale per 128x256
+// block (dz_scale [R / 128, ceil(I / 128)]), dprob_parts fp32 [ceil(I / 256), R], whose sum over
+// its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I]
+// in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
+// y1s_t_scale, both [ceil(I / 128), R / 128]. activation: a place in `activation_names()`. Rows at
+// and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         TensorView row_token, TensorView row_prob, TensorView padded_offsets,
                         TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
@@ -30,7 +32,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
                         TensorView y1s_t, TensorView y1s_t_scale, bool wide, int64_t activation,
                         int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
-  Operands o = check_operands(dout, dout_scale, w2, w2_scale, padded_offsets, rows);
+  Operands o =
+      check_operands<sm90::SquareBlocks>(dout, dout_scale, w2, w2_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
   TVM_FFI_ICHECK(n % 64 == 0) << "I is " << n << "; needed: a multiple of 64";
   TVM_FFI_ICHECK(rows % 128 == 0) << "row_token has " << rows
@@ -50,7 +53,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   }
   more.row_prob = checked_f32(row_prob, "row_prob", o.device, rows);
   more.dz = aligned_16(checked_bytes(dz, "dz", o.device, rows * 2 * n), "dz");
-  more.dz_scale = checked_f32(dz_scale, "dz_scale", o.device, rows / 128 * (n / 64));
+  const int64_t blocks = rows / 128 * ceil_div(n, 128);  // of dz and of y1s
+  more.dz_scale = checked_f32(dz_scale, "dz_scale", o.device, blocks);
   more.dprob_parts =
       checked_f32(dprob_parts, "dprob_parts", o.device, ceil_div(n, kDprobColumns) * rows);
   const uint8_t *dz_t_data = nullptr, *y1s_t_data = nullptr;
@@ -60,9 +64,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   } else {
     dz_t_data = checked_bytes(dz_t, "dz_t", o.device, rows * 2 * n);
     y1s_t_data = checked_bytes(y1s_t, "y1s_t", o.device, rows * n);
-    more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device, rows / 128 * (n / 64));
-    more.y1s_t_scale =
-        checked_f32(y1s_t_scale, "y1s_t_scale", o.device, rows / 128 * ceil_div(n, 128));
+    more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device, blocks);
+    more.y1s_t_scale = checked_f32(y1s_t_scale, "y1s_t_scale", o.device, blocks);
   }
   if (rows == 0 || dout.size(0) == 0) return;
   TensorMaps maps = operand_maps(o, 0, sm90::DgatedFp8<sm90::Silu, true>::kColumnGroup);

@@ -5,38 +5,52 @@
 namespace sonicmoe {
 namespace {
 
-template <bool kGather, class Epilogue>
+template <bool kGather, class Blocks, class Epilogue>
 void launch(const Operands& o, const TensorMaps& maps, const typename Epilogue::Params& more,
             int64_t multiprocessors, int64_t stream) {
-  launch_persistent(sm90::fp8_grouped_gemm<kGather, Epilogue>, multiprocessors, o.device, stream,
-                    maps, o.params, more);
+  launch_persistent(sm90::fp8_grouped_gemm<kGather, Blocks, Epilogue>, multiprocessors, o.device,
+                    stream, maps, o.params, more);
 }
 
-// out bf16 [R, N] = a * b^T; a e4m3 [R, K] in expert order, b e4m3 [E, N, K] with 128x128 scales.
-// a_scale [R, K / 128], or [R / 128, K / 128]: one per 128x128 block. Rows at and behind
-// padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
-void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
-                  int64_t stream) {
+template <class Blocks>
+void plain_gemm(const TensorView& a, const TensorView& a_scale, const TensorView& b,
+                const TensorView& b_scale, const TensorView& padded_offsets, const TensorView& out,
+                int64_t multiprocessors, int64_t stream) {
   const int64_t rows = a.size(0);
-  const Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
+  const Operands o = check_operands<Blocks>(a, a_scale, b, b_scale, padded_offsets, rows);
   void* data = checked<void>(out, "out", kDLBfloat, 16, o.device, rows * o.params.n);
   if (rows == 0) return;
   TensorMaps maps = operand_maps(o, rows, sm90::StoreBf16::kColumnGroup);
   maps.c = matrix_map(data, rows, o.params.n, 16, 2);
-  launch<false, sm90::StoreBf16>(o, maps, {}, multiprocessors, stream);
+  launch<false, Blocks, sm90::StoreBf16>(o, maps, {}, multiprocessors, stream);
+}
+
+// out bf16 [R, N] = a * b^T; a e4m3 [R, K] in expert order, b e4m3 [E, N, K]. b_scale [E, ceil(N /
+// 128), ceil(K / 128)]; a_scale [R, ceil(K / 128)], or one per 128 rows: [R / 128, ceil(K / 128)].
+// Or both with ceil(K / 256) in the place of ceil(K / 128), where K are gate and up in turns. Rows
+// at and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
+                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
+                  int64_t stream) {
+  TVM_FFI_ICHECK(b.ndim() == 3 && b_scale.ndim() == 3)
+      << "b must be [E, N, K], b_scale [E, ceil(N / 128), ceil(K / 128 or 256)]";
+  const bool wide = b_scale.size(2) < ceil_div(b.size(2), kScaleBlock);
+  const auto gemm = wide ? plain_gemm<sm90::GateUpDepth> : plain_gemm<sm90::SquareBlocks>;
+  gemm(a, a_scale, b, b_scale, padded_offsets, out, multiprocessors, stream);
 }
 
 template <class Activation>
 void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, float* z_scale,
                   bool store_z, int64_t multiprocessors, int64_t stream) {
-  store_z ? launch<true, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale},
-                                                           multiprocessors, stream)
-          : launch<true, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr},
-                                                            multiprocessors, stream);
+  using Blocks = sm90::GateUpColumns;
+  store_z ? launch<true, Blocks, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale},
+                                                                   multiprocessors, stream)
+          : launch<true, Blocks, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr},
+                                                                    multiprocessors, stream);
 }
 
-// z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up.
+// z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up. a_scale [T,
+// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)].
 // Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N / 128], or, built with Z_BF16,
 // bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)].
 // activation: a place in `activation_names()`. Padding rows
@@ -46,7 +60,7 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
                        TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,
                        bool store_z, int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
-  Operands o = check_operands(a, a_scale, b, b_scale, padded_offsets, rows);
+  Operands o = check_operands<sm90::GateUpColumns>(a, a_scale, b, b_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
   check_activation(activation);
   TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n

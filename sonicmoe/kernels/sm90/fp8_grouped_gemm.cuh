@@ -5,9 +5,10 @@
 // share B's 256 columns by multicast. A producer warpgroup fills a ring of stages; two consumer
 // warpgroups hold 64 x 256 fp32 accumulators each.
 //
-// Scales: A has one per row and 128 of K, B one per 128 x 128 block. The accumulator is kept in
-// units of the current k-block's scale product and multiplied by the ratio of old to new at every
-// boundary, so there is one accumulator and not two, which leaves registers for 256 columns. How
+// Scales: A has one per row and 128 of K (or 256, see `ScaleBlocks`), B one per as much of K and 128
+// columns (or 256). The accumulator is kept in units of the current scale product and multiplied by
+// the ratio of old to new where it changes, so there is one accumulator and not two, which leaves
+// registers for 256 columns. How
 // far a scale may fall within a row is bounded (kMaxDrop), or a block of zeros would make the
 // accumulator overflow: a block 2^44 below the largest before it counts as if it were 2^44 below.
 //
@@ -23,6 +24,7 @@ namespace sonicmoe::sm90 {
 constexpr int kTileM = 128, kTileN = 256, kTileK = 128;  // 128 bytes of K are one swizzle row
 static_assert(kTileM == kRowAlignment, "a tile holds rows of one expert only");
 static_assert(kTileK == kScaleBlock, "scales change between k-blocks, not within");
+static_assert(kTileN == kGateUpBlock, "a tile has one scale of w1, and one block of dz has two k-blocks");
 static_assert(kTileN == kDprobColumns, "a tile writes one partial sum of dprobs");
 constexpr int kCluster = 2;
 constexpr int kStages = 4;
@@ -34,12 +36,25 @@ constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the co
 constexpr float kMaxDrop =
     0x1p-44f;  // a scale more than this below the largest before it is treated as this far below
 
+// Which blocks share a scale: `columns` of B, and as much of K, in B and in A.
+template <int columns, int depth>
+struct ScaleBlocks {
+  static constexpr int kColumns = columns, kDepth = depth;
+  static constexpr int kOfTile = kTileN / columns;  // scales of B in a tile's columns: 1 or 2
+  static constexpr int kPeriod = depth / kTileK;    // k-blocks between two rescales: 1 or 2
+  static_assert(kOfTile * columns == kTileN && kOfTile <= 2);
+  static_assert(kPeriod * kTileK == depth && kPeriod <= 2);
+};
+using SquareBlocks = ScaleBlocks<kScaleBlock, kScaleBlock>;
+using GateUpColumns = ScaleBlocks<kGateUpBlock, kScaleBlock>;  // z = x * w1
+using GateUpDepth = ScaleBlocks<kScaleBlock, kGateUpBlock>;    // dx = dz * w1
+
 struct GemmParams {
   const uint8_t*
       a;  // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
-  const float* a_scale;           // [rows of A, K / 128], or one per 128 rows
+  const float* a_scale;           // [rows of A, K / depth], or one per 128 rows
   int a_scale_shift;              // log2 of the rows that share a scale: 0 or 7
-  const float* b_scale;           // [E, N / 128, K / 128]
+  const float* b_scale;           // [E, N / columns, K / depth]
   const int32_t* row_token;       // [R], -1 in padding rows
   const int64_t* padded_offsets;  // [E + 1], multiples of 128
   int64_t max_rows;               // R: offsets beyond it are not followed
@@ -111,10 +126,10 @@ struct alignas(1024) SharedStorage {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
   uint8_t patch[kConsumerWarps][2][kPatchBytes];
-  float amax[2][kConsumerWarps];  // an epilogue's exchange between warps
-  int2 destination;  // of the tile that the epilogue has filled: token, 2 * row of dz^T or 2 * row
-                     // of y1s^T + 1, or -1
+  float2 amax[2][kConsumerWarps];  // an epilogue's exchange between warps: of dz and of y1s
+  int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
   uint64_t full[kStages], empty[kStages];
+  uint64_t freed;  // an epilogue's first buffer: the copy engine has read it
   uint64_t due, taken;  // of wgrad: its producer wants a tile's sums in L2; its prefetching warp
                         // has heard that
 };
@@ -282,30 +297,43 @@ __device__ __forceinline__ void rescale(float (&acc)[64], float low, float high)
   }
 }
 
-// The scales one thread needs (two rows, two column blocks), four k-blocks at a time and one batch
-// ahead: a load then has thousands of cycles to arrive. Entries behind the end repeat the last one.
+__device__ __forceinline__ void load_batch(float (&to)[4], const float* from) {
+  const float4 v = __ldg(reinterpret_cast<const float4*>(from));
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+}
+__device__ __forceinline__ void load_batch(float (&to)[2], const float* from) {
+  const float2 v = __ldg(reinterpret_cast<const float2*>(from));
+  to[0] = v.x, to[1] = v.y;
+}
+
+// The scales one thread needs (two rows, and the column blocks of a tile), those of four k-blocks
+// at a time and one batch ahead: a load then has thousands of cycles to arrive. Entries behind the
+// end repeat the last one.
+template <class Blocks>
 struct Scales {
-  const GemmParams& p;
-  uint32_t first_of[4];  // index of the first scale; kNone in a padding row: its scale is 1, not
-                         // that of some token that may be infinite
-  int count;
-  float now[4][4], next[4][4], peak[4];
+  static constexpr int kCount = 2 + Blocks::kOfTile, kBatch = 4 / Blocks::kPeriod;
   static constexpr uint32_t kNone = ~0u;
+  const GemmParams& p;
+  uint32_t first_of[kCount];  // index of the first scale; kNone in a padding row: its scale is 1,
+                              // not that of some token that may be infinite
+  int count;                  // along K
+  float now[kCount][kBatch], next[kCount][kBatch], peak[kCount];
   __device__ __forceinline__ explicit Scales(const GemmParams& params)
-      : p(params), count((params.k + kTileK - 1) / kTileK) {}
-  __device__ __forceinline__ void load(int first) {
+      : p(params), count((params.k + Blocks::kDepth - 1) / Blocks::kDepth) {}
+  // The batch that begins with k-block `k_block`.
+  __device__ __forceinline__ void load(int k_block) {
+    const int first = k_block / Blocks::kPeriod;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const float* source = (i < 2 ? p.a_scale : p.b_scale) + first_of[i];
       if (i < 2 && first_of[i] == kNone) {
 #pragma unroll
-        for (int u = 0; u < 4; ++u) next[i][u] = 1.f;
-      } else if (count % 4 == 0) {
-        const float4 v = __ldg(reinterpret_cast<const float4*>(source + min(first, count - 4)));
-        next[i][0] = v.x, next[i][1] = v.y, next[i][2] = v.z, next[i][3] = v.w;
+        for (int u = 0; u < kBatch; ++u) next[i][u] = 1.f;
+      } else if (count % kBatch == 0) {
+        load_batch(next[i], source + min(first, count - kBatch));
       } else {
 #pragma unroll
-        for (int u = 0; u < 4; ++u) next[i][u] = __ldg(source + min(first + u, count - 1));
+        for (int u = 0; u < kBatch; ++u) next[i][u] = __ldg(source + min(first + u, count - 1));
       }
     }
   }
@@ -313,20 +341,22 @@ struct Scales {
   // it.
   __device__ __forceinline__ void enter() {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < kCount; ++i)
 #pragma unroll
-      for (int u = 0; u < 4; ++u) {
+      for (int u = 0; u < kBatch; ++u) {
         now[i][u] = fmaxf(next[i][u], peak[i] * kMaxDrop);
         peak[i] = fmaxf(peak[i], now[i][u]);
       }
   }
 };
 
-template <bool kGather, class Epilogue>
+template <bool kGather, class Blocks, class Epilogue>
 __device__ __forceinline__ void consume(const GemmParams& p, const typename Epilogue::Params& e,
                                         const TensorMaps& maps, SharedStorage& s) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int k_blocks = (p.k + kTileK - 1) / kTileK, n_blocks = (p.n + 127) / 128;
+  const int k_blocks = (p.k + kTileK - 1) / kTileK,
+            n_blocks = (p.n + Blocks::kColumns - 1) / Blocks::kColumns;
+  using TileScales = Scales<Blocks>;
   Ring ring;
   OutputTile tile;
   Epilogue epilogue(p, e, maps, s, group * 4 + warp, lane);
@@ -349,23 +379,29 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.f;
     }
     epilogue.begin(row0, tile);
-    Scales scales(p);
+    TileScales scales(p);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + slab_row<Epilogue::kAdjacentRows>(lane, h);
       const int source = kGather ? p.row_token[row] : row >> p.a_scale_shift;
-      scales.first_of[h] = source >= 0 ? static_cast<uint32_t>(source) * k_blocks : Scales::kNone;
-      const int block = min(tile.col / 128 + h, n_blocks - 1);
-      scales.first_of[2 + h] = (static_cast<uint32_t>(tile.expert) * n_blocks + block) * k_blocks;
+      scales.first_of[h] =
+          source >= 0 ? static_cast<uint32_t>(source) * scales.count : TileScales::kNone;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scales.peak[i] = 0.f;
+    for (int h = 0; h < Blocks::kOfTile; ++h) {
+      const int block = min(tile.col / Blocks::kColumns + h, n_blocks - 1);
+      scales.first_of[2 + h] =
+          (static_cast<uint32_t>(tile.expert) * n_blocks + block) * scales.count;
+    }
+#pragma unroll
+    for (int i = 0; i < TileScales::kCount; ++i) scales.peak[i] = 0.f;
     scales.load(0);
-    float current[4];
+    constexpr int kLeft = 2, kRight = TileScales::kCount - 1;  // scales of B of either half
+    float current[TileScales::kCount];
     const auto begin_scales = [&] {
       scales.enter();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) current[i] = scales.now[i][0];
+      for (int i = 0; i < TileScales::kCount; ++i) current[i] = scales.now[i][0];
     };
     // Waiting for scales, and asking for them, costs least in the shadow of products, but there it
     // costs registers.
@@ -376,7 +412,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         if (first + u >= k_blocks) break;
-        const bool last = first + u + 1 == k_blocks;
+        const bool last = first + u + 1 == k_blocks,
+                   rescales = (u + 1) % Blocks::kPeriod == 0 && !last;
         barrier_wait(&s.full[ring.stage], ring.phase);
         named_barrier_sync(1 + group, 256);  // the warpgroups issue in turns
         const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
@@ -408,17 +445,19 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
           scales.load(first + 4);
         }
         if (u == 3) scales.enter();
-        float step[4];
+        float step[TileScales::kCount] = {};
+        if ((u + 1) % Blocks::kPeriod == 0) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float following = scales.now[i][(u + 1) % 4];
-          step[i] = current[i] * reciprocal(following);
-          current[i] = last ? current[i] : following;
+          for (int i = 0; i < TileScales::kCount; ++i) {
+            const float following = scales.now[i][(u + 1) % 4 / Blocks::kPeriod];
+            step[i] = current[i] * reciprocal(following);
+            current[i] = last ? current[i] : following;
+          }
         }
         if constexpr (!kGather) {
           wgmma_wait<1>();
           fence_registers(acc[0]);
-          if (!last) rescale(acc[0], step[0] * step[2], step[1] * step[2]);
+          if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
         }
         wgmma_wait<0>();
         if constexpr (kGather) fence_registers(acc[0]);
@@ -426,19 +465,19 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
         release(s, ring.stage, lane);
         ring.advance();
         if constexpr (kGather) {
-          if (!last) rescale(acc[0], step[0] * step[2], step[1] * step[2]);
+          if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
         }
-        if (!last) rescale(acc[1], step[0] * step[3], step[1] * step[3]);
+        if (rescales) rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
       }
     }
-    const float unit[2][2] = {{current[0] * current[2], current[0] * current[3]},
-                              {current[1] * current[2], current[1] * current[3]}};
+    const float unit[2][2] = {{current[0] * current[kLeft], current[0] * current[kRight]},
+                              {current[1] * current[kLeft], current[1] * current[kRight]}};
     epilogue.store(acc, unit, row0, tile);
   }
   epilogue.finish();
 }
 
-template <bool kGather, class Epilogue>
+template <bool kGather, class Blocks, class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     fp8_grouped_gemm(const __grid_constant__ TensorMaps maps, const __grid_constant__ GemmParams p,
                      const __grid_constant__ typename Epilogue::Params e) {
@@ -450,6 +489,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
       barrier_init(&s.full[i], kGather ? kProducerThreads / 32 + 1 : 1);
       barrier_init(&s.empty[i], kConsumerWarps * kCluster);
     }
+    barrier_init(&s.freed, 1);
     barrier_init_fence();
     tma_prefetch_descriptor(&maps.b);
   }
@@ -459,7 +499,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     if (kGather || threadIdx.x < 32) produce<kGather, Epilogue>(p, e, maps, s);
   } else {
     registers_raise<232>();
-    consume<kGather, Epilogue>(p, e, maps, s);
+    consume<kGather, Blocks, Epilogue>(p, e, maps, s);
   }
   cluster_sync();  // a CTA that left could not take its peer's last arrivals
 }

@@ -7,11 +7,13 @@
 namespace sonicmoe {
 namespace {
 
-// One operand, e4m3 [size, R], token-major with one scale per 128x128 block.
+// One operand, e4m3 [size, R], token-major with one scale per 128x128 block, or per 256x128 where
+// its rows are gate and up in turns.
 struct WgradOperand {
   const uint8_t* codes;
-  const float* scale;  // [ceil(size / 128), R / 128]
+  const float* scale;  // [ceil(size / 128 or 256), R / 128]
   int64_t size;
+  int scale_shift;  // log2 of the rows that share a scale
 };
 
 // What all launches of a product share.
@@ -30,8 +32,11 @@ WgradOperand checked_operand(const TensorView& codes, const TensorView& scale, c
   const int64_t size = codes.size(0), rows = codes.size(1);
   TVM_FFI_ICHECK(size > 0 && size % 4 == 0 && size < (int64_t(1) << 31))
       << name << " has " << size << " rows; needed: a multiple of 4";
+  TVM_FFI_ICHECK(scale.ndim() == 2) << "scales of " << name << " must be a matrix";
+  const int shift = scale.size(0) < ceil_div(size, kScaleBlock) ? 8 : 7;
+  static_assert(1 << 7 == kScaleBlock && 1 << 8 == kGateUpBlock);
   return {aligned_16(checked_bytes(codes, name, device, size * rows), name),
-          checked_f32(scale, name, device, ceil_div(size, 128) * (rows / 128)), size};
+          checked_f32(scale, name, device, ceil_div(size, 1 << shift) * (rows / 128)), size, shift};
 }
 
 Product checked_product(const TensorView& a, const TensorView& a_scale, const TensorView& b,
@@ -75,7 +80,8 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   sm90::WgradMaps<kMaps> maps;
   maps.a = operand_map(a, product.rows, split.a);
   maps.b = operand_map(b, product.rows, split.b);
-  sm90::WgradParams p{a.scale, b.scale, product.padded_offsets, product.rows};
+  sm90::WgradParams p{a.scale,      b.scale, a.scale_shift, b.scale_shift, product.padded_offsets,
+                      product.rows};
   p.first_expert = static_cast<int>(first);
   p.last_expert = static_cast<int>(last);
   p.m = static_cast<int>(a.size);
@@ -102,7 +108,7 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
 
 // accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R],
 // both token-major with one scale per 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale
-// alike). Rows of expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128,
+// alike), or one per 256 rows of an operand, which are gate and up in turns, and 128 of R. Rows of expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128,
 // clamped to R. An expert without rows leaves its matrix untouched. shares_gpu: kernels of another
 // stream run beside it. multiprocessors: how many at most; 0: all.
 void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,

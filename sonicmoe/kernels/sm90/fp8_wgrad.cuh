@@ -2,8 +2,9 @@
 // e]^T, fp32, A and B token-major.
 //
 // The same tiles, ring and rescaled accumulator as fp8_grouped_gemm.cuh; here K is an expert's
-// padded rows, and both operands have one scale per 128 x 128 block, so one number per k-block and
-// half of the columns rescales a whole warpgroup. A tile belongs to one CTA and is added to C by
+// padded rows, and both operands have one scale per 128 of K and 128 rows, or 256 where the rows are
+// gate and up in turns. So one number per k-block and half of the columns rescales a whole
+// warpgroup. A tile belongs to one CTA and is added to C by
 // the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is
 // not touched. C may also be written instead, in fp32 or bf16; then such experts get zeros.
 // Layouts of C: wgrad_places.cuh.
@@ -19,8 +20,9 @@ namespace sonicmoe::sm90 {
 constexpr int kFewMaps = 28, kManyMaps = 248;
 
 struct WgradParams {
-  const float* a_scale;           // [ceil(M / 128), R / 128]
-  const float* b_scale;           // [ceil(N / 128), R / 128]
+  const float* a_scale;           // [ceil(M / rows that share one), R / 128]
+  const float* b_scale;           // [ceil(N / ...), R / 128]
+  int a_shift, b_shift;           // log2 of the rows of an operand that share a scale: 7 or 8
   const int64_t* padded_offsets;  // [E + 1], multiples of 128
   int64_t rows;                   // R: offsets beyond it are not followed
   int first_expert, last_expert;  // the launch's are [first_expert, last_expert)
@@ -157,11 +159,11 @@ struct BlockScales {
   __device__ __forceinline__ BlockScales(const WgradParams& p, const WgradTile& tile, int lane_)
       : count(tile.k_blocks), lane(lane_) {
     const int64_t blocks = p.rows / kTileK;
-    const int n_blocks = (p.n + 127) / 128;
-    a = p.a_scale + tile.row / 128 * blocks + tile.first_block;
+    a = p.a_scale + (tile.row >> p.a_shift) * blocks + tile.first_block;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      b[h] = p.b_scale + min(tile.col / 128 + h, n_blocks - 1) * blocks + tile.first_block;
+      const int block = min(tile.col + 128 * h, p.n - 1) >> p.b_shift;
+      b[h] = p.b_scale + block * blocks + tile.first_block;
       peak[h] = 0.f;
     }
     load(0);

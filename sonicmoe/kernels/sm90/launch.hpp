@@ -32,8 +32,9 @@ struct Operands {
   const uint8_t* b;
 };
 
-// a [rows of A, K], a_scale [rows of A, ceil(K / 128)] or one per 128 rows, b [E, N, K], b_scale
-// [E, ceil(N / 128), ceil(K / 128)], offsets [E + 1]
+// a [rows of A, K], a_scale [rows of A, ceil(K / depth)] or one per 128 rows, b [E, N, K], b_scale
+// [E, ceil(N / columns), ceil(K / depth)], offsets [E + 1]
+template <class Blocks>
 inline Operands check_operands(const TensorView& a, const TensorView& a_scale, const TensorView& b,
                                const TensorView& b_scale, const TensorView& offsets, int64_t rows) {
   TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 3) << "a must be [rows, K] and b [E, N, K]";
@@ -44,9 +45,9 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   TVM_FFI_ICHECK(rows < (int64_t(1) << 31) && experts * n < (int64_t(1) << 31)) << "too many rows";
   TVM_FFI_ICHECK(a.size(0) * (k / 16) < (int64_t(1) << 32)) << "a is larger than 64 GiB";
   const DLDevice device = a.device();
-  const int64_t k_blocks = ceil_div(k, 128);
-  TVM_FFI_ICHECK(experts * ceil_div(n, 128) * k_blocks < (int64_t(1) << 32))
-      << "b has too many scales";
+  const int64_t k_scales = ceil_div(k, Blocks::kDepth),
+                b_scales = experts * ceil_div(n, Blocks::kColumns) * k_scales;
+  TVM_FFI_ICHECK(b_scales < (int64_t(1) << 32)) << "b has too many scales";
   Operands o{};
   o.device = device;
   o.rows = rows;
@@ -56,10 +57,9 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
                       a_scale.size(0) == a.size(0) / 128;
   o.params.a_scale_shift = blocks ? 7 : 0;
   o.params.a_scale = aligned_16(
-      checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_blocks),
+      checked_f32(a_scale, "a_scale", device, (blocks ? a.size(0) / 128 : a.size(0)) * k_scales),
       "a_scale");
-  o.params.b_scale = aligned_16(
-      checked_f32(b_scale, "b_scale", device, experts * ceil_div(n, 128) * k_blocks), "b_scale");
+  o.params.b_scale = aligned_16(checked_f32(b_scale, "b_scale", device, b_scales), "b_scale");
   o.params.padded_offsets = checked_i64(offsets, "padded_offsets", device, experts + 1);
   o.params.max_rows = rows / sm90::kTileM * sm90::kTileM;
   o.params.experts = static_cast<int>(experts);

@@ -12,8 +12,8 @@
 //   [H, I]                         dout^T     y1s^T      none
 //   [I, H]                         y1s^T      dout^T     none
 //
-// Rows of dz^T are gate and up in turns. A split operand is read so that the 128 rows which share a
-// scale come as their 64 gate rows and then their 64 up rows, which is how C wants them. Scales,
+// Rows of dz^T are gate and up in turns. A split operand is read so that 128 rows, which share a
+// scale, come as their 64 gate rows and then their 64 up rows, which is how C wants them. Scales,
 // the order of the k-blocks and that of all products are the same in every layout, so a sum has the
 // same bits.
 #pragma once
