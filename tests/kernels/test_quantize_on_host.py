@@ -19,11 +19,13 @@ from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import deinterleave_gate_up
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.gpu import W1_BLOCK, W2_BLOCK
+from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize, transpose_storage
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNWRITTEN = 0x55
+BLOCKS = W1_BLOCK, W2_BLOCK
 
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
@@ -55,9 +57,11 @@ def values(shape, dtype, seed=0):
     return x
 
 
-def unwritten(*shape):
-    """Codes and scales of 128 x 128 blocks."""
-    scales = torch.full((shape[0], -(-shape[1] // 128), -(-shape[2] // 128)), float("nan"))
+def unwritten(shape, block):
+    """Codes and scales of matrices that are stored in such blocks."""
+    scales = torch.full(
+        (shape[0], -(-shape[1] // block.rows), -(-shape[2] // block.cols)), float("nan")
+    )
     return torch.full(shape, UNWRITTEN, dtype=torch.uint8), scales
 
 
@@ -89,10 +93,13 @@ def test_every_bit_pattern(module, dtype):
     assert_same(quantize(x, rows(128)), codes, scale_inv)
 
 
-@pytest.mark.parametrize("shape", [(2, 128, 128), (3, 144, 272), (1, 16, 400)], ids=str)
-def test_transposition(module, shape):
-    q = quantize(values(shape, torch.float32), iso(128))
-    codes, scale_inv = unwritten(shape[0], shape[2], shape[1])
+@pytest.mark.parametrize("block", [W1_BLOCK, W2_BLOCK], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 128, 128), (3, 144, 272), (1, 16, 400), (2, 400, 144), (2, 256, 128)], ids=str
+)
+def test_transposition(module, shape, block):
+    q = quantize(values(shape, torch.float32), block)
+    codes, scale_inv = unwritten((shape[0], shape[2], shape[1]), block.transposed)
     module.transpose_bytes(q.codes.view(torch.uint8), q.scale_inv, codes, scale_inv, 0)
     assert_same(transpose_storage(q), codes, scale_inv)
 
@@ -116,9 +123,14 @@ class Weights:
         self.table = torch.zeros(2 * experts, dtype=torch.int64)
         module.store_addresses([matrix.data_ptr() for matrix in self.matrices], self.table, 0)
         forward = (experts, self.n1, self.hidden), (experts, self.hidden, self.inner)
-        self.forward = [unwritten(*shape) for shape in forward]
+        self.forward = [
+            unwritten(shape, block) for shape, block in zip(forward, BLOCKS, strict=True)
+        ]
         self.dgrad = (
-            [unwritten(shape[0], shape[2], shape[1]) for shape in forward]
+            [
+                unwritten((shape[0], shape[2], shape[1]), block.transposed)
+                for shape, block in zip(forward, BLOCKS, strict=True)
+            ]
             if both
             else [(None, None)] * 2
         )
@@ -146,10 +158,10 @@ class Weights:
         return changed
 
     def check(self):
-        for native, forward, dgrad in zip(
-            (self.w1, self.w2), self.forward, self.dgrad, strict=True
+        for native, block, forward, dgrad in zip(
+            (self.w1, self.w2), BLOCKS, self.forward, self.dgrad, strict=True
         ):
-            q = quantize(native, iso(128))
+            q = quantize(native, block)
             assert_same(q, *forward)
             if dgrad[0] is not None:
                 assert_same(transpose_storage(q), *dgrad)
@@ -161,7 +173,13 @@ LAYOUTS = list(itertools.product([False, True], repeat=2))
 @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights(module, dtype, transposed, split_half):
-    for sizes, both in (((2, 144, 80), True), ((1, 256, 128), False)):
+    # N1 of 160, 256, 384 and 416: the last block of w1 has 160, 256, 128 and 160 rows.
+    for sizes, both in (
+        ((2, 144, 80), True),
+        ((1, 256, 128), False),
+        ((1, 272, 192), True),
+        ((2, 400, 208), True),
+    ):
         weights = Weights(module, dtype, transposed, split_half, sizes, both)
         weights.update(force=True)
         weights.check()

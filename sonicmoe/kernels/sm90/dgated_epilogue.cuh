@@ -165,8 +165,12 @@ struct DgatedFp8 {
   // The first codes of z are asked for before the products, whose time it takes them to come.
   __device__ __forceinline__ void begin(int row0, const OutputTile& tile) {
     const int row = row0 + slab_row<true>(lane, 0);
-    prefetch_z(row0, tile.col);
-    if constexpr (kWgradFp8) load_z(row, tile.col);
+    if constexpr (kWgradFp8) {
+#ifndef DGATED_NO_PREFETCH_Z
+      prefetch_z(row0, tile.col);
+#endif
+      load_z(row, tile.col);
+    }
     prob[0] = load_early(e.row_prob + row);
     prob[1] = load_early(e.row_prob + row + 1);
   }
@@ -182,12 +186,8 @@ struct DgatedFp8 {
     for (int col = tile.col;;) {
       const bool both = col + 64 < end;
       Gradients gradients;
-      if constexpr (!kWgradFp8) load_z(row, col);  // not before: registers would not suffice
       compute<0>(acc[0], gradients, by, dprob, row, col + 64, end);
-      if constexpr (kWgradFp8)
-        tiles.send_y1s();
-      else if (both)
-        load_z(row, col + 64);
+      if constexpr (kWgradFp8) tiles.send_y1s();
       if (!both) clear_right(acc[0]);
       compute<1>(acc[0], gradients, by, dprob, row, col + 128, end);
       hand_over(gradients, by, row, col, end, tile);
@@ -202,9 +202,9 @@ struct DgatedFp8 {
       dprob[h] += __shfl_xor_sync(~0u, dprob[h], 1);
       dprob[h] += __shfl_xor_sync(~0u, dprob[h], 2);
     }
-    // 32 bits are enough for this index. `row` once more, because it need not be kept for this.
-    const uint32_t at = static_cast<uint32_t>(tile.col / kTileN) * static_cast<uint32_t>(e.rows) +
-                        tile.row + warp * 16 + slab_row<true>(lane, 0);
+    // 32 bits are enough for this index.
+    const uint32_t at =
+        static_cast<uint32_t>(tile.col / kTileN) * static_cast<uint32_t>(e.rows) + row;
     if (lane % 4 == 0)
       *reinterpret_cast<float2*>(e.dprob_parts + at) = make_float2(dprob[0], dprob[1]);
   }
@@ -231,7 +231,7 @@ struct DgatedFp8 {
     for (int i = 32; i < 64; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[i]));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      asm volatile("mov.f32 %0, 0f3f800000;" : "=f"(z.scale[h]));
+      if constexpr (!kZIsBf16) asm volatile("mov.f32 %0, 0f3f800000;" : "=f"(z.scale[h]));
 #pragma unroll
       for (int g = 0; g < 2; ++g)
 #pragma unroll
@@ -299,11 +299,16 @@ struct DgatedFp8 {
   __device__ __forceinline__ void compute(const float (&acc)[64], Gradients& out,
                                           const float (&by)[2], float (&dprob)[2], int row,
                                           int next, int end) {
+    const int col = next - 64;
+    const bool inside = kSide == 0 || col < end;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      // Not before where results are wide: registers would not suffice.
+      if (!kWgradFp8 && inside) load_row_of_z(h, row, col);
       // In units of z's scale, but for an activation with bounds: it decodes every element.
       const float scale = Activation::kBoundsUp ? 1.f : z.scale[h],
                   argument_scale = Activation::kArgument * scale;
+      out.z_scale[kSide][h] = scale;
       float sum = 0.f;
       uint32_t largest_dz = 0, largest_y1 = 0;  // pairs
 #pragma unroll
@@ -326,17 +331,16 @@ struct DgatedFp8 {
         }
         out.y1s[kSide][h][j] = bf16x2(y1[0], y1[1]);
         largest_y1 = max_magnitudes(largest_y1, out.y1s[kSide][h][j]);
+        if constexpr (!kWgradFp8) {
+          if (inside) store_wide<kSide>(out, by, h, j, row, col);
+          __syncwarp();  // the compiler then does not mix columns: registers would not suffice
+        }
       }
       dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
-      out.z_scale[kSide][h] = scale;
       out.top_dz =
           fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
       out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
-      if constexpr (!kWgradFp8) {
-        if (next - 64 < end) store_wide<kSide>(out, by, h, row, next - 64);
-      } else if (next < end) {
-        load_row_of_z(h, row, next);
-      }
+      if (kWgradFp8 && next < end) load_row_of_z(h, row, next);
     }
   }
 
@@ -355,8 +359,10 @@ struct DgatedFp8 {
     const Multipliers multiplier = exchange(g, col, tile);
     store_dz<0>(g, by, multiplier.dz, row, col, end, tile);
     store_dz<1>(g, by, multiplier.dz, row, col, end, tile);
-    if constexpr (kWgradFp8) store_y1s(g, multiplier.y1s, col, tile);
-    ++tiles.turn;
+    if constexpr (kWgradFp8) {
+      store_y1s(g, multiplier.y1s, col, tile);
+      ++tiles.turn;
+    }
   }
 
   struct Multipliers {
@@ -367,7 +373,8 @@ struct DgatedFp8 {
   __device__ __forceinline__ Multipliers exchange(const Gradients& g, int col,
                                                   const OutputTile& tile) {
     const float amax_dz = warp_max(g.top_dz), amax_y1s = kWgradFp8 ? warp_max(g.top_y1s) : 0.f;
-    float2* slots = s.amax[tiles.turn & 1];
+    // A tile's products, for which the warpgroups wait in turns, lie between equal places.
+    float2* slots = s.amax[col / 128 % 2];
     if (lane == 0) slots[warp] = make_float2(amax_dz, amax_y1s);
     tiles.meet();
     float2 amax = make_float2(kAmaxFloor, kAmaxFloor);
@@ -462,28 +469,22 @@ struct DgatedFp8 {
     tiles.filled(kY1s);
   }
 
-  // Of a row as soon as it is there. Pairs are unpacked by a shift that the compiler does not know:
-  // else it would keep what `store_dz` unpacks once more, and spill it.
+  // Of two columns as soon as they are there.
   template <int kSide>
-  __device__ __forceinline__ void store_wide(const Gradients& g, const float (&by)[2], int h,
+  __device__ __forceinline__ void store_wide(const Gradients& g, const float (&by)[2], int h, int j,
                                              int row, int col) const {
-    const int half = e.rows >= 0 ? 16 : 0;
     const float of_dz = dz_by(g, kSide, h, by), of_y1s = y1s_by(g, kSide, h);
+    const int64_t at = chunk_offset(row + h, col + j / 4 * 32) / 2 + j % 4 * 2;
+    uint32_t pairs[2];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int64_t at = chunk_offset(row + h, col + j / 4 * 32) / 2 + j % 4 * 2;
-      uint32_t pairs[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const uint32_t dz = g.dz[kSide][h][j][c];
-        pairs[c] = bf16x2(__uint_as_float(dz << half) * of_dz,
-                          __uint_as_float(dz >> half << half) * of_dz);
-      }
-      *reinterpret_cast<uint2*>(e.dz_wide + 2 * at) = make_uint2(pairs[0], pairs[1]);
-      const uint32_t y1s = g.y1s[kSide][h][j];
-      *reinterpret_cast<uint32_t*>(e.y1s_wide + at) =
-          bf16x2(low_of(y1s) * of_y1s, high_of(y1s) * of_y1s);
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t dz = g.dz[kSide][h][j][c];
+      pairs[c] = bf16x2(low_of(dz) * of_dz, high_of(dz) * of_dz);
     }
+    *reinterpret_cast<uint2*>(e.dz_wide + 2 * at) = make_uint2(pairs[0], pairs[1]);
+    const uint32_t y1s = g.y1s[kSide][h][j];
+    *reinterpret_cast<uint32_t*>(e.y1s_wide + at) =
+        bf16x2(low_of(y1s) * of_y1s, high_of(y1s) * of_y1s);
   }
 };
 
