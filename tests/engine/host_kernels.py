@@ -13,10 +13,11 @@ import itertools
 import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper_passes import WgradOutput
 from sonicmoe.enums import ActivationType
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.backends import PlainKernels
 
@@ -24,7 +25,9 @@ from sonicmoe.routing.backends import PlainKernels
 # number is the other's.
 ACTIVATION_NAMES = (("swiglu", "geglu", "reglu"), ("reglu", "swiglu", "geglu"))
 UP_ACTIVATIONS, DGATED_ACTIVATIONS = (tuple(map(ActivationType, n)) for n in ACTIVATION_NAMES)
+RECIPE = RECIPES[HOPPER.recipes[0]]
 BY_ROWS, BY_BLOCKS = rows(128), iso(128)
+OF_W1, OF_DZ = RECIPE.w1, RECIPE.dz
 PLAIN = PlainKernels()
 DPROB_COLUMNS = 0  # set to what the module under test was built with
 
@@ -109,7 +112,7 @@ def gather_gated_gemm(
     multiprocessors,
     stream,
 ):
-    index, w = at(row_token, "int32"), values(b, b_scale, BY_BLOCKS)
+    index, w = at(row_token, "int32"), values(b, b_scale, OF_W1)
     offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
@@ -127,11 +130,14 @@ def gather_gated_gemm(
 
 
 def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, multiprocessors, stream):
-    w, (r, k) = values(b, b_scale, BY_BLOCKS), tuple(a.shape)
+    r, k = tuple(a.shape)
+    depth = 256 if b_scale.shape[2] < blocks(k) else 128  # of K that shares a scale
     by_blocks = r > 0 and a_scale.shape[0] == r // 128
-    assert tuple(a_scale.shape) == ((r // 128 if by_blocks else r), blocks(k))
+    assert tuple(a_scale.shape) == ((r // 128 if by_blocks else r), blocks(k, depth))
+    w = values(b, b_scale, BlockShape(128, depth))
     offsets = offsets_of(padded_offsets, w)
-    product = grouped(values(a, a_scale, BY_BLOCKS if by_blocks else BY_ROWS), w, offsets)
+    block = BlockShape(128 if by_blocks else 1, depth)
+    product = grouped(values(a, a_scale, block), w, offsets)
     at(out, "bfloat16", product.shape)[: offsets[-1]] = product[: offsets[-1]].to(torch.bfloat16)
 
 
@@ -162,7 +168,7 @@ def gather_dgated_gemm(
     parts = at(dprob_parts, "float32", (blocks(inner, DPROB_COLUMNS), r))
     for part, column in enumerate(range(0, inner, DPROB_COLUMNS)):
         parts[part, :last] = (dy1 * y1)[:last, column : column + DPROB_COLUMNS].sum(1)
-    q = quantize(gradient, BY_BLOCKS)
+    q = quantize(gradient, OF_DZ)
     put(q, dz, dz_scale, last)
     if wide:
         at(dz_t, "bfloat16", gradient.shape)[:last] = gradient[:last].to(torch.bfloat16)
@@ -208,8 +214,13 @@ def gather_transpose_requantize(
 def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
     """`(expert, gradient [M, N])` of the experts that have rows; `size`: E, M, N."""
     left, right = (
-        values(*pair, BY_BLOCKS, orientation=Orientation.COLUMNS)
-        for pair in ((a, a_scale), (b, b_scale))
+        values(
+            codes,
+            scale,
+            BlockShape(128, 256 if scale.shape[0] < blocks(codes.shape[0]) else 128),
+            orientation=Orientation.COLUMNS,
+        )
+        for codes, scale in ((a, a_scale), (b, b_scale))
     )
     experts, *matrix = size
     assert matrix == [left.shape[1], right.shape[1]] and left.shape[0] == right.shape[0]

@@ -49,7 +49,7 @@ pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
     pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
 ]
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
 T, H, I, E, K = 70, 272, 320, 4, 3
 MODES = {

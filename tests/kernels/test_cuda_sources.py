@@ -63,18 +63,19 @@ EXPORTS = {
 }
 # entry functions: {int32, int64}, the gather and its sum; 7 pairs of rows' and result's dtype x {3
 # vectors, 4 vectors, one element} ... rows and weights of 3 dtypes each, transposition, guard,
-# addresses ... the plain GEMM, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU, SiTU-GLU} x {with z, without}
+# addresses ... the plain GEMM with either depth of its blocks, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU,
+# SiTU-GLU} x {with z, without}
 # ... the same five x {FP8, plain} operands of wgrad ... one map, few, many
 KERNELS = {
     "routing_metadata": 4,
     "aggregate": 21,
     "quantize": 9,
-    "fp8_grouped_gemm": 11,
+    "fp8_grouped_gemm": 12,
     "fp8_dgated": 10,
     "fp8_wgrad": 3,
 }
-# of one activation: the plain GEMM, and with z and without ... FP8 and plain operands of wgrad
-KERNELS_OF_ONE = {"fp8_grouped_gemm": 3, "fp8_dgated": 2}
+# of one activation: the plain GEMMs, and with z and without ... FP8 and plain operands of wgrad
+KERNELS_OF_ONE = {"fp8_grouped_gemm": 4, "fp8_dgated": 2}
 
 
 def activation_of(source) -> str | None:
