@@ -136,7 +136,7 @@ from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.quant.recipes import RECIPES
 
 new = ActivationType("qgeglu")
-for record, recipe in ((HOPPER, RECIPES["iso128"]), (BF16, None), (REFERENCE, None)):
+for record, recipe in ((HOPPER, RECIPES["dx256"]), (BF16, None), (REFERENCE, None)):
     print(record.name.value, problem(record, Workload(EngineSettings(new, recipe), 64, 64), None))
 
 z = torch.randn((5, 12), dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3

@@ -593,7 +593,7 @@ def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
     assert found["framework"] == "paddle"
     assert [(state["call"], state["engine"], state["precision"]) for state in found["calls"]] == [
         ("node", "reference", "bfloat16"),
-        ('node with fp8_mode="perf"', "reference", "FP8 (iso128)"),
+        ('node with fp8_mode="perf"', "reference", "FP8 (dx256)"),
         ("MoE and the functional API", None, None),
         ("transformers", None, None),
     ]

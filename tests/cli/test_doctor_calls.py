@@ -149,12 +149,12 @@ def test_the_answers_differ_where_they_should(
     states = calls_on(current_config(), "cuda:0")
     assert {(state.engine, state.precision) for state in states[0::2]} == {("bf16", "bfloat16")}
     assert {(state.engine, state.precision) for state in states[1::2]} == {
-        ("hopper", "FP8 (iso128)")
+        ("hopper", "FP8 (dx256)")
     }
     lines = engine_lines(Report(calls=states))
     assert [name for name, _ in lines] == ["engine", "engine"]
     assert lines[0][1].startswith("bf16 in bfloat16 for node, MoE and the functional API, trans")
-    assert lines[1][1].startswith('hopper in FP8 (iso128) for node with fp8_mode="perf", MoE and ')
+    assert lines[1][1].startswith('hopper in FP8 (dx256) for node with fp8_mode="perf", MoE and ')
 
 
 @pytest.mark.parametrize(

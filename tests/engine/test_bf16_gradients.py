@@ -26,7 +26,7 @@ N1 = 2 * I
 NATIVE, ERNIE = WeightLayout(), WeightLayout(transposed=True, split_half=True)
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
 BF16 = EngineSettings()
-PLAIN_WGRAD = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False)
+PLAIN_WGRAD = EngineSettings(recipe=RECIPES["dx256"], fp8_wgrad=False)
 
 
 def zeros(*shape, dtype=torch.float32):

@@ -40,7 +40,7 @@ from sonicmoe.kernels.quack_gemm import PACKAGES
 from sonicmoe.kernels.quack_tilings import FAMILIES, family_of
 from sonicmoe.quant.recipes import RECIPES
 
-FP8, PLAIN = EngineSettings(recipe=RECIPES["iso128"]), EngineSettings()
+FP8, PLAIN = EngineSettings(recipe=RECIPES["dx256"]), EngineSettings()
 HOPPER_LOAD, BF16_LOAD = Workload(FP8, 2048, 768), Workload(PLAIN, 2048, 768)
 # Those that compute the activation or its gradient.
 GATED_KERNELS = {
@@ -93,10 +93,10 @@ def test_what_hopper_computes(changes):
         (
             HOPPER,
             {"recipe": RECIPES["1x128"]},
-            "the recipe is '1x128', and its kernels are made for 'iso128'",
+            "the recipe is '1x128', and its kernels are made for 'dx256'",
             ConfigError,
         ),
-        (HOPPER, {"recipe": RECIPES["iso128-pow2"]}, "the recipe is 'iso128-pow2'", ConfigError),
+        (HOPPER, {"recipe": RECIPES["dx256-pow2"]}, "the recipe is 'dx256-pow2'", ConfigError),
         (
             HOPPER,
             {"activation": ActivationType.SILU},
@@ -140,8 +140,8 @@ def test_what_hopper_computes(changes):
         ),
         (
             BF16,
-            {"recipe": RECIPES["iso128"]},
-            "FP8 is on (recipe 'iso128'), and it quantises nothing",
+            {"recipe": RECIPES["dx256"]},
+            "FP8 is on (recipe 'dx256'), and it quantises nothing",
             ConfigError,
         ),
         (

@@ -24,9 +24,9 @@ from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
 PLAIN = EngineSettings()
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
-MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "iso128", "1x128"])
+MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "dx256", "1x128"])
 
 
 class TestRefusals:
@@ -162,7 +162,7 @@ class TestSettings:
         assert not self.resolved(fp8_mode="perf").frees_stagewise
 
     def test_iso_weight_needs_isotropic_weights(self):
-        assert self.resolved(fp8_mode="perf", recipe="iso128", iso_weight=True).iso_weight
+        assert self.resolved(fp8_mode="perf", recipe="dx256", iso_weight=True).iso_weight
         with pytest.raises(ConfigError, match=r"iso_weight needs.*isotropic.*1x128"):
             self.resolved(fp8_mode="perf", recipe="1x128", iso_weight=True)
 

@@ -24,7 +24,7 @@ from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.jit import CompileCache, CompileKey, no_compile
 from sonicmoe.quant.recipes import RECIPES
 
-FP8 = Workload(EngineSettings(recipe=RECIPES["iso128"]), 3072, 1536)
+FP8 = Workload(EngineSettings(recipe=RECIPES["dx256"]), 3072, 1536)
 
 
 class Run:

@@ -22,7 +22,7 @@ from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ENGINE = HopperEngine()
 
 
@@ -157,5 +157,5 @@ def test_plain_weights_are_refused_in_forward():
     w1, w2 = stacked(source())
     plain = ReferenceEngine().prepare_weights(w1, w2, None, None, EngineSettings())
     routing = build_routing(torch.zeros([3, 1], dtype=torch.int64), torch.ones([3, 1]), 2)
-    with pytest.raises(DTypeError, match="weights are plain, the settings have recipe 'iso128'"):
+    with pytest.raises(DTypeError, match="weights are plain, the settings have recipe 'dx256'"):
         ENGINE.forward(torch.zeros([3, 144], dtype=torch.bfloat16), routing, plain, FP8)

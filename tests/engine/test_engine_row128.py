@@ -206,12 +206,12 @@ def test_one_buffer_per_weight_is_refused(name):
 def test_engines_without_its_kernels_refuse_it_by_name(gaussian, name):
     settings = EngineSettings(recipe=RECIPES[name])
     workload = Workload(settings, 3072, 1536)
-    words = f"the recipe is '{name}', and its kernels are made for 'iso128'"
+    words = f"the recipe is '{name}', and its kernels are made for 'dx256'"
     assert problem(HOPPER, workload, "sm_90a") == words
     assert f"FP8 is on (recipe '{name}')" in problem(BF16, workload, "sm_90a")
     with pytest.raises(ConfigError, match=f"the hopper engine cannot compute this: {words}"):
         HopperEngine().prepare_weights(*set_weights(gaussian), None, None, settings)
-    assert SonicMoEConfig(fp8_mode="perf").resolve().recipe == "iso128", "not the default"
+    assert SonicMoEConfig(fp8_mode="perf").resolve().recipe == "dx256", "not the default"
 
 
 def set_weights(problem):

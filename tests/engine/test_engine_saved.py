@@ -25,9 +25,9 @@ from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
 PLAIN = EngineSettings()
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
-MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "iso128", "1x128"])
+MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "dx256", "1x128"])
 
 
 def is_alive(reference_to):

@@ -17,7 +17,7 @@ from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
 from sonicmoe.quant.recipes import RECIPES
 
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 WORKLOAD = Workload(FP8, 2048, 768)
 # What the Hopper engine cannot do, and words of the reason.
 BEYOND_HOPPER = [
@@ -79,7 +79,7 @@ def test_the_default_is_auto_and_says_why():
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
-        (WORKLOAD, "FP8 emulated exactly (recipe iso128)"),
+        (WORKLOAD, "FP8 emulated exactly (recipe dx256)"),
         (
             replace(WORKLOAD, settings=replace(FP8, recipe=RECIPES["deepseek-v3"])),
             "FP8 emulated exactly (recipe deepseek-v3)",
@@ -87,7 +87,7 @@ def test_the_default_is_auto_and_says_why():
         (replace(WORKLOAD, settings=EngineSettings()), "FP8 off"),
         (None, "FP8, where it is on, emulated exactly"),
     ],
-    ids=["iso128", "deepseek-v3", "off", "unknown"],
+    ids=["dx256", "deepseek-v3", "off", "unknown"],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_plain_operations_say_whether_fp8_is_on(device, workload, words, monkeypatch):
@@ -203,7 +203,7 @@ class TestOnHopper:
 
     def test_an_engine_of_the_other_precision_is_refused_by_name(self, hopper):
         with pytest.raises(
-            EngineUnavailableError, match=r"FP8 is on \(recipe 'iso128'\), and it quantises nothing"
+            EngineUnavailableError, match=r"FP8 is on \(recipe 'dx256'\), and it quantises nothing"
         ):
             choose_engine("cuda:0", EngineName.BF16, WORKLOAD)
         with pytest.raises(
@@ -234,7 +234,7 @@ class TestOnHopper:
         assert choice.engine.name == "triton"
 
     @pytest.mark.parametrize("activation", ActivationType, ids=lambda member: member.value)
-    @pytest.mark.parametrize("recipe", [None, RECIPES["iso128"]], ids=["plain", "fp8"])
+    @pytest.mark.parametrize("recipe", [None, RECIPES["dx256"]], ids=["plain", "fp8"])
     def test_auto_never_picks_an_engine_without_the_activation(
         self, hopper, monkeypatch, activation, recipe
     ):

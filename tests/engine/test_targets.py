@@ -122,8 +122,8 @@ class TestProblem:
 
     def test_of_engines(self):
         """The seam: which engine adds there at all."""
-        targets, fp8 = per_expert(*fitting()), EngineSettings(recipe=RECIPES["iso128"])
-        plain = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False)
+        targets, fp8 = per_expert(*fitting()), EngineSettings(recipe=RECIPES["dx256"])
+        plain = EngineSettings(recipe=RECIPES["dx256"], fp8_wgrad=False)
         assert ReferenceEngine().problem_of(targets, fp8) is None
         assert HopperEngine().problem_of(targets, fp8) is None
         words = "up-projection gradients have a tensor for each expert, and the BF16 GEMMs add to one for all"

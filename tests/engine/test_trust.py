@@ -64,7 +64,7 @@ class TestInAProcess:
     """Real processes, on the host."""
 
     def test_a_sound_engine_passes_every_case(self):
-        fp8 = Workload(EngineSettings(recipe=RECIPES["iso128"]), 64, 64)
+        fp8 = Workload(EngineSettings(recipe=RECIPES["dx256"]), 64, 64)
         verdict = try_engine(subject(planted_engines.Sound, fp8))
         assert verdict.trusted and verdict.reason == ""
         names = [case["case"] for case in verdict.cases]
@@ -178,7 +178,7 @@ class TestVerdicts:
     @pytest.mark.parametrize("workload", [
         WORKLOAD,
         Workload(EngineSettings(ActivationType.SITU_GLU, activation_parameters=(("beta", 2.0),)), 64, 32, "float16", True),
-        Workload(EngineSettings(recipe=RECIPES["iso128"], save_z=ZCode.BF16, recompute_z=True, fp8_wgrad=False), 64, 64),
+        Workload(EngineSettings(recipe=RECIPES["dx256"], save_z=ZCode.BF16, recompute_z=True, fp8_wgrad=False), 64, 64),
     ])  # fmt: skip
     def test_a_workload_reaches_the_process(self, workload):
         assert trial.workload_of(json.loads(json.dumps(trial.record_of(workload)))) == workload
@@ -390,7 +390,7 @@ class TestChoice:
         assert choice.engine.name == "bf16" and not choice.falls_back
         assert self.ready().engine.name == "bf16" and len(self.trials.made) == 1
 
-    @pytest.mark.parametrize("recipe", [None, RECIPES["iso128"]], ids=["bf16", "fp8"])
+    @pytest.mark.parametrize("recipe", [None, RECIPES["dx256"]], ids=["bf16", "fp8"])
     def test_the_next_one_is_taken_by_name_and_said_once(self, recipe, caplog):
         self.trials.verdicts[EngineName.BF16] = BROKEN
         with caplog.at_level(logging.WARNING, logger="sonicmoe"):

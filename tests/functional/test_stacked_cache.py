@@ -177,7 +177,7 @@ def test_an_address_alone_does_not_name_weights():
     """Where the allocator hands out the same block again and again, the cache must hold on to what
     it compares with.
     """
-    engine, settings = ReferenceEngine(), EngineSettings(recipe=RECIPES["iso128"])
+    engine, settings = ReferenceEngine(), EngineSettings(recipe=RECIPES["dx256"])
     w2 = torch.ones(1, 128, 64)
     for value in range(1, 20):
         w1 = torch.full((1, 128, 128), float(value))
@@ -364,7 +364,7 @@ def test_an_engine_that_updates_in_place_gives_others_buffers_of_their_own():
     """One up-projection with two down-projections: the second forward must not overwrite what the
     first one's backward reads.
     """
-    engine, settings = HopperEngine(), EngineSettings(recipe=RECIPES["iso128"])
+    engine, settings = HopperEngine(), EngineSettings(recipe=RECIPES["dx256"])
 
     def weight(*shape):
         return torch.nn.Parameter(

@@ -24,7 +24,7 @@ from sonicmoe.quant.reference import dequantize
 from sonicmoe.weights import stacked_cache
 from sonicmoe.weights.stacked_cache import _kept, read_weights
 
-SETTINGS = EngineSettings(recipe=RECIPES["iso128"])
+SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
 
 
 class Following(ReferenceEngine):

@@ -47,7 +47,7 @@ def make_step(fp8: bool) -> StepDump:
     indices = case.indices.copy()
     indices[::3, 2], indices[1::7, 0] = -1, SIZES.experts
     arrays = (case.x, indices, case.probs, case.w1, case.w2)
-    return StepDump("gpu", StepSettings(recipe="iso128" if fp8 else None), *arrays, dout=case.dout)
+    return StepDump("gpu", StepSettings(recipe="dx256" if fp8 else None), *arrays, dout=case.dout)
 
 
 @pytest.mark.parametrize("against", ["golden", "reference"])

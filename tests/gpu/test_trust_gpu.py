@@ -29,7 +29,7 @@ from sonicmoe.routing.backends import arch_of
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 WORKLOADS = {
     "swiglu": Workload(EngineSettings(), 512, 256),
     "gelu, bias, fp16": Workload(EngineSettings(ActivationType.GELU), 256, 192, "float16", True),

@@ -82,7 +82,7 @@ def test_fp8(family, recipes):
     found = errors(run(model, "sonicmoe_fp8"), expected)
     assert max(found.values()) <= FP8, found
     assert found["logits"] >= 1e-3, "nothing was quantised"
-    assert [recipe.name for recipe in recipes] == ["iso128"]
+    assert [recipe.name for recipe in recipes] == ["dx256"]
 
 
 def test_sonicmoe_follows_the_configuration():

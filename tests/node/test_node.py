@@ -59,7 +59,7 @@ class TestGradients:
         layer.set_main_grad(0.0)
         call = layer.run()
         layer.node.step()
-        settings = EngineSettings(recipe=RECIPES["iso128"] if config.fp8_mode else None)
+        settings = EngineSettings(recipe=RECIPES["dx256"] if config.fp8_mode else None)
         assert call.out.dtype == call.x.grad.dtype == torch.bfloat16
         assert call.probs.grad.dtype == torch.float32
         assert_same_bits(layer.result(call), run_engine(problem, settings, torch.bfloat16))

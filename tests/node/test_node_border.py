@@ -84,7 +84,7 @@ class TestConfiguration:
         call.backward()
         layer.node.step()
         assert_same_bits(
-            layer.result(call), run_engine(layer.problem, EngineSettings(recipe=RECIPES["iso128"]))
+            layer.result(call), run_engine(layer.problem, EngineSettings(recipe=RECIPES["dx256"]))
         )
 
     def test_impossible_settings_are_refused_at_construction(self):

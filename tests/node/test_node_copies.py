@@ -196,7 +196,7 @@ def test_copies_of_other_weights_or_settings_are_refused():
     layer = make_layer(batch, rows)
     copies = make_layer(batch).node.make_copies()
     with pytest.raises(
-        ConfigError, match=r"recipe 'iso128' and a gated .* computes with .* recipe '1x128'"
+        ConfigError, match=r"recipe 'dx256' and a gated .* computes with .* recipe '1x128'"
     ):
         Step(layer, [batch], copies)
 

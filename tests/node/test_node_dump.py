@@ -50,7 +50,7 @@ def test_holds_forward_then_backward_of_the_next_step(tmp_path, arrangement, con
     assert_inputs(step, call, layer)
     assert step.dout is None and step.framework == NAME
     assert (
-        step.settings.recipe == ("iso128" if config is FP8 else None)
+        step.settings.recipe == ("dx256" if config is FP8 else None)
         and step.settings.dtype == "float32"
     )
     call.backward()

@@ -19,7 +19,7 @@ from sonicmoe.weights.cache import LayerWeights, Unannounced
 from sonicmoe.weights.parameters import PerExpertParameters
 
 PLAIN = EngineSettings()
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
 

@@ -27,7 +27,7 @@ from sonicmoe.quant.reference import dequantize
 from sonicmoe.weights.copies import WeightCopies
 from sonicmoe.weights.parameters import FusedParameters
 
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ISO = replace(FP8, iso_weight=True)
 GROUPED = WeightLayout(transposed=True, split_half=True)
 

@@ -27,7 +27,7 @@ from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
 PLAIN = EngineSettings()
-FP8 = EngineSettings(recipe=RECIPES["iso128"])
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
 

@@ -39,7 +39,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PRECISION_SIZES = Sizes(tokens=512, hidden=512, intermediate=256, experts=8, topk=2)
-DEFAULT_RECIPE = "iso128"
+DEFAULT_RECIPE = "dx256"
 REPEATS = 3
 LAYER_SHAPE = Shape(96, 128, 128, 4, 2)
 MEMORY_SHAPES = {"E=8": Shape(512, 256, 256, 8, 4), "E=32, I/4": Shape(512, 256, 64, 32, 16)}
