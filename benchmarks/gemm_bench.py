@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import median_us
 
+from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.build import build_routing
 
@@ -35,6 +36,7 @@ SHAPES = (
     (16384, 2048, 768, 128, 8),
 )
 E4M3 = torch.float8_e4m3fn
+RECIPE = RECIPES[HOPPER.recipes[0]]
 
 
 def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], float]]:
@@ -48,12 +50,14 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
     routing = build_routing(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
     r, n = routing.num_rows, 2 * intermediate
     x = quantize(torch.randn((tokens, hidden), device="cuda"), rows(128))
-    w1 = quantize(torch.randn((experts, n, hidden), device="cuda") * hidden**-0.5, iso(128))
-    w1_dgrad = quantize(torch.randn((experts, hidden, n), device="cuda") * hidden**-0.5, iso(128))
-    w2 = quantize(
-        torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5, iso(128)
+    w1 = quantize(torch.randn((experts, n, hidden), device="cuda") * hidden**-0.5, RECIPE.w1)
+    w1_dgrad = quantize(
+        torch.randn((experts, hidden, n), device="cuda") * hidden**-0.5, RECIPE.w1_dgrad.transposed
     )
-    dz = quantize(torch.randn((r, n), device="cuda"), rows(128))
+    w2 = quantize(
+        torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5, RECIPE.w2
+    )
+    dz = quantize(torch.randn((r, n), device="cuda"), RECIPE.dz)
     y = quantize(torch.randn((r, intermediate), device="cuda"), rows(128))
     z, z_scale = (
         torch.empty((r, n), dtype=torch.int8, device="cuda"),
@@ -61,7 +65,7 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
     )
     y1, y1_scale = (
         torch.empty((r, n // 2), dtype=E4M3, device="cuda"),
-        torch.empty((r, n // 256), device="cuda"),
+        torch.empty((r, -(-n // 256)), device="cuda"),
     )
     out = torch.empty((r, hidden), dtype=torch.bfloat16, device="cuda")
     stream = current_stream(out)

@@ -26,7 +26,7 @@ from gpu_timing import INPUTS, copy_tbps, host_us, interleaved_us
 
 from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import gpu
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
 
 Tensor = torch.Tensor
@@ -131,7 +131,7 @@ def weight_results(
         half = gpu.QuantizedWeights(iso_weight=True)
         for name, source in sources.items():
             both[name].update(source)
-            wanted = quantize(source.native()[0], iso(128))
+            wanted = quantize(source.native()[0], gpu.W1_BLOCK)
             assert torch.equal(
                 both[name].w1.codes.view(torch.uint8), wanted.codes.view(torch.uint8)
             ), name

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu.hopper_cases import FP8, OURS, fill_free_memory, make_case, raw
 
+from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper_passes import WgradOutput, passes_on
 from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.targets import ParameterTargets, WeightTarget
@@ -18,7 +19,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_wgrad_source
 from sonicmoe.layouts import WeightLayout
-from sonicmoe.quant.recipes import iso
+from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
@@ -156,13 +157,14 @@ class Operands:
         self.routing = build_routing(scores.topk(topk, 1).indices, probs, experts)
         real = (self.routing.row_token >= 0).unsqueeze(1)
 
-        def made(width):
+        def made(width, block):
             values = torch.randn(real.shape[0], width, generator=generator, device="cuda")
-            stored = transpose_storage(quantize(torch.where(real, values, 0.0), iso(128)))
+            stored = transpose_storage(quantize(torch.where(real, values, 0.0), block))
             return stored.codes, stored.scale_inv
 
-        self.module = module
-        self.left, self.right = (made(2 * inner), made(hidden)), (made(hidden), made(inner))
+        self.module, of = module, RECIPES[HOPPER.recipes[0]]
+        self.left = made(2 * inner, of.wgrad_dz), made(hidden, of.wgrad_dout)
+        self.right = made(hidden, of.wgrad_x), made(inner, of.wgrad_y1s)
         self.sizes = ((2 * inner, hidden), (hidden, inner))
         self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in self.sizes]
         for left, right, sums in zip(self.left, self.right, self.native, strict=True):

@@ -16,13 +16,14 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_dgated_source, fp8_wgrad_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
+RECIPE = RECIPES[HOPPER.recipes[0]]
 # (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert,
 # many and empty ones
 SHAPES = [
@@ -71,7 +72,7 @@ class Backward:
             normal(generator, tokens, hidden) * torch.exp2(spread * octaves), rows(128)
         )
         # native w2 [E, H, I]; dgrad reads it as [E, I, H]
-        self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, iso(128))
+        self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, RECIPE.w2)
         values = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
         q = quantize(values, rows(128), Code.INT8)
         self.z, self.z_scale = q.codes if z is torch.int8 else values.to(z), q.scale_inv
@@ -81,8 +82,8 @@ class Backward:
             poisoned((2 * inner, r), torch.uint8),
         )
         self.y1s_t = poisoned((inner, r), torch.uint8)
-        self.dz_scale = poisoned((r // 128, inner // 64), torch.float32)
-        self.dz_t_scale = poisoned((inner // 64, r // 128), torch.float32)
+        self.dz_scale = poisoned((r // 128, -(-inner // 128)), torch.float32)
+        self.dz_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.parts = poisoned((-(-inner // 256), r), torch.float32)
 
@@ -115,11 +116,14 @@ class Backward:
 
     def outputs(self):
         """The block-scaled outputs as dequantised `[used, features]` matrices."""
-        dz = BlockScaledTensor(self.dz.view(E4M3), self.dz_scale, iso(128), Code.E4M3)
-        pairs = ((self.dz_t, self.dz_t_scale), (self.y1s_t, self.y1s_t_scale))
+        dz = BlockScaledTensor(self.dz.view(E4M3), self.dz_scale, RECIPE.dz, Code.E4M3)
+        stored = (
+            (self.dz_t, self.dz_t_scale, RECIPE.wgrad_dz),
+            (self.y1s_t, self.y1s_t_scale, RECIPE.wgrad_y1s),
+        )
         transposed = [
-            BlockScaledTensor(c.view(E4M3), s, iso(128), Code.E4M3, Orientation.COLUMNS)
-            for c, s in pairs
+            BlockScaledTensor(c.view(E4M3), s, block, Code.E4M3, Orientation.COLUMNS)
+            for c, s, block in stored
         ]
         return [dequantize(q)[: self.used] for q in (dz, *transposed)]
 
@@ -128,7 +132,8 @@ def check_quantised(name, got, wanted):
     """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little
     off, moves few of them. In a block with a row or two those few are a larger part.
     """
-    yardstick = block_errors(dequantize(quantize(wanted.float(), iso(128))), wanted)
+    block = getattr(RECIPE, f"wgrad_{name}")
+    yardstick = block_errors(dequantize(quantize(wanted.float(), block)), wanted)
     errors = block_errors(got, wanted)
     rows_with_values = (wanted != 0).any(1).reshape(-1, 128).sum(1)
     allowed = torch.where(rows_with_values > 8, 1.03, 1.1)
@@ -195,7 +200,7 @@ def test_dgated_with_unquantised_wgrad_operands(dgated, shape):
         assert float(block_errors(got[: case.used], wanted).max()) < 3e-3
     check_quantised(
         "dz",
-        dequantize(BlockScaledTensor(case.dz.view(E4M3), case.dz_scale, iso(128), Code.E4M3))[
+        dequantize(BlockScaledTensor(case.dz.view(E4M3), case.dz_scale, RECIPE.dz, Code.E4M3))[
             : case.used
         ],
         dz,
@@ -229,7 +234,9 @@ def test_an_infinite_first_token_spoils_no_padding_row(dgated):
 
 
 def wgrad_operands(shape, seed=0, spread=0.0):
-    """`(a [R, M], b [R, N])` in 128x128 blocks, zero in padding rows, and the routing."""
+    """`(a [R, M], b [R, N])` in the blocks of dout and of dz, zero in padding rows, and the
+    routing.
+    """
     _, hidden, inner, _, _ = shape
     generator = torch.Generator("cuda").manual_seed(seed)
     routing = make_routing(shape, generator)
@@ -240,7 +247,7 @@ def wgrad_operands(shape, seed=0, spread=0.0):
         torch.where(real, normal(generator, routing.num_rows, n) * growth, 0.0)
         for n in (hidden, 2 * inner)
     )
-    return quantize(a, iso(128)), quantize(b, iso(128)), routing
+    return quantize(a, RECIPE.wgrad_dout), quantize(b, RECIPE.wgrad_dz), routing
 
 
 def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False, multiprocessors=0):
@@ -300,7 +307,7 @@ def test_wgrad_of_blocks_of_zeros(wgrad, size):
         for values, rows_of in ((x := left.clone(), zero_left), (y := right.clone(), zero_right)):
             if rows_of:
                 values[slice(*rows_of)] = 0
-        q, r = quantize(x, iso(128)), quantize(y, iso(128))
+        q, r = quantize(x, RECIPE.wgrad_dout), quantize(y, RECIPE.wgrad_dz)
         base = torch.zeros((2, x.shape[1], y.shape[1]), device="cuda")
         accumulator = base.clone()
         run_wgrad(wgrad, q, r, routing, accumulator)

@@ -17,19 +17,22 @@ from sonicmoe.enums import ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_grouped_gemm_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
+RECIPE = RECIPES[HOPPER.recipes[0]]
 # relative RMSE of rounding to bf16 is 1.7e-3; the rest is the tensor cores' accumulation
 BF16_ROUNDING = 2.5e-3
 # (T, H, I, E, K): counts around the tile, odd tile pairs, a K tail (2880), scales not in fours
-# (768, 384), one expert, many
+# (768, 384), one expert, many, an odd number of 128 in N1 (384, 128)
 SHAPES = [
     (300, 512, 256, 4, 2),
+    (300, 384, 192, 4, 2),
+    (200, 256, 64, 3, 2),
     (1000, 1024, 384, 8, 3),
     (130, 2880, 768, 3, 1),
     (4096, 2048, 768, 64, 8),
@@ -80,7 +83,7 @@ def up_projection(
     z, y1 = poisoned((r, n), z_dtype), poisoned((r, n // 2), torch.uint8).view(E4M3)
     z_scale, y1_scale = (
         poisoned((r, n // 128), torch.float32),
-        poisoned((r, n // 256), torch.float32),
+        poisoned((r, -(-n // 256)), torch.float32),
     )
     module.gather_gated_gemm(
         x.codes, x.scale_inv, w1.codes, w1.scale_inv, routing.row_token, routing.padded_offsets, z, z_scale, y1, y1_scale,
@@ -123,7 +126,7 @@ def gathered(x, routing):
 def test_up_projection(module, shape, activation):
     number = [str(name) for name in module.activation_names()].index(activation.value)
     x, w1, _, routing = make_case(shape)
-    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     z, y1 = up_projection(module, xq, wq, routing, number)
     wanted_z = golden(gathered(xq, routing), wq, routing)
     pairs = wanted_z[:, ::2], wanted_z[:, 1::2]
@@ -152,7 +155,7 @@ def test_up_projection(module, shape, activation):
 def test_z_in_bf16(module, module_z_in_bf16, shape, activation):
     number = [str(name) for name in module.activation_names()].index(activation.value)
     x, w1, _, routing = make_case(shape, seed=8)
-    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     launch = partial(up_projection, module_z_in_bf16, xq, wq, routing, number)
     z, y1 = launch(z_dtype=torch.bfloat16)
     wanted = golden(gathered(xq, routing), wq, routing)
@@ -174,11 +177,21 @@ def test_z_in_bf16(module, module_z_in_bf16, shape, activation):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_plain_gemm(module, shape):
-    """Down-projection and dgrad: A in expert order through the copy engine, any N."""
+    """Down-projection and dgrad: A in expert order through the copy engine, any N, scales for 128
+    or 256 of K.
+    """
     _, w1, w2, routing = make_case(shape, seed=1)
-    for width, weight in ((w2.shape[2], w2), (w1.shape[1], w1.transpose(1, 2).contiguous())):
-        values = torch.randn((routing.num_rows, width), device="cuda")
-        a, w = quantize(values, rows(128)), quantize(weight, iso(128))
+    w1 = w1.transpose(1, 2).contiguous()
+    for weight, of_a, of_w in (
+        (w2, rows(128), RECIPE.w2),
+        (w1, rows(128), iso(128)),
+        (w1, RECIPE.dz, RECIPE.w1_dgrad.transposed),
+        (w1, rows(256), BlockShape(128, 256)),
+    ):
+        values = torch.randn((routing.num_rows, weight.shape[2]), device="cuda")
+        # Neighbouring scales that differ show which of them a k-block is given.
+        values *= torch.exp2(torch.arange(weight.shape[2], device="cuda") // 128 % 5 * 2.0)
+        a, w = quantize(values, of_a), quantize(weight, of_w)
         out, wanted = grouped(module, a, w, routing), golden(dequantize(a), w, routing)
         assert float(block_errors(out[: wanted.shape[0]], wanted).max()) <= BF16_ROUNDING
         assert bool(torch.isnan(out[wanted.shape[0] :]).all()), (
@@ -188,7 +201,7 @@ def test_plain_gemm(module, shape):
 
 def test_inference_stores_no_z(module):
     x, w1, _, routing = make_case(SHAPES[0], seed=2)
-    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     with_z, y1 = up_projection(module, xq, wq, routing)
     without, y1_alone = up_projection(module, xq, wq, routing, store_z=False)
     assert torch.equal(y1.codes.view(torch.uint8), y1_alone.codes.view(torch.uint8))
@@ -203,7 +216,7 @@ def test_scales_that_differ_wildly(module):
     x[:, 128:384] = 0
     x[::3, 512:] = 0
     w1[:, :, 640:768] = 0
-    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     values = gathered(xq, routing)
     wanted = golden(values, wq, routing)
     z, _ = up_projection(module, xq, wq, routing)
@@ -215,7 +228,7 @@ def test_scales_that_differ_wildly(module):
 
 def test_nan_stays_in_its_rows(module):
     x, w1, _, routing = make_case(SHAPES[1], seed=4)
-    clean, _ = up_projection(module, quantize(x, rows(128)), wq := quantize(w1, iso(128)), routing)
+    clean, _ = up_projection(module, quantize(x, rows(128)), wq := quantize(w1, RECIPE.w1), routing)
     x[17, 5], x[400, 900] = float("nan"), float("inf")
     z, y1 = up_projection(module, quantize(x, rows(128)), wq, routing)
     used = int(routing.padded_offsets[-1])
@@ -229,7 +242,7 @@ def test_nan_stays_in_its_rows(module):
 
 def test_bit_exact_repetition(module):
     x, w1, _, routing = make_case((4096, 2048, 768, 8, 4), seed=5)
-    xq, wq = quantize(x, rows(128)), quantize(w1, iso(128))
+    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     used = int(routing.padded_offsets[-1])
     first = up_projection(module, xq, wq, routing)
     # The work that a CTA gets depends on how many there are; 3: one cluster takes everything.
@@ -279,3 +292,6 @@ def test_wrong_arguments_are_named(module):
         module.grouped_gemm(a.codes, a.scale_inv, *rest, out, 1, 0)
     with pytest.raises(Exception, match="a_scale has"):
         module.grouped_gemm(a.codes, a.scale_inv[:1], *rest, out, 0, 0)
+    wide = quantize(w2, BlockShape(128, 256))
+    with pytest.raises(Exception, match="a_scale has"):
+        module.grouped_gemm(a.codes, a.scale_inv, wide.codes, wide.scale_inv, *rest[2:], out, 0, 0)

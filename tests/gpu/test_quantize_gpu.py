@@ -13,7 +13,7 @@ from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,7 @@ SIZES = [
     (3, 144, 80),
     (2, 256, 128),
     (4, 400, 208),
+    (1, 272, 192),
     (2, 2880, 2880),
     (16, 2048, 768),
     (8, 3072, 1536),
@@ -176,10 +177,14 @@ def scattered(stacked):
 
 def check(weights, source, label=""):
     natives = source.native()[:2]
-    for native, forward, dgrad in zip(
-        natives, (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), strict=True
+    for native, block, forward, dgrad in zip(
+        natives,
+        (gpu.W1_BLOCK, gpu.W2_BLOCK),
+        (weights.w1, weights.w2),
+        (weights.w1_dgrad, weights.w2_dgrad),
+        strict=True,
     ):
-        wanted = quantize(native, iso(128))
+        wanted = quantize(native, block)
         assert_same(forward, wanted, label)
         assert_same(dgrad, transpose_storage(wanted), label)
 
@@ -236,13 +241,14 @@ class TestWeights:
         weights.update(WeightSource(tuple(up), tuple(down), HALVES))
         for e in (0, 1, experts - 1):
             one = WeightSource((up[e],), (down[e],), HALVES)
-            for native, forward, dgrad in zip(
+            for native, block, forward, dgrad in zip(
                 one.native()[:2],
+                (gpu.W1_BLOCK, gpu.W2_BLOCK),
                 (weights.w1, weights.w2),
                 (weights.w1_dgrad, weights.w2_dgrad),
                 strict=True,
             ):
-                wanted = quantize(native[0], iso(128))
+                wanted = quantize(native[0], block)
                 assert_same(forward[e], wanted, e)
                 assert_same(dgrad[e], transpose_storage(wanted), e)
 
