@@ -357,12 +357,32 @@ struct DgatedFp8 {
   __device__ __forceinline__ void hand_over(const Gradients& g, const float (&by)[2], int row, int col,
                                             int end, const OutputTile& tile) {
     const Multipliers multiplier = exchange(g, col, tile);
-    store_dz<0>(g, by, multiplier.dz, row, col, end, tile);
-    store_dz<1>(g, by, multiplier.dz, row, col, end, tile);
+    uint32_t left[2][8], right[2][8];
+    quantise_dz<0>(g, by, multiplier.dz, left);
+    if constexpr (kWgradFp8) {
+      transpose_dz(left, tiles.buffer(kDzLeft));
+      tiles.filled(kDzLeft);
+    }
+#ifndef DGATED_LATE_STORES
+    store_dz(left, row, col);
+#endif
+    quantise_dz<1>(g, by, multiplier.dz, right);
+    if constexpr (kWgradFp8) {
+      tiles.send_dz(kDzLeft, tile.row, 2 * col, 2 * p.n);
+      transpose_dz(right, tiles.buffer(kDzRight));
+      tiles.filled(kDzRight);
+    }
+#ifndef DGATED_LATE_STORES
+    if (col + 64 < end) store_dz(right, row, col + 64);
+#endif
     if constexpr (kWgradFp8) {
       store_y1s(g, multiplier.y1s, col, tile);
       ++tiles.turn;
     }
+#ifdef DGATED_LATE_STORES
+    store_dz(left, row, col);
+    if (col + 64 < end) store_dz(right, row, col + 64);
+#endif
   }
 
   struct Multipliers {
@@ -397,11 +417,9 @@ struct DgatedFp8 {
     return {__shfl_sync(~0u, quotient, 0), __shfl_sync(~0u, quotient, 1)};
   }
 
-  // dz of 64 columns.
   template <int kSide>
-  __device__ __forceinline__ void store_dz(const Gradients& g, const float (&by)[2], float multiplier,
-                                           int row, int col, int end, const OutputTile& tile) {
-    uint32_t codes[2][8];
+  __device__ __forceinline__ void quantise_dz(const Gradients& g, const float (&by)[2],
+                                              float multiplier, uint32_t (&codes)[2][8]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float all = dz_by(g, kSide, h, by) * multiplier;
@@ -412,20 +430,15 @@ struct DgatedFp8 {
                              high_of(dz[1]) * all);
       }
     }
-    if constexpr (kWgradFp8) {
-      if constexpr (kSide == 1) tiles.send_dz(kDzLeft, tile.row, 2 * col, 2 * p.n);
-      constexpr TileOfTurn kWhich = kSide == 0 ? kDzLeft : kDzRight;
-      transpose_dz(codes, tiles.buffer(kWhich));
-      tiles.filled(kWhich);
-    }
-    if (kSide == 1 && col + 64 >= end) return;
+  }
+  // 64 columns by rows.
+  __device__ __forceinline__ void store_dz(const uint32_t (&codes)[2][8], int row, int col) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-        *reinterpret_cast<uint4*>(e.dz + chunk_offset(row + h, col + 64 * kSide + 32 * c)) =
-            make_uint4(codes[h][4 * c], codes[h][4 * c + 1], codes[h][4 * c + 2],
-                       codes[h][4 * c + 3]);
+      for (int g = 0; g < 2; ++g)
+        *reinterpret_cast<uint4*>(e.dz + chunk_offset(row + h, col + 32 * g)) = make_uint4(
+            codes[h][4 * g], codes[h][4 * g + 1], codes[h][4 * g + 2], codes[h][4 * g + 3]);
   }
 
   // A 16-bit element is one column of two neighbouring tokens, so 8x8 matrices of them transpose
