@@ -14,7 +14,8 @@ come. The engine's buffers are found by a mark on the codes that Fleet was given
 | `32x32` | True | codes, scales, transposed scales | one, which backward transposes into a scratch |
 | `1x32` | False | codes, scales, transposed codes, transposed scales | two |
 
-Blocks are our own, 128x128 in both formats, and scales are fp32 multipliers.
+Blocks are our own in both formats, 256x128 of w1 and 128x128 of w2 in the default recipe, and
+scales are fp32 multipliers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def quantize_native_fp8_weights(w1: Tensor, w2: Tensor, iso32: bool = True) -> d
         `{"format": "iso32", "w1": (codes, scales, transposed scales), "w2": ...}`, or
         `{"format": "1x32", "w1": (codes, scales, transposed codes, transposed scales), "w2": ...}`.
         Codes are e4m3 in Sonic's layout, `[E, 2I, H]` and `[E, H, I]`, transposed ones
-        `[E, H, 2I]` and `[E, I, H]`. Scales are fp32, one per 128x128 block. All are views of the
+        `[E, H, 2I]` and `[E, I, H]`. Scales are fp32, one per block. All are views of the
         engine's memory, which must not be written.
 
     Raises:

@@ -12,7 +12,7 @@ from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.recipes import iso, rows
+from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import dequantize, quantize
 
 EXPERTS, HIDDEN, INTER = 2, 48, 144
@@ -52,10 +52,14 @@ def test_every_layout_gives_the_native_codes(transposed, split_half, iso_weight)
     native = native_weights()
     weights = gpu.QuantizedWeights(iso_weight)
     weights.update(source_of(*native, transposed, split_half))
-    for ours, dgrad, values in zip(
-        (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad), native, strict=True
+    for ours, dgrad, block, values in zip(
+        (weights.w1, weights.w2),
+        (weights.w1_dgrad, weights.w2_dgrad),
+        (gpu.W1_BLOCK, gpu.W2_BLOCK),
+        native,
+        strict=True,
     ):
-        wanted = quantize(tensor(values), iso(128))
+        wanted = quantize(tensor(values), block)
         same(ours, wanted)
         assert (
             dgrad.orientation is Orientation.COLUMNS
@@ -68,7 +72,7 @@ def test_ungated_weights():
     w1, w2 = native_weights(n1=INTER)
     weights = gpu.QuantizedWeights()
     weights.update(source_of(w1, w2, True, False))
-    same(weights.w1, quantize(tensor(w1), iso(128)))
+    same(weights.w1, quantize(tensor(w1), gpu.W1_BLOCK))
 
 
 def test_host_weights_are_never_stale():
@@ -77,7 +81,7 @@ def test_host_weights_are_never_stale():
     weights.update(source_of(w1, w2, True, True))
     w2[1, 3, 5] += 1
     weights.update(source_of(w1, w2, True, True))
-    same(weights.w2, quantize(tensor(w2), iso(128)))
+    same(weights.w2, quantize(tensor(w2), gpu.W2_BLOCK))
 
 
 def test_iso_weight_holds_half():
