@@ -57,7 +57,7 @@ def place_of(stage, kind, step):
     if stage in ROW_STAGES:
         # A broken scale of a square block breaks all of its rows, and the first is named.
         square = stage == "dz_fp8" or stage in WGRAD_OPERANDS
-        whole_block = square and kind != "nan" and step.settings.recipe == "iso128"
+        whole_block = square and kind != "nan" and step.settings.recipe == "dx256"
         return (row, 5), {"expert": 2} if whole_block else {
             "expert": 2,
             "row": row,
@@ -358,7 +358,7 @@ def test_dumps_keep_every_flag_that_decides_what_a_step_computes(tmp_path):
     save_dump(tmp_path / "step", make_step(**changed))
     settings = load_dump(tmp_path / "step").settings
     assert settings.names() == {**StepSettings().names(), **changed}
-    wanted = EngineSettings(recipe=RECIPES["iso128"], fp8_wgrad=False, save_z=ZCode.E4M3)
+    wanted = EngineSettings(recipe=RECIPES["dx256"], fp8_wgrad=False, save_z=ZCode.E4M3)
     assert engine_settings(load_dump(tmp_path / "step")) == wanted
     assert make_step().but(**changed).settings == settings
 
