@@ -375,10 +375,8 @@ struct DgatedFp8 {
 #ifndef DGATED_LATE_STORES
     if (col + 64 < end) store_dz(right, row, col + 64);
 #endif
-    if constexpr (kWgradFp8) {
-      store_y1s(g, multiplier.y1s, col, tile);
-      ++tiles.turn;
-    }
+    if constexpr (kWgradFp8) store_y1s(g, multiplier.y1s, col, tile);
+    ++tiles.turn;
 #ifdef DGATED_LATE_STORES
     store_dz(left, row, col);
     if (col + 64 < end) store_dz(right, row, col + 64);
@@ -393,8 +391,7 @@ struct DgatedFp8 {
   __device__ __forceinline__ Multipliers exchange(const Gradients& g, int col,
                                                   const OutputTile& tile) {
     const float amax_dz = warp_max(g.top_dz), amax_y1s = kWgradFp8 ? warp_max(g.top_y1s) : 0.f;
-    // A tile's products, for which the warpgroups wait in turns, lie between equal places.
-    float2* slots = s.amax[col / 128 % 2];
+    float2* slots = s.amax[tiles.turn & 1];  // a slow warp may still read those of the turn before
     if (lane == 0) slots[warp] = make_float2(amax_dz, amax_y1s);
     tiles.meet();
     float2 amax = make_float2(kAmaxFloor, kAmaxFloor);
