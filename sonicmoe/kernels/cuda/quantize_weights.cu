@@ -1,5 +1,5 @@
-// The user's expert weights, where they lie, to E4M3 in both memory orders. w1 has one scale per 256
-// rows (128 of gate and 128 of up) and 128 columns of its native order, w2 one per 128 x 128.
+// The user's expert weights, where they lie, to E4M3 in both memory orders. w1 has one scale per
+// 256 rows (128 of gate and 128 of up) and 128 columns of its native order, w2 one per 128 x 128.
 //
 // A matrix is worked on in the order the user has it ("straight") and leaves a second time
 // transposed ("flipped"). Which of the two is native depends on the layout; native w1 interleaves

@@ -5,11 +5,11 @@
 // dz goes out as e4m3 in 128x256 blocks, by rows for dgrad and transposed for wgrad (the same
 // codes), y1s in 128x128 blocks and transposed only.
 //
-// A block's maximum spans both consumer warpgroups, so all of them go through the tile together, 128
-// columns of dy1 (one block of dz and one of y1s) at a time. They wait for one another once in such
-// a turn, for both maxima. What waits for its scale takes the registers of the accumulators that it
-// was made of. The gather puts neighbouring tokens into one thread: stmatrix then transposes pairs
-// of bytes for free.
+// A block's maximum spans both consumer warpgroups, so all of them go through the tile together,
+// 128 columns of dy1 (one block of dz and one of y1s) at a time. They wait for one another once in
+// such a turn, for both maxima. What waits for its scale takes the registers of the accumulators
+// that it was made of. The gather puts neighbouring tokens into one thread: stmatrix then
+// transposes pairs of bytes for free.
 #pragma once
 
 #include "epilogues.cuh"
@@ -31,8 +31,8 @@ struct DgatedParams {
   int64_t rows;  // R
 };
 
-// The transposed tiles of a turn, 128 features x 128 tokens each: dz^T of the left 64 columns, of the
-// right ones, and y1s^T. All warps fill a tile; the first warp hands it to the copy engine. The
+// The transposed tiles of a turn, 128 features x 128 tokens each: dz^T of the left 64 columns, of
+// the right ones, and y1s^T. All warps fill a tile; the first warp hands it to the copy engine. The
 // others only announce that they have filled their part, and the first warp looks for that later,
 // when it is long true: nobody waits for the slowest. There are two buffers. y1s^T goes where the
 // left tile was, and leaves in the middle of the next turn.
@@ -354,8 +354,8 @@ struct DgatedFp8 {
   }
 
   // 128 columns, when their scales are known.
-  __device__ __forceinline__ void hand_over(const Gradients& g, const float (&by)[2], int row, int col,
-                                            int end, const OutputTile& tile) {
+  __device__ __forceinline__ void hand_over(const Gradients& g, const float (&by)[2], int row,
+                                            int col, int end, const OutputTile& tile) {
     const Multipliers multiplier = exchange(g, col, tile);
     uint32_t left[2][8], right[2][8];
     quantise_dz<0>(g, by, multiplier.dz, left);

@@ -21,8 +21,8 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::Dgated
 // with 128x128 scales; z int8 [R, 2I] with z_scale [R, I / 64], or, built with Z_BF16, bf16 [R,
 // 2I]; row_prob fp32 [R], 0 in padding rows. Writes dz e4m3 [R, 2I] with one scale per 128x256
 // block (dz_scale [R / 128, ceil(I / 128)]), dprob_parts fp32 [ceil(I / 256), R], whose sum over
-// its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R, I]
-// in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
+// its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R,
+// I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
 // y1s_t_scale, both [ceil(I / 128), R / 128]. activation: a place in `activation_names()`. Rows at
 // and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,

@@ -5,10 +5,10 @@
 // share B's 256 columns by multicast. A producer warpgroup fills a ring of stages; two consumer
 // warpgroups hold 64 x 256 fp32 accumulators each.
 //
-// Scales: A has one per row and 128 of K (or 256, see `ScaleBlocks`), B one per as much of K and 128
-// columns (or 256). The accumulator is kept in units of the current scale product and multiplied by
-// the ratio of old to new where it changes, so there is one accumulator and not two, which leaves
-// registers for 256 columns. How
+// Scales: A has one per row and 128 of K (or 256, see `ScaleBlocks`), B one per as much of K and
+// 128 columns (or 256). The accumulator is kept in units of the current scale product and
+// multiplied by the ratio of old to new where it changes, so there is one accumulator and not two,
+// which leaves registers for 256 columns. How
 // far a scale may fall within a row is bounded (kMaxDrop), or a block of zeros would make the
 // accumulator overflow: a block 2^44 below the largest before it counts as if it were 2^44 below.
 //
@@ -24,7 +24,7 @@ namespace sonicmoe::sm90 {
 constexpr int kTileM = 128, kTileN = 256, kTileK = 128;  // 128 bytes of K are one swizzle row
 static_assert(kTileM == kRowAlignment, "a tile holds rows of one expert only");
 static_assert(kTileK == kScaleBlock, "scales change between k-blocks, not within");
-static_assert(kTileN == kGateUpBlock, "a tile has one scale of w1, and one block of dz has two k-blocks");
+static_assert(kTileN == kGateUpBlock, "a tile has one scale of w1");
 static_assert(kTileN == kDprobColumns, "a tile writes one partial sum of dprobs");
 constexpr int kCluster = 2;
 constexpr int kStages = 4;

@@ -108,9 +108,10 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
 
 // accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R],
 // both token-major with one scale per 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale
-// alike), or one per 256 rows of an operand, which are gate and up in turns, and 128 of R. Rows of expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128,
-// clamped to R. An expert without rows leaves its matrix untouched. shares_gpu: kernels of another
-// stream run beside it. multiprocessors: how many at most; 0: all.
+// alike), or one per 256 rows of an operand, which are gate and up in turns, and 128 of R. Rows of
+// expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128, clamped to R. An
+// expert without rows leaves its matrix untouched. shares_gpu: kernels of another stream run beside
+// it. multiprocessors: how many at most; 0: all.
 void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                    TensorView padded_offsets, TensorView accumulator, bool shares_gpu,
                    int64_t multiprocessors, int64_t stream) {

@@ -2,12 +2,11 @@
 // e]^T, fp32, A and B token-major.
 //
 // The same tiles, ring and rescaled accumulator as fp8_grouped_gemm.cuh; here K is an expert's
-// padded rows, and both operands have one scale per 128 of K and 128 rows, or 256 where the rows are
-// gate and up in turns. So one number per k-block and half of the columns rescales a whole
-// warpgroup. A tile belongs to one CTA and is added to C by
-// the copy engine, once: sums do not depend on timing. An expert without rows has no tile, and C is
-// not touched. C may also be written instead, in fp32 or bf16; then such experts get zeros.
-// Layouts of C: wgrad_places.cuh.
+// padded rows, and both operands have one scale per 128 of K and 128 rows, or 256 where the rows
+// are gate and up in turns. So one number per k-block and half of the columns rescales a whole
+// warpgroup. A tile belongs to one CTA and is added to C by the copy engine, once: sums do not
+// depend on timing. An expert without rows has no tile, and C is not touched. C may also be written
+// instead, in fp32 or bf16; then such experts get zeros. Layouts of C: wgrad_places.cuh.
 #pragma once
 
 #include "fp8_grouped_gemm.cuh"
