@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
     index += gridDim.x;
     const bool more = index < work.tiles;
     const TilePair next = pair_at(work, more ? index : 0);
-    const Projection<float> &m = pair.down ? work.down : work.up,
-                     &next_m = next.down ? work.down : work.up;
+    const Projection<float>&m = pair.down ? work.down : work.up,
+          &next_m = next.down ? work.down : work.up;
     const int64_t next_address =
         address_of(next_m, tile_of(next, pairs.along_rows, 0));  // long before it is used
 
@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
 }
 
 Output<float> output_of(const TensorView& codes, const TensorView& scale, const char* name,
-                 DLDevice device, int64_t experts, int64_t rows, int64_t columns,
-                 int64_t scales) {
+                        DLDevice device, int64_t experts, int64_t rows, int64_t columns,
+                        int64_t scales) {
   uint8_t* data = checked<uint8_t>(codes, name, static_cast<DLDataTypeCode>(codes.dtype().code), 8,
                                    device, experts * rows * columns);
   TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0)
@@ -172,8 +172,8 @@ Output<float> output_of(const TensorView& codes, const TensorView& scale, const 
 }
 
 Output<float> output_of(const Optional<TensorView>& codes, const Optional<TensorView>& scale,
-                 const char* name, DLDevice device, int64_t experts, int64_t rows,
-                 int64_t columns, int64_t scales) {
+                        const char* name, DLDevice device, int64_t experts, int64_t rows,
+                        int64_t columns, int64_t scales) {
   TVM_FFI_ICHECK(codes.has_value() == scale.has_value())
       << name << " needs both codes and scales, or neither";
   if (!codes.has_value()) return {nullptr, nullptr};
@@ -197,8 +197,7 @@ Projection<float> projection_of(const int64_t* addresses, const Output<float>& f
 }
 
 template <typename T>
-void launch_tiles(const Pairs& pairs, int32_t* state, bool force, int device,
-                  cudaStream_t stream) {
+void launch_tiles(const Pairs& pairs, int32_t* state, bool force, int device, cudaStream_t stream) {
   int sms = 0;
   TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   const unsigned ctas = std::min<unsigned>(pairs.work.tiles, sms * kCtasPerSm<T>);

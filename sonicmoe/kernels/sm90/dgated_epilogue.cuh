@@ -166,9 +166,6 @@ struct DgatedFp8 {
   __device__ __forceinline__ void begin(int row0, const OutputTile& tile) {
     const int row = row0 + slab_row<true>(lane, 0);
     if constexpr (kWgradFp8) {
-#ifndef DGATED_NO_PREFETCH_Z
-      prefetch_z(row0, tile.col);
-#endif
       load_z(row, tile.col);
     }
     prob[0] = load_early(e.row_prob + row);
@@ -243,19 +240,6 @@ struct DgatedFp8 {
     }
   }
 
-  // Into L2, by lines of 128 bytes: 16 rows of this warp's, all columns of the tile.
-  __device__ __forceinline__ void prefetch_z(int row0, int col) const {
-    constexpr int kBytes = kZIsBf16 ? 4 : 2, kLines = kTileN * kBytes / 128;
-#pragma unroll
-    for (int i = 0; i < 16 * kLines / 32; ++i) {
-      const int line = lane + 32 * i, at = col * kBytes + line % kLines * 128;
-      if (at < p.n * kBytes) {
-        const uint8_t* address =
-            e.z + static_cast<int64_t>(row0 + line / kLines) * p.n * kBytes + at;
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-      }
-    }
-  }
   __device__ __forceinline__ void load_z(int row, int col) {
     load_row_of_z(0, row, col);
     load_row_of_z(1, row, col);
@@ -340,7 +324,12 @@ struct DgatedFp8 {
       out.top_dz =
           fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
       out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
-      if (kWgradFp8 && next < end) load_row_of_z(h, row, next);
+      if (kWgradFp8 && next < end) {
+        // The compiler then does not ask for z before the values of both rows have their places:
+        // with GeLU registers would not suffice.
+        if (h == 1 && !kZIsBf16) __syncwarp();
+        load_row_of_z(h, row, next);
+      }
     }
   }
 
@@ -363,24 +352,16 @@ struct DgatedFp8 {
       transpose_dz(left, tiles.buffer(kDzLeft));
       tiles.filled(kDzLeft);
     }
-#ifndef DGATED_LATE_STORES
     store_dz(left, row, col);
-#endif
     quantise_dz<1>(g, by, multiplier.dz, right);
     if constexpr (kWgradFp8) {
       tiles.send_dz(kDzLeft, tile.row, 2 * col, 2 * p.n);
       transpose_dz(right, tiles.buffer(kDzRight));
       tiles.filled(kDzRight);
     }
-#ifndef DGATED_LATE_STORES
     if (col + 64 < end) store_dz(right, row, col + 64);
-#endif
     if constexpr (kWgradFp8) store_y1s(g, multiplier.y1s, col, tile);
     ++tiles.turn;
-#ifdef DGATED_LATE_STORES
-    store_dz(left, row, col);
-    if (col + 64 < end) store_dz(right, row, col + 64);
-#endif
   }
 
   struct Multipliers {
@@ -422,7 +403,7 @@ struct DgatedFp8 {
       const float all = dz_by(g, kSide, h, by) * multiplier;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const uint32_t(&dz)[2] = g.dz[kSide][h][j];
+        const uint32_t (&dz)[2] = g.dz[kSide][h][j];
         codes[h][j] = e4m3x4(low_of(dz[0]) * all, high_of(dz[0]) * all, low_of(dz[1]) * all,
                              high_of(dz[1]) * all);
       }

@@ -129,7 +129,7 @@ struct alignas(1024) SharedStorage {
   float2 amax[2][kConsumerWarps];  // an epilogue's exchange between warps: of dz and of y1s
   int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
   uint64_t full[kStages], empty[kStages];
-  uint64_t freed;  // an epilogue's first buffer: the copy engine has read it
+  uint64_t freed;       // an epilogue's first buffer: the copy engine has read it
   uint64_t due, taken;  // of wgrad: its producer wants a tile's sums in L2; its prefetching warp
                         // has heard that
 };

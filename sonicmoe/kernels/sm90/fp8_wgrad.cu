@@ -80,7 +80,7 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   sm90::WgradMaps<kMaps> maps;
   maps.a = operand_map(a, product.rows, split.a);
   maps.b = operand_map(b, product.rows, split.b);
-  sm90::WgradParams p{a.scale,      b.scale, a.scale_shift, b.scale_shift, product.padded_offsets,
+  sm90::WgradParams p{a.scale,     b.scale, a.scale_shift, b.scale_shift, product.padded_offsets,
                       product.rows};
   p.first_expert = static_cast<int>(first);
   p.last_expert = static_cast<int>(last);

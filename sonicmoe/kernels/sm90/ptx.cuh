@@ -112,10 +112,10 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void*
       : "memory");
 }
 // read-only data, at this point of the program: the compiler would put the load off until its value
-// is used
+// is used. The 256 bytes around it come into L2, for a load of their other half that follows.
 __device__ __forceinline__ uint4 load_early_16(const void* address) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address));
   return v;
