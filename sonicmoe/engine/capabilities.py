@@ -134,8 +134,11 @@ def _with_kernels_of(engine: EngineName) -> tuple[ActivationType, ...]:
 def _hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     """Its own kernels serve every model of an activation; unquantised weight gradients run on the BF16 GEMMs."""
     settings = EngineSettings() if workload is None else workload.settings
-    own = settings.activation_parameters
-    jobs: list[CompileJob] = [*engine_sources(arch, settings.activation, own, settings.save_z)]
+    own, recipe = settings.activation_parameters, settings.recipe
+    steady = recipe is not None and recipe.x.steady is not None
+    jobs: list[CompileJob] = [
+        *engine_sources(arch, settings.activation, own, settings.save_z, steady)
+    ]
     if workload is not None and not workload.settings.fp8_wgrad:
         jobs += [expert_rows_source(arch), *wgrad_kernels(_mlp_shape(workload, arch))]
     return tuple(jobs)
@@ -240,7 +243,7 @@ HOPPER = EngineRecord(
     gemms="FP8 GEMMs with fused activation",
     architectures=(SM90,),
     dtypes=("bfloat16",),
-    recipes=("dx256",),
+    recipes=("dx256", "row128-dx256"),
     activations=_with_kernels_of(EngineName.HOPPER),
     z_codes=(ZCode.INT8, ZCode.BF16),
     hidden_multiple=16,

@@ -13,14 +13,14 @@ by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..diagnostics.stages import stage, tap
 from ..enums import ZCode
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from ..interop import (
     aligned,
     current_stream,
@@ -31,7 +31,7 @@ from ..interop import (
 )
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..quant.gpu import QuantizedWeights, to_scratch
+from ..quant.gpu import QuantizedWeights, SteadyWeights, to_scratch
 from ..quant.tokens import anchor_of, to_bfloat16
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
@@ -92,7 +92,7 @@ class HopperEngine(Engine):
             _check_computable(source, settings)
         store = None if previous is None else previous.store
         if not isinstance(store, QuantizedWeights):
-            previous, store = None, QuantizedWeights(settings.iso_weight)
+            previous, store = None, _empty_store(settings)
         with stage("prepare_weights"), plain_ops():
             store.update(source, force=change is Change.YES)
             if previous is not None and previous.w1 is store.w1:
@@ -154,14 +154,16 @@ class HopperEngine(Engine):
             dout = _aligned(dout)
             layer = _Layer(x, routing, weights, settings)
             z = layer.restored_z(x, saved)
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(dout, z)
+            tokens = layer.dgated_tokens(x, dout)
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if settings.frees_stagewise:
                 saved.z = None
             del z
             dx = tap("dx", layer.dgrad(dz_scratch, x))
-            pending = PendingWgrad(settings, routing, x, dout, wgrad_dz, wgrad_y1s)
-            pending.native = layer.routed
+            of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
+            pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
+            pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -206,10 +208,31 @@ class HopperEngine(Engine):
         return targets.copy_engine_problem()
 
 
+def _empty_store(settings: EngineSettings) -> QuantizedWeights:
+    if _is_steady(settings):
+        assert settings.recipe is not None
+        return SteadyWeights(settings.recipe)
+    return QuantizedWeights(settings.iso_weight)
+
+
+def _is_steady(settings: EngineSettings) -> bool:
+    """Whether scales stay along K in the GEMMs that gather: kernels of their own."""
+    return settings.recipe is not None and settings.recipe.x.steady is not None
+
+
+def _folds(settings: EngineSettings) -> bool:
+    """Whether wgrad reads the codes of tokens (`quant.folding`)."""
+    return settings.fp8_wgrad and settings.recipe is not None and settings.recipe.folds_wgrad
+
+
 def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
     inner, activation = source.intermediate_size, settings.activation
     workload = Workload(settings, source.hidden_size, inner, bias=source.b1 is not None)
     require(HOPPER, workload)
+    if settings.iso_weight and settings.recipe and not settings.recipe.shares_weight_buffers:
+        raise ConfigError(
+            f"iso_weight keeps one copy of a weight, and recipe {settings.recipe.name!r} needs two"
+        )
     width = pre_activation_width(inner, activation)
     if source.n1 != width:
         raise ShapeError(
@@ -228,7 +251,22 @@ def _aligned(x: Tokens) -> Tokens:
 
 def _passes_of(anchor: Tensor, settings: EngineSettings) -> Passes:
     own = settings.activation_parameters
-    return passes_on(device_name(anchor), settings.activation, own, settings.save_z)
+    of_device = device_name(anchor), settings.activation, own, settings.save_z
+    return passes_on(*of_device, _is_steady(settings))
+
+
+@dataclass(frozen=True)
+class _DgatedTokens:
+    """What dgated reads of tokens. Where wgrad reads their codes, `x_codes` and `dout_codes` are
+    those that values are quantised into, and `row_scales` `[R, 2]` the largest of their rows, which
+    dgated writes.
+    """
+
+    dout: Tokens
+    x: Tokens | None = None
+    x_codes: BlockScaledTensor | None = None
+    dout_codes: BlockScaledTensor | None = None
+    row_scales: Tensor | None = None
 
 
 class _Layer:
@@ -279,15 +317,31 @@ class _Layer:
             scratch=scratch(size, self._device),
         )
 
-    def dgated(self, dout: Tokens, z: KeptZ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def dgated_tokens(self, x: Tokens, dout: Tokens) -> _DgatedTokens:
+        """With memory for what outlives dgated."""
+        settings, device = self._settings, self._device
+        if not _folds(settings):
+            return _DgatedTokens(dout)
+        assert settings.recipe is not None
+        block = settings.recipe.x.extent
+
+        def codes_of(tokens: Tokens) -> BlockScaledTensor | None:
+            if isinstance(tokens, BlockScaledTensor):
+                return None  # they came as codes
+            return BlockScaledTensor.empty(tuple(tokens.shape), block, device)
+
+        row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
+        return _DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
+
+    def dgated(self, tokens: _DgatedTokens, z: KeptZ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
         """
         weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self._device
         in_rows = not self._settings.fp8_wgrad
         dz_scratch = scratch(bytes_of.dz_scratch, device)
-        came_quantised = isinstance(dout, BlockScaledTensor)
-        dout_scratch = None if came_quantised else scratch(bytes_of.dout_scratch, device)
+        has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
+        dout_scratch = None if has_codes else scratch(bytes_of.dout_scratch, device)
         dprobs = empty((self._routing.num_tokens, self._routing.topk), torch.float32, device)
         if in_rows:
             rows, inner = self._routing.num_rows, self._prepared.inner
@@ -300,7 +354,9 @@ class _Layer:
             stream=self._stream,
             multiprocessors=self._settings.gemm_num_sms,
             activation=self._passes.dgated_activations[self._settings.activation],
-            **token_arguments("dout", dout),
+            **token_arguments("x", tokens.x, tokens.x_codes),
+            **token_arguments("dout", tokens.dout, tokens.dout_codes),
+            row_scales=tokens.row_scales,
             **z_arguments(z),
             dz=None if in_rows else dz,
             y1s=None if in_rows else y1s,
@@ -346,6 +402,7 @@ def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
         "multiprocessors": pending.settings.gemm_num_sms,
         "shares_gpu": pending.shares_gpu,
         "inner": pending.native.inner,
+        "row_scales": pending.native.row_scales,
     }
 
 

@@ -71,11 +71,14 @@ class PreparedHandle:
 
 
 class Routed(NamedTuple):
-    """The handle of a routing, the bytes of each scratch of a layer, by name, and I."""
+    """The handle of a routing, the bytes of each scratch of a layer, by name, and I; and where wgrad
+    reads the codes of tokens, the largest scales of their rows, of x and of dout, `[R, 2]`.
+    """
 
     handle: Any
     bytes_of: Any
     inner: int
+    row_scales: Tensor | None = None
 
 
 class Passes:
@@ -196,11 +199,18 @@ class Passes:
         return self.weights(**fields)
 
 
-def token_arguments(name: str, tokens: Tensor | BlockScaledTensor | None) -> dict[str, Any]:
-    """The arguments of a pass for tokens, or their gradients: values, or codes and scales."""
-    if isinstance(tokens, BlockScaledTensor):
-        return {name: None, f"{name}_codes": tokens.bytes, f"{name}_scale": tokens.scale_inv}
-    return {name: tokens, f"{name}_codes": None, f"{name}_scale": None}
+def token_arguments(
+    name: str,
+    tokens: Tensor | BlockScaledTensor | None,
+    codes: BlockScaledTensor | None = None,
+) -> dict[str, Any]:
+    """The arguments of a pass for tokens, or their gradients: values, or codes and scales. `codes`:
+    what values are quantised into.
+    """
+    values = None if isinstance(tokens, BlockScaledTensor) else tokens
+    q = tokens if isinstance(tokens, BlockScaledTensor) else codes
+    held = (None, None) if q is None else (q.bytes, q.scale_inv)
+    return {name: values, f"{name}_codes": held[0], f"{name}_scale": held[1]}
 
 
 def z_arguments(z: KeptZ | None) -> dict[str, Any]:
@@ -276,9 +286,10 @@ def passes_on(
     activation: ActivationType,
     parameters: ActivationParameters = (),
     z: ZCode = ZCode.INT8,
+    steady: bool = False,
 ) -> Passes:
     """The compiled passes over the compiled kernels of a device, an activation, the parameters that
-    its layers set, and a form of z; errors as `CudaSource.load`.
+    its layers set, a form of z, and whether scales stay along K; errors as `CudaSource.load`.
     """
     arch = arch_of(device)
     sources = (
@@ -286,13 +297,13 @@ def passes_on(
         aggregate_source(arch),
         quantize_source(arch),
         wgrad_operands_source(arch),
-        *gemm_sources(arch, activation, parameters, z),
+        *gemm_sources(arch, activation, parameters, z, steady),
     )
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
         source.load() for source in sources
     )
     kernels = {
-        "quantize_rows": quantize.quantize_rows,
+        "quantize_rows": quantize.quantize_steady_rows if steady else quantize.quantize_rows,
         "gather_gated_gemm": gemms.gather_gated_gemm,
         "grouped_gemm": gemms.grouped_gemm,
         "aggregate_rows": aggregate.aggregate_rows,
@@ -301,6 +312,8 @@ def passes_on(
         "gather_transpose_quantize": operands.gather_transpose_quantize,
         "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
         "gather_transpose_requantize": operands.gather_transpose_requantize,
+        "gather_row_scales": operands.gather_row_scales,
+        "gather_transpose_codes": operands.gather_transpose_codes,
         "grouped_wgrad": wgrad.grouped_wgrad,
         "grouped_wgrad_into": wgrad.grouped_wgrad_into,
         "wgrad_destination": wgrad.wgrad_destination,

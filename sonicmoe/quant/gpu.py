@@ -7,6 +7,7 @@ Codes and scales equal those of `reference` bit for bit, and host tensors are se
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..layouts import WeightSource
 from ..routing.backends import arch_of
 from ..stream_order import StreamOrder
 from .format import BlockScaledTensor, Orientation
-from .recipes import BlockShape, iso, rows
+from .recipes import BlockShape, Fp8Recipe, iso, rows
 from .reference import quantize, transpose_storage
 
 Tensor = torch.Tensor
@@ -239,6 +240,50 @@ class QuantizedWeights:
         w1, w2, *_ = source.native()
         self._forward = quantize(w1, W1_BLOCK), quantize(w2, W2_BLOCK)
         self._dgrad = () if self._iso_weight else tuple(transpose_storage(q) for q in self._forward)
+        self._layout = None
+
+
+class SteadyWeights(QuantizedWeights):
+    """One layer's expert weights under a recipe whose scales stay along the contraction (`row128`),
+    kept current as `QuantizedWeights` says. Codes of the two orders differ, so each is made from the
+    weights.
+    """
+
+    def __init__(self, recipe: Fp8Recipe) -> None:
+        super().__init__()
+        self._recipe = recipe
+        self._tile_amax: Tensor | None = None
+
+    def _quantize(self, *arguments: Any) -> None:
+        self._kernels.quantize_steady_weights(*arguments)
+
+    def _written(self) -> list[Any]:
+        return [*super()._written(), self._tile_amax]
+
+    def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
+        recipe, columns = self._recipe, Orientation.COLUMNS
+        self._forward = tuple(
+            BlockScaledTensor.empty(shape, block.extent, device)
+            for shape, block in (
+                ((experts, n1, hidden), recipe.w1),
+                ((experts, hidden, inner), recipe.w2),
+            )
+        )
+        self._dgrad = tuple(
+            BlockScaledTensor.empty(shape, block.extent, device, orientation=columns)
+            for shape, block in (
+                ((experts, hidden, n1), recipe.w1_dgrad),
+                ((experts, inner, hidden), recipe.w2_dgrad),
+            )
+        )
+        tiles = sum(math.prod(q.scale_inv.shape) for q in self._forward)
+        self._tile_amax = empty((tiles,), torch.float32, device)
+
+    def _update_on_host(self, source: WeightSource) -> None:
+        recipe, (w1, w2) = self._recipe, source.native()[:2]
+        self._forward = quantize(w1, recipe.w1), quantize(w2, recipe.w2)
+        dgrad = quantize(w1, recipe.w1_dgrad), quantize(w2, recipe.w2_dgrad)
+        self._dgrad = tuple(transpose_storage(q) for q in dgrad)
         self._layout = None
 
 

@@ -16,8 +16,9 @@ from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper_passes import WgradOutput
 from sonicmoe.enums import ActivationType
+from sonicmoe.quant.folding import with_row_scales
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
+from sonicmoe.quant.recipes import RECIPES, BlockShape, Line, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.backends import PlainKernels
 
@@ -82,7 +83,8 @@ def grouped(a, w, offsets):
 
 def gather(tokens, row_token):
     picked = tokens[row_token.clamp(min=0).to(torch.int64)]
-    return torch.where((row_token >= 0).unsqueeze(1), picked, torch.zeros_like(picked))
+    real = (row_token >= 0).reshape([-1] + [1] * (picked.dim() - 1))
+    return torch.where(real, picked, torch.zeros_like(picked))
 
 
 def offsets_of(padded_offsets, weights):
@@ -94,6 +96,11 @@ def offsets_of(padded_offsets, weights):
 def quantize_rows(x, codes, scale, stream):
     assert x.data_ptr() % 16 == 0
     put(quantize(at(x, "bfloat16"), BY_ROWS), codes, scale)
+
+
+def quantize_steady_rows(x, codes, scale, stream):
+    assert x.data_ptr() % 16 == 0
+    put(quantize(at(x, "bfloat16"), BY_ROWS.along(Line.ROW)), codes, scale)
 
 
 def gather_gated_gemm(
@@ -112,7 +119,8 @@ def gather_gated_gemm(
     multiprocessors,
     stream,
 ):
-    index, w = at(row_token, "int32"), values(b, b_scale, OF_W1)
+    of_w1 = OF_W1 if b_scale.shape[1] < blocks(b.shape[1]) else BY_BLOCKS
+    index, w = at(row_token, "int32"), values(b, b_scale, of_w1)
     offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
@@ -149,7 +157,7 @@ def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
 
 def gather_dgated_gemm(
     dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
-    dz_t, dz_t_scale, y1s_t, y1s_t_scale, wide, activation, multiprocessors, stream,
+    dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, multiprocessors, stream, folds=False,
 ):  # fmt: skip
     index, w = at(row_token, "int32"), values(w2, w2_scale, BY_BLOCKS)
     offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
@@ -174,8 +182,24 @@ def gather_dgated_gemm(
         at(dz_t, "bfloat16", gradient.shape)[:last] = gradient[:last].to(torch.bfloat16)
         at(y1s_t, "bfloat16", y1s.shape)[:last] = y1s[:last].to(torch.bfloat16)
     else:
+        if folds:
+            of_rows = at(row_scales, "float32", (r, 2)).clone()
+            of_rows[last:] = 0
+            q = quantize(gradient * of_rows[:, :1], BY_BLOCKS)
+            y1s = y1s * of_rows[:, 1:]
         put(transpose_storage(q), dz_t, dz_t_scale, last)
         put(transpose_storage(quantize(y1s, BY_BLOCKS)), y1s_t, y1s_t_scale, last)
+
+
+def gather_dgated_gemm_folded(
+    dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
+    dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, multiprocessors, stream,
+):  # fmt: skip
+    """The same as it is built for scales that stay along K."""
+    gather_dgated_gemm(
+        dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
+        dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, multiprocessors, stream, folds=not wide,
+    )  # fmt: skip
 
 
 def sum_or_zero(index, given, out, stream):
@@ -209,6 +233,30 @@ def gather_transpose_requantize(
     last = int(at(padded_offsets, "int64")[-1])
     gathered = gather(values(given, given_scale, BY_ROWS), at(row_token, "int32"))
     put(transpose_storage(quantize(gathered, BY_BLOCKS)), codes, scale, last)
+
+
+def gather_row_scales(x_scale, dout_scale, row_token, padded_offsets, row_scales, stream):
+    index, last = at(row_token, "int32"), int(at(padded_offsets, "int64")[-1])
+    assert tuple(x_scale.shape) == tuple(dout_scale.shape)
+    largest = [at(scale, "float32").amax(1) for scale in (x_scale, dout_scale)]
+    found = torch.stack([gather(of_token, index) for of_token in largest], 1)
+    at(row_scales, "float32", (len(index), 2))[:last] = found[:last]
+
+
+def gather_transpose_codes(
+    given, given_scale, row_scales, of_dout, row_token, padded_offsets, codes, scale, stream
+):
+    """Tokens that nobody names may hold anything."""
+    index, last = at(row_token, "int32"), int(at(padded_offsets, "int64")[-1])
+    tokens = at(given, "uint8").view(torch.float8_e4m3fn)
+    q = BlockScaledTensor(tokens, at(given_scale, "float32"), BY_ROWS, Code.E4M3)
+    folded = with_row_scales(q)
+    of_rows = at(row_scales, "float32", (len(index), 2))[:last, int(of_dout)]
+    assert torch.equal(of_rows, gather(folded.scale_inv[:, 0], index)[:last])
+    found = gather(folded.bytes, index)[:last]
+    at(codes, "uint8", (tokens.shape[1], len(index)))[:, :last] = found.T
+    shape = blocks(int(tokens.shape[1])), len(index) // 128
+    at(scale, "float32", shape)[:, : last // 128] = 1
 
 
 def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
@@ -283,6 +331,11 @@ KERNELS = {
     function.__name__: function
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
-        gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, grouped_wgrad, grouped_wgrad_into,
+        gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
+        grouped_wgrad, grouped_wgrad_into,
     )
 } | {"wgrad_destination": Destination}  # fmt: skip
+STEADY_KERNELS = KERNELS | {
+    "quantize_rows": quantize_steady_rows,
+    "gather_dgated_gemm": gather_dgated_gemm_folded,
+}

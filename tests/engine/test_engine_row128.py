@@ -202,11 +202,16 @@ def test_one_buffer_per_weight_is_refused(name):
         EngineSettings.from_config(config, ActivationType.SWIGLU)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "row128-up"])
+def test_the_hopper_engine_has_kernels_for_it():
+    settings = EngineSettings(recipe=RECIPES["row128-dx256"])
+    assert problem(HOPPER, Workload(settings, 3072, 1536), "sm_90a") is None
+
+
+@pytest.mark.parametrize("name", ["row128", "row128-up"])
 def test_engines_without_its_kernels_refuse_it_by_name(gaussian, name):
     settings = EngineSettings(recipe=RECIPES[name])
     workload = Workload(settings, 3072, 1536)
-    words = f"the recipe is '{name}', and its kernels are made for 'dx256'"
+    words = f"the recipe is '{name}', and its kernels are made for 'dx256' or 'row128-dx256'"
     assert problem(HOPPER, workload, "sm_90a") == words
     assert f"FP8 is on (recipe '{name}')" in problem(BF16, workload, "sm_90a")
     with pytest.raises(ConfigError, match=f"the hopper engine cannot compute this: {words}"):

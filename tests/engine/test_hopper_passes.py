@@ -19,7 +19,7 @@ if IS_PADDLE:
 
 from engine import host_kernels
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
-from engine.host_kernels import KERNELS
+from engine.host_kernels import KERNELS, STEADY_KERNELS
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import interop
@@ -32,6 +32,7 @@ from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.errors import ConfigError
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
@@ -49,7 +50,7 @@ pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
     pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
 ]
-FP8 = EngineSettings(recipe=RECIPES["dx256"])
+FP8, ROW128 = (EngineSettings(recipe=RECIPES[name]) for name in ("dx256", "row128-dx256"))
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
 T, H, I, E, K = 70, 272, 320, 4, 3
 MODES = {
@@ -73,6 +74,8 @@ REAL = {
     "gather_transpose_quantize": wgrad_operands_source,
     "gather_transpose_quantize_pair": wgrad_operands_source,
     "gather_transpose_requantize": wgrad_operands_source,
+    "gather_row_scales": wgrad_operands_source,
+    "gather_transpose_codes": wgrad_operands_source,
     "grouped_wgrad": fp8_wgrad_source,
     "grouped_wgrad_into": fp8_wgrad_source,
 }
@@ -89,7 +92,8 @@ def host_passes(native, monkeypatch):
     passes = hopper_passes.Passes(native, NAMES, KERNELS)
     columns = int(native.numbers()["dprob_columns"])
     monkeypatch.setattr(host_kernels, "DPROB_COLUMNS", columns)
-    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+    steady = hopper_passes.Passes(native, NAMES, STEADY_KERNELS)
+    monkeypatch.setattr(hopper, "passes_on", lambda *key: steady if key[4:] == (True,) else passes)
     empty = interop.empty
 
     def poisoned(*args):
@@ -233,12 +237,112 @@ def test_unquantised_weight_gradients_of_what_came_quantised(monkeypatch, sides)
         assert torch.equal(found.view(torch.int16), values.view(torch.int16)), name
 
 
+FOLDING_MODES = {name: MODES[name] for name in MODES if not MODES[name].get("iso_weight")}
+
+
+class UnevenCase(Case):
+    """Blocks of x, dout and the weights lie up to 2^20 apart; some tokens are far below others."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        generator = torch.Generator().manual_seed(99)
+        for name in ("x", "dout"):
+            value = getattr(self, name)
+            octaves = torch.randint(-20, 1, (len(value), 3), generator=generator)
+            octaves[::2] = octaves[::2, :1]
+            factor = torch.exp2(octaves.float()).repeat_interleave(128, 1)[:, :H]
+            setattr(self, name, (value * factor).to(torch.bfloat16))
+        self.w1 = (self.w1 * torch.tensor([1.0, 2**-12, 2**-3]).repeat_interleave(128)[:H]).to(
+            torch.bfloat16
+        )
+
+
+@pytest.mark.parametrize("kind", [Case, UnevenCase])
+@pytest.mark.parametrize("mode", FOLDING_MODES)
+def test_a_step_of_row128_is_the_reference_engines(mode, kind):
+    case, settings = kind(seed=13), replace(ROW128, **MODES[mode])
+    assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
+
+
+@SIDES
+@pytest.mark.parametrize("kind", [Case, UnevenCase])
+def test_row128_reads_the_codes_that_came(kind, sides):
+    case = kind(seed=12).quantised(*sides)
+    assert_close(case.run(OURS, ROW128), case.run(REFERENCE, ROW128), 1e-3)
+
+
+def test_row128_gives_equal_bits_in_every_mode_and_for_a_sender_that_quantises_alike():
+    case = UnevenCase(seed=14)
+    first = case.run(OURS, ROW128)
+    for options in ({"recompute_z": True}, {"frees_stagewise": True}):
+        other = case.run(OURS, replace(ROW128, **options), shares_gpu=True)
+        assert all(torch.equal(first[name], other[name]) for name in first), options
+    sent = copy.copy(case)
+    sent.x, sent.dout = (quantize(t.float(), ROW128.recipe.x) for t in (case.x, case.dout))
+    other = sent.run(OURS, ROW128)
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    unfolded = case.run(OURS, replace(ROW128, recipe=RECIPES["dx256"]))
+    assert not torch.equal(first["dw1"], unfolded["dw1"])
+
+
+@pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])
+def test_few_or_no_rows_in_row128(tokens, invalid):
+    case = Case(tokens, invalid=invalid, spare_rows=0, seed=2)
+    assert_close(case.run(OURS, ROW128), case.run(REFERENCE, ROW128), 1e-3)
+
+
+def test_row128_shows_its_stages_but_no_operand_of_wgrad():
+    case, seen = Case(seed=5), []
+    with listening(lambda name, value: seen.append(name) or value):
+        shown = case.run(OURS, ROW128)
+    hidden = {"dz", "y1s", "wgrad_x", "wgrad_dout"}
+    assert sorted(seen) == sorted(set(SHOWN) - hidden)
+    quiet = case.run(OURS, ROW128)
+    assert all(torch.equal(quiet[name], shown[name]) for name in quiet)
+
+
+def test_row128_without_fp8_wgrad_folds_nothing():
+    """Values go on to the BF16 GEMMs, and the rest of the step is the same."""
+    case, settings = Case(seed=4), replace(ROW128, fp8_wgrad=False)
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+    _, saved = OURS.forward(case.x, case.routing, weights, settings)
+    dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
+    wanted = case.run(OURS, ROW128)
+    assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
+    assert pending.x is case.x or torch.equal(pending.x, case.x)
+    assert pending.dz.dtype == pending.dout.dtype == torch.bfloat16
+
+
+def test_row128_refuses_one_buffer_per_weight():
+    case = Case()
+    with pytest.raises(ConfigError, match="iso_weight"):
+        case.run(OURS, replace(ROW128, iso_weight=True))
+
+
+def test_row_scales_need_codes_and_fp8_wgrad(native):
+    case, launched = Case(), []
+    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
+    sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
+    rows = case.routing.num_rows
+    arguments = {
+        "weights": None, "routing": handle, "stream": 0, "multiprocessors": 0, "shares_gpu": 0, "inner": I,
+        **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
+        "dz": torch.empty(bytes_of.dz, dtype=torch.uint8), "y1s": torch.empty(bytes_of.y1s, dtype=torch.uint8),
+        "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw1": sums.dw1, "into_dw1": None,
+        "dw2": sums.dw2, "into_dw2": None, "row_scales": torch.zeros(rows, 2),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="wgrad: needed with row_scales: x_codes and x_scale"):
+        passes.wgrad(**arguments)
+    assert not launched
+
+
 def test_quantised_tokens_and_values_exclude_each_other(native):
     case = Case()
     passes = hopper_passes.Passes(native, NAMES, KERNELS)
     weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
     prepared = hopper_passes.prepared_handle(passes, weights)
-    handle, bytes_of, _ = passes.routed(case.routing, H, I)
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     q = case.quantised().x
     given = {"x": case.x, "x_codes": q.bytes, "x_scale": q.scale_inv}
     for names in ((), ("x", "x_codes"), ("x", "x_scale"), ("x_codes",), ("x_scale",), tuple(given)):
@@ -380,13 +484,14 @@ def test_destinations_of_recognised_memory_are_not_looked_for(native, monkeypatc
 def test_an_accumulator_and_a_destination_exclude_each_other(native):
     case, launched = Case(), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
-    handle, bytes_of, _ = passes.routed(case.routing, H, I)
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
     arguments = {
         "weights": None, "routing": handle, "stream": 0, "multiprocessors": 0, "shares_gpu": 0, "inner": I,
             **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
         "dz": torch.empty(bytes_of.dz, dtype=torch.uint8), "y1s": torch.empty(bytes_of.y1s, dtype=torch.uint8),
         "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw2": sums.dw2, "into_dw2": None,
+        "row_scales": None,
     }  # fmt: skip
     for dw1, into in ((None, None), (sums.dw1, "somewhere")):
         with pytest.raises(ValueError, match="wgrad: needed: either dw1 or into_dw1"):
@@ -669,6 +774,8 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
     case = Case()
     if kernel == "gather_transpose_requantize":
         case = case.quantised()
+    if kernel in ("gather_row_scales", "gather_transpose_codes"):
+        settings = ROW128
     with pytest.raises(Exception, match="must be on a CUDA device"):
         case.run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
 
@@ -709,7 +816,7 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
     prepared = hopper_passes.prepared_handle(passes, weights)
-    handle, bytes_of, _ = passes.routed(case.routing, H, I)
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     arguments = {
         "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,
         **hopper_passes.token_arguments("x", case.x),

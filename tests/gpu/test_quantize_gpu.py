@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
+from sonicmoe.interop import current_stream
+from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
 from sonicmoe.quant import gpu
-from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.recipes import rows
+from sonicmoe.quant.format import BlockScaledTensor, Orientation
+from sonicmoe.quant.recipes import RECIPES, Line, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +80,23 @@ def assert_same(ours, wanted, label=""):
     assert torch.equal(ours.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32)), label
 
 
+def uneven(shape, dtype, seed=0):
+    """`values` whose blocks of 128 columns lie up to 2^20 apart (fp16: 2^12), many at 2^10 exactly."""
+    x = values(shape, torch.float32, seed, special=False)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    size = (*shape[:-1], -(-shape[-1] // 128))
+    lowest = -12 if dtype is torch.float16 else -20
+    octaves = torch.randint(lowest, 1, size, generator=generator, device="cuda").float()
+    factor = torch.exp2(octaves).repeat_interleave(128, -1)[..., : shape[-1]]
+    even = torch.rand(shape, generator=generator, device="cuda") < 0.5
+    x = torch.where(even, factor, x / 2**12 * factor).to(dtype)
+    if x.numel() > 2000:
+        x.view(-1)[[5, 777, 1500]] = torch.tensor(
+            [float("nan"), float("inf"), 0.0], device="cuda", dtype=dtype
+        )
+    return x
+
+
 class TestRows:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_equals_the_reference(self, dtype):
@@ -96,6 +115,21 @@ class TestRows:
         for flat in (patterns.view(dtype), shuffled.view(dtype), finite):
             x = flat.reshape(-1, 128)
             assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_one_scale_along_a_row(self, dtype):
+        """Rows of one warp's registers and longer ones, with blocks that have their own scale."""
+        for seed, (tokens, columns) in enumerate(
+            itertools.product((1, 129, 1000), (16, 144, 384, 2880, 3072, 4112, 7168))
+        ):
+            x = uneven((tokens, columns), dtype, seed)
+            q = BlockScaledTensor.empty((tokens, columns), rows(128), "cuda")
+            kernels = quantize_source("sm_90a").load()
+            kernels.quantize_steady_rows(x, q.bytes, q.scale_inv, current_stream(x))
+            wanted = quantize(x, rows(128).along(Line.ROW))
+            assert_same(q, wanted, (tokens, columns))
+            if tokens > 1 and columns > 384:
+                assert bool((q.scale_inv != q.scale_inv[:, :1]).any()), "some have their own"
 
     def test_random_bits_of_fp32(self):
         bits = torch.randint(-(2**31), 2**31, (4096, 640), device="cuda").to(torch.int32)
@@ -200,6 +234,19 @@ def untouched(weights):
     return bool((weights.w1.codes.view(torch.uint8) == UNWRITTEN).all())
 
 
+STEADY_RECIPES = [RECIPES["row128"], RECIPES["row128-dx256"]]
+
+
+def check_steady(weights, source, recipe, label=""):
+    native = source.native()[:2]
+    forward, dgrad = (recipe.w1, recipe.w2), (recipe.w1_dgrad, recipe.w2_dgrad)
+    for ours, matrix, block in zip((weights.w1, weights.w2), native, forward, strict=True):
+        assert_same(ours, quantize(matrix, block), label)
+    ours_dgrad = weights.w1_dgrad, weights.w2_dgrad
+    for ours, matrix, block in zip(ours_dgrad, native, dgrad, strict=True):
+        assert_same(ours, transpose_storage(quantize(matrix, block)), label)
+
+
 class TestWeights:
     @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,6 +257,24 @@ class TestWeights:
             source = user_weights(sizes, dtype, transposed, split_half, seed)
             weights.update(source)
             check(weights, source, sizes)
+
+    @pytest.mark.parametrize("recipe", STEADY_RECIPES, ids=lambda recipe: recipe.name)
+    @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_one_scale_along_the_contraction(self, dtype, transposed, split_half, recipe):
+        """Each order of each weight as the recipe quantises it; updates follow the guard."""
+        weights = gpu.SteadyWeights(recipe)
+        for seed, sizes in enumerate(SIZES):
+            source = user_weights(sizes, dtype, transposed, split_half, seed)
+            for matrix in (*source.up, *source.down):  # blocks far apart, in both directions
+                matrix[: matrix.shape[0] // 2] *= 2.0**-6
+                matrix[:, matrix.shape[1] // 2 :] *= 2.0**-6
+            weights.update(source)
+            check_steady(weights, source, recipe, sizes)
+        for matrix in source.up:
+            matrix.neg_()
+        weights.update(source)
+        check_steady(weights, source, recipe, "changed")
 
     def test_ungated(self):
         up, down = values((3, 80, 144), torch.bfloat16), values((3, 144, 80), torch.bfloat16)

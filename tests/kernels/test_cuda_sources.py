@@ -33,11 +33,19 @@ Z_IN_BF16 = {
     activation: gemm_sources("sm_90a", activation, PARAMETERS_OF_ALL.get(activation, ()), ZCode.BF16)[:2]
     for activation in HOPPER.activations
 }  # fmt: skip
+# Scales that stay along K: all activations, and z in bf16 as above.
+STEADY = gemm_sources("sm_90a", steady=True)[:2]
+STEADY_IN_BF16 = {
+    activation: gemm_sources("sm_90a", activation, PARAMETERS_OF_ALL.get(activation, ()), ZCode.BF16, steady=True)[:2]
+    for activation in HOPPER.activations
+}  # fmt: skip
 SOURCES = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
     *gemm_sources("sm_90a"),
+    *STEADY,
     *Z_IN_BF16[HUNGRIEST],
+    *STEADY_IN_BF16[HUNGRIEST],
 )
 
 EXPORTS = {
@@ -51,25 +59,27 @@ EXPORTS = {
     "aggregate": ("aggregate_rows",),
     "quantize": (
         "quantize_rows",
+        "quantize_steady_rows",
         "transpose_bytes",
         "store_addresses",
         "num_checksums",
         "check_weights",
         "quantize_weights",
+        "quantize_steady_weights",
     ),
     "fp8_grouped_gemm": ("activation_names", "grouped_gemm", "gather_gated_gemm"),
     "fp8_dgated": ("activation_names", "gather_dgated_gemm"),
     "fp8_wgrad": ("grouped_wgrad", "grouped_wgrad_into", "wgrad_destination"),
 }
 # entry functions: {int32, int64}, the gather and its sum; 7 pairs of rows' and result's dtype x {3
-# vectors, 4 vectors, one element} ... rows and weights of 3 dtypes each, transposition, guard,
-# addresses ... the plain GEMM with either depth of its blocks, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU,
-# SiTU-GLU} x {with z, without}
+# vectors, 4 vectors, one element} ... rows and weights of 3 dtypes each, both again with steady
+# scales, whose weights take two kernels, transposition, guard, addresses ... the plain GEMM with
+# either depth of its blocks, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU, SiTU-GLU} x {with z, without}
 # ... the same five x {FP8, plain} operands of wgrad ... one map, few, many
 KERNELS = {
     "routing_metadata": 4,
     "aggregate": 21,
-    "quantize": 9,
+    "quantize": 18,
     "fp8_grouped_gemm": 12,
     "fp8_dgated": 10,
     "fp8_wgrad": 3,
@@ -84,7 +94,8 @@ def activation_of(source) -> str | None:
 
 def label(source) -> str:
     activation = activation_of(source)
-    return f"{source.name}, {activation}, z in bf16" if activation else source.name
+    name = f"{source.name}, {activation}, z in bf16" if activation else source.name
+    return f"{name}, steady scales" if "STEADY_SCALES" in dict(source.defines) else name
 
 
 pytestmark = [
@@ -97,7 +108,8 @@ EVERY_SOURCE = (
     *SOURCES,
     *(
         pytest.param(source, marks=pytest.mark.every_variant)
-        for activation, sources in Z_IN_BF16.items()
+        for of_activation in (Z_IN_BF16, STEADY_IN_BF16)
+        for activation, sources in of_activation.items()
         for source in sources
         if activation is not HUNGRIEST
     ),
@@ -180,3 +192,16 @@ def test_warm_up_plans_every_source() -> None:
     assert always | fp8 <= names(fp8_mode="perf")
     assert always | fp8 <= names("float32", fp8_mode="perf"), "fp32 master weights, bf16 tokens"
     assert always <= names() and not fp8 & names()
+
+
+def test_warm_up_plans_the_kernels_of_a_recipe_only_where_it_is_asked_for() -> None:
+    from sonicmoe.engine.compile_plan import plan
+    from sonicmoe.jit.plan import ModelSpec
+
+    def steady(recipe: str) -> list[bool]:
+        config = current_config(SonicMoEConfig(fp8_mode="perf", recipe=recipe))
+        gemms = ("fp8_grouped_gemm", "fp8_dgated")
+        jobs = [job for job in plan(ModelSpec(E=8, H=3072, I=1536), config) if job.name in gemms]
+        return ["STEADY_SCALES" in dict(job.defines) for job in jobs]
+
+    assert steady("row128-dx256") == [True, True] and steady("dx256") == [False, False]

@@ -112,10 +112,12 @@ def fields_of(passes, head, name):
         "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
         "dw1": scales(E, 2 * I, H), "dw2": scales(E, H, I),
         "into_dw1": None, "into_dw2": None,
-        "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None,
+        "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None, "row_scales": None,
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
     }  # fmt: skip
+    if name == "dgated":
+        made["x"] = None  # which it takes with row_scales
     wanted = inspect.signature(getattr(passes, name)).parameters
     return {field: value for field, value in (made | head).items() if field in wanted}
 

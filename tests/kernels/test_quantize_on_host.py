@@ -19,13 +19,16 @@ from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import deinterleave_gate_up
+from sonicmoe.quant.format import scale_shape
 from sonicmoe.quant.gpu import W1_BLOCK, W2_BLOCK
-from sonicmoe.quant.recipes import rows
+from sonicmoe.quant.recipes import RECIPES, Line, rows
 from sonicmoe.quant.reference import quantize, transpose_storage
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNWRITTEN = 0x55
 BLOCKS = W1_BLOCK, W2_BLOCK
+STEADY_ROW = rows(128).along(Line.ROW)
+STEADY_RECIPES = [RECIPES["row128"], RECIPES["row128-dx256"]]
 
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
@@ -82,6 +85,41 @@ def test_rows(module, dtype, shape):
     assert_same(quantize(x, rows(128)), codes, scale_inv)
 
 
+def uneven(shape, dtype, seed=0):
+    """`values` whose blocks of 128 x 128 differ by up to 2^20 (fp16: 2^12), at the edge of 2^10 too,
+    and a few blocks of zeros.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-size // 128) for size in shape[-2:]]
+    octaves = torch.randint(
+        -12 if dtype is torch.float16 else -20, 1, (*shape[:-2], *blocks), generator=generator
+    )
+    factor = torch.exp2(octaves.float()) * (torch.rand(octaves.shape, generator=generator) > 0.1)
+    for axis in (-2, -1):
+        factor = factor.repeat_interleave(128, axis)
+    x = torch.randn(shape, generator=generator) * factor[..., : shape[-2], : shape[-1]]
+    even = torch.rand(shape, generator=generator) < 0.5  # equal magnitudes: ratios of exactly 2^10
+    x = torch.where(even, factor[..., : shape[-2], : shape[-1]], x).to(dtype)
+    for special in (float("nan"), float("inf")):
+        x.view(-1)[torch.randint(0, x.numel(), (2,), generator=generator)] = special
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(3, 128), (1, 16), (5, 144), (17, 640), (9, 272), (3, 4224), (2, 9232)], ids=str
+)
+def test_rows_that_keep_one_scale(module, dtype, shape):
+    """Rows longer than a warp's registers too."""
+    x = uneven(shape, dtype)
+    codes, scale_inv = (
+        torch.full(shape, UNWRITTEN, dtype=torch.uint8),
+        torch.full((shape[0], -(-shape[1] // 128)), -1.0),
+    )
+    module.quantize_steady_rows(x, codes, scale_inv, 0)
+    assert_same(quantize(x, STEADY_ROW), codes, scale_inv)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_bit_pattern(module, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(-1, 128)
@@ -107,7 +145,7 @@ def test_transposition(module, shape, block):
 class Weights:
     """Native weights, the user's matrices made of them, and everything a launch needs."""
 
-    def __init__(self, module, dtype, transposed, split_half, sizes, both=True):
+    def __init__(self, module, dtype, transposed, split_half, sizes, both=True, values=values):
         experts, self.hidden, self.inner = sizes
         self.module, self.element, self.n1 = module, dtype_name(dtype), 2 * self.inner
         self.transposed, self.split_half = transposed, split_half
@@ -157,6 +195,25 @@ class Weights:
         assert self.state.tolist() == [0, 0]
         return changed
 
+    def update_steady(self, force):
+        """The same for a recipe whose scales stay along the contraction."""
+        changed = self.check_guard()
+        outputs = [tensor for pair in (*self.forward, *self.dgrad) for tensor in pair]
+        tiles = torch.full((sum(scale.numel() for _, scale in self.forward),), float("nan"))
+        flags = (self.transposed, self.split_half, self.element)
+        self.module.quantize_steady_weights(
+            self.table, *outputs, tiles, *flags, self.state, force, 0
+        )
+        assert self.state.tolist() == [0, 0]
+        return changed
+
+    def check_steady(self, recipe):
+        blocks = (recipe.w1, recipe.w2), (recipe.w1_dgrad, recipe.w2_dgrad)
+        for native, block, forward in zip((self.w1, self.w2), blocks[0], self.forward, strict=True):
+            assert_same(quantize(native, block), *forward)
+        for native, block, dgrad in zip((self.w1, self.w2), blocks[1], self.dgrad, strict=True):
+            assert_same(transpose_storage(quantize(native, block)), *dgrad)
+
     def check(self):
         for native, block, forward, dgrad in zip(
             (self.w1, self.w2), BLOCKS, self.forward, self.dgrad, strict=True
@@ -183,6 +240,25 @@ def test_weights(module, dtype, transposed, split_half):
         weights = Weights(module, dtype, transposed, split_half, sizes, both)
         weights.update(force=True)
         weights.check()
+
+
+@pytest.mark.parametrize("recipe", STEADY_RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_keep_one_scale_along_the_contraction(
+    module, dtype, transposed, split_half, recipe
+):
+    sizes = (2, 400, 272)
+    weights = Weights(module, dtype, transposed, split_half, sizes, values=uneven)
+    shape = scale_shape((2, 400, 544), recipe.w1_dgrad.transposed)
+    weights.dgrad[0] = weights.dgrad[0][0], torch.full(shape, float("nan"))
+    assert weights.update_steady(force=False)
+    weights.check_steady(recipe)
+    w1, w1_dgrad = weights.forward[0][0], weights.dgrad[0][0]
+    assert not torch.equal(w1, w1_dgrad.transpose(1, 2)), "the two orders differ"
+    weights.forward[0][0].fill_(UNWRITTEN)
+    assert not weights.update_steady(force=False)
+    assert bool((weights.forward[0][0] == UNWRITTEN).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

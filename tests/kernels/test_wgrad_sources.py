@@ -24,12 +24,14 @@ EXPORTS = {
         "gather_transpose_quantize",
         "gather_transpose_quantize_pair",
         "gather_transpose_requantize",
+        "gather_row_scales",
+        "gather_transpose_codes",
         "transpose_codes",
     ),
     "flush": ("flush_gradients", "gradient_format"),
 }
-# {bf16, fp16, fp32, codes}; {transposed, native}
-KERNELS = {"wgrad_operands": 5, "flush": 2}
+# {bf16, fp16, fp32, codes of three kinds}, scales of rows; {transposed, native}
+KERNELS = {"wgrad_operands": 7, "flush": 2}
 SOURCES = (wgrad_operands_source("sm_90a"), flush_source("sm_90a"))
 
 needs_compiler = [

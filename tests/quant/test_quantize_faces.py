@@ -12,8 +12,8 @@ from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.recipes import rows
-from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.recipes import RECIPES, rows
+from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 
 EXPERTS, HIDDEN, INTER = 2, 48, 144
 
@@ -66,6 +66,20 @@ def test_every_layout_gives_the_native_codes(transposed, split_half, iso_weight)
             and tuple(dgrad.codes.shape[1:]) == values.shape[:0:-1]
         )
         assert np.array_equal(numpy(dequantize(dgrad)), numpy(dequantize(wanted)))
+
+
+@pytest.mark.parametrize("name", ["row128", "row128-dx256"])
+def test_steady_weights_are_quantised_in_each_order(name):
+    recipe, native = RECIPES[name], native_weights()
+    weights = gpu.SteadyWeights(recipe)
+    weights.update(source_of(*native, True, True))
+    forward, dgrad = (recipe.w1, recipe.w2), (recipe.w1_dgrad, recipe.w2_dgrad)
+    for ours, values, block in zip((weights.w1, weights.w2), native, forward, strict=True):
+        same(ours, quantize(tensor(values), block))
+    for ours, values, block in zip(
+        (weights.w1_dgrad, weights.w2_dgrad), native, dgrad, strict=True
+    ):
+        same(ours, transpose_storage(quantize(tensor(values), block)))
 
 
 def test_ungated_weights():

@@ -18,6 +18,8 @@ struct Matrix {
   const float* scale;  // of codes; values have none
   uint8_t* codes_t;
   float* scale_t;
+  const float* row_scales;  // [R, 2], of x and of dout; for codes in units of them
+  bool of_dout;
 };
 
 struct Sizes {

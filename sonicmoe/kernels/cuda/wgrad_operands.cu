@@ -3,8 +3,9 @@
 //
 // gather_transpose_quantize: rows gathered from tokens [T, C], E4M3 with one scale per tile.
 // gather_transpose_requantize: the same of tokens that are E4M3 codes with one scale per 128
-// columns of a row, so that their values are rounded a second time. transpose_codes: moves bytes
-// only.
+// columns of a row, so that their values are rounded a second time. gather_transpose_codes: those
+// codes themselves, in units of their row's largest scale, which stands with the other operand
+// (quant/folding.py); `gather_row_scales` finds it. transpose_codes: moves bytes only.
 //
 // Eight warps, a group, have a tile in registers, 8 rows x 8 columns a thread: reads are whole
 // lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
@@ -14,6 +15,7 @@
 // a window of tokens together, so that a token comes from L2 once and then from L1: read from L2
 // for every expert, tokens are twice the bytes of the codes.
 #include <algorithm>
+#include <type_traits>
 
 #include "../host/border.hpp"
 #include "quantize.cuh"
@@ -180,6 +182,43 @@ struct RowScaledPatch {
   }
 };
 
+// Eight rows of eight codes in units of the largest scale of their rows: only a block with another
+// scale is rounded again.
+struct FoldedPatch {
+  static constexpr bool kGathers = true, kHasRowScales = true;
+  static constexpr int kGroups = 4, kCtas = 1;
+  using Walk = WindowWalk;
+  uint32_t at[2][2][4];  // as in CodePatch
+  float scale, largest;  // of the row whose token this lane knows: the block's, and the row's
+  bool kept;             // behind `transpose`: these are equal in all rows of the warp
+  float by[kPatch];      // and elsewhere, of each row, the one by the other
+
+  __device__ __forceinline__ void load(int row, const uint8_t* address) {
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(address));  // kept for other experts
+    at[0][row / 4][row % 4] = words.x, at[1][row / 4][row % 4] = words.y;
+  }
+  __device__ __forceinline__ void transpose() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
+    kept = __all_sync(kFull, scale == largest);
+    if (kept) return;
+    const float ratio = scale == largest ? 1.f : __fdiv_rn(scale, largest);
+#pragma unroll
+    for (int row = 0; row < kPatch; ++row) by[row] = __shfl_sync(kFull, ratio, row, 16);
+  }
+  __device__ __forceinline__ uint32_t four(uint32_t word, int row) const {
+    if (kept) return word;
+    const float2 low = __half22float2(halves_of(word)),
+                 high = __half22float2(halves_of(word >> 16));
+    return e4m3x4(__fmul_rn(low.x, by[row]), __fmul_rn(low.y, by[row + 1]),
+                  __fmul_rn(high.x, by[row + 2]), __fmul_rn(high.y, by[row + 3]));
+  }
+  __device__ __forceinline__ uint2 codes(int column, float) const {
+    return make_uint2(four(at[column / 4][0][column % 4], 0),
+                      four(at[column / 4][1][column % 4], 4));
+  }
+};
+
 // Of values, before `transpose`. The largest code of a row times its scale is the largest value,
 // because rounding keeps the order.
 __device__ __forceinline__ float amax_of(const RowScaledPatch& patch) {
@@ -245,6 +284,10 @@ __device__ __forceinline__ void load_patch(Patch& patch, const Matrix& m, TilePl
     patch.scale = row < n.tokens
                       ? __ldg(m.scale + static_cast<uint64_t>(row) * n.column_tiles + tile.column)
                       : 0.f;
+    if constexpr (std::is_same_v<Patch, FoldedPatch>) {
+      const int64_t at = static_cast<int64_t>(tile.row) * kTile + patch_row() + threadIdx.x % kPatch;
+      patch.largest = row < n.tokens ? __ldg(m.row_scales + 2 * at + m.of_dout) : 0.f;
+    }
   }
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
@@ -308,6 +351,10 @@ __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_
       *scale_t = __ldg(m.scale + static_cast<int64_t>(tile.row) * n.column_tiles + tile.column);
     sync_group<Patch>();
     return 1.f;
+  } else if constexpr (std::is_same_v<Patch, FoldedPatch>) {
+    if (thread_of_group() == 0) *scale_t = 1.f;
+    sync_group<Patch>();
+    return 1.f;
   } else {
     // Magnitudes compare like their bits.
     const unsigned of_warp = __reduce_max_sync(kFull, __float_as_uint(amax_of(patch)));
@@ -365,6 +412,41 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
     write_tile(m.codes_t, group.columns, done, n);
     if (tile.row == kNone) return;
   }
+}
+
+// NaN wins: a row with a scale that is NaN has no other.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+constexpr int kScaleLanes = 8;  // that read the scales of a row together
+
+__device__ __forceinline__ float largest_scale(const float* scales, int count, int lane) {
+  float largest = 0.f;
+  for (int i = lane; i < count; i += kScaleLanes) largest = max_nan(largest, __ldg(scales + i));
+#pragma unroll
+  for (int distance = kScaleLanes / 2; distance > 0; distance /= 2)
+    largest = max_nan(largest, __shfl_xor_sync(kFull, largest, distance));
+  return largest;
+}
+
+__global__ void __launch_bounds__(kGroupThreads)
+    largest_of_rows(const float* __restrict__ x_scale, const float* __restrict__ dout_scale,
+                    const int32_t* __restrict__ row_token, const int64_t* __restrict__ end,
+                    const int64_t rows, const unsigned tokens, const int blocks,
+                    float2* __restrict__ row_scales) {
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * (kGroupThreads / kScaleLanes) + threadIdx.x / kScaleLanes;
+  const int lane = threadIdx.x % kScaleLanes;
+  const bool used = row < min(rows, __ldg(end));
+  const unsigned token = used ? static_cast<unsigned>(__ldg(row_token + row)) : ~0u;
+  const int count = token < tokens ? blocks : 0;  // nothing is read for a row without a token
+  const int64_t first = static_cast<int64_t>(count > 0 ? token : 0) * blocks;
+  const float x = largest_scale(x_scale + first, count, lane),
+              dout = largest_scale(dout_scale + first, count, lane);
+  if (used && lane == 0) row_scales[row] = make_float2(x, dout);
 }
 
 // One wave of CTAs for each matrix.
@@ -437,7 +519,7 @@ Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, con
   TVM_FFI_ICHECK(scale_t.numel() == blocks)
       << "scale_t has " << scale_t.numel() << " elements; needed: " << blocks;
   return {nullptr, nullptr, checked_codes(codes_t, "codes_t", device),
-          checked_f32(scale_t, "scale_t", device, blocks)};
+          checked_f32(scale_t, "scale_t", device, blocks), nullptr, false};
 }
 
 void set_offsets(TransposeWork& launch, const TensorView& padded_offsets, DLDevice device) {
@@ -511,7 +593,56 @@ void gather_transpose_requantize(TensorView codes, TensorView scale, TensorView 
   launch_tiles<uint8_t, RowScaledPatch>(launch, 1, codes.device(), stream);
 }
 
-// The same for two matrices of one shape and dtype, in one launch.
+// x_scale, dout_scale fp32 [T, B], the scales of two matrices of tokens in blocks of one row ->
+// row_scales fp32 [R, 2], of each row's token the largest of x and that of dout; 0 in a row without a
+// token. Rows behind padded_offsets[E] are not written.
+void gather_row_scales(TensorView x_scale, TensorView dout_scale, TensorView row_token,
+                       TensorView padded_offsets, TensorView row_scales, int64_t stream) {
+  TVM_FFI_ICHECK(x_scale.ndim() == 2 && dout_scale.ndim() == 2 &&
+                 x_scale.size(0) == dout_scale.size(0) && x_scale.size(1) == dout_scale.size(1))
+      << "x_scale and dout_scale must have one shape [T, B]";
+  const DLDevice device = x_scale.device();
+  const int64_t rows = row_token.numel(), tokens = x_scale.size(0), blocks = x_scale.size(1);
+  TVM_FFI_ICHECK(tokens < (int64_t(1) << 31) && blocks < (int64_t(1) << 31) &&
+                 rows < (int64_t(1) << 31))
+      << tokens << " tokens, " << rows << " rows";
+  TVM_FFI_ICHECK(padded_offsets.numel() > 0) << "padded_offsets is empty; needed: [E + 1]";
+  const float *x = checked_f32(x_scale, "x_scale", device, tokens * blocks),
+              *dout = checked_f32(dout_scale, "dout_scale", device, tokens * blocks);
+  const int32_t* token = checked_i32(row_token, "row_token", device, rows);
+  const int64_t* end =
+      checked_i64(padded_offsets, "padded_offsets", device, 1) + padded_offsets.numel() - 1;
+  float* to = static_cast<float*>(
+      aligned_16(checked_f32(row_scales, "row_scales", device, 2 * rows), "row_scales"));
+  if (rows == 0) return;
+  tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  constexpr int kRows = kGroupThreads / kScaleLanes;
+  largest_of_rows<<<static_cast<unsigned>(ceil_div(rows, kRows)), kGroupThreads, 0,
+                    as_stream(stream)>>>(x, dout, token, end, rows, static_cast<unsigned>(tokens),
+                                         static_cast<int>(blocks), reinterpret_cast<float2*>(to));
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
+// codes e4m3 [T, C] with scale fp32 [T, ceil(C / 128)], row_scales of `gather_row_scales`, of_dout:
+// which of the two -> codes_t [C, R], scale_t as in gather_transpose_quantize, all of it 1. A code
+// whose scale is not its row's largest is rounded again.
+void gather_transpose_codes(TensorView codes, TensorView scale, TensorView row_scales, bool of_dout,
+                            TensorView row_token, TensorView padded_offsets, TensorView codes_t,
+                            TensorView scale_t, int64_t stream) {
+  TransposeWork launch = gather_launch(codes, row_token, padded_offsets);
+  Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, codes.device());
+  matrix.source = checked_codes(codes, "codes", codes.device());
+  const int64_t scales = static_cast<int64_t>(launch.n.tokens) * launch.n.column_tiles;
+  TVM_FFI_ICHECK(scale.numel() == scales)
+      << "scale has " << scale.numel() << " elements; needed: [T, ceil(C / 128)], " << scales;
+  matrix.scale = checked_f32(scale, "scale", codes.device(), scales);
+  matrix.row_scales = checked_f32(row_scales, "row_scales", codes.device(), 2 * launch.n.rows);
+  matrix.of_dout = of_dout;
+  launch.matrix[0] = matrix;
+  launch_tiles<uint8_t, FoldedPatch>(launch, 1, codes.device(), stream);
+}
+
+// gather_transpose_quantize for two matrices of one shape and dtype, in one launch.
 void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_token,
                                     TensorView padded_offsets, TensorView x_codes_t,
                                     TensorView x_scale_t, TensorView y_codes_t,
@@ -544,5 +675,7 @@ void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offse
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize, sonicmoe::gather_transpose_quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize_pair,
                               sonicmoe::gather_transpose_quantize_pair);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_row_scales, sonicmoe::gather_row_scales);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_codes, sonicmoe::gather_transpose_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_requantize, sonicmoe::gather_transpose_requantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_codes, sonicmoe::transpose_codes);

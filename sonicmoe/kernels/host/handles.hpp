@@ -88,7 +88,7 @@ struct Field {
   }
 };
 
-constexpr int kMaxFields = 13;
+constexpr int kMaxFields = 17;
 
 struct FieldTable {
   std::string_view handle;  // what messages call it
@@ -328,7 +328,7 @@ inline constexpr FieldTable kWeightsTable{
         // As forward reads them, then as dgrad does. Under `iso_weight` the second order is made in
         // a scratch for one backward, so either half may be missing.
         {"w1", Element::kCodes, {E, TwoI, H}, kOptional},
-        {"w1_scale", Element::kFloat, {E, GateUpBlocks, HBlocks}, kOptional},
+        {"w1_scale", Element::kFloat, {E, kAnySize, HBlocks}, kOptional},  // of 256 rows, or of 128
         {"w2", Element::kCodes, {E, H, I}, kOptional},
         {"w2_scale", Element::kFloat, {E, HBlocks, IBlocks}, kOptional},
         {"w1_dgrad", Element::kCodes, {E, H, TwoI}, kOptional},

@@ -18,6 +18,10 @@
 // 128 columns of a row (x_codes, x_scale) that somebody has quantised before. One of the two is
 // given.
 //
+// With `row_scales` weight gradients read the codes of x and dout, and the largest scale of their
+// rows stands with the other operand (quant/folding.py). dgated then takes x too. Values that have
+// codes beside them are quantised into these, which outlive the pass.
+//
 // z is kept in INT8 codes (z, z_scale) or in bf16 (z_rows): the kernels are built for one of them.
 //
 // An observer is called with
@@ -82,6 +86,10 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"dprobs", Element::kFloat, {T, K}},
                                       scratch_field<DzScratch>("dz_scratch"),
                                       scratch_field<DoutScratch>("dout_scratch", kOptional),
+                                      {"x", Element::kTokens, {T, H}, kOptional},
+                                      {"x_codes", Element::kCodes, {T, H}, kOptional},
+                                      {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                      {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                   }}};
 
 constexpr FieldTable kDgradTable{"dgrad",
@@ -104,6 +112,7 @@ constexpr FieldTable kWgradTable{"wgrad",
                                      scratch_field<WgradDz>("dz"),
                                      scratch_field<WgradY1s>("y1s"),
                                      scratch_field<TokenPairScratch>("scratch"),
+                                     {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                  }}};
 
 constexpr FieldTable kDw1Table{"dw1",
@@ -114,6 +123,7 @@ constexpr FieldTable kDw1Table{"dw1",
                                    {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                    scratch_field<WgradDz>("dz"),
                                    scratch_field<TokensScratch>("scratch"),
+                                   {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                }}};
 
 constexpr FieldTable kDw2Table{"dw2",
@@ -124,6 +134,7 @@ constexpr FieldTable kDw2Table{"dw2",
                                    {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                    scratch_field<WgradY1s>("y1s"),
                                    scratch_field<TokensScratch>("scratch"),
+                                   {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                }}};
 
 // The kernels that passes launch, by the names under which their modules export them.
@@ -137,6 +148,8 @@ constexpr std::array kKernelNames = {
     "gather_transpose_quantize",
     "gather_transpose_quantize_pair",
     "gather_transpose_requantize",
+    "gather_row_scales",
+    "gather_transpose_codes",
     "grouped_wgrad",
     "grouped_wgrad_into",
 };
@@ -275,19 +288,33 @@ bool came_quantised(const Run& run, const TokenFields& fields) {
   return codes;
 }
 
+Quantized given_codes(const Run& run, const TokenFields& fields) {
+  return {run.given(fields.codes), run.given(fields.scale), &kTokenFormat};
+}
+
+void quantise_into(const Run& run, const TokenFields& fields, const Quantized& q) {
+  const TensorView values = run.call[fields.values];
+  run.stage(fields.quantize_stage, [&] {
+    if (values.numel() > 0)
+      run.kernel["quantize_rows"](values, q.codes.view, q.scale.view, run.stream);
+  });
+}
+
 // Tokens as they came, or quantised into `scratch`.
 Quantized quantised(const Run& run, const TokenFields& fields, const Quantized& scratch) {
   Quantized q = scratch;
-  if (came_quantised(run, fields)) {
-    q = {run.given(fields.codes), run.given(fields.scale), &kTokenFormat};
-  } else {
-    const TensorView values = run.call[fields.values];
-    run.stage(fields.quantize_stage, [&] {
-      if (values.numel() > 0)
-        run.kernel["quantize_rows"](values, q.codes.view, q.scale.view, run.stream);
-    });
-  }
+  came_quantised(run, fields) ? void(q = given_codes(run, fields)) : quantise_into(run, fields, q);
   run.show(fields.shown, q);
+  return q;
+}
+
+// Tokens as they came, or quantised into the codes beside them.
+Quantized kept(const Run& run, const TokenFields& fields) {
+  if (!run.call.has(fields.codes) || !run.call.has(fields.scale))
+    TVM_FFI_THROW(ValueError) << run.name() << ": needed with row_scales: " << fields.codes
+                              << " and " << fields.scale;
+  const Quantized q = given_codes(run, fields);
+  if (run.call.has(fields.values)) quantise_into(run, fields, q);
   return q;
 }
 
@@ -343,14 +370,28 @@ void dgated(const Run& run) {
   if (!run.call.has("z") && !run.call.has("z_rows"))
     TVM_FFI_THROW(ValueError) << "dgated: needed: z and z_scale, or z_rows";
   const Quantized z = kept_z(run, {unread, unread, nullptr});
-  if (!came_quantised(run, kDout)) {
+  const bool folds = run.call.has("row_scales");
+  if (folds && in_rows)
+    TVM_FFI_THROW(ValueError) << "dgated: row_scales are for operands of wgrad in FP8";
+  Matrix row_scales = unread;
+  if (folds) row_scales = run.given("row_scales");
+  if (!folds && !came_quantised(run, kDout)) {
     if (!run.call.has("dout_scratch"))
       TVM_FFI_THROW(ValueError) << "dgated: dout_scratch is None, and dout needs it";
     dout_arena.in("dout_scratch", run.call["dout_scratch"]);
   }
-  const Quantized dout = quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
+  const Quantized dout =
+      folds ? kept(run, kDout) : quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
+  if (folds) {
+    run.show(kDout.shown, dout);
+    const Quantized x = kept(run, kX);  // forward has shown it
+    run.stage("wgrad_operands", [&] {
+      run.kernel["gather_row_scales"](x.scale.view, dout.scale.view, run.route("row_token"),
+                                      run.route("padded_offsets"), row_scales.view, run.stream);
+    });
+  }
   const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
-                               : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes).dz;
+                               : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes, folds).dz;
   const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
                                 : WgradY1s(of_y1s.in("y1s", run.call["y1s"]), run.sizes).y1s;
   run.stage("dgated", [&] {
@@ -358,13 +399,14 @@ void dgated(const Run& run) {
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
         run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
         z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
-        dz.scale.view, y1s.codes.view, y1s.scale.view, in_rows, run.setting, run.multiprocessors,
-        run.stream);
+        dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
+        run.multiprocessors, run.stream);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
                               run.stream);
   });
   run.show("dz_fp8", t.dz);
   run.show("ds", "float32", run.given("dprobs"));
+  if (folds) return;  // what wgrad reads is not dz, nor y1s
   run.show("dz", dz);
   run.show("y1s", y1s);
 }
@@ -402,7 +444,7 @@ void add_product(const Run& run, const char* gradient, const Quantized& left,
 
 void add_dw1(const Run& run, const Quantized& x) {
   Arena arena("dz", run.call["dz"]);
-  add_product(run, "dw1", WgradDz(arena, run.sizes).dz, x);
+  add_product(run, "dw1", WgradDz(arena, run.sizes, run.call.has("row_scales")).dz, x);
 }
 
 void add_dw2(const Run& run, const Quantized& dout) {
@@ -410,8 +452,19 @@ void add_dw2(const Run& run, const Quantized& dout) {
   add_product(run, "dw2", dout, WgradY1s(arena, run.sizes).y1s);
 }
 
-// Tokens in expert order, transposed and quantised in blocks of that order.
+// Tokens in expert order, transposed and quantised in blocks of that order; or their codes, in units
+// of the largest scale of their rows.
 void launch_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
+  if (run.call.has("row_scales")) {
+    if (!came_quantised(run, fields))
+      TVM_FFI_THROW(ValueError) << run.name() << ": needed with row_scales: " << fields.codes
+                                << " and " << fields.scale;
+    run.kernel["gather_transpose_codes"](
+        run.call[fields.codes], run.call[fields.scale], run.call["row_scales"], &fields == &kDout,
+        run.route("row_token"), run.route("padded_offsets"), q.codes.view, q.scale.view,
+        run.stream);
+    return;
+  }
   const auto launch = [&](const char* kernel, const auto&... tokens) {
     run.kernel[kernel](tokens..., run.route("row_token"), run.route("padded_offsets"), q.codes.view,
                        q.scale.view, run.stream);
@@ -421,6 +474,11 @@ void launch_operand(const Run& run, const TokenFields& fields, const Quantized& 
       : launch("gather_transpose_quantize", run.call[fields.values]);
 }
 
+// Codes in units of their row's scale are no values of tokens.
+void show_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
+  if (!run.call.has("row_scales")) run.show(fields.wgrad_operand, q);
+}
+
 // Both weight gradients; where both operands come as values, one launch reads the routing once.
 void wgrad(const Run& run) {
   Arena arena("scratch", run.call["scratch"]);
@@ -428,7 +486,7 @@ void wgrad(const Run& run) {
   const Quantized &x = t.x.tokens, &dout = t.dout.tokens;
   run.stage("wgrad_operands", [&] {
     const bool x_quantised = came_quantised(run, kX), dout_quantised = came_quantised(run, kDout);
-    if (x_quantised || dout_quantised) {
+    if (x_quantised || dout_quantised || run.call.has("row_scales")) {
       launch_operand(run, kX, x);
       launch_operand(run, kDout, dout);
     } else {
@@ -437,8 +495,8 @@ void wgrad(const Run& run) {
           x.codes.view, x.scale.view, dout.codes.view, dout.scale.view, run.stream);
     }
   });
-  run.show(kX.wgrad_operand, x);
-  run.show(kDout.wgrad_operand, dout);
+  show_operand(run, kX, x);
+  show_operand(run, kDout, dout);
   add_dw2(run, dout);
   add_dw1(run, x);
 }
@@ -448,7 +506,7 @@ void wgrad(const Run& run) {
 Quantized transposed(const Run& run, Arena& arena, const TokenFields& fields) {
   const Quantized q = TokensScratch(arena, run.sizes).tokens;
   run.stage("wgrad_operands", [&] { launch_operand(run, fields, q); });
-  run.show(fields.wgrad_operand, q);
+  show_operand(run, fields, q);
   return q;
 }
 

@@ -28,12 +28,13 @@ def fp8_grouped_gemm_source(
     activation: ActivationType | None = None,
     parameters: ActivationParameters = (),
     z: ZCode = ZCode.INT8,
+    steady: bool = False,
 ) -> CudaSource:
     """Exports `activation_names`, `grouped_gemm` and `gather_gated_gemm`. One artefact serves every
     model of an activation, its parameters (None: of any, as a test has it) and a form of z, because
     sizes are launch arguments.
     """
-    return _gated_source("fp8_grouped_gemm", arch, activation, parameters, z)
+    return _gated_source("fp8_grouped_gemm", arch, activation, parameters, z, steady)
 
 
 def fp8_dgated_source(
@@ -41,11 +42,12 @@ def fp8_dgated_source(
     activation: ActivationType | None = None,
     parameters: ActivationParameters = (),
     z: ZCode = ZCode.INT8,
+    steady: bool = False,
 ) -> CudaSource:
     """Exports `activation_names` and `gather_dgated_gemm`. One artefact serves every model of an
     activation and its parameters (None: of any, as a test has it).
     """
-    return _gated_source("fp8_dgated", arch, activation, parameters, z)
+    return _gated_source("fp8_dgated", arch, activation, parameters, z, steady)
 
 
 def fp8_wgrad_source(arch: str) -> CudaSource:
@@ -58,12 +60,14 @@ def gemm_sources(
     activation: ActivationType | None = None,
     parameters: ActivationParameters = (),
     z: ZCode = ZCode.INT8,
+    steady: bool = False,
 ) -> tuple[CudaSource, ...]:
     """Every GEMM source; for all activations, as the spill check wants them, or for one and the
     parameters that its layers set.
     """
     makers = fp8_grouped_gemm_source, fp8_dgated_source
-    return *(make(arch, activation, parameters, z) for make in makers), fp8_wgrad_source(arch)
+    gated = (make(arch, activation, parameters, z, steady) for make in makers)
+    return *gated, fp8_wgrad_source(arch)
 
 
 def engine_sources(
@@ -71,12 +75,14 @@ def engine_sources(
     activation: ActivationType,
     parameters: ActivationParameters = (),
     z: ZCode = ZCode.INT8,
+    steady: bool = False,
 ) -> tuple[CudaSource, ...]:
     """Everything that the passes launch, and they themselves: what a run of engine `hopper` with
     this activation, these parameters and this form of z loads whatever its other settings.
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
-    return *gemm_sources(arch, activation, parameters, z), *others, passes_source(arch)
+    gemms = gemm_sources(arch, activation, parameters, z, steady)
+    return *gemms, *others, passes_source(arch)
 
 
 def _gated_source(
@@ -85,6 +91,7 @@ def _gated_source(
     activation: ActivationType | None,
     parameters: ActivationParameters,
     z: ZCode,
+    steady: bool,
 ) -> CudaSource:
     # A model needs one activation, and compiling all of them takes three times as long.
     if activation is not None:
@@ -97,6 +104,8 @@ def _gated_source(
         defines = dict(pair for macros in every for pair in macros.items())
     if z is ZCode.BF16:
         defines["Z_BF16"] = 1
+    if steady:
+        defines["STEADY_SCALES"] = 1
     return CudaSource.make(
         name, _HERE / f"{name}.cu", defines=defines, arch=arch, effort_s=16.0, split=True
     )

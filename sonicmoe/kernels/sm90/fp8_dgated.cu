@@ -23,14 +23,16 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::Dgated
 // block (dz_scale [R / 128, ceil(I / 128)]), dprob_parts fp32 [ceil(I / 256), R], whose sum over
 // its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R,
 // I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
-// y1s_t_scale, both [ceil(I / 128), R / 128]. activation: a place in `activation_names()`. Rows at
-// and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+// y1s_t_scale, both [ceil(I / 128), R / 128]. Built with STEADY_SCALES, and not `wide`, dz_t and
+// y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is [I / 64, R /
+// 128]; else row_scales are not read. activation: a place in `activation_names()`. Rows at and
+// behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         TensorView row_token, TensorView row_prob, TensorView padded_offsets,
                         TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
                         TensorView dprob_parts, TensorView dz_t, TensorView dz_t_scale,
-                        TensorView y1s_t, TensorView y1s_t_scale, bool wide, int64_t activation,
-                        int64_t multiprocessors, int64_t stream) {
+                        TensorView y1s_t, TensorView y1s_t_scale, TensorView row_scales, bool wide,
+                        int64_t activation, int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o =
       check_operands<sm90::SquareBlocks>(dout, dout_scale, w2, w2_scale, padded_offsets, rows);
@@ -64,8 +66,11 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   } else {
     dz_t_data = checked_bytes(dz_t, "dz_t", o.device, rows * 2 * n);
     y1s_t_data = checked_bytes(y1s_t, "y1s_t", o.device, rows * n);
-    more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device, blocks);
+    more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device,
+                                  sm90::kSteady ? rows / 128 * (n / 64) : blocks);
     more.y1s_t_scale = checked_f32(y1s_t_scale, "y1s_t_scale", o.device, blocks);
+    if (sm90::kSteady)
+      more.row_scales = checked_f32(row_scales, "row_scales", o.device, 2 * rows);
   }
   if (rows == 0 || dout.size(0) == 0) return;
   TensorMaps maps = operand_maps(o, 0, sm90::DgatedFp8<sm90::Silu, true>::kColumnGroup);

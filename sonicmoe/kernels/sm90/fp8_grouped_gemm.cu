@@ -2,6 +2,8 @@
 #include "epilogues.cuh"
 #include "launch.hpp"
 
+#include <type_traits>
+
 namespace sonicmoe {
 namespace {
 
@@ -39,10 +41,12 @@ void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_s
   gemm(a, a_scale, b, b_scale, padded_offsets, out, multiprocessors, stream);
 }
 
+using UpBlocks = std::conditional_t<sm90::kSteady, sm90::SquareBlocks, sm90::GateUpColumns>;
+
 template <class Activation>
 void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, float* z_scale,
                   bool store_z, int64_t multiprocessors, int64_t stream) {
-  using Blocks = sm90::GateUpColumns;
+  using Blocks = UpBlocks;
   store_z ? launch<true, Blocks, sm90::GatedFp8<Activation, true>>(o, maps, {y1_scale, z_scale},
                                                                    multiprocessors, stream)
           : launch<true, Blocks, sm90::GatedFp8<Activation, false>>(o, maps, {y1_scale, nullptr},
@@ -50,7 +54,8 @@ void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, fl
 }
 
 // z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up. a_scale [T,
-// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)].
+// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)], or, built with STEADY_SCALES, [E, ceil(N /
+// 128), ceil(K / 128)].
 // Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N / 128], or, built with Z_BF16,
 // bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)].
 // activation: a place in `activation_names()`. Padding rows
@@ -60,7 +65,7 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
                        TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,
                        bool store_z, int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
-  Operands o = check_operands<sm90::GateUpColumns>(a, a_scale, b, b_scale, padded_offsets, rows);
+  Operands o = check_operands<UpBlocks>(a, a_scale, b, b_scale, padded_offsets, rows);
   const int64_t n = o.params.n;
   check_activation(activation);
   TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n

@@ -33,6 +33,13 @@ constexpr int kProducerThreads = 128, kConsumerWarps = 8;
 constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
 constexpr int kGatherLag = 1;          // copies in flight before the oldest is published
 constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the copy engine at a time
+// Scales that stay along K (recipe `row128-dx256`): a warp of a GEMM that gathers multiplies its sums
+// only where a scale of its rows or columns changes.
+#ifdef STEADY_SCALES
+constexpr bool kSteady = true;
+#else
+constexpr bool kSteady = false;
+#endif
 constexpr float kMaxDrop =
     0x1p-44f;  // a scale more than this below the largest before it is treated as this far below
 
@@ -126,7 +133,10 @@ struct alignas(1024) SharedStorage {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
   uint8_t patch[kConsumerWarps][2][kPatchBytes];
-  float2 amax[2][kConsumerWarps];  // an epilogue's exchange between warps: of dz and of y1s
+  float4 folded_amax[kSteady ? 2 : 0][kConsumerWarps];  // an epilogue's exchange between warps where
+                                                        // codes are folded: see there
+  float of_row[kSteady ? 3 : 0][kTileM];                // what it has to know of the tile's rows
+  float2 amax[2][kConsumerWarps];  // and elsewhere: of dz and of y1s
   int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
   uint64_t full[kStages], empty[kStages];
   uint64_t freed;       // an epilogue's first buffer: the copy engine has read it
@@ -350,6 +360,13 @@ struct Scales {
   }
 };
 
+// The ratio by which sums change when a scale does; of equal scales exactly 1, which an approximate
+// quotient need not be.
+__device__ __forceinline__ float steady_step(float current, float following) {
+  return __float_as_uint(current) == __float_as_uint(following) ? 1.f
+                                                                : current * reciprocal(following);
+}
+
 template <bool kGather, class Blocks, class Epilogue>
 __device__ __forceinline__ void consume(const GemmParams& p, const typename Epilogue::Params& e,
                                         const TensorMaps& maps, SharedStorage& s) {
@@ -445,29 +462,56 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
           scales.load(first + 4);
         }
         if (u == 3) scales.enter();
-        float step[TileScales::kCount] = {};
-        if ((u + 1) % Blocks::kPeriod == 0) {
+        if constexpr (kGather && kSteady) {
+          static_assert(Blocks::kPeriod == 1);
+          float following[TileScales::kCount];
+          bool changes = false;
 #pragma unroll
           for (int i = 0; i < TileScales::kCount; ++i) {
-            const float following = scales.now[i][(u + 1) % 4 / Blocks::kPeriod];
-            step[i] = current[i] * reciprocal(following);
-            current[i] = last ? current[i] : following;
+            following[i] = scales.now[i][(u + 1) % 4];
+            changes |= __float_as_uint(following[i]) != __float_as_uint(current[i]);
           }
-        }
-        if constexpr (!kGather) {
-          wgmma_wait<1>();
+          changes = __any_sync(~0u, changes && rescales);
+          wgmma_wait<0>();
           fence_registers(acc[0]);
-          if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
+          fence_registers(acc[1]);
+          release(s, ring.stage, lane);
+          ring.advance();
+          if (changes) {
+            float step[TileScales::kCount];
+#pragma unroll
+            for (int i = 0; i < TileScales::kCount; ++i) {
+              step[i] = steady_step(current[i], following[i]);
+              current[i] = following[i];
+            }
+            rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
+            rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
+          }
+        } else {
+          float step[TileScales::kCount] = {};
+          if ((u + 1) % Blocks::kPeriod == 0) {
+#pragma unroll
+            for (int i = 0; i < TileScales::kCount; ++i) {
+              const float following = scales.now[i][(u + 1) % 4 / Blocks::kPeriod];
+              step[i] = current[i] * reciprocal(following);
+              current[i] = last ? current[i] : following;
+            }
+          }
+          if constexpr (!kGather) {
+            wgmma_wait<1>();
+            fence_registers(acc[0]);
+            if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
+          }
+          wgmma_wait<0>();
+          if constexpr (kGather) fence_registers(acc[0]);
+          fence_registers(acc[1]);
+          release(s, ring.stage, lane);
+          ring.advance();
+          if constexpr (kGather) {
+            if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
+          }
+          if (rescales) rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
         }
-        wgmma_wait<0>();
-        if constexpr (kGather) fence_registers(acc[0]);
-        fence_registers(acc[1]);
-        release(s, ring.stage, lane);
-        ring.advance();
-        if constexpr (kGather) {
-          if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
-        }
-        if (rescales) rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
       }
     }
     const float unit[2][2] = {{current[0] * current[kLeft], current[0] * current[kRight]},

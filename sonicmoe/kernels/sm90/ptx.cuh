@@ -189,6 +189,11 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                "l"(source), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void cp_async_4(float* destination, const float* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(destination)),
+               "l"(source)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
