@@ -250,8 +250,12 @@ def test_weights_that_keep_one_scale_along_the_contraction(
 ):
     sizes = (2, 400, 272)
     weights = Weights(module, dtype, transposed, split_half, sizes, values=uneven)
-    shape = scale_shape((2, 400, 544), recipe.w1_dgrad.transposed)
-    weights.dgrad[0] = weights.dgrad[0][0], torch.full(shape, float("nan"))
+    # Scales of w1 in the recipe's blocks: H is 400 and N1 is 544.
+    for order, shape, block in (
+        (weights.forward, (2, 544, 400), recipe.w1),
+        (weights.dgrad, (2, 400, 544), recipe.w1_dgrad.transposed),
+    ):
+        order[0] = order[0][0], torch.full(scale_shape(shape, block), float("nan"))
     assert weights.update_steady(force=False)
     weights.check_steady(recipe)
     w1, w1_dgrad = weights.forward[0][0], weights.dgrad[0][0]
