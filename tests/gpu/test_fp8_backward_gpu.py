@@ -23,7 +23,7 @@ from sonicmoe.routing.build import build_routing
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
-RECIPE = RECIPES[HOPPER.recipes[0]]
+RECIPE, FOLDED = RECIPES[HOPPER.recipes[0]], RECIPES["row128-dx256"]
 # (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert,
 # many and empty ones
 SHAPES = [
@@ -61,7 +61,7 @@ def make_routing(shape, generator):
 class Backward:
     """Operands and poisoned outputs of one dgated launch."""
 
-    def __init__(self, shape, seed=0, spread=0.0, z=torch.int8):
+    def __init__(self, shape, seed=0, spread=0.0, z=torch.int8, folds=False):
         tokens, hidden, inner, experts, _ = shape
         generator = torch.Generator("cuda").manual_seed(seed)
         self.routing = make_routing(shape, generator)
@@ -83,7 +83,14 @@ class Backward:
         )
         self.y1s_t = poisoned((inner, r), torch.uint8)
         self.dz_scale = poisoned((r // 128, -(-inner // 128)), torch.float32)
-        self.dz_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
+        self.dz_t_block = FOLDED.wgrad_dz if folds else RECIPE.wgrad_dz
+        dz_t_blocks = -(-2 * inner // self.dz_t_block.cols)
+        self.dz_t_scale = poisoned((dz_t_blocks, r // 128), torch.float32)
+        self.row_scales = poisoned((r, 2), torch.float32)
+        if folds:  # up to 2^8 apart
+            random = torch.rand((self.used, 2), generator=generator, device="cuda")
+            self.row_scales[: self.used] = torch.exp2(-8 * random)
+            self.row_scales[: self.used][self.routing.row_token[: self.used] < 0] = 0
         self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.parts = poisoned((-(-inner // 256), r), torch.float32)
 
@@ -93,7 +100,7 @@ class Backward:
         launch(
             self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, routing.row_token, routing.row_prob,
             routing.padded_offsets, self.z, self.z_scale, self.dz, self.dz_scale, self.parts,
-            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None, activation, multiprocessors,
+            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, self.row_scales, wide is not None, activation, multiprocessors,
             current_stream(self.dz),
         )  # fmt: skip
 
@@ -118,7 +125,7 @@ class Backward:
         """The block-scaled outputs as dequantised `[used, features]` matrices."""
         dz = BlockScaledTensor(self.dz.view(E4M3), self.dz_scale, RECIPE.dz, Code.E4M3)
         stored = (
-            (self.dz_t, self.dz_t_scale, RECIPE.wgrad_dz),
+            (self.dz_t, self.dz_t_scale, self.dz_t_block),
             (self.y1s_t, self.y1s_t_scale, RECIPE.wgrad_y1s),
         )
         transposed = [
@@ -128,11 +135,11 @@ class Backward:
         return [dequantize(q)[: self.used] for q in (dz, *transposed)]
 
 
-def check_quantised(name, got, wanted):
+def check_quantised(name, got, wanted, block=None):
     """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little
     off, moves few of them. In a block with a row or two those few are a larger part.
     """
-    block = getattr(RECIPE, f"wgrad_{name}")
+    block = block or getattr(RECIPE, f"wgrad_{name}")
     yardstick = block_errors(dequantize(quantize(wanted.float(), block)), wanted)
     errors = block_errors(got, wanted)
     rows_with_values = (wanted != 0).any(1).reshape(-1, 128).sum(1)
@@ -184,6 +191,36 @@ def test_dgated_with_z_in_bf16(shape, activation):
     for got, wanted in zip(wide, (dz, y1s), strict=True):
         # A value is rounded to bf16 by up to 2^-9 of it, and a block of one row averages few.
         assert float(block_errors(got[: case.used], wanted).max()) < 4e-3
+
+
+@pytest.mark.parametrize("z", [torch.int8, torch.bfloat16], ids=["int8", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dgated_times_the_scales_of_tokens(shape, z):
+    """Built for scales that stay along K: dz by rows as ever, and the operands of wgrad times a
+    scale of their row each, in codes of their own. Its dprobs and dz are those of the usual build.
+    """
+    code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
+    launches = [
+        fp8_dgated_source("sm_90a", ActivationType.SWIGLU, (), code, steady)
+        .load()
+        .gather_dgated_gemm
+        for steady in (True, False)
+    ]
+    case, usual = Backward(shape, z=z, folds=True), Backward(shape, z=z)
+    case.run(launches[0])
+    usual.run(launches[1])
+    dz, y1s, _ = case.golden(ActivationType.SWIGLU)
+    got_dz, got_dz_t, got_y1s = case.outputs()
+    used, of_rows = case.used, case.row_scales[: case.used].double()
+    check_quantised("dz", got_dz_t, dz * of_rows[:, :1], FOLDED.wgrad_dz)
+    check_quantised("y1s", got_y1s, y1s * of_rows[:, 1:])
+    check_quantised("dz", got_dz, dz)
+    parts = (case.parts[:, :used], usual.parts[:, :used])
+    assert float((parts[0] - parts[1]).abs().max()) <= 3e-3 * float(parts[1].abs().max())
+    padding = case.routing.row_token[:used] < 0
+    for name, got in (("dz", got_dz), ("dz_t", got_dz_t), ("y1s", got_y1s)):
+        assert bool((got[padding] == 0).all()), name
+    assert bool((case.dz_t[:, used:] == 0x7F).all())
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
