@@ -44,8 +44,8 @@ SOURCES = (
     quantize_source("sm_90a"),
     *gemm_sources("sm_90a"),
     *STEADY,
-    *Z_IN_BF16[HUNGRIEST],
     *STEADY_IN_BF16[HUNGRIEST],
+    *Z_IN_BF16[HUNGRIEST],
 )
 
 EXPORTS = {
