@@ -347,7 +347,7 @@ def test_the_plan_does_not_depend_on_the_mode_in_force(set_flags: Callable[..., 
     ({"activation": "gelu"}, {}, "fp8: the activation is 'gelu'"),
     ({"dtype": "float16"}, {}, "fp8: tokens are float16"),
     ({"arch": "sm_100a"}, {}, "fp8: the architecture is sm_100a"),
-    ({}, {"recipe": "dx256"}, "fp8: the recipe is 'dx256'"),
+    ({}, {"recipe": "iso128"}, "fp8: the recipe is 'iso128'"),
     ({}, {"save_z": ZCode.E4M3}, "fp8: z is saved as 'e4m3'"),
     ({}, {"engine": EngineName.BF16}, "fp8: the configuration asks for engine 'bf16'"),
 ])  # fmt: skip
