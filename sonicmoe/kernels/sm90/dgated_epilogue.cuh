@@ -361,11 +361,12 @@ struct DgatedFp8 {
         }
       }
       dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
-      const float of_dz = dz_by(out, kSide, h, by), top_dz = larger_magnitude(largest_dz);
-      out.top_dz = fmaxf(out.top_dz, top_dz * fabsf(of_dz));
+      out.top_dz =
+          fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
       if constexpr (kFolds)
-        out.top_folded[kSide] =
-            fmaxf(out.top_folded[kSide], top_dz * fabsf(of_dz * of_row(kXScale, h)));
+        out.top_folded[kSide] = fmaxf(out.top_folded[kSide],
+                                      larger_magnitude(largest_dz) *
+                                          fabsf(dz_by(out, kSide, h, by) * of_row(kXScale, h)));
       out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
       if (kWgradFp8 && !kLoadsZLate<kSide> && next < end) {
         // The compiler then does not ask for z before the values of both rows have their places:

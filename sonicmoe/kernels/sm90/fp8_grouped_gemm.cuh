@@ -144,6 +144,8 @@ struct alignas(1024) SharedStorage {
                         // has heard that
 };
 
+static_assert(sizeof(SharedStorage) + 1024 <= 227 * 1024, "a block's, aligned to 1024 bytes");
+
 struct Ring {
   int stage = 0, phase = 0;
   __device__ __forceinline__ void advance() {
