@@ -763,7 +763,8 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
 def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts, monkeypatch):
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
     real = getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)
-    kernels = KERNELS | {kernel: real}
+    folds = kernel in ("gather_row_scales", "gather_transpose_codes")
+    kernels = (STEADY_KERNELS if folds else KERNELS) | {kernel: real}
     into = kernel == "grouped_wgrad_into"
     if into:
         module = fp8_wgrad_source("sm_90a").load(artefacts)
@@ -774,7 +775,7 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
     case = Case()
     if kernel == "gather_transpose_requantize":
         case = case.quantised()
-    if kernel in ("gather_row_scales", "gather_transpose_codes"):
+    if folds:
         settings = ROW128
     with pytest.raises(Exception, match="must be on a CUDA device"):
         case.run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)

@@ -1,11 +1,11 @@
 // The user's expert weights to E4M3 under a recipe whose scales stay along the contraction
-// (`row128`, `row128-dx256`): w1 along H as forward reads it, w2 along H as dgrad reads it. The other
-// order of each keeps square blocks, or 256 x 128 of w1 in `row128-dx256`, so codes of the two orders
-// differ and are both made from the weights.
+// (`row128`, `row128-dx256`): w1 along H as forward reads it, w2 along H as dgrad reads it. The
+// other order of each keeps square blocks, or 256 x 128 of w1 in `row128-dx256`, so codes of the
+// two orders differ and are both made from the weights.
 //
 // A scale depends on a whole line of tiles. So a launch of its own finds the maxima of all tiles,
-// which costs a second read of the weights, once an optimizer step. Tiles, layouts and the guard are
-// those of quantize_weights.cu.
+// which costs a second read of the weights, once an optimizer step. Tiles, layouts and the guard
+// are those of quantize_weights.cu.
 #include <algorithm>
 
 #include "../host/border.hpp"
@@ -85,7 +85,8 @@ __device__ __forceinline__ float amax_of_line(const float* of_matrix, const Plac
 // The amax of a tile and of its neighbour across the line: of 256 rows of w1.
 __device__ __forceinline__ float amax_of_two(const float* of_matrix, const Place& at,
                                              bool along_row, float amax) {
-  const uint32_t row = along_row ? at.row ^ 1 : at.row, column = along_row ? at.column : at.column ^ 1;
+  const uint32_t row = along_row ? at.row ^ 1 : at.row,
+                 column = along_row ? at.column : at.column ^ 1;
   if (row >= at.rows || column >= at.columns) return amax;
   return fmaxf(amax, __ldg(of_matrix + row * at.columns + column));
 }
@@ -186,10 +187,10 @@ void launch_tiles(const SteadyWork& steady, int32_t* state, bool force, int devi
 // Quantise all weights if `force` or state[0] != 0, else do nothing; decided on the device.
 // Afterwards state[0] is 0.
 //
-// w1 e4m3 [E, N1, H], w2 [E, H, I], w1_dgrad [E, H, N1], w2_dgrad [E, I, H], one fp32 scale per 128 x
-// 128 block of each; or w1_dgrad_scale [E, ceil(H / 128), ceil(N1 / 256)], one per 256 x 128 block of
-// w1. tile_amax fp32, one for each 128 x 128 tile of w1 and w2, is overwritten. The rest: see
-// `quantize_weights`.
+// w1 e4m3 [E, N1, H], w2 [E, H, I], w1_dgrad [E, H, N1], w2_dgrad [E, I, H], one fp32 scale per 128
+// x 128 block of each; or w1_dgrad_scale [E, ceil(H / 128), ceil(N1 / 256)], one per 256 x 128
+// block of w1. tile_amax fp32, one for each 128 x 128 tile of w1 and w2, is overwritten. The rest:
+// see `quantize_weights`.
 void quantize_steady_weights(TensorView addresses, TensorView w1, TensorView w1_scale,
                              TensorView w2, TensorView w2_scale, TensorView w1_dgrad,
                              TensorView w1_dgrad_scale, TensorView w2_dgrad,
@@ -205,7 +206,8 @@ void quantize_steady_weights(TensorView addresses, TensorView w1, TensorView w1_
       << "w1_dgrad_scale must be [E, ceil(H / 128), ceil(N1 / 128 or 256)]";
   const DLDevice device = addresses.device();
   const int64_t experts = layout.experts, h_tiles = ceil_div(layout.hidden, kTile),
-                n_tiles = ceil_div(layout.n1, kTile), i_tiles = ceil_div(layout.intermediate, kTile);
+                n_tiles = ceil_div(layout.n1, kTile),
+                i_tiles = ceil_div(layout.intermediate, kTile);
   const bool wide = w1_dgrad_scale.size(2) < n_tiles;
   const int64_t up_codes = experts * layout.n1 * layout.hidden,
                 down_codes = experts * layout.hidden * layout.intermediate,

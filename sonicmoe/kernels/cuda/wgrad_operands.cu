@@ -285,7 +285,8 @@ __device__ __forceinline__ void load_patch(Patch& patch, const Matrix& m, TilePl
                       ? __ldg(m.scale + static_cast<uint64_t>(row) * n.column_tiles + tile.column)
                       : 0.f;
     if constexpr (std::is_same_v<Patch, FoldedPatch>) {
-      const int64_t at = static_cast<int64_t>(tile.row) * kTile + patch_row() + threadIdx.x % kPatch;
+      const int64_t at =
+          static_cast<int64_t>(tile.row) * kTile + patch_row() + threadIdx.x % kPatch;
       patch.largest = row < n.tokens ? __ldg(m.row_scales + 2 * at + m.of_dout) : 0.f;
     }
   }
@@ -594,8 +595,8 @@ void gather_transpose_requantize(TensorView codes, TensorView scale, TensorView 
 }
 
 // x_scale, dout_scale fp32 [T, B], the scales of two matrices of tokens in blocks of one row ->
-// row_scales fp32 [R, 2], of each row's token the largest of x and that of dout; 0 in a row without a
-// token. Rows behind padded_offsets[E] are not written.
+// row_scales fp32 [R, 2], of each row's token the largest of x and that of dout; 0 in a row without
+// a token. Rows behind padded_offsets[E] are not written.
 void gather_row_scales(TensorView x_scale, TensorView dout_scale, TensorView row_token,
                        TensorView padded_offsets, TensorView row_scales, int64_t stream) {
   TVM_FFI_ICHECK(x_scale.ndim() == 2 && dout_scale.ndim() == 2 &&

@@ -452,8 +452,8 @@ void add_dw2(const Run& run, const Quantized& dout) {
   add_product(run, "dw2", dout, WgradY1s(arena, run.sizes).y1s);
 }
 
-// Tokens in expert order, transposed and quantised in blocks of that order; or their codes, in units
-// of the largest scale of their rows.
+// Tokens in expert order, transposed and quantised in blocks of that order; or their codes, in
+// units of the largest scale of their rows.
 void launch_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
   if (run.call.has("row_scales")) {
     if (!came_quantised(run, fields))

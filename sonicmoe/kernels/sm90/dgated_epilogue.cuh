@@ -154,8 +154,9 @@ struct DgatedFp8 {
   static constexpr int kColumnGroup = 32;  // z's, and dz's, 16 bytes of 8 columns lie together
   static constexpr bool kFolds = kSteady && kWgradFp8;
   enum { kProb, kXScale, kDoutScale };  // of a row, in shared memory where codes are folded
-  // Where gradients wait for two encodings, registers do not suffice for the z of the columns behind
-  // those of a side: it is loaded when they are done, from L2. Beside SiLU the left side has them.
+  // Where gradients wait for two encodings, registers do not suffice for the z of the columns
+  // behind those of a side: it is loaded when they are done, from L2. Beside SiLU the left side has
+  // them.
   template <int kSide>
   static constexpr bool kLoadsZLate =
       kFolds && (kSide == 1 || !std::is_same_v<Activation, Silu>);

@@ -54,12 +54,11 @@ void launch_gated(const Operands& o, const TensorMaps& maps, float* y1_scale, fl
 }
 
 // z = a[row_token] * b^T with gate and up columns interleaved; y1 = act(gate) * up. a_scale [T,
-// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)], or, built with STEADY_SCALES, [E, ceil(N /
-// 128), ceil(K / 128)].
-// Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N / 128], or, built with Z_BF16,
-// bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)].
-// activation: a place in `activation_names()`. Padding rows
-// (row_token -1) come out as zeros. multiprocessors: how many at most; 0: all.
+// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)], or, built with STEADY_SCALES, [E,
+// ceil(N / 128), ceil(K / 128)]. Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N
+// / 128], or, built with Z_BF16, bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)].
+// activation: a place in `activation_names()`. Padding rows (row_token -1) come out as zeros.
+// multiprocessors: how many at most; 0: all.
 void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
                        TensorView row_token, TensorView padded_offsets, TensorView z,
                        TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,

@@ -33,8 +33,8 @@ constexpr int kProducerThreads = 128, kConsumerWarps = 8;
 constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
 constexpr int kGatherLag = 1;          // copies in flight before the oldest is published
 constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the copy engine at a time
-// Scales that stay along K (recipe `row128-dx256`): a warp of a GEMM that gathers multiplies its sums
-// only where a scale of its rows or columns changes.
+// Scales that stay along K (recipe `row128-dx256`): a warp of a GEMM that gathers multiplies its
+// sums only where a scale of its rows or columns changes.
 #ifdef STEADY_SCALES
 constexpr bool kSteady = true;
 #else
@@ -133,9 +133,9 @@ struct alignas(1024) SharedStorage {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
   uint8_t patch[kConsumerWarps][2][kPatchBytes];
-  float4 folded_amax[kSteady ? 2 : 0][kConsumerWarps];  // an epilogue's exchange between warps where
-                                                        // codes are folded: see there
-  float of_row[kSteady ? 3 : 0][kTileM];                // what it has to know of the tile's rows
+  // An epilogue's exchange between warps where codes are folded, and what it knows of rows.
+  float4 folded_amax[kSteady ? 2 : 0][kConsumerWarps];
+  float of_row[kSteady ? 3 : 0][kTileM];
   float2 amax[2][kConsumerWarps];  // and elsewhere: of dz and of y1s
   int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
   uint64_t full[kStages], empty[kStages];
