@@ -53,6 +53,9 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   o.rows = rows;
   o.b = checked_bytes(b, "b", device, experts * n * k);
   o.params.a = aligned_16(checked_bytes(a, "a", device, a.size(0) * k), "a");
+  TVM_FFI_ICHECK(a_scale.ndim() != 2 || a_scale.size(1) == k_scales)
+      << "a_scale has " << a_scale.size(1) << " scales a row; needed: " << k_scales
+      << ", as b_scale has";
   const bool blocks = a_scale.ndim() == 2 && a.size(0) > 0 && a.size(0) % 128 == 0 &&
                       a_scale.size(0) == a.size(0) / 128;
   o.params.a_scale_shift = blocks ? 7 : 0;
