@@ -98,9 +98,11 @@ def test_ring(problem, layout):
         calls.append(experts.call(part, index_dtype=torch.int32))
     for call in reversed(calls):
         call.backward()
-    for name in ("out", "dx", "dprobs"):
+    # A host's matrix product may sum fewer rows in another order, on one processor and not on
+    # another; a sum that differs in its last bit may be rounded to another bf16.
+    for name, bound in (("out", 1e-3), ("dx", 1e-3), ("dprobs", 1e-6)):
         found = [numpy(call.out) if name == "out" else getattr(call, name) for call in calls]
-        np.testing.assert_array_equal(np.concatenate(found), getattr(wanted, name))
+        assert relative_rmse(np.concatenate(found), getattr(wanted, name)) < bound, name
     for found, exact in zip(experts.gradients(), (wanted.dw1, wanted.dw2), strict=True):
         assert relative_rmse(found, exact) < 1e-6
 
