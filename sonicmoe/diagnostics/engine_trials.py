@@ -21,7 +21,7 @@ from ..engine.trust import Subject, UndecidedError, try_engine
 from ..enums import ActivationType, EngineName
 from ..host_gpus import driver_version
 from ..quant.recipes import RECIPES
-from ..routing.backends import arch_of
+from ..routing.backends import arch_of, index_of_gpu
 
 H, I = 512, 256
 
@@ -57,7 +57,7 @@ class Gpu:
 def gpu_of(device: str) -> Gpu:
     """The facts of a GPU that decide what runs on it; `proven`: engines whose tests ran on such."""
     arch = arch_of(device)
-    about = torch.cuda.get_device_properties(int(device.partition(":")[2] or 0))
+    about = torch.cuda.get_device_properties(index_of_gpu(device))
     proven = [name.value for name, record in RECORDS.items() if record.is_proven(arch)]
     return Gpu(
         str(about.name),

@@ -20,10 +20,11 @@ from ..kernels.quack_gemm import (
     grouped_gemms,
     launching_on,
 )
+from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .bf16_gradients import Destinations
-from .gpu import gpu_of, index_of_gpu
+from .gpu import gpu_of
 from .interface import (
     EngineSettings,
     EngineWeights,

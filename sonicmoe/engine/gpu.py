@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..routing.backends import arch_of
+from ..routing.backends import arch_of, index_of_gpu
 from .settings import EngineSettings
 
 
@@ -27,8 +27,3 @@ def gpu_of(device: str) -> Gpu:
     """The GPU of this name, "cuda:0"; asked once."""
     properties = torch.cuda.get_device_properties(index_of_gpu(device))
     return Gpu(arch_of(device), int(properties.multi_processor_count))
-
-
-def index_of_gpu(device: str) -> int:
-    """ "cuda:1" -> 1, "cuda" -> 0."""
-    return int(device.partition(":")[2] or 0)

@@ -39,6 +39,7 @@ from ..jit.errors import CacheUnwritableError
 from ..jit.guard import forbidden_by
 from ..jit.key import CompileKey
 from ..jit.manifest import Artefact
+from ..routing.backends import index_of_gpu
 from .capabilities import EngineRecord, TokenFormat, Workload, problem
 from .cold_start import run_jobs
 from .trial import BEGIN, DONE, RESULT, STARTED, record_of
@@ -161,7 +162,7 @@ def gpu_name(device: str) -> str:
     """ "NVIDIA H200" for "cuda:0"; "unknown" where there is none."""
     if not torch.cuda.is_available():
         return UNKNOWN
-    return str(torch.cuda.get_device_name(int(device.partition(":")[2] or 0)))
+    return str(torch.cuda.get_device_name(index_of_gpu(device)))
 
 
 _Known = tuple[str, Workload, str]

@@ -262,10 +262,14 @@ def plain_kernels(reason: str) -> RoutingKernels:
     return PlainKernels()
 
 
+def index_of_gpu(device: str) -> int:
+    """ "cuda:1" -> 1, "cuda" -> 0."""
+    return int(device.partition(":")[2] or 0)
+
+
 def arch_of(device: str) -> str:
     """The architecture to compile for: "cuda:0" -> "sm_90a" on a Hopper GPU."""
-    index = int(device.partition(":")[2] or 0)
-    major, minor = torch.cuda.get_device_capability(index)
+    major, minor = torch.cuda.get_device_capability(index_of_gpu(device))
     return arch_name((major, minor))
 
 

@@ -20,6 +20,13 @@ namespace sonicmoe {
 constexpr float kE4m3Max = 448.f;
 constexpr float kAmaxFloor = 0x1p-100f;
 
+// NaN wins.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // max(amax, |x|); a NaN x is passed over. Start from 0.
 __device__ __forceinline__ float amax_nonan(float amax, float x) { return fmaxf(amax, fabsf(x)); }
 

@@ -149,19 +149,25 @@ __device__ __forceinline__ __half2 halves_of(uint32_t two_codes) {
   return reinterpret_cast<const __half2&>(halves);
 }
 
-// Eight rows of eight codes that have one scale a row: a tile is as wide as a scale block.
-struct RowScaledPatch {
+// Eight rows of eight codes of tokens that have one scale a row: a tile is as wide as a scale
+// block.
+struct TokenCodes {
   static constexpr bool kGathers = true, kHasRowScales = true;
   static constexpr int kGroups = 4, kCtas = 1;
   using Walk = WindowWalk;
-  uint32_t at[2][2][4];     // as in CodePatch
-  float scale;              // of the row whose token this lane knows
-  float row_scale[kPatch];  // behind `transpose`
+  uint32_t at[2][2][4];  // as in CodePatch
+  float scale;           // of the row whose token this lane knows
 
   __device__ __forceinline__ void load(int row, const uint8_t* address) {
     const uint2 words = __ldg(reinterpret_cast<const uint2*>(address));  // kept for other experts
     at[0][row / 4][row % 4] = words.x, at[1][row / 4][row % 4] = words.y;
   }
+};
+
+// The codes are rounded a second time.
+struct RowScaledPatch : TokenCodes {
+  float row_scale[kPatch];  // behind `transpose`
+
   __device__ __forceinline__ void transpose() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
@@ -182,21 +188,12 @@ struct RowScaledPatch {
   }
 };
 
-// Eight rows of eight codes in units of the largest scale of their rows: only a block with another
-// scale is rounded again.
-struct FoldedPatch {
-  static constexpr bool kGathers = true, kHasRowScales = true;
-  static constexpr int kGroups = 4, kCtas = 1;
-  using Walk = WindowWalk;
-  uint32_t at[2][2][4];  // as in CodePatch
-  float scale, largest;  // of the row whose token this lane knows: the block's, and the row's
-  bool kept;             // behind `transpose`: these are equal in all rows of the warp
-  float by[kPatch];      // and elsewhere, of each row, the one by the other
+// In units of the largest scale of their rows: only a block with another scale is rounded again.
+struct FoldedPatch : TokenCodes {
+  float largest;     // scale of the row whose token this lane knows
+  bool kept;         // behind `transpose`: it is the block's too, in all rows of the warp
+  float by[kPatch];  // and elsewhere, of each row, the block's scale by the largest
 
-  __device__ __forceinline__ void load(int row, const uint8_t* address) {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(address));  // kept for other experts
-    at[0][row / 4][row % 4] = words.x, at[1][row / 4][row % 4] = words.y;
-  }
   __device__ __forceinline__ void transpose() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
@@ -415,15 +412,9 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
   }
 }
 
-// NaN wins: a row with a scale that is NaN has no other.
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
 constexpr int kScaleLanes = 8;  // that read the scales of a row together
 
+// NaN wins: a row with a scale that is NaN has no other.
 __device__ __forceinline__ float largest_scale(const float* scales, int count, int lane) {
   float largest = 0.f;
   for (int i = lane; i < count; i += kScaleLanes) largest = max_nan(largest, __ldg(scales + i));
@@ -519,8 +510,12 @@ Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, con
   const int64_t blocks = static_cast<int64_t>(n.row_tiles) * n.column_tiles;
   TVM_FFI_ICHECK(scale_t.numel() == blocks)
       << "scale_t has " << scale_t.numel() << " elements; needed: " << blocks;
-  return {nullptr, nullptr, checked_codes(codes_t, "codes_t", device),
-          checked_f32(scale_t, "scale_t", device, blocks), nullptr, false};
+  return {nullptr,
+          nullptr,
+          checked_codes(codes_t, "codes_t", device),
+          checked_f32(scale_t, "scale_t", device, blocks),
+          nullptr,
+          false};
 }
 
 void set_offsets(TransposeWork& launch, const TensorView& padded_offsets, DLDevice device) {

@@ -303,16 +303,23 @@ void quantise_into(const Run& run, const TokenFields& fields, const Quantized& q
 // Tokens as they came, or quantised into `scratch`.
 Quantized quantised(const Run& run, const TokenFields& fields, const Quantized& scratch) {
   Quantized q = scratch;
-  came_quantised(run, fields) ? void(q = given_codes(run, fields)) : quantise_into(run, fields, q);
+  if (came_quantised(run, fields)) {
+    q = given_codes(run, fields);
+  } else {
+    quantise_into(run, fields, q);
+  }
   run.show(fields.shown, q);
   return q;
 }
 
+void refuse_without_codes(const Run& run, const TokenFields& fields) {
+  TVM_FFI_THROW(ValueError) << run.name() << ": needed with row_scales: " << fields.codes << " and "
+                            << fields.scale;
+}
+
 // Tokens as they came, or quantised into the codes beside them.
 Quantized kept(const Run& run, const TokenFields& fields) {
-  if (!run.call.has(fields.codes) || !run.call.has(fields.scale))
-    TVM_FFI_THROW(ValueError) << run.name() << ": needed with row_scales: " << fields.codes
-                              << " and " << fields.scale;
+  if (!run.call.has(fields.codes) || !run.call.has(fields.scale)) refuse_without_codes(run, fields);
   const Quantized q = given_codes(run, fields);
   if (run.call.has(fields.values)) quantise_into(run, fields, q);
   return q;
@@ -456,13 +463,11 @@ void add_dw2(const Run& run, const Quantized& dout) {
 // units of the largest scale of their rows.
 void launch_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
   if (run.call.has("row_scales")) {
-    if (!came_quantised(run, fields))
-      TVM_FFI_THROW(ValueError) << run.name() << ": needed with row_scales: " << fields.codes
-                                << " and " << fields.scale;
-    run.kernel["gather_transpose_codes"](
-        run.call[fields.codes], run.call[fields.scale], run.call["row_scales"], &fields == &kDout,
-        run.route("row_token"), run.route("padded_offsets"), q.codes.view, q.scale.view,
-        run.stream);
+    if (!came_quantised(run, fields)) refuse_without_codes(run, fields);
+    run.kernel["gather_transpose_codes"](run.call[fields.codes], run.call[fields.scale],
+                                         run.call["row_scales"], &fields == &kDout,
+                                         run.route("row_token"), run.route("padded_offsets"),
+                                         q.codes.view, q.scale.view, run.stream);
     return;
   }
   const auto launch = [&](const char* kernel, const auto&... tokens) {

@@ -19,11 +19,6 @@ __device__ __forceinline__ float quad_max(float v) {
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
 // NaN wins, as the INT8 code's scale needs it
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
 __device__ __forceinline__ float quad_max_nan(float v) {
   v = max_nan(v, __shfl_xor_sync(~0u, v, 1));
   return max_nan(v, __shfl_xor_sync(~0u, v, 2));
