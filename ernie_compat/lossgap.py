@@ -64,13 +64,14 @@ class GapRun:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % confidence interval (Student's t), cut at what is possible; that of a
-    single run is unknown: NaN.
+    """A mean and its 95 % confidence interval (Student's t), cut at what is possible, and the
+    standard deviation of the values; interval and deviation of a single run are unknown: NaN.
     """
 
     mean: float
     low: float
     high: float
+    deviation: float = math.nan
 
     @classmethod
     def of(cls, values: Sequence[float], least: float = -math.inf) -> Interval:
@@ -81,8 +82,9 @@ class Interval:
         # n values have n - 1 degrees of freedom, and the table starts at 1.
         quantile = STUDENT_T[len(values) - 2] if len(values) - 2 < len(STUDENT_T) else NORMAL
         # `ddof=1` is the unbiased variance; dividing by sqrt(n) makes it that of the mean.
-        half = quantile * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-        return cls(mean, max(least, mean - half), mean + half)
+        deviation = float(np.std(values, ddof=1))
+        half = quantile * deviation / math.sqrt(len(values))
+        return cls(mean, max(least, mean - half), mean + half, deviation)
 
 
 @dataclass(frozen=True)

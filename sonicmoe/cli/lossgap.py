@@ -190,8 +190,16 @@ def run_table(runs: Sequence[GapRun]) -> Table:
 
 
 def summary_table(summaries: Sequence[GapSummary]) -> Table:
-    """One row per kind of run: means and 95 % intervals."""
-    table = Table("runs of", "seeds", "gap %", "worst %", "signed gap %", "held-out gap %")
+    """One row per kind of run: means and 95 % intervals, and how far the seeds spread."""
+    table = Table(
+        "runs of",
+        "seeds",
+        "gap %",
+        "worst %",
+        "signed gap %",
+        "its standard deviation",
+        "held-out gap %",
+    )
     for one in summaries:
         held_out = "–" if one.held_out_gap is None else interval(one.held_out_gap)
         table.add_row(
@@ -200,6 +208,7 @@ def summary_table(summaries: Sequence[GapSummary]) -> Table:
             interval(one.gap),
             percent(one.worst),
             interval(one.signed_gap),
+            percent(one.signed_gap.deviation),
             held_out,
         )
     return table

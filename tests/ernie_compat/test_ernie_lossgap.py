@@ -77,7 +77,8 @@ def test_interval_is_students():
     found = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
     half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
     assert (found.mean, found.low, found.high) == pytest.approx((3, 3 - half, 3 + half))
-    assert math.isnan(Interval.of([7.0]).low)
+    assert found.deviation == pytest.approx(math.sqrt(2.5))
+    assert math.isnan(Interval.of([7.0]).low) and math.isnan(Interval.of([7.0]).deviation)
     assert Interval.of([0.0, 0.001, 0.1], least=0.0).low == 0
     many = Interval.of([float(i % 2) for i in range(100)])
     assert many.high - many.mean == pytest.approx(1.96 * 0.5025 / 10, rel=1e-3)
@@ -131,7 +132,12 @@ def test_command(runs, tmp_path):
     )
     data = json.loads(CliRunner().invoke(main, ["lossgap", *directories[:1], "--json"]).stdout)
     assert data["summaries"][0]["gap"]["low"] is None and data["runs"][0]["seed"] == 0
-    assert "| run |" in CliRunner().invoke(main, ["lossgap", *directories, "--markdown"]).output
+    markdown = CliRunner().invoke(main, ["lossgap", *directories, "--markdown"]).output
+    assert "its standard deviation" in markdown
+    assert data["summaries"][0]["signed_gap"]["deviation"] is None
+    gaps = [read_run(directory).signed_gap for directory, _ in runs.values()]
+    assert f"| {100 * np.std(gaps, ddof=1):.3f} |" in markdown
+    assert "| run |" in markdown
 
 
 def test_runs_of_unequal_length_are_drawn_to_the_shortest(tmp_path):
