@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -112,6 +113,9 @@ class DecoderLearner(ABC):
         with torch.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
             return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).logits, targets)))
+
+    def dump_next_step(self, layer: int, path: Path) -> None:
+        self.decoder.nodes[self.model.moe_layers.index(layer)].dump(path)
 
     def state(self) -> dict[str, np.ndarray]:
         local = {name: _to_numpy(tensor) for name, tensor in self._local_state()}

@@ -7,6 +7,7 @@ switches its torch proxy on for `sonicmoe` before anything of `sonicmoe` that co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +37,14 @@ class Learner(Protocol):
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """Mean cross entropy in nats on int64 tokens `[B, S + 1]`, without gradients."""
+
+    def dump_next_step(self, layer: int, path: Path) -> None:
+        """Write the inputs of the experts of one MoE layer in the next step, forward and backward,
+        to `path` (`sonicmoe.diagnostics.capture.dump`): those of the first micro-batch.
+
+        Raises:
+            DumpError: `path` cannot be written.
+        """
 
     def state(self) -> dict[str, np.ndarray]:
         """Copies of all ranks' parameters and optimizer state by name; `load_state` of them

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.errors import ConfigError, SonicMoEError, expect
 from sonicmoe.plotting import new_figure, save_figure
 
 from .metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
@@ -135,7 +135,7 @@ def read_run(directory: Path) -> GapRun:
         "a second run, or a file of losses, can be its reference",
     )
     losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
-    config = SavedRun.read(directory / CHECKPOINT_NAME).config
+    config = _config(directory, summary)
     # Where a loss is infinite or zero, every figure below would be too.
     sound = all(0 < value < math.inf for value in (*losses, *references))
     expect(sound, LossGapError, f"{directory} has a loss that is not a positive number")
@@ -185,6 +185,16 @@ def _read_summary(path: Path) -> dict[str, Any]:
         raise LossGapError(f"cannot read {path}: {error}") from None
     expect(isinstance(summary, dict), LossGapError, f"{path} is no summary of a run")
     return summary  # type: ignore[no-any-return]
+
+
+def _config(directory: Path, summary: dict[str, Any]) -> RunConfig:
+    """Of the summary; a run of an earlier version has it in its checkpoint alone."""
+    if "config" not in summary:
+        return SavedRun.read(directory / CHECKPOINT_NAME).config
+    try:
+        return RunConfig.from_json(summary["config"])
+    except ConfigError as error:
+        raise LossGapError(f"{directory / SUMMARY_NAME} is damaged: {error}") from None
 
 
 def _figure(summary: dict[str, Any], name: str, path: Path) -> float | None:

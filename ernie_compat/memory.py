@@ -13,8 +13,9 @@ from .model_config import ModelConfig, RunConfig
 
 _FP32 = 4
 # What a parameter keeps on the host: itself and two moments while a checkpoint is written, and
-# beside a model that trains on the host its gradient.
-_KEPT_BESIDE_A_GPU, _KEPT_ON_THE_HOST = 3, 4
+# beside a model that trains on the host its gradient. Without a checkpoint only the initial weights
+# of one learner pass through the host of a GPU.
+_KEPT_BESIDE_A_GPU, _KEPT_ON_THE_HOST, _KEPT_WITHOUT_A_CHECKPOINT = 3, 4, 1
 # The bytes of a token of a batch: its number, and the index that picked it.
 _OF_A_TOKEN = 16
 
@@ -33,8 +34,10 @@ def least_memory(config: RunConfig, world_size: int, on_gpu: bool) -> int:
     """A lower bound of the bytes that one process of a run needs on its host."""
     model, train = config.model, config.train
     learners = 2 if config.compare else 1
-    kept = _KEPT_BESIDE_A_GPU if on_gpu else _KEPT_ON_THE_HOST
-    weights = learners * kept * _FP32 * parameters(model)
+    kept = learners * (_KEPT_BESIDE_A_GPU if on_gpu else _KEPT_ON_THE_HOST)
+    if on_gpu and not train.checkpoint:
+        kept = _KEPT_WITHOUT_A_CHECKPOINT
+    weights = kept * _FP32 * parameters(model)
     batch = _OF_A_TOKEN * train.batch_size * (model.seq_len + 1)
     tokens = train.batch_size // train.micro_batches // world_size * model.seq_len
     activations = tokens * _FP32 * (model.vocab_size + model.num_layers * model.hidden_size)

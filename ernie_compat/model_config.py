@@ -108,7 +108,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """The run: batch, optimizer, schedule, cadence. `batch_size` counts sequences of one optimizer
-    step.
+    step. checkpoint: False writes none, at the end neither.
 
     Raises:
         ConfigError: a value is out of range; the message names the field, its value and what is
@@ -127,6 +127,7 @@ class TrainConfig:
     adam_eps: float = 1e-8
     clip_norm: float = 1.0
     seed: int = 0
+    checkpoint: bool = True
     checkpoint_every: int = 100
     eval_batches: int = 4
 
@@ -182,7 +183,7 @@ class RunConfig:
 
     compare, against: train a twin in full precision beside the run, and which one; None leaves the
     choice to the engine that runs (see `trainer.baseline_for`). ep: ranks of an expert-parallel
-    group.
+    group. capture_layers: MoE layers whose tensors the last step saves, by their index in the model.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -193,6 +194,7 @@ class RunConfig:
     compare: bool = False
     against: str | None = None
     ep: int = 1
+    capture_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         expect(
@@ -217,6 +219,13 @@ class RunConfig:
             ConfigError,
             f"num_experts {experts} is not a multiple of ep {self.ep}; every rank of a group holds equally many",
         )
+        first, last = self.model.dense_layers, self.model.num_layers - 1
+        for layer in self.capture_layers:
+            expect(
+                _is_integer(layer) and first <= layer <= last,
+                ConfigError,
+                f"capture_layers has {layer!r}; the MoE layers of this model are {first} to {last}",
+            )
 
     def require_world(self, world_size: int) -> None:
         """Check that the batch can be split over `world_size` ranks.
@@ -253,6 +262,8 @@ class RunConfig:
         try:
             rest = {name: value for name, value in data.items() if name not in ("model", "train")}
             model, train = ModelConfig(**data["model"]), TrainConfig(**data["train"])
+            if isinstance(rest.get("capture_layers"), list):  # JSON has no tuples
+                rest["capture_layers"] = tuple(rest["capture_layers"])
             config = cls(model=model, train=train, **rest)
         # A field that is compared before its type is known raises TypeError or AttributeError.
         except (KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -31,10 +31,12 @@ class InterruptGuard:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self, console: Console) -> None:
-        """`console` gets the one line that announces the stop."""
+    def __init__(self, console: Console, saves: bool = True) -> None:
+        """`console` gets the one line that announces the stop. saves: whether the run then writes a
+        checkpoint.
+        """
         self.received = 0
-        self._console = console
+        self._console, self._saves = console, saves
         self._previous: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
@@ -68,6 +70,8 @@ class InterruptGuard:
         self.received = number
         self._console.print(
             "stopping after this step to save a checkpoint; press Ctrl-C again to stop without one"
+            if self._saves
+            else "stopping after this step, without a checkpoint; press Ctrl-C again to stop at once"
         )
 
 

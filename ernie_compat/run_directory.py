@@ -19,14 +19,14 @@ from sonicmoe.errors import ConfigError, SonicMoEError, expect
 
 from .metrics import read_metrics
 from .saved_run import SavedRun
-from .trainer import CHECKPOINT_NAME, METRICS_NAME
+from .trainer import CAPTURED_PATTERN, CHECKPOINT_NAME, METRICS_NAME
 
 logger = logging.getLogger("sonicmoe")
 
 DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"
 LOCK_NAME, HOLDER_NAME = ".lock", ".lock.json"
-# Everything that a run leaves, and so everything that --overwrite removes.
+# Everything that a run leaves, captured tensors apart, and so everything that --overwrite removes.
 RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png", "expert_load.png")
 # filelock can fall back to a file that exists, which survives SIGKILL and blocks for ever.
 _NATIVE_ONLY: dict[str, Any] = (
@@ -106,7 +106,7 @@ def claimed(directory: Path) -> Iterator[None]:
 def found_run(directory: Path) -> str | None:
     """What a run left in the directory, in words; None where there is none."""
     checkpoint, metrics = directory / CHECKPOINT_NAME, directory / METRICS_NAME
-    if os.path.lexists(checkpoint):
+    if _has_checkpoint(directory):
         try:
             saved = SavedRun.read(checkpoint)
         except SonicMoEError:
@@ -129,12 +129,32 @@ def require_free(directory: Path) -> None:
         ConfigError: saying what is there, and what continues, replaces or keeps it.
     """
     found = found_run(directory)
+    continues = "--resume continues it, " if _has_checkpoint(directory) else ""
     expect(
         found is None,
         ConfigError,
-        f"--out {directory} holds {found}; --resume continues it, --overwrite replaces it, "
+        f"--out {directory} holds {found}; {continues}--overwrite replaces it, "
         "another --out keeps it",
     )
+
+
+def require_checkpoint(directory: Path) -> None:
+    """Refuse to continue a run that left no checkpoint.
+
+    Raises:
+        ConfigError: saying what is there instead.
+    """
+    found = None if _has_checkpoint(directory) else found_run(directory)
+    expect(
+        found is None,
+        ConfigError,
+        f"--out {directory} holds {found}, so there is nothing to resume: a run with "
+        "--no-checkpoint, or one that ended before its first, leaves none; --overwrite starts anew",
+    )
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    return os.path.lexists(directory / CHECKPOINT_NAME)
 
 
 def clear(directory: Path) -> None:
@@ -144,8 +164,8 @@ def clear(directory: Path) -> None:
         ConfigError: one cannot be removed.
     """
     try:
-        for name in RUN_FILES:
-            (directory / name).unlink(missing_ok=True)
+        for path in (*(directory / name for name in RUN_FILES), *directory.glob(CAPTURED_PATTERN)):
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--overwrite cannot remove {error.filename}: {error.strerror}") from None
 

@@ -6,6 +6,7 @@ initial weights.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.npz import NpzError, read_npz
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .corpus import Corpus
@@ -35,8 +37,11 @@ from .model_config import RunConfig, smoothing_window
 from .parallel import Parallel, SingleProcess
 from .saved_run import SavedRun
 
+logger = logging.getLogger("sonicmoe")
+
 CHECKPOINT_NAME = "checkpoint.npz"
 METRICS_NAME = "metrics.jsonl"
+CAPTURED_PATTERN = "captured-step*-layer*.npz"
 MAIN, FULL_PRECISION = "main", "full_precision"
 
 
@@ -132,10 +137,12 @@ class Trainer:
         asked to end earlier.
 
         A checkpoint is written every `checkpoint_every` steps (0: never in between) and at the end,
-        however it comes about.
+        however it comes about; none at all where `checkpoint` is False. The last step saves the
+        tensors of `capture_layers`.
 
         Raises:
             TrainingError: the loss is not finite; the last good checkpoint stays.
+            DumpError: tensors are to be captured, and their files cannot be written.
         """
         train = self.config.train
         # A signal reaches ranks at different steps. They agree before every step, so that all stop
@@ -148,17 +155,21 @@ class Trainer:
             else nullcontext() as metrics
         ):
             while self.step < train.steps and not agreed(should_stop()):
+                if self.step + 1 == train.steps:
+                    self._capture_next_step()
                 record = self._advance()
                 self.records.append(record)
                 if metrics is not None:
                     metrics.append(record)
                 on_step(record)
-                due = train.checkpoint_every and self.step % train.checkpoint_every == 0
+                every = train.checkpoint_every if train.checkpoint else 0
+                due = every and self.step % every == 0
                 # The last step's checkpoint is written below in any case, so it is not written
                 # twice.
                 if due and self.step < train.steps:
                     self.save()
-        self.save()
+        if train.checkpoint:
+            self.save()
         return self.step >= train.steps
 
     @property
@@ -181,6 +192,29 @@ class Trainer:
             return
         saved = SavedRun(self.step, self.config, self.corpus.sha256, self.corpus.paths)
         save_checkpoint(self.directory / CHECKPOINT_NAME, saved.to_header(), arrays)
+
+    def captured_path(self, layer: int) -> Path:
+        """Where the last step saves the tensors of an MoE layer."""
+        return self.directory / f"captured-step{self.config.train.steps}-layer{layer}.npz"
+
+    def captured(self) -> list[Path]:
+        """The files of `capture_layers` that are there whole, forward and backward; the log names
+        the others.
+        """
+        paths = [self.captured_path(layer) for layer in self.config.capture_layers]
+        whole = [path for path in paths if _has_backward(path)]
+        for path in paths:
+            if path not in whole:
+                logger.warning("the last step's tensors are not in %s", path)
+        return whole
+
+    def _capture_next_step(self) -> None:
+        """Under expert parallelism the experts of rank 0, which alone writes files."""
+        for layer in self.config.capture_layers if self.writes else ():
+            path = self.captured_path(layer)
+            # A file that is there afterwards is then this step's.
+            path.unlink(missing_ok=True)
+            self.learners[MAIN].dump_next_step(layer, path)
 
     def evaluate(self) -> dict[str, float]:
         """Mean held-out loss by learner; empty when `eval_batches` is 0."""
@@ -208,6 +242,7 @@ class Trainer:
         held_out = self.evaluate()
         last = self.records[-smoothing_window(len(self.records)) :]
         return {
+            "config": self.config.to_json(),
             "framework": self.config.framework,
             "precision": self.config.precision,
             "engine": self.config.engine,
@@ -241,13 +276,14 @@ class Trainer:
         result, seconds = _timed_step(self.learners[MAIN], tokens, rate)
         # Checked before `self.step` moves on, so a checkpoint never claims a step whose loss was
         # not finite.
-        _require_finite(result, step)
+        way_out = _way_out(train.checkpoint)
+        _require_finite(result, step, way_out)
         twin = self.learners.get(FULL_PRECISION)
         reference, reference_seconds = (
             _timed_step(twin, tokens, rate) if twin is not None else (None, None)
         )
         if reference is not None:
-            _require_finite(reference, step, " of the run in full precision")
+            _require_finite(reference, step, way_out, " of the run in full precision")
         self.step = step
         num_tokens = train.batch_size * self.config.model.seq_len
         return StepRecord(
@@ -343,11 +379,24 @@ def _require_equal(name: str, saved: Any, wanted: Any) -> None:
     )
 
 
-def _require_finite(result: StepResult, step: int, whose: str = "") -> None:
+def _require_finite(result: StepResult, step: int, way_out: str, whose: str = "") -> None:
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
     expect(
         finite,
         TrainingError,
-        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; the last checkpoint is whole: resume from it "
-        "with a lower learning rate",
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; {way_out}",
     )
+
+
+def _way_out(has_checkpoint: bool) -> str:
+    if has_checkpoint:
+        return "the last checkpoint is whole: resume from it with a lower learning rate"
+    return "this run writes no checkpoint: start it anew with a lower learning rate"
+
+
+def _has_backward(path: Path) -> bool:
+    """Whether a captured step is there with what its backward brings."""
+    try:
+        return bool(read_npz(path, lambda names: ["name"] if "dout" in names else []))
+    except NpzError:
+        return False

@@ -56,9 +56,10 @@ TRAIN_OPTIONS = {
     "micro_batches": "micro_batches",
     "lr": "lr",
     "seed": "seed",
+    "checkpoint": "checkpoint",
     "checkpoint_every": "checkpoint_every",
 }
-RUN_OPTIONS = ("framework", "precision", "engine", "compare", "against", "ep")
+RUN_OPTIONS = ("framework", "precision", "engine", "compare", "against", "ep", "capture_layers")
 COMPARE_HELP = (
     "Train the same seed in full precision beside it, on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
     f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps "
@@ -131,6 +132,21 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     TrainConfig.checkpoint_every,
     "Steps between checkpoints; 0: only at the end.",
 )
+@click.option(
+    "--checkpoint/--no-checkpoint",
+    default=None,
+    help="Write checkpoints, or none: such a run leaves metrics, plots and summary, and cannot be resumed.  [default: checkpoint]",
+)
+@click.option(
+    "--capture",
+    "capture_layers",
+    type=int,
+    multiple=True,
+    metavar="LAYER",
+    help="In the last step, save the inputs and gradients of the experts of MoE layer LAYER (the first layer is 0) to "
+    "captured-step<N>-layer<LAYER>.npz in --out, for `sonicmoe numerics --captured`: those of the first micro-batch, on rank 0. "
+    "May be repeated.",
+)
 @click.option("--out", type=Location(), default=None, metavar="DIR",
               help="Directory of checkpoint, metrics and plots, for one run at a time.  "
               "[default: a new one, runs/train-<date>-<time>]")  # fmt: skip
@@ -158,8 +174,8 @@ def train(
     SonicMoEMlpNode.
 
     Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz, loss.png and
-    expert_load.png to --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint and exit with
-    130, 143 and 129. Bad input is one line and exit code 2.
+    expert_load.png to --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint (unless
+    --no-checkpoint) and exit with 130, 143 and 129. Bad input is one line and exit code 2.
 
     Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python
     -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --framework paddle --ep 4.
@@ -174,10 +190,13 @@ def train(
             resume,
             overwrite,
             as_json,
-            {name: value for name, value in options.items() if value is not None},
+            {name: value for name, value in options.items() if value not in (None, ())},
         )
     except KeyboardInterrupt:
-        _fail("interrupted; no checkpoint was written since the last one", EXIT_SIGNAL_BASE + 2)
+        saved = "no checkpoint was written since the last one"
+        if options["checkpoint"] is False:
+            saved = "this run writes no checkpoint"
+        _fail(f"interrupted; {saved}", EXIT_SIGNAL_BASE + 2)
     except SonicMoEError as error:
         # Every rank refuses the same input; one of them says so.
         said_by_rank_0 = isinstance(error, ConfigError | CheckpointError)
@@ -204,7 +223,7 @@ def _run(
     from ernie_compat.memory import require_room
     from ernie_compat.parallel import RankLayout, read_launch
     from ernie_compat.rank_guard import RankGuard
-    from ernie_compat.run_directory import clear
+    from ernie_compat.run_directory import clear, require_checkpoint
     from ernie_compat.saved_run import SavedRun
     from ernie_compat.trainer import CHECKPOINT_NAME, Trainer
 
@@ -223,7 +242,20 @@ def _run(
         ConfigError,
         "--resume continues the run in --out, and --overwrite removes it; needed: one of them",
     )
-    saved = SavedRun.read(out / CHECKPOINT_NAME) if out is not None and resume else None
+    expect(
+        not resume or given.get("checkpoint", True),
+        ConfigError,
+        "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for a new run",
+    )
+    expect(
+        given.get("checkpoint", True) or "checkpoint_every" not in given,
+        ConfigError,
+        "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them",
+    )
+    saved = None
+    if out is not None and resume:
+        require_checkpoint(out)
+        saved = SavedRun.read(out / CHECKPOINT_NAME)
     given, choice = _with_framework(given, saved)
     config = _configuration(given, saved)
     layout = RankLayout(launch, config.ep)
@@ -236,7 +268,7 @@ def _run(
         parallel = make_parallel(
             config.framework, layout, config.tokens_per_rank(layout.world_size)
         )
-        with RankGuard(parallel, lambda: _how_to_continue(directory)):
+        with RankGuard(parallel, lambda: _how_to_continue(directory, config)):
             start = Trainer.resume if resume else Trainer.start
             with Activity(f"importing {config.framework} and building the model", console):
                 trainer = start(config, corpus, directory, parallel)
@@ -299,25 +331,34 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     # Signals become requests here only: before training there is nothing to save, and after it
     # Ctrl-C should end the process.
     started = time.monotonic()
-    with InterruptGuard(console) as guard:
+    saves = trainer.config.train.checkpoint
+    with InterruptGuard(console, saves) as guard:
         with TrainingDisplay(console, trainer.config.train.steps, trainer.step) as display:
             finished = trainer.train(display.update, guard.requested)
         say_duration("training", started, console)
         if not finished:
-            hint = f"interrupted at step {trainer.step}; checkpoint saved. Continue with: --resume --out {trainer.directory}"
-            console.print(hint, soft_wrap=True)
+            left = (
+                f"checkpoint saved. Continue with: --resume --out {trainer.directory}"
+                if saves
+                else "this run writes no checkpoint, so it cannot be continued"
+            )
+            console.print(f"interrupted at step {trainer.step}; {left}", soft_wrap=True)
             # Ranks may have received different signals, or none; they agree on one exit code.
             return EXIT_SIGNAL_BASE + trainer.parallel.largest(guard.received)
     summary = trainer.summary()
     if trainer.writes:
-        report(trainer, summary, draw(trainer, console), as_json)
+        captured = trainer.captured()
+        report(trainer, summary, draw(trainer, console), captured, as_json)
+        return EXIT_FAILED if len(captured) < len(trainer.config.capture_layers) else 0
     return 0
 
 
-def _how_to_continue(directory: Path) -> str:
+def _how_to_continue(directory: Path, config: RunConfig) -> str:
     from ernie_compat.run_directory import DEFAULT_PARENT
     from ernie_compat.trainer import CHECKPOINT_NAME
 
+    if not config.train.checkpoint:
+        return "this run writes no checkpoint"
     if directory == DEFAULT_PARENT:  # rank 0 alone knows the name that it has made
         return "rank 0 has named the directory of the last checkpoint"
     if not (directory / CHECKPOINT_NAME).exists():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +30,8 @@ def announce(trainer: Trainer, resume: bool, console: Console) -> None:
         f"{config.framework} on {learner.device}, experts in {config.precision} on engine {learner.engine}"
         f"{_baseline(trainer)}{_ranks(trainer.parallel)}: {learner.num_parameters / 1e6:.2f} M parameters, "
         f"{model.num_layers} layers ({len(model.moe_layers)} MoE), {model.num_experts} experts, top-{model.topk}\n"
-        f"text: {corpus.num_files} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:.1f} MB; results in {trainer.directory}",
+        f"text: {corpus.num_files} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:.1f} MB; results in {trainer.directory}"
+        f"{'' if config.train.checkpoint else ', without a checkpoint'}",
         soft_wrap=True,
     )
     if resume:
@@ -77,7 +79,11 @@ def draw(trainer: Trainer, console: Console) -> dict[str, str]:
 
 
 def report(
-    trainer: Trainer, summary: dict[str, Any], plots: Mapping[str, str], as_json: bool
+    trainer: Trainer,
+    summary: dict[str, Any],
+    plots: Mapping[str, str],
+    captured: Sequence[Path],
+    as_json: bool,
 ) -> None:
     """Write `summary.json`, and print the summary to stdout."""
     from ernie_compat.checkpoint import partial_of
@@ -86,7 +92,10 @@ def report(
 
     files = {
         "metrics": str(trainer.directory / METRICS_NAME),
-        "checkpoint": str(trainer.directory / CHECKPOINT_NAME),
+        "checkpoint": str(trainer.directory / CHECKPOINT_NAME)
+        if trainer.config.train.checkpoint
+        else None,
+        "captured": [str(path) for path in captured],
     }
     summary |= {"plots": dict(plots), **files}
     path = trainer.directory / SUMMARY_NAME
@@ -130,6 +139,7 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         *((f"plot: {name}", path) for name, path in summary["plots"].items()),
         ("metrics", summary["metrics"]),
         ("checkpoint", summary["checkpoint"]),
+        *(("captured tensors", path) for path in summary["captured"]),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ernie_compat.metrics import loss_gap
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from ernie_compat.trainer import Trainer
 from sonicmoe.cli.main import main
+from sonicmoe.errors import SonicMoEError
 
 SIZES = ModelConfig(
     hidden_size=32,
@@ -130,14 +132,36 @@ def test_command(runs, tmp_path):
         "fp8 on torch, engine auto, 5 steps" in result.output
         and (tmp_path / "gap.png").stat().st_size > 10_000
     )
-    data = json.loads(CliRunner().invoke(main, ["lossgap", *directories[:1], "--json"]).stdout)
-    assert data["summaries"][0]["gap"]["low"] is None and data["runs"][0]["seed"] == 0
     markdown = CliRunner().invoke(main, ["lossgap", *directories, "--markdown"]).output
     assert "its standard deviation" in markdown
+    data = json.loads(CliRunner().invoke(main, ["lossgap", *directories[:1], "--json"]).stdout)
+    assert data["summaries"][0]["gap"]["low"] is None and data["runs"][0]["seed"] == 0
     assert data["summaries"][0]["signed_gap"]["deviation"] is None
     gaps = [read_run(directory).signed_gap for directory, _ in runs.values()]
     assert f"| {100 * np.std(gaps, ddof=1):.3f} |" in markdown
     assert "| run |" in markdown
+
+
+def test_a_summary_tells_the_configuration_and_an_older_one_leaves_it_to_the_checkpoint(
+    runs, tmp_path
+):
+    directory, _ = runs[2]
+    summary = json.loads((directory / "summary.json").read_text())
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copy(directory / "metrics.jsonl", out)
+    (out / "summary.json").write_text(json.dumps(summary))
+    assert read_run(out).kind == read_run(directory).kind and read_run(out).seed == 2
+    for damaged, words in (({}, "damaged"), ("text", "damaged")):
+        (out / "summary.json").write_text(json.dumps({**summary, "config": damaged}))
+        with pytest.raises(LossGapError, match=rf"summary\.json is {words}"):
+            read_run(out)
+    del summary["config"]
+    (out / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(SonicMoEError, match="no checkpoint"):
+        read_run(out)
+    shutil.copy(directory / "checkpoint.npz", out)
+    assert read_run(out).seed == 2
 
 
 def test_runs_of_unequal_length_are_drawn_to_the_shortest(tmp_path):

@@ -28,6 +28,10 @@ def test_the_bound_grows_with_the_run_and_shrinks_with_the_ranks() -> None:
     assert least_memory(replace(plain, compare=True), 1, on_gpu=False) > alone
     assert least_memory(plain, 4, on_gpu=False) < alone
     assert least_memory(plain, 1, on_gpu=True) < alone
+    without = replace(plain, compare=True, train=replace(plain.train, checkpoint=False))
+    # One learner's initial weights after the other's, and no copy of the moments.
+    assert least_memory(without, 1, on_gpu=True) < least_memory(plain, 1, on_gpu=True)
+    assert least_memory(without, 1, on_gpu=False) > alone
     require_room(plain, 1)
 
 

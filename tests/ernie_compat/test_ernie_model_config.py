@@ -62,8 +62,15 @@ def test_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
 
 
 def test_json_round_trip() -> None:
-    config = run_config(precision="bf16", compare=True, train={"lr": 0.25})
+    config = run_config(precision="bf16", compare=True, train={"lr": 0.25}, capture_layers=(1,))
     assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 2), ("1",), (True,), (-1,), 1, "1"])
+def test_layers_to_capture_are_moe_layers(layers: object) -> None:
+    written = run_config().to_json() | {"capture_layers": layers}
+    with pytest.raises(ConfigError, match=r"capture_layers has|not readable"):
+        RunConfig.from_json(written)
 
 
 def test_unreadable_json_is_a_config_error() -> None:

@@ -157,10 +157,20 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus: Corpus, tmp_path
         if record.step == 3:
             trainer.learners[MAIN].decoder.lm_head.weight.data.fill_(float("nan"))
 
-    with pytest.raises(TrainingError, match="step 4: loss nan"):
+    with pytest.raises(TrainingError, match=r"step 4: loss nan.*the last checkpoint is whole"):
         trainer.train(on_step=poison_after_three)
     header, arrays = load_checkpoint(tmp_path / CHECKPOINT_NAME)
     assert header["step"] == 2 and all(np.isfinite(a).all() for a in arrays.values())
+
+
+def test_non_finite_loss_without_checkpoints_sends_nobody_to_one(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    trainer = Trainer.start(run_config(train={"checkpoint": False}), corpus, tmp_path)
+    trainer.learners[MAIN].decoder.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"step 1: loss nan.*writes no checkpoint: start it"):
+        trainer.train()
+    assert not (tmp_path / CHECKPOINT_NAME).exists()
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,13 @@ def test_what_is_there_is_named(tmp_path: Path) -> None:
     assert found_run(tmp_path) is None
     require_free(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("no record\nnor this\n")
-    with pytest.raises(ConfigError, match=r"a metrics\.jsonl that cannot be read; --resume"):
+    with pytest.raises(ConfigError, match=r"a metrics\.jsonl that cannot be read; --overwrite"):
         require_free(tmp_path)
     (tmp_path / "checkpoint.npz").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"a checkpoint\.npz that cannot be read"):
+    with pytest.raises(ConfigError, match=r"a checkpoint\.npz that cannot be read; --resume"):
         require_free(tmp_path)
     (tmp_path / "mine.txt").touch()
+    (tmp_path / "captured-step300-layer2.npz").touch()
     clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

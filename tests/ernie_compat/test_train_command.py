@@ -8,16 +8,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import preloaded
 import pytest
 import torch
 from small_run import ROOT, SIZE_OPTIONS, environment, run_train
 
 from ernie_compat.checkpoint import load_checkpoint, read_header, save_checkpoint
-from ernie_compat.metrics import read_metrics
+from ernie_compat.lossgap import read_run
+from ernie_compat.metrics import StepRecord, read_metrics
 from ernie_compat.saved_run import SavedRun
+from sonicmoe.diagnostics.cases import load_case
+from sonicmoe.diagnostics.step_dump import load_dump
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
@@ -143,6 +148,11 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
         (["--out", "{file}"], "cannot be a directory"),
         (["--against", "fp8"], "'fp8' is not one of"),
         (["--against", "bf16", "--no-compare"], "--against with --no-compare"),
+        (["--no-checkpoint", "--checkpoint-every", "5"], "--no-checkpoint writes none"),
+        (["--resume", "--no-checkpoint", "--out", "{damaged}"], "is for a new run"),
+        (["--resume", "--out", "{ended}"], "the metrics of 1 steps without a checkpoint, so there"),
+        (["--capture", "0"], "capture_layers has 0; the MoE layers of this model are 1 to 1"),
+        (["--capture", "1", "--capture", "2"], "capture_layers has 2; the MoE layers"),
         (["--lr", "1e30"], "lr is 1e+30; needed: at most 1.0"),
         (["--steps", "9" * 30], "steps is 9"),
         (["--out", ""], "'' is empty; needed: a path"),
@@ -153,7 +163,10 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
 def test_bad_input_is_one_line_and_exit_code_2(
     text: Path, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    places = {name: tmp_path / name for name in ("empty", "short", "new", "damaged", "file")}
+    names = ("empty", "short", "new", "damaged", "file", "ended")
+    places = {name: tmp_path / name for name in names}
+    places["ended"].mkdir()
+    (places["ended"] / "metrics.jsonl").write_text(a_record_of(step=1))
     places["empty"].mkdir()
     places["damaged"].mkdir()
     (places["damaged"] / "checkpoint.npz").write_text("not one")
@@ -171,6 +184,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert len(lines) == 1 and words in lines[0]
     assert result.stdout == ""
     assert not places["new"].exists()  # nothing is made before everything was checked
+
+
+def a_record_of(step: int) -> str:
+    record = StepRecord(step, 1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, 1.0, 1.0, ((1.0,),))
+    return json.dumps(asdict(record)) + "\n"
 
 
 def run_command_in_process(arguments: list[str]):
@@ -374,3 +392,104 @@ def test_on_a_host_the_comparison_is_with_fp32(text: Path, tmp_path: Path) -> No
     result = run_command_in_process([*arguments, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["against"] == "fp32"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_without_checkpoints_leaves_its_figures_and_its_last_tensors(
+    text: Path, tmp_path: Path, framework: str
+) -> None:
+    out, kept = tmp_path / "run", tmp_path / "kept"
+    options = ["--framework", framework, "--data", str(text), "--steps", "3", "--compare"]
+    options += ["--micro-batches", "2", *SIZE_OPTIONS]
+    without = ["--no-checkpoint", "--capture", "1"]
+    result = run_train(*options, *without, "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    assert not list(out.glob("*checkpoint*")) and "checkpoint.npz" not in result.stdout
+    assert ", without a checkpoint" in result.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    captured = out / "captured-step3-layer1.npz"
+    assert summary["checkpoint"] is None and summary["captured"] == [str(captured)]
+    assert str(captured) in result.stdout
+
+    # Capturing changes no bit, and the gap needs no checkpoint.
+    plain = run_train(*options, "--out", str(kept))
+    assert plain.returncode == 0, plain.stderr
+    records = [read_metrics(path / "metrics.jsonl") for path in (out, kept)]
+    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
+    assert read_run(out).signed_gap == read_run(kept).signed_gap
+
+    # The first of two micro-batches of the FP8 run, with the weights before its last update.
+    case, step = load_case(captured), load_dump(captured)
+    assert case.x.shape == case.dout.shape == (2 * 16, 32) and case.indices.shape == (2 * 16, 2)
+    assert case.w1.shape == (4, 64, 32) and step.settings.recipe == "dx256"
+    assert all(np.abs(array).max() > 0 for array in (case.x, case.dout, case.probs))
+    assert step.framework == framework
+    after = load_checkpoint(kept / "checkpoint.npz")[1]
+    down = after["main/weight/layers.1.mlp.experts.0.down_proj.weight"].T
+    assert 0 < np.abs(step.w2[0] - down).max() < 1e-2
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed_and_says_so(
+    text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--data", str(text), "--steps", "2", "--out", str(out), *SIZE_OPTIONS]
+    first = run_command_in_process([*arguments, "--no-checkpoint", "--capture", "1"])
+    assert first.exit_code == 0, first.stderr
+    before = files_of(out)
+    resumed = run_command_in_process(["--resume", "--out", str(out)])
+    again = run_command_in_process(arguments)
+    for refused, words, never in (
+        (resumed, "nothing to resume: a run with --no-checkpoint", "Traceback"),
+        (again, "the metrics of 2 steps without a checkpoint; --overwrite replaces", "--resume"),
+    ):
+        (line,) = refused.stderr.splitlines()
+        assert refused.exit_code == 2 and words in line and never not in line
+    assert files_of(out) == before
+    assert run_command_in_process([*arguments, "--overwrite"]).exit_code == 0
+    assert not list(out.glob("captured*")) and read_header(out / "checkpoint.npz")["step"] == 2
+
+
+def test_an_interrupt_without_checkpoints_promises_none(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text)]
+    options += ["--steps", "100000", "--no-checkpoint", *SIZE_OPTIONS, "--out", str(out)]
+    process = preloaded.Process(
+        "torch", ["-m", "sonicmoe.cli.train", *options], environment(), ROOT
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 130, stderr
+    steps = len(read_metrics(metrics))
+    assert f"interrupted at step {steps}; this run writes no checkpoint, so it" in stderr
+    assert "checkpoint saved" not in stderr and "--resume" not in stderr
+    assert not (out / "checkpoint.npz").exists()
+
+
+def test_tensors_that_were_not_captured_are_an_exit_code(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sonicmoe.diagnostics.step_capture.save_dump", lambda *_: 1 / 0)
+    out = tmp_path / "run"
+    arguments = ["--data", str(text), "--steps", "2", "--capture", "1", "--out", str(out)]
+    result = run_command_in_process([*arguments, *SIZE_OPTIONS])
+    assert result.exit_code == 1
+    assert (
+        f"the last step's tensors are not in {out / 'captured-step2-layer1.npz'}" in result.stderr
+    )
+    assert json.loads((out / "summary.json").read_text())["captured"] == []
+    assert read_header(out / "checkpoint.npz")["step"] == 2  # the run itself is whole
+
+
+def test_a_resumed_run_captures_what_it_was_asked_for_at_first(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--data", str(text), "--steps", "1", "--capture", "1", "--out", str(out)]
+    assert run_command_in_process([*arguments, *SIZE_OPTIONS]).exit_code == 0
+    resumed = run_command_in_process(["--resume", "--steps", "2", "--out", str(out)])
+    assert resumed.exit_code == 0, resumed.stderr
+    assert load_case(out / "captured-step2-layer1.npz").num_experts == 4

@@ -125,4 +125,14 @@ def test_each_signal_asks_for_a_checkpoint(
         assert signal.getsignal(number) == handler
     finally:
         signal.signal(number, before)
-    assert "stopping after this step" in capsys.readouterr().err
+    assert "stopping after this step to save a checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_that_writes_no_checkpoint_announces_none(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with InterruptGuard(progress_console(), saves=False):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "stopping after this step, without a checkpoint" in capsys.readouterr().err
