@@ -1,0 +1,385 @@
+#!/usr/bin/env python3
+"""What FP8 costs at scale: seeds of `sonicmoe train --compare` on the GPUs of a host, the signed loss
+gap with its spread, and the error of FP8 on the tensors that the runs end with.
+
+    python benchmarks/loss_gap_bench.py --run small:0-7 --out runs/scale                    # two H200
+    python benchmarks/loss_gap_bench.py --run small:0-7 --run billion:0 --out runs/scale    # four
+    python benchmarks/loss_gap_bench.py --run billion:0 --out runs/billion                  # one
+    python benchmarks/loss_gap_bench.py --run tiny:0-1 --device cpu --out runs/tiny         # is the program right?
+
+Every seed is a process of its own that trains both precisions in turns on the same batches, and
+writes no checkpoint. `--per-gpu` processes share a GPU, so that one computes while the host
+launches the next step of another; a model of a billion parameters gets a GPU for itself. After
+`--minutes` the seeds that still run are stopped. They are listed with the step that they reached,
+and are no part of the mean. So a command of at most 600 seconds has its report. The exit code is 0
+when every seed finished and every table was made, else 1.
+
+How long it takes. The model of 420 M parameters in docs/performance.md takes 0.0812 + 0.0911 s for a
+step in both precisions, 16,384 tokens, on one H200. Of these the optimizer moves 44 bytes per
+parameter and precision at 4.24 TB/s: 2 x 4.4 ms. The rest is taken to grow with the products,
+6 x (K 3HI + 4HH + SH) per token and layer, which is 1.64 GFLOP there.
+
+    small    99 M parameters, 0.27 GFLOP per token x 8,192 tokens: 0.015 s a step, 46 s for 3,000.
+             Eight seeds are 370 s of one H200, 185 s of each of two, and 370 s there if everything
+             takes twice as long.
+    billion  1.16 B parameters, 2.46 GFLOP per token x 8,192 tokens: 0.15 s a step, 147 s for 1,000,
+             twice that is 290 s. Weights, gradients and two moments in fp32 are 16 bytes per
+             parameter and precision: 35 GiB of the 139.
+
+Starting, compiling and drawing the initial weights take one to two minutes more. `--help` has the
+options, and the first lines of the output have these figures for what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu_queue import HOST, GpuQueue, Outcome, StopRequest, Task, gpus, sonicmoe_command
+from loss_gap_presets import PRESETS, Preset, plan_line, with_steps
+from start_together import with_package
+
+from ernie_compat.lossgap import GapRun, GapSummary, gap_curve, read_run, summarise
+from ernie_compat.metrics import read_metrics
+from ernie_compat.trainer import CAPTURED_PATTERN, METRICS_NAME
+from sonicmoe.cli.lossgap import percent, run_table, summary_table, to_json, verdict
+from sonicmoe.cli.numerics import print_table
+from sonicmoe.cli.train import MODEL_OPTIONS, TRAIN_OPTIONS
+from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
+from sonicmoe.errors import SonicMoEError
+from sonicmoe.quant.recipes import DEEPSEEK_V3
+
+NUMERICS_S = 110.0
+SAMPLED_TOKENS = 2048  # of a captured call, as many as the tables in docs/numerics.md have
+STATUS_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Seed:
+    """One run of a preset: its seed and its directory."""
+
+    preset: str
+    seed: int
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset} seed {self.seed}"
+
+
+class PresetSeeds(click.ParamType):
+    """`PRESET:SEEDS`, the seeds as `0-7`, `0,2,5` or `3`."""
+
+    name = "preset:seeds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, tuple[int, ...]]:
+        """The preset's name and its seeds."""
+        preset, _, seeds = str(value).partition(":")
+        if preset not in PRESETS:
+            self.fail(f"{preset!r} is none of the presets {', '.join(PRESETS)}", param, ctx)
+        found: list[int] = []
+        try:
+            for part in seeds.split(","):
+                first, _, last = part.partition("-")
+                found += range(int(first), int(last or first) + 1)
+        except ValueError:
+            self.fail(f"{seeds!r} are no seeds; needed: 0-7, 0,2,5 or 3", param, ctx)
+        if not found or len(set(found)) < len(found):
+            self.fail(f"{seeds!r} has no seed, or one of them twice", param, ctx)
+        return preset, tuple(found)
+
+
+def train_arguments(
+    preset: Preset, seed: Seed, framework: str, engine: str, data: Sequence[str]
+) -> tuple[str, ...]:
+    """Of `sonicmoe` for one seed."""
+    last = preset.model.moe_layers[-1]
+    words = ["train", "--framework", framework, "--engine", engine, "--precision", "fp8"]
+    words += ["--compare", "--no-checkpoint", "--capture", str(last), "--out", str(seed.out)]
+    train = replace(preset.train, seed=seed.seed)
+    left_out = ("checkpoint", "checkpoint_every")
+    for config, options in ((preset.model, MODEL_OPTIONS), (train, TRAIN_OPTIONS)):
+        for option, name in options.items():
+            if option not in left_out:
+                words += [f"--{option.replace('_', '-')}", str(getattr(config, name))]
+    for path in data:
+        words += ["--data", path]
+    return tuple(words)
+
+
+class Progress:
+    """A line about the running seeds every `STATUS_EVERY_S` seconds."""
+
+    def __init__(self, queue: GpuQueue, seeds: dict[str, Seed], started: float) -> None:
+        """`started`: of `time.monotonic`."""
+        self._queue, self._seeds, self._started = queue, seeds, started
+        self._said = started
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._said < STATUS_EVERY_S:
+            return
+        self._said = now
+        running = [self._seeds[task.name] for task in self._queue.running]
+        steps = ", ".join(f"{seed.name} at step {steps_done(seed)}" for seed in running)
+        click.echo(f"{now - self._started:.0f} s: {steps}")
+
+
+def steps_done(seed: Seed) -> int:
+    """Lines of its metrics so far."""
+    try:
+        return (seed.out / METRICS_NAME).read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def gap_so_far(seed: Seed) -> float | None:
+    """The signed gap over the last quarter of the steps that an unfinished run did."""
+    try:
+        records = read_metrics(seed.out / METRICS_NAME)
+        pairs = [(r.loss, r.full_precision_loss) for r in records]
+        whole = [(loss, reference) for loss, reference in pairs if reference]
+        return gap_curve(*zip(*whole, strict=True))[2] if whole else None
+    except SonicMoEError:
+        return None
+
+
+def unfinished_lines(
+    outcomes: Sequence[Outcome], seeds: dict[str, Seed], presets: dict[str, Preset]
+) -> list[str]:
+    """What became of every seed that did not finish, with the last words of those that failed."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.state == "finished":
+            continue
+        seed = seeds[outcome.task.name]
+        steps = presets[seed.preset].train.steps
+        said = f"{seed.name}: {outcome.state} at step {steps_done(seed)} of {steps}"
+        gap = gap_so_far(seed)
+        lines.append(said + ("" if gap is None else f", signed gap so far {percent(gap)} %"))
+        if outcome.state == "failed":
+            words = outcome.task.log.read_text(errors="replace").splitlines()[-5:]
+            lines += [f"    {word}" for word in words]
+    return lines
+
+
+def goal_line(summary: GapSummary, goal: float) -> str:
+    """Whether the interval of the signed gap lies within +-`goal` percent."""
+    low, high = 100 * summary.signed_gap.low, 100 * summary.signed_gap.high
+    if summary.runs < 2:
+        return f"{summary.kind}: one seed has no interval"
+    inside = -goal <= low and high <= goal
+    words = "inside" if inside else "not inside"
+    return (
+        f"{summary.kind}: the interval [{low:.3f}, {high:.3f}] % of the signed gap over "
+        f"{summary.runs} seeds is {words} +-{goal:g} %"
+    )
+
+
+def sampled(seed: Seed, steps: int) -> list[Path]:
+    """The captured calls of a run, cut to their first tokens, named after the run."""
+    files = []
+    for path in sorted(seed.out.glob(CAPTURED_PATTERN)):
+        step = load_dump(path)
+        few = {
+            name: getattr(step, name)[:SAMPLED_TOKENS] for name in ("x", "dout", "indices", "probs")
+        }
+        layer = path.stem.rpartition("-")[2].replace("layer", "layer ")
+        name = f"{seed.name}, step {steps}, {layer}"
+        files.append(seed.out.with_name(f"{seed.out.name}-{path.stem}-sample.npz"))
+        # The caller's names are of all the tokens.
+        save_dump(files[-1], replace(step, name=name, caller=None, **few))
+    return files
+
+
+def numerics(files: Sequence[Path], framework: str, environment: dict[str, str]) -> str | None:
+    """The table of the default recipe beside DeepSeek-V3's; None where it could not be made."""
+    words = ["numerics", "--framework", framework, "--markdown"]
+    words += ["--recipe", str(StepSettings().recipe), "--recipe", DEEPSEEK_V3.name]
+    words += ["--scales", "fp32", "--z", "int8", "--z", "e4m3"]
+    words += [word for path in files for word in ("--captured", str(path))]
+    try:
+        result = subprocess.run(
+            sonicmoe_command(words),
+            check=False,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=NUMERICS_S,
+        )
+    except subprocess.TimeoutExpired:
+        click.echo(f"sonicmoe numerics was stopped after {NUMERICS_S:.0f} s", err=True)
+        return None
+    return result.stdout if result.returncode == 0 else None
+
+
+def places(device: str, environment: dict[str, str]) -> list[str]:
+    """The devices to run on.
+
+    Raises:
+        click.ClickException: GPUs are asked for, and there is none.
+    """
+    if device == "cpu":
+        return [HOST]
+    found = gpus(environment)
+    if not found:
+        raise click.ClickException(
+            "there is no NVIDIA GPU here; --device cpu runs on the host, which is for --run tiny"
+        )
+    return found
+
+
+@click.command(help=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
+@click.option("--run", "runs", type=PresetSeeds(), multiple=True, default=["small:0-7"], show_default=True,
+              help=f"Preset ({', '.join(PRESETS)}) and seeds; may be repeated.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), help="Of every seed, in place of the preset's.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--per-gpu", type=click.IntRange(1), default=2, show_default=True,
+              help="Processes that share a GPU (the host, with --device cpu).")  # fmt: skip
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=7.5, show_default=True,
+              help="Until seeds that still run are stopped; the report takes up to two more.")  # fmt: skip
+@click.option("--framework", type=click.Choice(["torch", "paddle"]), default="torch",
+              show_default=True)  # fmt: skip
+@click.option(
+    "--engine", help="Of the FP8 experts.  [default: hopper; with --device cpu reference]"
+)
+@click.option("--goal", type=float, default=0.15, show_default=True,
+              help="Percent that the interval of the signed gap should stay within.")  # fmt: skip
+@click.option("--data", multiple=True, help="Text, as of `sonicmoe train`; may be repeated.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True,
+              help="A directory for each seed, its log beside it.")  # fmt: skip
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False),
+              help="Write all figures.")  # fmt: skip
+def main(
+    runs: Sequence[tuple[str, tuple[int, ...]]],
+    steps: int | None,
+    device: str,
+    per_gpu: int,
+    minutes: float,
+    framework: str,
+    engine: str | None,
+    goal: float,
+    data: Sequence[str],
+    out: Path,
+    json_file: Path | None,
+) -> None:
+    """Train, wait, report, as the head of this file says."""
+    started = time.monotonic()
+    environment = with_package(os.environ)
+    devices = places(device, environment)
+    names = [name for name, _ in runs]
+    if len(set(names)) < len(names):
+        raise click.ClickException("--run names a preset twice; needed: all its seeds in one")
+    presets = {name: with_steps(PRESETS[name], steps) for name in names}
+    seeds = [Seed(name, n, out / f"{name}-seed{n}") for name, many in runs for n in many]
+    for seed in seeds:
+        if seed.out.exists():
+            raise click.ClickException(f"{seed.out} is there; give another --out, or remove it")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+    for name, many in runs:
+        click.echo(plan_line(name, presets[name], many))
+    # Each process computes with its share of the cores.
+    at_once = min(len(seeds), len(devices) * per_gpu)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+    chosen = engine or ("hopper" if device == "cuda" else "reference")
+    tasks = [
+        Task(
+            seed.name,
+            train_arguments(presets[seed.preset], seed, framework, chosen, data),
+            seed.out.with_suffix(".log"),
+            presets[seed.preset].alone,
+        )
+        for seed in seeds
+    ]
+    by_name = {seed.name: seed for seed in seeds}
+    queue = GpuQueue(tasks, devices, per_gpu, environment, click.echo)
+    with StopRequest() as stop:
+        outcomes = queue.run(
+            started + 60 * minutes, lambda: stop.asked, Progress(queue, by_name, started)
+        )
+    environment["CUDA_VISIBLE_DEVICES"] = devices[0]
+    environment["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
+    whole = report(outcomes, by_name, presets, framework, environment, goal, json_file)
+    click.echo(f"{time.monotonic() - started:.0f} s in all")
+    sys.exit(0 if whole else 1)
+
+
+def report(
+    outcomes: Sequence[Outcome],
+    seeds: dict[str, Seed],
+    presets: dict[str, Preset],
+    framework: str,
+    environment: dict[str, str],
+    goal: float,
+    json_file: Path | None,
+) -> bool:
+    """Print everything, and write it where asked; whether nothing is missing."""
+    finished = [seeds[one.task.name] for one in outcomes if one.state == "finished"]
+    missing = unfinished_lines(outcomes, seeds, presets)
+    gaps = gaps_of(finished, missing)
+    figures: dict[str, Any] = {"goal_percent": goal, "unfinished": missing}
+    click.echo(f"\n{len(finished)} of {len(outcomes)} seeds finished")
+    for line in missing:
+        click.echo(line)
+    if gaps:
+        summaries = summarise(gaps)
+        figures |= to_json(gaps, summaries, [], None)
+        print_table(run_table(gaps), markdown=True)
+        print_table(summary_table(summaries), markdown=True)
+        for summary in summaries:
+            click.echo(verdict(summary))
+            click.echo(goal_line(summary, goal))
+    # Before the tables of the tensors, which the end of the machine's time may cut off.
+    write_json(figures, json_file)
+    # One run of each preset, because the tables must be made in what is left of the time.
+    firsts = {seed.preset: seed for seed in reversed(finished)}
+    table = tensor_table(list(firsts.values()), framework, environment)
+    click.echo(f"\nTensors of the last step: {'none were measured' if table is None else ''}")
+    click.echo(table or "")
+    write_json(figures | {"numerics": table}, json_file)
+    return not missing and table is not None
+
+
+def gaps_of(finished: Sequence[Seed], missing: list[str]) -> list[GapRun]:
+    """The gaps of the runs; one that has none joins the lines of what is missing."""
+    gaps = []
+    for seed in finished:
+        try:
+            gaps.append(read_run(seed.out))
+        except SonicMoEError as error:
+            missing.append(f"{seed.name}: {error}")
+    return gaps
+
+
+def tensor_table(seeds: Sequence[Seed], framework: str, environment: dict[str, str]) -> str | None:
+    """`numerics` of the runs' captured calls; None where there is none, or it failed."""
+    try:
+        files = [path for seed in seeds for path in sampled(seed, steps_done(seed))]
+    except (SonicMoEError, OSError) as error:
+        click.echo(f"the captured calls cannot be read: {error}", err=True)
+        return None
+    return numerics(files, framework, environment) if files else None
+
+
+def write_json(figures: dict[str, Any], path: Path | None) -> None:
+    """Where it was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

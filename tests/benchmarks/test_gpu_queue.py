@@ -1,0 +1,137 @@
+"""Processes that share devices: how many at a time, what a time limit and a death do to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import gpu_queue  # noqa: E402
+from gpu_queue import GpuQueue, StopRequest, Task, gpus  # noqa: E402
+
+# Stands in for `sonicmoe`: says what it sees, waits, ends.
+CHILD = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else signal.SIG_DFL)
+print(sys.argv[2], repr(os.environ["CUDA_VISIBLE_DEVICES"]), flush=True)
+time.sleep(float(sys.argv[2]))
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_queue, "_PROGRAM", CHILD)
+
+
+def task(path: Path, name: str, wait: float = 0.0, code: int = 0, *more: str, alone=False) -> Task:
+    return Task(name, (str(wait), str(code), *more), path / f"{name}.log", alone)
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_every_task_has_an_outcome_in_its_order(tmp_path: Path) -> None:
+    said: list[str] = []
+    tasks = [task(tmp_path, name, 0.0, code) for name, code in (("a", 0), ("b", 3), ("c", 0))]
+    outcomes = GpuQueue(tasks, ["0", "1"], 1, os.environ, said.append).run(soon())
+    assert [(one.task.name, one.state, one.code) for one in outcomes] == [
+        ("a", "finished", 0),
+        ("b", "failed", 3),
+        ("c", "finished", 0),
+    ]
+    devices = [(tmp_path / f"{name}.log").read_text().split()[1] for name in "abc"]
+    assert set(devices) == {"'0'", "'1'"}
+    assert any(line.startswith("b: failed after 0 s, exit code 3, ") for line in said)
+    assert any(line == "a: started on GPU 0" for line in said)
+
+
+def test_slots_bound_what_runs_and_a_large_task_has_its_device_alone(tmp_path: Path) -> None:
+    tasks = [task(tmp_path, f"small{n}", 0.3) for n in range(4)]
+    tasks.append(task(tmp_path, "large", 0.5, alone=True))
+    queue = GpuQueue(tasks, ["0", "1"], 2, os.environ, lambda line: None)
+    seen: list[list[str]] = []
+    outcomes = queue.run(soon(), on_wait=lambda: seen.append([t.name for t in queue.running]))
+    assert all(one.state == "finished" for one in outcomes)
+    assert max(map(len, seen)) == 3
+    assert all(len(names) <= 3 for names in seen if "large" in names)
+    beside = {(tmp_path / f"{name}.log").read_text().split()[1] for name in seen[0]}
+    assert seen[0][0] == "large" and beside == {"'0'", "'1'"}
+
+
+def test_the_time_limit_stops_what_runs_and_drops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_queue, "GRACE_S", 0.5)
+    tasks = [task(tmp_path, "polite", 60), task(tmp_path, "deaf", 60, 0, "deaf")]
+    tasks.append(task(tmp_path, "late"))
+    began = time.monotonic()
+    outcomes = GpuQueue(tasks, [""], 2, os.environ, lambda line: None).run(soon(1.5))
+    assert time.monotonic() - began < 20
+    assert [(one.state, one.code) for one in outcomes] == [
+        ("stopped", -signal.SIGTERM),
+        ("stopped", -signal.SIGKILL),
+        ("not started", None),
+    ]
+
+
+def test_a_signal_asks_for_the_report(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        queue = GpuQueue([task(tmp_path, "long", 60)], [""], 1, os.environ, lambda line: None)
+        outcomes = queue.run(
+            soon(), lambda: stop.asked, lambda: os.kill(os.getpid(), signal.SIGTERM)
+        )
+    assert [one.state for one in outcomes] == ["stopped"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+PARENT = """
+import os, sys, time
+sys.path[:0] = [{benchmarks!r}, {root!r}]
+import gpu_queue
+gpu_queue._PROGRAM = gpu_queue._PROGRAM.partition("from sonicmoe")[0] + (
+    "import pathlib, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)")
+task = gpu_queue.Task("child", ({pid!r},), gpu_queue.Path({log!r}))
+gpu_queue.GpuQueue([task], [""], 1, os.environ).run(time.monotonic() + 600)
+"""
+
+
+def test_a_killed_parent_takes_its_children_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "pid"
+    program = PARENT.format(
+        benchmarks=str(BENCHMARKS),
+        root=str(BENCHMARKS.parent),
+        pid=str(note),
+        log=str(tmp_path / "child.log"),
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        deadline = soon()
+        while not (note.exists() and note.read_text()):
+            assert parent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        parent.kill()
+    child = Path("/proc", note.read_text())
+    deadline = soon(10)
+    # A zombie, whose new parent has not looked yet, runs no more.
+    while child.exists() and ") Z " not in (child / "stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_gpus_are_those_that_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_queue, "capabilities_of_host", lambda: ((9, 0), (9, 0)))
+    assert gpus({}) == ["0", "1"]
+    assert gpus({"CUDA_VISIBLE_DEVICES": "1, GPU-5"}) == ["1", "GPU-5"]
+    assert gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
