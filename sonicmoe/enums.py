@@ -199,7 +199,13 @@ def layer_parameters(
     """
     known = {parameter.name: parameter for parameter in ACTIVATIONS[activation].parameters}
     found = {}
-    for name, value in dict(given or {}).items():
+    try:
+        numbers = dict(given or {})
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"activation_parameters is {given!r}; needed: numbers by name, for example {{'limit': 7.0}}"
+        ) from None
+    for name, value in numbers.items():
         if name not in known:
             raise ConfigError(
                 f"activation_parameters has {name!r}; {activation.value} has {sorted(known)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import ParamSpec
 
@@ -28,7 +29,7 @@ from .enums import (
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect, refuse_unknown
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8
-from .interop import current_stream
+from .interop import current_stream, require_framework_tensor
 from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor
@@ -107,7 +108,7 @@ class MoE(nn.Module):
     Raises:
         TypeError: an argument that is not listed here. The message names what stands in its place
             where other packages have a layer's router chosen by it (`norm_topk_prob`).
-        ShapeError: K > E, or a size is not positive.
+        ShapeError: K > E, or a size is no positive integer.
         ConfigError: an unknown activation, one without these parameters, or `is_glu` contradicts
             it.
     """
@@ -130,7 +131,9 @@ class MoE(nn.Module):
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         sizes |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, size in sizes.items():
-            expect(size > 0, ShapeError, f"{name} is {size}; needed: at least 1")
+            # Sizes come out of configuration files, where 64 may be a text; and True is an int.
+            whole = isinstance(size, Integral) and not isinstance(size, bool)
+            expect(whole and size > 0, ShapeError, f"{name} is {size!r}; needed: at least 1")
         expect(
             num_experts_per_tok <= num_experts,
             ShapeError,
@@ -178,10 +181,13 @@ class MoE(nn.Module):
 
         Raises:
             EngineUnavailableError: a backend this package does not have.
+            TypeError: `hidden_states` is no tensor.
+            ShapeError: its last axis is not H.
             DTypeError: tokens and router differ in dtype outside autocast.
             ConfigError: `use_fp8` is none of True, False and None, or True with the plain PyTorch
                 backend.
         """
+        require_framework_tensor(hidden_states, "hidden_states")
         shape = hidden_states.shape
         expect(
             tuple(shape[-1:]) == (self.hidden_size,),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 
 import torch
 
@@ -22,7 +23,7 @@ from ..enums import (
     member_of,
 )
 from ..errors import DTypeError, RoutingError, ShapeError, expect, refuse_unknown
-from ..interop import dtype_name, is_cuda
+from ..interop import dtype_name, is_cuda, require_framework_tensor
 from ..layouts import WeightLayout
 from ..routing.ids import group_of
 from ..weights.stacked_cache import Weights
@@ -66,6 +67,8 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
     Returns:
         int32 `[E]` counts, or `(counts, inclusive prefix sum)`.
     """
+    require_framework_tensor(x, "x")
+    expect(E >= 0, ShapeError, f"E is {E}; needed: at least 0")
     expect(len(x.shape) == 1, ShapeError, f"x has shape {tuple(x.shape)}; needed: one axis")
     expect(
         x.dtype in (torch.int32, torch.int64),
@@ -123,16 +126,16 @@ def moe_TC_softmax_topk_layer(
         `(out [T, H], router_logits [T, E], expert_frequency int32 [E])`.
 
     Raises:
-        ShapeError: K is not in [1, E], or router, weights and tokens do not fit together.
+        ShapeError: K is no integer in [1, E], or router, weights and tokens do not fit together.
         DTypeError: x and router_w differ in dtype outside autocast.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
-        TypeError: an argument that is not listed here. The message names what stands in its place
+        TypeError: x, router_w, w1 or w2 is no tensor, or an argument is not listed here. The message names what stands in its place
             where models have another name for it (`norm_topk_prob`).
     """
     refuse_unknown("moe_TC_softmax_topk_layer", unknown, _WAYS_OUT)
     _check_tokens(x)
-    experts = int(router_w.shape[0])
-    _check_weights(w1, w2, experts, "the rows of router_w")
+    _check_router(router_w, x)
+    _check_weights(w1, w2, int(router_w.shape[0]), "the rows of router_w")
     activation = member_of(ActivationType, activation_type, "activation_type")
     return softmax_topk_layer(
         x,
@@ -171,7 +174,9 @@ def softmax_topk_layer(
     """
     experts = int(router_w.shape[0])
     expect(
-        1 <= K <= experts, ShapeError, f"K is {K}; needed: 1 to {experts}, the number of experts"
+        isinstance(K, Integral) and not isinstance(K, bool) and 1 <= K <= experts,
+        ShapeError,
+        f"K is {K!r}; needed: 1 to {experts}, the number of experts",
     )
     check_router_dtype(x, router_w)
     logits = torch.nn.functional.linear(x, router_w)
@@ -251,12 +256,14 @@ def moe_general_routing_inputs(
         ShapeError: x is no matrix, the triples differ in length, or E or the tokens do not fit the
             weights.
         DTypeError: scores are no floating type, or indices are neither int32 nor int64.
+        TypeError: a tensor is none.
         RoutingError: `token_indices` is not ascending, names no row of x, or names one more than
             `max_experts_per_token` times. On a GPU with `max_experts_per_token` (unless
             `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
     """
     _check_tokens(x)
+    require_framework_tensor(w2, "w2")
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
     indices, probs, first_triple = _triples_to_topk(
@@ -359,6 +366,9 @@ def _check_token_indices(
 
 
 def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
+    triples = {"router_scores": scores, "token_indices": tokens, "expert_indices": experts}
+    for name, values in triples.items():
+        require_framework_tensor(values, name)
     shape = tuple(scores.shape)
     expect(len(shape) == 1, ShapeError, f"router_scores has shape {shape}; needed: one axis")
     expect(
@@ -380,7 +390,18 @@ def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
 
 
 def _check_tokens(x: Tensor) -> None:
+    require_framework_tensor(x, "x")
     expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+
+
+def _check_router(router_w: Tensor, x: Tensor) -> None:
+    require_framework_tensor(router_w, "router_w")
+    shape, hidden = tuple(router_w.shape), int(x.shape[1])
+    expect(
+        len(shape) == 2 and shape[1] == hidden,
+        ShapeError,
+        f"router_w has shape {shape}; needed: [E, H] with H = {hidden}, as x has",
+    )
 
 
 def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
@@ -396,6 +417,8 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
     """Three axes, and as many experts on the last as `source` says. The engine checks all other
     sizes.
     """
+    require_framework_tensor(w1, "w1")
+    require_framework_tensor(w2, "w2")
     for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
         shape = tuple(weight.shape)
         expect(len(shape) == 3, ShapeError, f"{name} has shape {shape}; needed: {axes}")

@@ -326,16 +326,25 @@ REFUSED = {
 }
 
 
+def three_triples():
+    w1, b1, w2, b2 = views(make_layer())
+    given = {"x": make_tokens(8, 32), "router_scores": torch.ones(3)}
+    given |= {"token_indices": ids(0, 0, 4), "expert_indices": ids(0, 1, 2)}
+    return given | {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "router_scores", "token_indices", "expert_indices", "w1", "w2"]
+)
+def test_what_is_no_tensor_is_named(name):
+    with pytest.raises(TypeError, match=f"^{name} must be a torch tensor, got NoneType$"):
+        moe_general_routing_inputs(**three_triples() | {name: None})
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     changes, error, message = REFUSED[case]
-    w1, b1, w2, b2 = views(make_layer())
-    arguments = {
-        "x": make_tokens(8, 32),
-        "router_scores": torch.ones(3),
-        "token_indices": ids(0, 0, 4),
-    }
-    arguments |= {"expert_indices": ids(0, 1, 2), "w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    arguments = three_triples()
     moe_general_routing_inputs(**arguments)
     with pytest.raises(error, match=message):
         moe_general_routing_inputs(**arguments | changes)

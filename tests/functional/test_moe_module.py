@@ -8,6 +8,7 @@ import inspect
 import logging
 import re
 
+import numpy as np
 import pytest
 from framework import torch
 from functional.layer_golden import (
@@ -296,6 +297,10 @@ BAD_SIZES = {
     "no experts per token": ((4, 0, 8, 8), "num_experts_per_tok is 0"),
     "no hidden size": ((4, 1, 0, 8), "hidden_size is 0"),
     "negative intermediate size": ((4, 1, 8, -8), "intermediate_size is -8"),
+    "a size in words": (("4", 1, 8, 8), "num_experts is '4'; needed: at least 1"),
+    "half an expert": ((4, 1.5, 8, 8), "num_experts_per_tok is 1.5; needed: at least 1"),
+    "no size": ((4, 1, None, 8), "hidden_size is None; needed: at least 1"),
+    "a flag for a size": ((4, 1, 8, True), "intermediate_size is True; needed: at least 1"),
 }
 
 
@@ -304,6 +309,23 @@ def test_bad_sizes(case):
     sizes, message = BAD_SIZES[case]
     with pytest.raises(ShapeError, match=message):
         MoE(*sizes)
+
+
+def test_sizes_of_numpy_are_sizes():
+    moe = MoE(*map(np.int64, (4, 2, 8, 8)))
+    assert moe(torch.zeros(3, 8))[0].shape == (3, 8)
+
+
+def test_parameters_of_an_activation_come_by_name():
+    with pytest.raises(ConfigError, match=r"^activation_parameters is \[7.0\]; needed: numbers by"):
+        MoE(4, 1, 8, 8, "swiglu_clamp", activation_parameters=[7.0])
+
+
+@pytest.mark.parametrize("value", [None, np.zeros((4, 32), np.float32)], ids=["none", "numpy"])
+@pytest.mark.parametrize("backend", list(KernelBackendMoE)[1:], ids=lambda b: b.value)
+def test_tokens_that_are_no_tensor(backend, value):
+    with pytest.raises(TypeError, match=r"^hidden_states must be a torch tensor, got"):
+        make_layer()(value, backend)
 
 
 def test_unknown_activation():

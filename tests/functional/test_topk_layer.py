@@ -133,6 +133,14 @@ def test_inference(saves):
 REFUSED = {
     "K above E": ({"K": 6}, "K is 6; needed: 1 to 5"),
     "K of nothing": ({"K": 0}, "K is 0; needed: 1 to 5"),
+    "K in words": ({"K": "2"}, "K is '2'; needed: 1 to 5"),
+    "half an expert": ({"K": 2.0}, "K is 2.0; needed: 1 to 5"),
+    "K as a flag": ({"K": True}, "K is True; needed: 1 to 5"),
+    "router of other tokens": (
+        {"router_w": torch.zeros(5, 31)},
+        r"router_w has shape \(5, 31\); needed: \[E, H\] with H = 32",
+    ),
+    "router of one expert": ({"router_w": torch.zeros(32)}, r"router_w has shape \(32,\)"),
     "router of more experts": (
         {"router_w": torch.zeros(6, 32)},
         r"w1 .*needed: 6 experts \(the rows of router_w\)",
@@ -153,6 +161,25 @@ def test_refused(case):
     changes, message = REFUSED[case]
     with pytest.raises(ShapeError, match=message):
         moe_TC_softmax_topk_layer(**arguments(make_layer(), make_tokens(4, 32)) | changes)
+
+
+@pytest.mark.parametrize(
+    "value", [None, [1.0], np.zeros((5, 32), np.float32)], ids=["none", "list", "numpy"]
+)
+@pytest.mark.parametrize("name", ["x", "router_w", "w1", "w2"])
+def test_what_is_no_tensor_is_named(name, value):
+    given = arguments(make_layer(), make_tokens(4, 32)) | {name: value}
+    with pytest.raises(
+        TypeError, match=f"^{name} must be a torch tensor, got {type(value).__name__}$"
+    ):
+        moe_TC_softmax_topk_layer(**given)
+
+
+def test_counts_of_what_is_no_tensor_or_of_no_number_of_experts():
+    with pytest.raises(TypeError, match=r"^x must be a torch tensor, got list$"):
+        count_cumsum([0, 1], 2)
+    with pytest.raises(ShapeError, match=r"^E is -1; needed: at least 0$"):
+        count_cumsum(torch.zeros(3, dtype=torch.int32), -1)
 
 
 def test_values_and_dtypes_are_refused():
