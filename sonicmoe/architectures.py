@@ -7,6 +7,7 @@ Imports `errors` alone. An engine's record lists the architectures it has kernel
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -79,3 +80,21 @@ def arch_of_host(capabilities: Iterable[tuple[int, int]]) -> str:
             f"needed: one of them (--arch {names[0]})"
         )
     return names[0] if names else DEFAULT_ARCH
+
+
+def chosen_arch(named: str | None, capabilities: Iterable[tuple[int, int]]) -> str:
+    """What to compile for: `named`, or that of the host's GPUs where nobody names one.
+
+    Raises:
+        ConfigError: no engine has kernels for `named`, and no GPU of the host is of it. Or nobody
+            names one, and the host's GPUs are of several.
+    """
+    if named is None:
+        return arch_of_host(capabilities)
+    # The few kernels that every run needs could be compiled for any name. A misspelt one, such as
+    # sm_90, would then warm nothing that a GPU looks for, and report success.
+    if named in ARCHITECTURES or named in map(arch_name, capabilities):
+        return named
+    near = difflib.get_close_matches(named.strip().lower(), ARCHITECTURES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"arch is {named!r}{hint}; needed: one of {list(ARCHITECTURES)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .architectures import arch_of_host
+from .architectures import chosen_arch
 from .config import SonicMoEConfig, current_config
 from .engine.compile_plan import require_precision, warm_up_plan
 from .enums import ActivationParameters, ActivationType, layer_parameters
@@ -68,7 +68,8 @@ def warmup_jit(
     Raises:
         ConfigError: a dimension, dtype, activation, parameter or precision is not understood, or
             `precision` names one that has no kernels for this model; without it the report says
-            what was left out, and why. Or `arch` is not given, and GPUs of several are here.
+            what was left out, and why. Or no engine has kernels for `arch`, or it is not given, and
+            GPUs of several are here.
         DeviceError: the device is neither a CUDA device nor "cpu".
         CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError
             and ToolchainError are kinds of it.
@@ -85,7 +86,7 @@ def warmup_jit(
     kind_of = ActivationType(activation)
     own = layer_parameters(kind_of, activation_parameters)
     # Nothing is compiled for a CPU, so the GPUs of the host have no say then.
-    arch = arch or arch_of_host(() if kind == "cpu" else capabilities_of_host())
+    arch = chosen_arch(arch, () if kind == "cpu" else capabilities_of_host())
     spec = ModelSpec(E, H, I, dtype, kind_of.value, arch, own)
     needed = WarmUpPlan((), NEITHER)
     if kind != "cpu":

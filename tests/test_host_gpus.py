@@ -21,6 +21,7 @@ from sonicmoe.architectures import (
     DEFAULT_ARCH,
     arch_name,
     arch_of_host,
+    chosen_arch,
     describe,
 )
 from sonicmoe.cli.main import main
@@ -90,6 +91,28 @@ def test_gpus_of_one_architecture_decide_and_others_are_refused() -> None:
     assert arch_of_host([(10, 3), (10, 3)]) == "sm_103a"
     with pytest.raises(ConfigError, match="GPUs of sm_120a and sm_90a; needed: one of them"):
         arch_of_host([(9, 0), (12, 0)])
+
+
+def test_a_named_architecture_is_one_that_something_runs_on() -> None:
+    assert chosen_arch(None, [(10, 0)]) == "sm_100a"
+    assert chosen_arch("sm_90a", [(10, 0)]) == "sm_90a"
+    assert chosen_arch("sm_75", [(7, 5)]) == "sm_75"  # of this host, in no table
+    with pytest.raises(
+        ConfigError, match=r"^arch is 'sm_90'; did you mean 'sm_90a'\?; needed: one"
+    ):
+        chosen_arch("sm_90", [(9, 0)])
+    with pytest.raises(ConfigError, match=r"^arch is ''; needed: one of \['sm_80', .*'sm_121a'\]$"):
+        chosen_arch("", ())
+
+
+def test_a_misspelt_architecture_warms_nothing(tmp_path: Path) -> None:
+    """It used to compile the few kernels of every run, for a GPU that nobody has, and end well."""
+    words = ["warmup", *SIZES, "--cache-dir", str(tmp_path), "--arch", "sm_90"]
+    refused = CliRunner().invoke(main, words)
+    assert refused.exit_code == 2 and "did you mean 'sm_90a'?" in refused.output
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="did you mean 'sm_90a'"):
+        warmup_jit(8, 3072, 1536, arch="sm_90", cache_dir=tmp_path)
 
 
 def test_names_follow_from_capabilities() -> None:

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from ..architectures import DEFAULT_ARCH, arch_of_host
+from ..architectures import DEFAULT_ARCH, chosen_arch
 from ..config import current_config
 from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
@@ -138,7 +138,7 @@ def warmup(
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
     own = tuple(map(_read_parameter, parameters))
-    arch = arch or arch_of_host(capabilities_of_host())
+    arch = chosen_arch(arch, capabilities_of_host())
     spec = ModelSpec(experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch, own)
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.

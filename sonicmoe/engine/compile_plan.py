@@ -102,11 +102,11 @@ def _problems(parts: Iterable[str], spec: ModelSpec, config: ResolvedConfig) -> 
     for part in parts:
         settings = config.replace(**_SETTINGS[part])
         workload, engines = _workload(spec, settings), _engines(settings)
-        reasons = [_reason(record, workload, spec.arch) for record in engines]
+        reasons = {r.name.value: _reason(r, workload, spec.arch) for r in engines}
         if not engines:
             found[part] = f"the configuration asks for engine {config.engine.value!r}"
-        elif None not in reasons:
-            found[part] = "; ".join(filter(None, reasons))
+        elif None not in reasons.values():
+            found[part] = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
     return found
 
 

@@ -342,13 +342,13 @@ def test_the_plan_does_not_depend_on_the_mode_in_force(set_flags: Callable[..., 
 
 
 @pytest.mark.parametrize(("change", "config", "words"), [
-    ({"H": 3080}, {}, "fp8: H is 3080 and I is 1536, and it needs multiples of 16 and 64"),
-    ({"I": 1504}, {}, "fp8: H is 3072 and I is 1504"),
-    ({"activation": "gelu"}, {}, "fp8: the activation is 'gelu'"),
-    ({"dtype": "float16"}, {}, "fp8: tokens are float16"),
-    ({"arch": "sm_100a"}, {}, "fp8: the architecture is sm_100a"),
-    ({}, {"recipe": "iso128"}, "fp8: the recipe is 'iso128'"),
-    ({}, {"save_z": ZCode.E4M3}, "fp8: z is saved as 'e4m3'"),
+    ({"H": 3080}, {}, "fp8: not hopper: H is 3080 and I is 1536, and it needs multiples of 16 and 64"),
+    ({"I": 1504}, {}, "fp8: not hopper: H is 3072 and I is 1504"),
+    ({"activation": "gelu"}, {}, "fp8: not hopper: the activation is 'gelu'"),
+    ({"dtype": "float16"}, {}, "fp8: not hopper: tokens are float16"),
+    ({"arch": "sm_100a"}, {}, "fp8: not hopper: the architecture is sm_100a"),
+    ({}, {"recipe": "iso128"}, "fp8: not hopper: the recipe is 'iso128'"),
+    ({}, {"save_z": ZCode.E4M3}, "fp8: not hopper: z is saved as 'e4m3'"),
     ({}, {"engine": EngineName.BF16}, "fp8: the configuration asks for engine 'bf16'"),
 ])  # fmt: skip
 def test_what_has_no_fp8_kernels_is_left_out_unless_asked_for(
@@ -370,10 +370,10 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch: pytest.Monk
     absent = lambda *names: tuple((name, "absent") for name in names)  # noqa: E731
     monkeypatch.setattr(capabilities, "package_versions", absent)
     planned = warm_up_plan(SPEC)
-    neither = f"bf16: {why}; triton compiles its kernels, and it is absent"
+    neither = f"bf16: not bf16: {why}; not triton: triton compiles its kernels, and it is absent"
     assert planned.precision == "fp8" and planned.left_out == (neither,)
     plain = warm_up_plan(SPEC, "fp8", current_config(SonicMoEConfig(fp8_wgrad=False)))
-    assert plain.left_out == (f"fp8 with fp8_wgrad=0: {why}",)
+    assert plain.left_out == (f"fp8 with fp8_wgrad=0: not hopper: {why}",)
     assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
     # Where Triton is there, its kernels are what a run without quack launches.
     monkeypatch.setattr(
@@ -400,7 +400,9 @@ def test_the_bf16_part_knows_its_activations(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(RECORDS, BF16.name, replace(BF16, activations=others))
     monkeypatch.setitem(RECORDS, TRITON.name, replace(TRITON, activations=others))
     planned = warm_up_plan(SPEC)
-    assert planned.left_out[-1].startswith("bf16: the activation is 'swiglu', and it has [")
+    assert planned.left_out[-1].startswith(
+        "bf16: not bf16: the activation is 'swiglu', and it has ["
+    )
     assert not (BF16_KERNELS - {"bf16_wgrad"}) & names(planned)
 
 
@@ -559,7 +561,8 @@ def test_command_says_what_it_leaves_out_and_refuses_it_when_asked_for(
     said = CliRunner().invoke(warmup, sizes)
     assert (
         said.exit_code == 1
-        and "left out, fp8: H is 3080 and I is 1536, and it needs multiples" in said.output
+        and "left out, fp8: not hopper: H is 3080 and I is 1536, and it needs multiples"
+        in said.output
     )
     refused = CliRunner().invoke(main, ["warmup", *sizes, "--precision", "fp8"])
     assert refused.exit_code == 2 and refused.output.startswith(
