@@ -85,7 +85,7 @@ def _parse_seconds(text: str) -> float:
 def _parse_directory(text: str) -> Path:
     """An absolute path, so that a later change of the working directory does not move it."""
     if not text.strip():  # Path("") would be the current directory
-        raise ValueError("a directory, or leave it unset")
+        raise ValueError("a directory")
     # Manifests and messages hold paths as text, and the system ends a name at NUL.
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ValueError("a directory whose name is UTF-8 text without NUL")
@@ -103,7 +103,7 @@ def _parse_fp8_mode(text: str) -> str:
         return "off"
     if lowered in FP8_MODES:
         return lowered
-    raise ValueError("'perf', 'mem', 'off' or unset")
+    raise ValueError("'perf', 'mem' or 'off'")
 
 
 def _bound_of_situ(name: str) -> Values[float]:

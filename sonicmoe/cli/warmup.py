@@ -295,6 +295,7 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
         "precision": report.precision,
         "left_out": list(report.left_out),
         "cache_dir": str(report.cache_dir),
+        "only_local": report.only_local,
         "seconds": round(report.seconds, 3),
         "record": str(report.record) if report.record else None,
         "kernels": [asdict(outcome) for outcome in report.kernels],
@@ -321,7 +322,13 @@ def show(report: WarmUpReport, console: Console, *, compiled: bool = True) -> No
     ready = sum(outcome.state in {BUILT, CACHED} for outcome in report.kernels)
     verb = "recorded in" if compiled else "there is a record of a warm-up:"
     record = f"; {verb} {report.record}" if report.record else ""
-    summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels in {report.cache_dir}, {report.seconds:.1f} s{record}"
+    where = f"in {report.cache_dir}"
+    if report.only_local:
+        alone = f"in {report.local_dir} of this node, where no other node looks"
+        where = (
+            alone if report.only_local == ready else f"{where}, {report.only_local} of them {alone}"
+        )
+    summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels {where}, {report.seconds:.1f} s{record}"
     console.print(summary, soft_wrap=True)
 
 

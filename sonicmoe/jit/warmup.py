@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from .. import __version__
 from .cache import CompileCache
 from .files import StoreFiles
 from .key import package_versions
-from .manifest import utc_now
+from .manifest import Artefact, utc_now
 from .parallel import (
     BUILT,
     CACHED,
@@ -45,6 +45,8 @@ class WarmUpReport:
             that a caller picked.
         left_out: a line for each part that was asked for and has no kernels.
         record: the file that lists the warmed kernels.
+        local_dir, only_local: the node-local directory, and how many of the kernels lie there alone,
+            where no other node looks.
     """
 
     spec: ModelSpec
@@ -54,6 +56,8 @@ class WarmUpReport:
     kernels: tuple[KernelOutcome, ...]
     seconds: float
     record: Path | None
+    local_dir: Path | None = None
+    only_local: int = 0
 
     @property
     def complete(self) -> bool:
@@ -107,7 +111,15 @@ def warm_up(
     kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     seconds = time.monotonic() - started
     report = WarmUpReport(
-        spec, planned.precision, planned.left_out, cache.root, kernels, seconds, None
+        spec,
+        planned.precision,
+        planned.left_out,
+        cache.root,
+        kernels,
+        seconds,
+        None,
+        cache.local_root,
+        _only_local([cache.try_load(job.key()) for job in planned.jobs], cache),
     )
     # An incomplete warm-up gets no record: a record is the promise that every kernel of the plan is
     # there.
@@ -123,14 +135,30 @@ def check(
     started = time.monotonic()
     planned = _planned(compile_jobs)
     outcomes = []
-    for job in planned.jobs:
-        key = job.key()
-        state = MISSING if cache.try_load(key) is None else CACHED
-        outcomes.append(KernelOutcome(job.name, str(key), state, 0.0))
+    found = [cache.try_load(job.key()) for job in planned.jobs]
+    for job, artefact in zip(planned.jobs, found, strict=True):
+        state = MISSING if artefact is None else CACHED
+        outcomes.append(KernelOutcome(job.name, str(job.key()), state, 0.0))
     seconds, record = time.monotonic() - started, find_record(spec, cache, planned.precision)
     return WarmUpReport(
-        spec, planned.precision, planned.left_out, cache.root, tuple(outcomes), seconds, record
+        spec,
+        planned.precision,
+        planned.left_out,
+        cache.root,
+        tuple(outcomes),
+        seconds,
+        record,
+        cache.local_root,
+        _only_local(found, cache),
     )
+
+
+def _only_local(found: Iterable[Artefact | None], cache: CompileCache) -> int:
+    """How many of these lie in the node-local directory and not in the cache directory."""
+    if cache.local_root == cache.root:
+        return 0
+    paths = [artefact.path for artefact in found if artefact is not None]
+    return sum(path.is_relative_to(cache.local_root) for path in paths)
 
 
 def find_record(spec: ModelSpec, cache: CompileCache, precision: str = BOTH) -> Path | None:

@@ -387,6 +387,19 @@ def test_value_that_is_not_understood(env: str) -> None:
     assert config == examine_flags(Report(), {})
 
 
+@pytest.mark.parametrize(
+    ("env", "remedy"),
+    [
+        ("SONIC_MOE_FP8_MODE", "set it to 'perf', 'mem' or 'off', or unset it"),
+        ("SONIC_MOE_CACHE_DIR", "set it to a directory, or unset it"),
+    ],
+)
+def test_the_remedy_of_a_flag_is_one_sentence(env: str, remedy: str) -> None:
+    report = Report()
+    examine_flags(report, {env: " "} if env.endswith("DIR") else {env: "perff"})
+    assert [problem.remedy for problem in report.problems] == [remedy]
+
+
 def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

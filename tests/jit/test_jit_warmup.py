@@ -506,6 +506,37 @@ def test_a_check_that_finds_kernels_missing_ends_with_the_command_that_compiles_
     )
 
 
+def test_a_warm_up_says_which_kernels_no_other_node_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache directory takes nothing, so a cluster is not warm."""
+    field, shared, local = Field(tmp_path), tmp_path / "shared", tmp_path / "local"
+    jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
+    monkeypatch.setattr(compile_plan, "RECORDS", {})
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(local))
+    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(shared))
+
+    def summary(*options: str, count: int = 2) -> str:
+        sources = tuple(lambda arch, job=job: job for job in jobs[:count])
+        monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
+        done = CliRunner().invoke(main, ["warmup", *DIMENSIONS, "--jobs", "1", *options])
+        assert done.exit_code == 0
+        return done.stdout.splitlines()[-1]
+
+    assert f"1 of 1 kernels in {shared}," in summary(count=1)
+    shared.rename(tmp_path / "kept")
+    shared.write_text("no directory")
+    nobody = f"{local} of this node, where no other node looks,"
+    assert f"2 of 2 kernels in {nobody}" in summary()
+    assert f"2 of 2 kernels in {nobody}" in summary("--check")
+    shared.unlink()
+    (tmp_path / "kept").rename(shared)
+    assert f"2 of 2 kernels in {shared}, 1 of them in {nobody}" in summary("--check")
+    found = CliRunner().invoke(main, ["warmup", *DIMENSIONS, "--check", "--json"])
+    assert json.loads(found.stdout)["only_local"] == 1
+    assert f"2 of 2 kernels in {shared}," in summary()  # which copies them
+
+
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_the_command_asks_for_the_precision_that_was_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
