@@ -42,7 +42,8 @@ def quantize_activation_blockscaled_fast(
     | False | None | uint8 `[T, ceil(H/32)]`, E8M0 bytes | per 32 columns, powers of two |
 
     Packing declares the carrier of this process, if nobody did: fp32 multipliers per 128 columns,
-    or per row with `row_scale`. A row with one scale spares wgrad the second rounding of x, and
+    or per row with `row_scale`. E8M0 bytes of H a multiple of 128 declare E8M0, because their reader
+    cannot tell them from the bytes of packed words. A row with one scale spares wgrad the second rounding of x, and
     costs accuracy where a row's magnitudes are far apart.
 
     Args:
@@ -73,6 +74,9 @@ def quantize_activation_blockscaled_fast(
         f"scale_dtype is {name!r}; needed: None, float32, int32 or uint8",
     )
     expect(not row_scale, ConfigError, "row_scale with E8M0 bytes, which scale 32 columns each")
+    if name != "int32" and int(x.shape[1]) % WORD_COLUMNS == 0:
+        # Four such bytes have the dtype and shape of a word, and are read as the carrier says.
+        declare_carrier(Carrier.E8M0_1X32)
     codes, exponents = _microscaled(x)
     return codes, exponents if name == "int32" else exponents.to(torch.uint8)
 

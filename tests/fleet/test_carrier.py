@@ -100,6 +100,7 @@ class TestOurWords:
     def test_of_no_tokens(self):
         none = values()[:0]
         for options in ({"pack_scale_words": True}, {"scale_dtype": torch.int32}, {}):
+            carrier._declared = None
             codes, scale = quantize_fast(none, **options)
             tokens, _ = tokens_from_carrier(codes, scale)
             assert tokens.shape == (0, 256) and tuple(tokens.scale_inv.shape) == (0, 2)
@@ -121,6 +122,21 @@ class TestDeclaration:
         raw = numpy(words.view(torch.uint8).to(torch.int32)).reshape(6, 2, 4).max(-1)
         expected = np.where(raw == 255, np.nan, 2.0 ** (np.clip(raw, 1, 254) - 127.0))
         np.testing.assert_array_equal(numpy(as_bytes.scale_inv), expected.astype(np.float32))
+
+    def test_bytes_of_whole_words_make_it_too(self):
+        """After words of fp32 they used to be read as such: an error of 1e36, without a word."""
+        x = values()
+        codes, held = quantize_fast(x)
+        assert declared_carrier() is Carrier.E8M0_1X32 and held.dtype == torch.uint8
+        tokens, _ = tokens_from_carrier(codes, held)
+        assert relative_rmse(numpy(dequantize(tokens)), numpy(x)) < 0.05
+        carrier._declared = Carrier.FP32_1X128
+        for dtype in (None, torch.uint8):
+            with pytest.raises(ConfigError, match="carrier is 'e8m0_1x32', and this process decl"):
+                quantize_fast(x, dtype)
+        # Numbers of 32 bits, and rows that are not whole words, are told apart by their shape.
+        quantize_fast(x, torch.int32)
+        quantize_fast(values(hidden=208))
 
     def test_is_made_once(self):
         assert declare_carrier("fp32_1x128") is declare_carrier(Carrier.FP32_1X128)
