@@ -161,6 +161,9 @@ def sweep(
     from .point_bench import PointBench
     from .runner import find_device, machine
 
+    # Before anything is measured: a point may take a minute, and would be lost.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a").close()
     started, bench = time.monotonic(), PointBench(variant, find_device(), sustained_s)
     facts = machine()
     # Refusals count as known, so a sweep that is continued does not repeat them.
@@ -182,7 +185,6 @@ def sweep(
 
 
 def _append(path: Path, point: Point) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(asdict(point)) + "\n")
         file.flush()

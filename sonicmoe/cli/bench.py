@@ -17,9 +17,10 @@ from ..enums import FlushMode
 from ..errors import ConfigError, expect
 from ..frameworks import AUTO
 from ..host_memory import require_memory
+from ..plotting import require_matplotlib
 from .framework import CHOICES, load_framework
 from .numerics import print_table
-from .refusals import Location, OneLineCommand
+from .refusals import Location, OneLineCommand, Seconds
 from .screen import Activity
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _size(letter: str, text: str) -> Any:
 )
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True,
               help="Layers of a step in the steady state: so many forwards, then one backward() for all.")  # fmt: skip
-@click.option("--sustained", type=click.FloatRange(0), metavar="SECONDS",
+@click.option("--sustained", type=Seconds(), metavar="SECONDS",
               help="Seconds of steps back to back per engine, for time, SM clock, power and joules per layer under steady load; "
               "0 leaves them out.  [default: 2.5; 0 without a GPU and in a sweep]")  # fmt: skip
 @click.option("--no-peer", is_flag=True,
@@ -102,7 +103,7 @@ def _size(letter: str, text: str) -> Any:
               help="Measure E x (H, I) x T*K into FILE (JSON lines), continuing what is there; then fit.")  # fmt: skip
 @click.option(
     "--budget",
-    type=click.FloatRange(0),
+    type=Seconds(),
     metavar="SECONDS",
     help="Stop the sweep after SECONDS, to be continued.",
 )
@@ -139,6 +140,10 @@ def bench(
     if list_only:
         list_shapes(as_json)
         return
+    if plot is not None:
+        # A measurement may take an hour. Where nothing can be drawn, that is said before it.
+        require_matplotlib()
+        plot.mkdir(parents=True, exist_ok=True)
     if fit is not None:
         report_fit(fit, plot, as_json, markdown)
         return

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 import sys
@@ -89,6 +90,22 @@ class OneLineCommand(_OneLine, click.Command):
 
 class OneLineGroup(_OneLine, click.Group):
     """`click.group(cls=...)`."""
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds, 0 or more. click takes NaN and infinity for numbers in any such range,
+    and work that is to take so long never ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not finite; needed: seconds", param, ctx)
+        return seconds
 
 
 class Location(click.Path):

@@ -5,13 +5,14 @@ memory, pictures.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 from framework import torch
 
-from sonicmoe.bench import runner, timing, workload
+from sonicmoe.bench import point_bench, runner, timing, workload
 from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
 from sonicmoe.bench.timing import measure_memory, time_phases
@@ -198,6 +199,37 @@ def test_nothing_ran_is_a_failure():
     result = run("--engine", "hopper", *TINY_OPTIONS)
     assert result.exit_code == 1
     assert "hopper:perf did not run at T=48" in result.output
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("option", ["--sustained", "--budget"])
+def test_seconds_are_a_finite_number(option, value):
+    """Steps for NaN seconds never ended."""
+    refused = run(*TINY_OPTIONS, option, value)
+    assert refused.exit_code == 2 and option in refused.output
+
+
+@pytest.mark.parametrize("option", ["--plot", "--sweep"])
+def test_a_place_that_takes_nothing_is_refused_before_anything_is_measured(
+    option, tmp_path, monkeypatch
+):
+    def measured(*_, **__):
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr(runner, "measure", measured)
+    monkeypatch.setattr(point_bench, "PointBench", measured)
+    (tmp_path / "file").write_text("")
+    refused = run(*TINY_OPTIONS, option, str(tmp_path / "file" / "inside"))
+    assert refused.exit_code == 1 and refused.output.startswith(f"Error: {tmp_path / 'file'}")
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = run(*TINY_OPTIONS, "--plot", str(tmp_path / "plots"))
+    assert refused.exit_code == 2 and "matplotlib is not installed" in refused.output
+    assert "T=48" not in refused.output and list(tmp_path.iterdir()) == []
 
 
 def test_refusals_and_list():

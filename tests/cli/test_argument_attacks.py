@@ -71,6 +71,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))  # made when it is imported
     return tmp_path
 
 
