@@ -1,7 +1,7 @@
 """Dispatch over plain collectives: any framework's `all_to_all`, any backend, any dtype.
 
 Payloads travel as bytes, so that a backend need not know bf16. A dispatch waits once for the
-device, because collectives take their sizes from the host.
+device, because collectives take their sizes from the host; `fixed_size.py` has one that does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class RowExchange(ABC):
-    """The one collective that a framework must bring."""
+    """The two collectives that a framework must bring."""
 
     name: str
     world_size: int
@@ -37,24 +37,39 @@ class RowExchange(ABC):
         either side may be empty.
         """
 
+    @abstractmethod
+    def gather(self, rows: Tensor) -> Tensor:
+        """uint8 `[W * M, B]`, M rows of every rank in rank order, of which this rank's are written ->
+        the same with the rows of all ranks; in place where the backend can.
+        """
+
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """The routes of one dispatch.
+class Routes:
+    """The way back of one dispatch.
+
+    places int64 `[T, W]`: where the row of a token for a rank stands among the rows that this rank
+    sent, -1 where none goes there. Rows per destination and per source rank.
+    """
+
+    places: Tensor
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Routes):
+    """The routes of one dispatch, there too.
 
     tokens int64 `[S]`: the token of each row that this rank sends, in the order of destination
-    ranks. places int64 `[T, W]`: where the row of a token for a rank stands in that order, -1 where
-    none goes there. Rows per destination and per source rank.
+    ranks.
     """
 
     tokens: Tensor
-    places: Tensor
-    send_counts: list[int]
-    recv_counts: list[int]
 
 
-class CollectiveTransport(Transport):
-    """`Transport` over a `RowExchange`. Sums of a combine run in fp32 in rank order: equal inputs
+class ExchangeTransport(Transport):
+    """The way back over a `RowExchange`. Sums of a combine run in fp32 in rank order: equal inputs
     give equal bits.
     """
 
@@ -62,6 +77,49 @@ class CollectiveTransport(Transport):
         super().__init__(num_experts, exchange.world_size, exchange.rank)
         self.name = exchange.name
         self._exchange = exchange
+
+    def combine(
+        self, x: Tensor, handle: Routes, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._sum_back(x, handle), None if weights is None else self._sum_back(
+            weights, handle
+        )
+
+    def _goes(self, topk_idx: Tensor) -> Tensor:
+        """bool `[T, W]`: whether a token has an expert on a rank."""
+        world, local = self.world_size, self.num_local_experts
+        tokens, device = int(topk_idx.shape[0]), topk_idx.device
+        # Paddle refuses some of the operations below on tensors without elements. A rank without
+        # tokens still takes part in every collective.
+        if 0 in tuple(topk_idx.shape):
+            return torch.zeros([tokens, world], dtype=torch.int64, device=device) > 0
+        # Dropped slots are set apart, so that the rounding of a negative quotient does not matter.
+        owner = torch.where(topk_idx >= 0, topk_idx // local, torch.full_like(topk_idx, -1))
+        ranks = torch.arange(world, dtype=torch.int64, device=device)
+        return (owner.unsqueeze(-1) == ranks).to(torch.int64).sum(1) > 0
+
+    def _move(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        # As bytes, so that a backend need not know the dtype.
+        arrived = self._exchange.exchange(
+            reinterpret(rows.contiguous(), torch.uint8), send_counts, recv_counts
+        )
+        return reinterpret(arrived, rows.dtype)
+
+    def _sum_back(self, rows: Tensor, routes: Routes) -> Tensor:
+        # The way back is an exchange with the counts swapped. Rows return in the order in which
+        # they were sent, so `routes.places` names the rows of each token.
+        returned = self._move(rows, routes.recv_counts, routes.send_counts)
+        shape = (int(routes.places.shape[0]), int(rows.shape[1]))
+        out = empty(shape, rows.dtype, device_of(rows))
+        # One kernel that reads each row once and writes each token once. Sums in fp32 tensors
+        # would move seven times the bytes, which takes longer than the exchange itself. Nobody
+        # reads the third argument: the sum is unweighted.
+        kernels_for(rows).aggregate_rows(returned, routes.places, returned, out, False)
+        return out
+
+
+class CollectiveTransport(ExchangeTransport):
+    """`Transport` over a `RowExchange`; exact deliveries, for whose sizes the host waits once."""
 
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         # goes[token, rank]: one row however many of the token's slots that rank owns.
@@ -79,8 +137,8 @@ class CollectiveTransport(Transport):
         sends, comes = torch.cat([sent, arrived]).reshape(shape).tolist()
         send_counts, recv_counts = ([line[0] for line in lines] for lines in (sends, comes))
         tokens, slots = (values[: sum(send_counts)] for values in order)
-        plan = Plan(tokens, places, send_counts, recv_counts)
-        idx, weights = _ids_and_weights(self._move(slots, send_counts, recv_counts))
+        plan = Plan(places, send_counts, recv_counts, tokens)
+        idx, weights = ids_and_weights(self._move(slots, send_counts, recv_counts))
         # Every source rank has counted its own slots for these experts; their sum is the true count
         # of each.
         counts = [sum(of_expert) for of_expert in zip(*(line[1:] for line in comes), strict=True)]
@@ -94,26 +152,6 @@ class CollectiveTransport(Transport):
     def _send_rows(self, x: Tensor, plan: Plan) -> Tensor:
         # No size is exchanged any more: the plan has them all.
         return self._move(_take_rows(x, plan.tokens), plan.send_counts, plan.recv_counts)
-
-    def combine(
-        self, x: Tensor, handle: Plan, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._sum_back(x, handle), None if weights is None else self._sum_back(
-            weights, handle
-        )
-
-    def _goes(self, topk_idx: Tensor) -> Tensor:
-        """bool `[T, W]`: whether a token has an expert on a rank."""
-        world, local = self.world_size, self.num_local_experts
-        tokens, device = int(topk_idx.shape[0]), topk_idx.device
-        # Paddle refuses some of the operations below on tensors without elements. A rank without
-        # tokens still takes part in every collective, with counts of zero.
-        if 0 in tuple(topk_idx.shape):
-            return torch.zeros([tokens, world], dtype=torch.int64, device=device) > 0
-        # Dropped slots are set apart, so that the rounding of a negative quotient does not matter.
-        owner = torch.where(topk_idx >= 0, topk_idx // local, torch.full_like(topk_idx, -1))
-        ranks = torch.arange(world, dtype=torch.int64, device=device)
-        return (owner.unsqueeze(-1) == ranks).to(torch.int64).sum(1) > 0
 
     def _counts(self, goes: Tensor, topk_idx: Tensor) -> Tensor:
         """int64 `[W, 1 + L]`: rows for each rank, and slots of each of its experts."""
@@ -144,32 +182,13 @@ class CollectiveTransport(Transport):
         token, rank = pairs % tokens, (pairs // tokens).to(torch.int32)
         # Ids fit into 32 bits and weights have 32, so both travel as one int32 matrix. The weights'
         # bits are reinterpreted and not converted.
-        words = [topk_idx.to(torch.int32), _reinterpret(topk_weights, torch.int32)]
+        words = [topk_idx.to(torch.int32), reinterpret(topk_weights, torch.int32)]
         slots = torch.index_select(torch.cat(words, 1), 0, token)
         # Global ids become ids of the receiving rank. Slots of other ranks fall outside [0, L)
         # then, and become -1 with weight 0.
         local = self.num_local_experts
         idx = in_one_spelling(slots[:, :topk] - (rank * local).reshape([-1, 1]), local)
         return token, torch.cat([idx, zero_where_not_here(slots[:, topk:], idx, local)], 1)
-
-    def _move(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        # As bytes, so that a backend need not know the dtype.
-        arrived = self._exchange.exchange(
-            _reinterpret(rows.contiguous(), torch.uint8), send_counts, recv_counts
-        )
-        return _reinterpret(arrived, rows.dtype)
-
-    def _sum_back(self, rows: Tensor, plan: Plan) -> Tensor:
-        # The way back is the same exchange with the counts swapped. Rows return in the order in
-        # which they were sent, so `plan.places` names the rows of each token.
-        returned = self._move(rows, plan.recv_counts, plan.send_counts)
-        shape = (int(plan.places.shape[0]), int(rows.shape[1]))
-        out = empty(shape, rows.dtype, device_of(rows))
-        # One kernel that reads each row once and writes each token once. Sums in fp32 tensors
-        # would move seven times the bytes, which takes longer than the exchange itself. Nobody
-        # reads the third argument: the sum is unweighted.
-        kernels_for(rows).aggregate_rows(returned, plan.places, returned, out, False)
-        return out
 
 
 def _count_slots(ids: Tensor, num_experts: int) -> Tensor:
@@ -199,11 +218,11 @@ def _places(goes: Tensor) -> Tensor:
     return torch.where(goes, running - 1, torch.full_like(running, -1)).contiguous()
 
 
-def _ids_and_weights(slots: Tensor) -> tuple[Tensor, Tensor]:
+def ids_and_weights(slots: Tensor) -> tuple[Tensor, Tensor]:
     """int32 `[R, 2K]` as they travelled -> local ids int64 and weights fp32 `[R, K]`."""
     topk = int(slots.shape[1]) // 2
     weights = slots[:, topk:].contiguous()
-    return slots[:, :topk].to(torch.int64), _reinterpret(weights, torch.float32)
+    return slots[:, :topk].to(torch.int64), reinterpret(weights, torch.float32)
 
 
 def _packed(x: BlockScaledTensor) -> Tensor:
@@ -215,16 +234,16 @@ def _packed(x: BlockScaledTensor) -> Tensor:
         fill = torch.zeros([tokens, 4 - hidden % 4], dtype=torch.uint8, device=held.device)
         held = torch.cat([held, fill], 1)
     words = (held.contiguous(), x.scale_inv.contiguous())
-    return torch.cat([_reinterpret(part, torch.int32) for part in words], 1)
+    return torch.cat([reinterpret(part, torch.int32) for part in words], 1)
 
 
 def _unpacked(rows: Tensor, sent: BlockScaledTensor) -> BlockScaledTensor:
     """The tokens of `_packed` rows; widths are those of the tokens that this rank sent."""
     hidden = sent.shape[1]
     words = -(-hidden // 4)
-    held = _reinterpret(rows[:, :words].contiguous(), torch.uint8)[:, :hidden].contiguous()
-    scales = _reinterpret(rows[:, words:].contiguous(), torch.float32)
-    codes = _reinterpret(held, torch.float8_e4m3fn)
+    held = reinterpret(rows[:, :words].contiguous(), torch.uint8)[:, :hidden].contiguous()
+    scales = reinterpret(rows[:, words:].contiguous(), torch.float32)
+    codes = reinterpret(held, torch.float8_e4m3fn)
     return BlockScaledTensor(codes, scales, sent.block, sent.code)
 
 
@@ -233,7 +252,7 @@ def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
     return torch.index_select(values, 0, rows) if int(rows.shape[0]) else values[:0]
 
 
-def _reinterpret(values: Tensor, dtype: Any) -> Tensor:
+def reinterpret(values: Tensor, dtype: Any) -> Tensor:
     """The same bytes as `dtype` along the last axis; `[0, .]` tensors, which Paddle cannot view,
     are made anew.
     """

@@ -10,6 +10,7 @@ ElasticBuffer delivers at other ranks' slots.
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ..interop import IS_PADDLE, dtype_name
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import WORD_COLUMNS, has_row_scales
 from .interface import Received, Tokens, Transport
+from .row_limit import RowLimit, require_rows
 
 Tensor = torch.Tensor
 MODULES = (
@@ -34,6 +36,8 @@ ROW_BYTES = 16
 # Ranks of one NVLink domain. Above it DeepEP sends over RDMA, by NVSHMEM, without which it may have
 # been built.
 NVLINK_RANKS = 8
+# The argument of a Buffer's dispatch that sizes a delivery without counts.
+WORST_CASE = "num_worst_tokens"
 
 
 class DeepEPLibrary(NamedTuple):
@@ -94,6 +98,25 @@ def legacy_problem(module: Any, world_size: int) -> str:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"Buffer cannot serve {world_size} ranks: {lines[0]}"
     return ""
+
+
+def worst_case_problem(module: Any, world_size: int) -> str:
+    """Why `module.Buffer` cannot deliver to a group of that size without counts on the host; ""
+    where it can.
+    """
+    unable = f"Buffer cannot serve {world_size} ranks with wait_for_counts=False"
+    # Its kernels between hosts take their sizes from the host.
+    if world_size > NVLINK_RANKS:
+        return f"{unable}: it can within one NVLink domain, of {NVLINK_RANKS} ranks"
+    # Paddle's build of it has no such argument.
+    try:
+        parameters = inspect.signature(module.Buffer.dispatch).parameters
+    except (TypeError, ValueError):  # a method of a compiled class may tell nothing of itself
+        return ""
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if WORST_CASE in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+        return ""
+    return f"{unable}: its dispatch takes no {WORST_CASE}"
 
 
 def _buffer_sizes(buffer: Any, row_bytes: int, world: int) -> tuple[int, int]:
@@ -163,29 +186,41 @@ class LegacyTransport(_DeepEPTransport):
     """`deep_ep.Buffer`.
 
     Args:
-        worst_tokens: rows of every delivery, or 0 for exact deliveries. With a bound the host does
-            not wait for the device and knows no counts, and rows beyond the real ones have every id
-            -1. The bound must cover the rows that all ranks together may send here.
+        limit: the most tokens any rank dispatches at once, or None for exact deliveries. With a
+            limit a delivery has room for as many of every rank. The host does not wait for the
+            device and knows no counts, and rows beyond the real ones have every id -1.
+
+    Raises:
+        ConfigError: a limit, and the library cannot serve the group without counts.
     """
 
     name = "DeepEP (Buffer)"
 
-    def __init__(self, num_experts: int, group: Any, module: Any, *, worst_tokens: int = 0) -> None:
+    def __init__(
+        self, num_experts: int, group: Any, module: Any, *, limit: RowLimit | None = None
+    ) -> None:
         super().__init__(num_experts, group, module)
-        self._worst_tokens, self.exact_rows = worst_tokens, worst_tokens == 0
+        self._limit, self.exact_rows = limit, limit is None
+        if limit is not None:
+            problem = worst_case_problem(module, self.world_size)
+            expect(not problem, ConfigError, f"DeepEP's {problem}; needed: wait_for_counts=True")
 
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         sent = self._as_sent(x)
+        arguments = {}
+        if self._limit is not None:
+            # The library writes as many rows as arrive, wherever the memory for them ends.
+            self._limit.check(x, topk_idx)
+            arguments[WORST_CASE] = self.world_size * self._limit.max_tokens
         # Sized for bf16 rows in either case: combine sends such.
         buffer = self._sized_buffer(int(x.shape[1]))
         ids = topk_idx.to(self._id_dtype)
         # The layout says which token goes to which rank and how many rows that makes. Without a
-        # bound, `dispatch` below waits until the counts have reached the host, because they size
+        # limit, `dispatch` below waits until the counts have reached the host, because they size
         # the outputs.
         per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
             ids, self.num_experts
         )
-        arguments = {} if self._worst_tokens == 0 else {"num_worst_tokens": self._worst_tokens}
         recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
             sent,
             topk_idx=ids,
@@ -280,11 +315,7 @@ class ElasticTransport(_DeepEPTransport):
 
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         x = self._plain(x)
-        expect(
-            int(x.shape[0]) <= self._max_tokens,
-            ShapeError,
-            f"x has {int(x.shape[0])} rows; this dispatcher was made for max_tokens = {self._max_tokens}",
-        )
+        require_rows(x, self._max_tokens)
         buffer = self._sized_buffer(int(x.shape[1]), int(topk_idx.shape[1]))
         recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
             x,

@@ -16,7 +16,14 @@ from ..interop import grad_enabled, plain_ops, require_framework_tensor, require
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import in_one_spelling
 from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
-from .interface import Dispatched, Tokens, Transport, check_dispatch, zero_where_not_here
+from .interface import (
+    Dispatched,
+    Tokens,
+    Transport,
+    check_dispatch,
+    zero_rows_unless,
+    zero_where_not_here,
+)
 from .lost_ranks import raise_lost_rank
 from .side_stream import SideStream
 
@@ -132,8 +139,8 @@ class Route:
         return self.transport.combine(out.contiguous(), self.handle)[0]
 
     def combine_backward(self, dout: Tensor) -> Tensor:
-        """`[T, H]` -> `[R, H]`; rows beyond the real ones are exact zeros. Where gradients travel in
-        FP8 the result stands for them.
+        """`[T, H]` -> `[R, H]`; rows that are not real are exact zeros. Where gradients travel in FP8
+        the result stands for them.
         """
         dout = dout.contiguous()
         if self.gradient is not None:
@@ -141,16 +148,15 @@ class Route:
                 sent = quantised(dout, self.gradient.form)
                 arrived = self.transport.dispatch_cached(sent, self.handle)
                 assert isinstance(arrived, BlockScaledTensor)
-                # Rows beyond the real ones stay as they are: engines read no row without a slot.
+                # Rows that are not real stay as they are: engines read no row without a slot.
                 return self.gradient.leave(arrived, dout.dtype)
         rows = self.transport.dispatch_cached(dout, self.handle)
         assert not isinstance(rows, BlockScaledTensor)
         if self.transport.exact_rows:
             return rows
-        # No transport writes rows beyond the real ones, so they hold what was in memory. A GEMM
-        # that reads padding would spread a NaN from there.
-        here = (self.indices >= 0).to(torch.int32).sum(1) > 0
-        return torch.where(here.reshape([-1, 1]), rows, torch.zeros_like(rows))
+        # They hold what was in memory, or gradients of other ranks' experts. A GEMM that reads
+        # padding would spread a NaN from there.
+        return zero_rows_unless((self.indices >= 0).to(torch.int32).sum(1) > 0, rows)
 
 
 class DispatchCall(DifferentiableCall):

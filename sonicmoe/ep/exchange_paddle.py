@@ -1,5 +1,5 @@
-"""`RowExchange` over `paddle.distributed`: one `alltoall_single`, or gathering where the backend
-has none (gloo, on CPUs).
+"""`RowExchange` over `paddle.distributed`: one `alltoall_single` or one `all_gather`. Where the
+backend has no all-to-all (gloo, on CPUs), both gather.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ class PaddleExchange(RowExchange):
         arrived = paddle.empty([sum(recv_counts), int(rows.shape[1])], dtype=rows.dtype)
         dist.alltoall_single(arrived, rows, list(send_counts), list(recv_counts), group=self._group)
         return arrived
+
+    def gather(self, rows: Any) -> paddle.Tensor:
+        size = int(rows.shape[0]) // self.world_size
+        own = rows[self.rank * size : (self.rank + 1) * size]
+        if self._gathers:
+            return paddle.to_tensor(np.concatenate(self._gather(own.numpy())))
+        dist.stream.all_gather(rows, own, group=self._group)
+        return rows
 
     def _exchange_gathered(self, rows: Any, send_counts: Sequence[int]) -> paddle.Tensor:
         """Send the rows of every rank to every rank; each keeps its own.

@@ -1,4 +1,6 @@
-"""`RowExchange` over `torch.distributed`: NCCL and gloo, one `all_to_all_single`."""
+"""`RowExchange` over `torch.distributed`: NCCL and gloo, one `all_to_all_single` or one
+`all_gather_into_tensor`.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +56,11 @@ class TorchExchange(RowExchange):
             arrived, rows, list(recv_counts), list(send_counts), group=self._group
         )
         return arrived
+
+    def gather(self, rows: Tensor) -> Tensor:
+        own = rows.chunk(self.world_size)[self.rank]
+        dist.all_gather_into_tensor(rows, own, group=self._group)
+        return rows
 
     def _exchange_with_others(self, arriving: list[Tensor], leaving: list[Tensor]) -> None:
         """NCCL would copy the rows that stay here by the thread blocks that serve the other ranks,

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import DTypeError, RoutingError, ShapeError, expect
-from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..interop import (
+    IS_PADDLE,
+    dtype_name,
+    is_cuda,
+    require_framework_tensor,
+    require_same_device,
+)
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import is_here
 from .fp8_rows import SentGradient
@@ -39,8 +45,9 @@ class Dispatched(NamedTuple):
         `dx_to` (None without autograd).
     dout_source: where gradients travel in FP8, the argument of the node by this name.
 
-    Rows beyond the real ones (worst-case dispatch) have every index -1. Nobody may read their x,
-    because no transport writes it.
+    Rows beyond the real ones, or between them, have every index -1; only a dispatch that does not
+    wait for counts delivers them. Nobody may read their x: it is whatever was in memory, or a token
+    for another rank.
     """
 
     x: Tensor
@@ -73,7 +80,7 @@ class Transport(ABC):
         world_size, rank: of the group.
 
     Attributes:
-        exact_rows: whether a delivery has no rows beyond the real ones.
+        exact_rows: whether a delivery has no rows but the real ones.
         bf16_only: whether it refuses quantised tokens.
     """
 
@@ -176,3 +183,13 @@ def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Te
     NaN times zero is NaN.
     """
     return torch.where(is_here(indices, num_experts), values, torch.zeros_like(values))
+
+
+def zero_rows_unless(real: Tensor, rows: Tensor) -> Tensor:
+    """`rows` `[R, .]` with exact zeros where `real`, bool `[R]`, is False; likewise by selection."""
+    chosen, zeros = real.reshape([-1, 1]), torch.zeros_like(rows)
+    # Paddle has no `where` of 16-bit floats on a host. fp32 holds each of their values.
+    if IS_PADDLE and not is_cuda(rows):
+        wide = torch.where(chosen, rows.to(torch.float32), zeros.to(torch.float32))
+        return wide.to(rows.dtype)
+    return torch.where(chosen, rows, zeros)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import IS_PADDLE
@@ -17,12 +18,15 @@ from .deepep import (
     find_library,
     group_shape,
     legacy_problem,
+    worst_case_problem,
 )
 from .dispatcher import Dispatcher, TransportDispatcher
+from .fixed_size import FixedSizeTransport
 from .fleet import FleetDispatcher, find_fleet
 from .fp8_rows import check_fp8
 from .interface import Transport
 from .local import LocalDispatcher
+from .row_limit import RowLimit, check_max_tokens
 
 if IS_PADDLE:
     from .exchange_paddle import PaddleExchange as GroupExchange
@@ -32,8 +36,16 @@ else:
     from .exchange_torch import is_gpu_group
 
 logger = logging.getLogger("sonicmoe")
+FLEET_WAITS = "Fleet's fused_dispatch always waits for counts"
 
 KINDS = ("auto", "local", "collective", "deepep", "fleet")
+
+
+class _Sizes(NamedTuple):
+    """What the caller says of the sizes of deliveries."""
+
+    max_tokens: int
+    wait_for_counts: bool
 
 
 def make_dispatcher(
@@ -42,6 +54,7 @@ def make_dispatcher(
     *,
     kind: str = "auto",
     max_tokens: int = 0,
+    wait_for_counts: bool = True,
     fp8: bool | str = False,
     fp8_grad: bool | str = False,
 ) -> Dispatcher:
@@ -54,19 +67,38 @@ def make_dispatcher(
         kind: "auto": local without a group or in a group of one, collectives over a CPU group, else
             Fleet's or DeepEP's own kernels where installed, else collectives. Or one of "local",
             "collective", "deepep", "fleet".
-        max_tokens: the most tokens that a rank dispatches at once, the same on all ranks. Only an
-            ElasticBuffer needs it.
+        max_tokens: the most tokens that a rank dispatches at once, the same on all ranks. Needed by
+            an ElasticBuffer, and without waiting for counts.
+        wait_for_counts: let the host of every dispatch wait until it knows how many rows arrive. If
+            False, it launches dispatch, experts and combine without waiting for the device, and
+            every delivery has the worst-case size, for W ranks, K slots and L experts here:
+            x `[W * max_tokens, H]`, rows without a token with every index -1, no counts, and
+            `W * max_tokens * min(K, L)` rows of activations, with padding. It pays where most
+            tokens go to most ranks anyway (few ranks, K large against them): collectives then
+            send every token to every rank. Results have the same bits. The first dispatch waits
+            once, to compare `max_tokens` between ranks. A rank that dispatches more raises
+            ShapeError and sends nothing, which the others learn when it ends, or after the group's
+            timeout (`RankLostError`). One rank alone never waits.
         fp8, fp8_grad: send tokens quantised in the forward, and the gradients of the experts' output
             in the backward: True, or "row" for one scale per row; see `Dispatcher.dispatch`. Fleet's
             own functions and an ElasticBuffer send bfloat16 only.
 
     Raises:
-        ConfigError: an unknown kind, or one that does not fit the group, `fp8` or `fp8_grad`.
+        ConfigError: an unknown kind, or one that does not fit the group, `fp8`, `fp8_grad` or
+            `wait_for_counts`; no `max_tokens` where it is needed.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
     check_fp8(fp8)
     check_fp8(fp8_grad, "fp8_grad")
+    expect(
+        isinstance(wait_for_counts, bool),
+        ConfigError,
+        f"wait_for_counts is {wait_for_counts!r}; needed: True or False",
+    )
+    if not wait_for_counts:
+        check_max_tokens(max_tokens)
+    sizes = _Sizes(max_tokens, wait_for_counts)
     if group is None:
         expect(
             kind in ("auto", "local"),
@@ -77,12 +109,12 @@ def make_dispatcher(
     expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
     level = logging.INFO
     if kind == "auto":
-        dispatcher, why = _auto(num_experts, group, max_tokens)
+        dispatcher, why = _auto(num_experts, group, sizes)
         # A library that is installed and cannot be used is news to whoever installed it.
         if "cannot serve" in why:
             level = logging.WARNING
     else:
-        dispatcher, why = _named(kind, num_experts, group, max_tokens), "as asked for"
+        dispatcher, why = _named(kind, num_experts, group, sizes), "as asked for"
     expect(
         not ((fp8 or fp8_grad) and dispatcher.bf16_only),
         ConfigError,
@@ -90,6 +122,8 @@ def make_dispatcher(
         f"another kind than {kind!r}",
     )
     dispatcher.fp8, dispatcher.fp8_grad = fp8, fp8_grad
+    if not (wait_for_counts or isinstance(dispatcher, LocalDispatcher)):
+        why += f"; without waiting for counts: room for {max_tokens} tokens of every rank"
     logger.log(
         level,
         "expert parallelism over %s: %d experts, %d here (%s)",
@@ -101,38 +135,47 @@ def make_dispatcher(
     return dispatcher
 
 
-def _auto(num_experts: int, group: Any, max_tokens: int) -> tuple[Dispatcher, str]:
+def _auto(num_experts: int, group: Any, sizes: _Sizes) -> tuple[Dispatcher, str]:
     """The dispatcher, and the reason for the log line."""
     # Every branch returns the reason for its choice, because the log line must tell a user why the
     # fast library was not taken.
     if group_shape(group)[0] == 1:
         return LocalDispatcher(num_experts), "a group of one"
     if not is_gpu_group(group):
-        return _collective(num_experts, group), "the group has no NCCL, which DeepEP needs"
+        return _collective(num_experts, group, sizes), "the group has no NCCL, which DeepEP needs"
     no_fleet = ""
     if IS_PADDLE:
         fleet, no_fleet = find_fleet()
-        if fleet is not None:
+        if fleet is not None and sizes.wait_for_counts:
             return FleetDispatcher(
                 num_experts, group, fleet
             ), "PaddleFleet is installed with DeepEP"
-        no_fleet = f"no PaddleFleet: {no_fleet}; "
+        no_fleet = f"no PaddleFleet: {no_fleet}; " if fleet is None else f"{FLEET_WAITS}; "
     library, no_library = find_library()
     if library is None:
-        return _collective(num_experts, group), f"{no_fleet}no DeepEP: {no_library}"
-    kind, problems = _usable_buffer(library, group, max_tokens)
+        return _collective(num_experts, group, sizes), f"{no_fleet}no DeepEP: {no_library}"
+    kind, problems = _usable_buffer(library, group, sizes)
     if kind is None:
-        return _collective(num_experts, group), f"{no_fleet}DeepEP's {problems}"
+        return _collective(num_experts, group, sizes), f"{no_fleet}DeepEP's {problems}"
     why = f"{no_fleet}DeepEP is installed" + (f"; its {problems}" if problems else "")
-    return TransportDispatcher(_deepep(kind, library, num_experts, group, max_tokens)), why
+    return TransportDispatcher(_deepep(kind, library, num_experts, group, sizes)), why
 
 
-def _collective(num_experts: int, group: Any) -> Dispatcher:
-    return TransportDispatcher(CollectiveTransport(num_experts, GroupExchange(group)))
+def _collective(num_experts: int, group: Any, sizes: _Sizes) -> Dispatcher:
+    exchange = GroupExchange(group)
+    if sizes.wait_for_counts:
+        return TransportDispatcher(CollectiveTransport(num_experts, exchange))
+    return TransportDispatcher(FixedSizeTransport(num_experts, exchange, sizes.max_tokens))
 
 
-def _named(kind: str, num_experts: int, group: Any, max_tokens: int) -> Dispatcher:
+def _named(kind: str, num_experts: int, group: Any, sizes: _Sizes) -> Dispatcher:
     if kind == "fleet":
+        expect(
+            sizes.wait_for_counts,
+            ConfigError,
+            f"wait_for_counts is False, and kind 'fleet' cannot: {FLEET_WAITS}; needed: True, or kind 'deepep' or "
+            "'collective'",
+        )
         functions, why = find_fleet()
         if functions is None:
             raise EngineUnavailableError(f"PaddleFleet's fused dispatch is not available: {why}")
@@ -141,28 +184,33 @@ def _named(kind: str, num_experts: int, group: Any, max_tokens: int) -> Dispatch
         library, why = find_library()
         if library is None:
             raise EngineUnavailableError(f"DeepEP is not available: {why}")
-        buffer, problems = _usable_buffer(library, group, max_tokens)
+        buffer, problems = _usable_buffer(library, group, sizes)
+        if buffer is None and _usable_buffer(library, group, _Sizes(sizes.max_tokens, True))[0]:
+            raise ConfigError(
+                f"wait_for_counts is False, and DeepEP's {problems}; needed: True, or kind 'collective'"
+            )
         # An ElasticBuffer without a size has a message of its own.
         if buffer is None and library.kinds != (ELASTIC,):
             raise EngineUnavailableError(f"DeepEP cannot be used: its {problems}")
-        return TransportDispatcher(
-            _deepep(buffer or ELASTIC, library, num_experts, group, max_tokens)
-        )
-    return _collective(num_experts, group)
+        return TransportDispatcher(_deepep(buffer or ELASTIC, library, num_experts, group, sizes))
+    return _collective(num_experts, group, sizes)
 
 
-def _usable_buffer(library: DeepEPLibrary, group: Any, max_tokens: int) -> tuple[str | None, str]:
+def _usable_buffer(library: DeepEPLibrary, group: Any, sizes: _Sizes) -> tuple[str | None, str]:
     """The first of the library's buffers that can serve the group, None if there is none; and why
     those before it cannot.
     """
     problems: list[str] = []
     for kind in library.kinds:
         if kind == LEGACY:
-            problem = legacy_problem(library.module, group_shape(group)[0])
+            ranks = group_shape(group)[0]
+            problem = legacy_problem(library.module, ranks)
+            if not (problem or sizes.wait_for_counts):
+                problem = worst_case_problem(library.module, ranks)
         else:
             # An ElasticBuffer is sized once for the fullest rank. That number cannot be guessed
             # here: a guess below it would fail in the middle of a run.
-            problem = "" if max_tokens > 0 else "ElasticBuffer needs max_tokens"
+            problem = "" if sizes.max_tokens > 0 else "ElasticBuffer needs max_tokens"
         if not problem:
             return kind, "; ".join(problems)
         problems.append(problem)
@@ -170,8 +218,11 @@ def _usable_buffer(library: DeepEPLibrary, group: Any, max_tokens: int) -> tuple
 
 
 def _deepep(
-    kind: str, library: DeepEPLibrary, num_experts: int, group: Any, max_tokens: int
+    kind: str, library: DeepEPLibrary, num_experts: int, group: Any, sizes: _Sizes
 ) -> Transport:
     if kind == ELASTIC:
-        return ElasticTransport(num_experts, group, library.module, max_tokens=max_tokens)
-    return LegacyTransport(num_experts, group, library.module)
+        return ElasticTransport(num_experts, group, library.module, **sizes._asdict())
+    limit = None
+    if not sizes.wait_for_counts:
+        limit = RowLimit(sizes.max_tokens, partial(GroupExchange, group))
+    return LegacyTransport(num_experts, group, library.module, limit=limit)

@@ -14,9 +14,12 @@ import numpy as np
 from ep_cases import EXPERTS, cases
 from ep_layer import run_layer
 
-from sonicmoe.ep import TransportDispatcher
+from sonicmoe.ep import TransportDispatcher, fixed_size
 from sonicmoe.ep.collective import CollectiveTransport
+from sonicmoe.ep.fixed_size import FixedSizeTransport
+from sonicmoe.ep.row_limit import RowLimit
 
+MOST_TOKENS = 41  # of any rank in any case, and one more
 DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
 RECORDED_EXPERTS = 8
 
@@ -40,17 +43,30 @@ def start(world, rank, directory):
     return TorchExchange()
 
 
-def deepep_dispatchers(world):
+def poisoned_fixed_size(exchange):
+    """The transport that waits for nothing, its memory full of NaN."""
+
+    def empty(shape, dtype, device):
+        poison = float("nan") if "float" in str(dtype) else 0x7F  # which is NaN in e4m3
+        return framework.torch.full(list(shape), poison, dtype=dtype, device=device)
+
+    fixed_size.empty = empty
+    return FixedSizeTransport(EXPERTS, exchange, MOST_TOKENS)
+
+
+def deepep_dispatchers():
     """Every mode of the emulated library."""
     import emulated_deepep
     import torch.distributed as dist
 
     from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
+    from sonicmoe.ep.exchange_torch import TorchExchange
 
+    limit = RowLimit(MOST_TOKENS, TorchExchange)
     group, library = dist.group.WORLD, emulated_deepep.LIBRARY
     return {
         "legacy": LegacyTransport(EXPERTS, group, library),
-        "legacy worst case": LegacyTransport(EXPERTS, group, library, worst_tokens=41 * world),
+        "legacy worst case": LegacyTransport(EXPERTS, group, library, limit=limit),
         "elastic": ElasticTransport(EXPERTS, group, library, max_tokens=64),
         "elastic without sync": ElasticTransport(
             EXPERTS, group, library, max_tokens=64, wait_for_counts=False
@@ -79,9 +95,12 @@ def main(world, rank, directory):
         "again": (collective, {}),
         "bf16": (collective, {"dtype": "bfloat16"}),
     }
+    fixed = TransportDispatcher(poisoned_fixed_size(exchange))
+    runs["fixed fp32"], runs["fixed bf16"] = (fixed, {}), (fixed, {"dtype": "bfloat16"})
+    runs["fixed fp8"] = (fixed, {"dtype": "bfloat16", "fp8": True})
     runs["fp8"] = runs["fp8 again"] = (collective, {"dtype": "bfloat16", "fp8": True})
     if not framework.IS_PADDLE:
-        for name, transport in deepep_dispatchers(world).items():
+        for name, transport in deepep_dispatchers().items():
             runs[name] = (TransportDispatcher(transport), {"dtype": "bfloat16"})
     results = {}
     for case, sources in cases(world).items():

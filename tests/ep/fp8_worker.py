@@ -12,7 +12,7 @@ from pathlib import Path
 import framework
 import numpy as np
 from ep_fp8 import BOTH, CASES, run_fp8, sources
-from ep_worker import deepep_dispatchers, start
+from ep_worker import deepep_dispatchers, poisoned_fixed_size, start
 
 from sonicmoe.ep import TransportDispatcher
 from sonicmoe.ep.collective import CollectiveTransport
@@ -20,10 +20,14 @@ from sonicmoe.errors import ConfigError
 
 
 def main(rank, directory):
-    transports = {"collective": CollectiveTransport(8, start(2, rank, directory))}
+    exchange = start(2, rank, directory)
+    transports = {
+        "collective": CollectiveTransport(8, exchange),
+        "fixed size": poisoned_fixed_size(exchange),
+    }
     refused = ""
     if not framework.IS_PADDLE:
-        made = deepep_dispatchers(2)
+        made = deepep_dispatchers()
         transports |= {name: made[name] for name in ("legacy", "legacy worst case")}
         source = sources("uneven")[rank]
         try:

@@ -379,7 +379,7 @@ def gpu_world(monkeypatch, library):
     monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
     monkeypatch.setattr(select, "find_library", lambda: (library, ""))
     monkeypatch.setattr(
-        select, "_collective", lambda num_experts, group: SimpleNamespace(name="NCCL", num_local_experts=1)
+        select, "_collective", lambda num_experts, group, sizes: SimpleNamespace(name="NCCL", num_local_experts=1)
     )  # fmt: skip
 
 

@@ -25,7 +25,10 @@ from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
 
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
-TRANSPORTS = {"torch": ("collective", "legacy", "legacy worst case"), "paddle": ("collective",)}
+TRANSPORTS = {
+    "torch": ("collective", "fixed size", "legacy", "legacy worst case"),
+    "paddle": ("collective", "fixed size"),
+}
 BOUND = 5e-3  # of bf16 roundings of partial sums
 KEYS = ("y", "dx", "dweights", "up", "down")
 
@@ -61,6 +64,16 @@ def test_equals_one_process(world, case, form, grads):
             got = np.concatenate([rank[path] for rank in results])
             assert got.shape == wanted[key].shape and np.isfinite(got).all(), (name, key)
             assert relative_rmse(got, wanted[key]) <= BOUND, (name, key)
+
+
+@WAYS
+@pytest.mark.parametrize("case", CASES)
+def test_counts_that_nobody_knows_change_no_bit(world, case, form, grads):
+    _, results = world
+    for rank in results:
+        for key in KEYS:
+            path = f"{form}/{grads}/{case}/{key}"
+            assert rank[f"fixed size/{path}"].tobytes() == rank[f"collective/{path}"].tobytes(), key
 
 
 @WAYS

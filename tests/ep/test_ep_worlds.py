@@ -108,6 +108,27 @@ def test_repeated_runs_are_bit_identical(world_results, framework, world):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("run", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("framework,world", WORLDS)
+def test_counts_that_nobody_knows_change_no_bit(world_results, framework, world, run, case):
+    """Its unused memory is full of NaN, and its rows are those of the exact dispatch with others
+    between them.
+    """
+    for result in world_results(framework, world):
+        for key in KEYS:
+            actual, wanted = (result[f"{one}/{case}/{key}"] for one in (f"fixed {run}", run))
+            assert actual.tobytes() == wanted.tobytes(), key
+        fixed = f"fixed {run}/{case}"
+        ids, probs, x = (result[f"{fixed}/recv_{key}"] for key in ("idx", "probs", "x"))
+        assert len(ids) == world * 41 and (result[f"{fixed}/counts"] == -1).all()
+        real = (ids >= 0).any(1)
+        assert not probs[ids < 0].any()
+        for key, array in (("idx", ids), ("probs", probs), ("x", x)):
+            assert np.array_equal(array[real], result[f"{run}/{case}/recv_{key}"])
+        assert np.isnan(x).any(), "no memory was poisoned"
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", DEEPEP_MODES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_deepep_gives_the_bits_of_the_collectives(world_results, world, mode, case):
@@ -120,6 +141,7 @@ def test_deepep_gives_the_bits_of_the_collectives(world_results, world, mode, ca
             assert actual.tobytes() == wanted.tobytes(), key
         ids, probs = (result[f"{mode}/{case}/{key}"] for key in ("recv_idx", "recv_probs"))
         real = len(result[f"bf16/{case}/recv_idx"])
+        assert mode != "legacy worst case" or len(ids) == world * 41
         assert (
             np.array_equal(ids[:real], result[f"bf16/{case}/recv_idx"]) and (ids[real:] == -1).all()
         )

@@ -1,0 +1,98 @@
+"""Dispatch over collectives whose sizes are known before anybody has routed a token, so that the
+host waits for nothing.
+
+Every rank sends all of its rows to all ranks, up to `max_tokens` of them, and each finds its own by
+their ids. Which tokens go where decides nothing about the message, so there is nothing to count, to
+sort or to gather before it leaves:
+
+    row of a delivery        source rank * max_tokens + token
+    rows without a token     at the end of each rank's part, where it has fewer than max_tokens
+    rows of other ranks      between the others; their ids are all -1, as those of rows without token
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..interop import device_of, empty
+from ..quant.format import BlockScaledTensor
+from ..routing.ids import NOT_HERE, in_one_spelling
+from .collective import ExchangeTransport, Routes, RowExchange, ids_and_weights, reinterpret
+from .interface import Received, Tokens
+from .row_limit import RowLimit
+
+Tensor = torch.Tensor
+
+
+class FixedSizeTransport(ExchangeTransport):
+    """`Transport` over a `RowExchange`; every delivery has `W * max_tokens` rows, and counts stay
+    unknown to the host.
+
+    Real rows stand in the order of `CollectiveTransport`, so experts and combine add in the same
+    order and give the same bits.
+    """
+
+    exact_rows = False
+
+    def __init__(self, num_experts: int, exchange: RowExchange, max_tokens: int) -> None:
+        """max_tokens: the most tokens any rank dispatches at once, the same on all ranks.
+
+        Raises:
+            ConfigError: it is no positive integer.
+            RoutingError: the experts cannot be split evenly.
+        """
+        super().__init__(num_experts, exchange)
+        self._limit = RowLimit(max_tokens, lambda: exchange)
+        self._counts = [max_tokens] * self.world_size
+
+    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+        self._limit.check(x, topk_idx)
+        ids, weights = ids_and_weights(self._to_all(self._slots(topk_idx, topk_weights)))
+        # Global ids become ids of this rank. Weights at slots of other ranks, and those of rows
+        # without a token, are whatever they are: the dispatcher masks them by the ids.
+        local = in_one_spelling(ids - self.rank * self.num_local_experts, self.num_local_experts)
+        routes = Routes(self._places(topk_idx), self._counts, self._counts)
+        return Received(self.dispatch_cached(x, routes), local, weights, None, routes)
+
+    def dispatch_cached(self, x: Tokens, handle: Routes) -> Tokens:
+        if isinstance(x, BlockScaledTensor):
+            held = self._to_all(x.bytes)
+            codes = reinterpret(held, torch.float8_e4m3fn)
+            return BlockScaledTensor(codes, self._to_all(x.scale_inv), x.block, x.code)
+        return self._to_all(x)
+
+    def _slots(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """int32 `[max_tokens, 2K]`: ids and the bits of the weights; no id in rows without a token."""
+        tokens, topk = (int(size) for size in topk_idx.shape)
+        spare, device = self._limit.max_tokens - tokens, topk_idx.device
+        filler = torch.full([spare, 2 * topk], NOT_HERE, dtype=torch.int32, device=device)
+        if tokens == 0:
+            return filler
+        words = [topk_idx.to(torch.int32), reinterpret(topk_weights, torch.int32)]
+        slots = torch.cat(words, 1)
+        return torch.cat([slots, filler], 0) if spare else slots
+
+    def _to_all(self, rows: Tensor) -> Tensor:
+        """`[W * max_tokens, .]`: the rows of every rank. Behind those of a rank with fewer than
+        `max_tokens` is whatever was in its memory.
+        """
+        size, tokens = self._limit.max_tokens, int(rows.shape[0])
+        shape = (self.world_size * size, int(rows.shape[1]))
+        everybodys = empty(shape, rows.dtype, device_of(rows))
+        first = self.rank * size
+        # Written where they belong, so that the collective moves the rows of other ranks only.
+        if tokens:
+            everybodys[first : first + tokens] = rows
+        gathered = self._exchange.gather(reinterpret(everybodys, torch.uint8))
+        return reinterpret(gathered, rows.dtype)
+
+    def _places(self, topk_idx: Tensor) -> Tensor:
+        """int64 `[T, W]`: `Routes.places`."""
+        goes = self._goes(topk_idx)
+        tokens, device = int(topk_idx.shape[0]), topk_idx.device
+        ranks = torch.arange(self.world_size, dtype=torch.int64, device=device)
+        token = torch.arange(tokens, dtype=torch.int64, device=device).reshape([tokens, 1])
+        if tokens == 0:
+            return torch.zeros([0, self.world_size], dtype=torch.int64, device=device)
+        place = token + ranks * self._limit.max_tokens
+        return torch.where(goes, place, torch.full_like(place, NOT_HERE))

@@ -1,0 +1,93 @@
+"""The most rows that a rank dispatches at once, the bound of deliveries that nobody counts.
+
+Every rank makes room for that many rows of every other, so a rank that sends more, or that was
+given another bound than the others, would write into memory that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import ConfigError, ShapeError, expect
+from ..interop import device_of
+from .collective import RowExchange, reinterpret
+from .interface import Tokens
+
+Tensor = torch.Tensor
+
+
+class RowLimit:
+    """One bound for all ranks of a group.
+
+    Args:
+        max_tokens: the bound, positive.
+        exchange: makes the exchange over which ranks compare their bounds, at the first dispatch.
+    """
+
+    def __init__(self, max_tokens: int, exchange: Callable[[], RowExchange]) -> None:
+        """Sends nothing.
+
+        Raises:
+            ConfigError: `max_tokens` is no positive integer.
+        """
+        check_max_tokens(max_tokens)
+        self.max_tokens, self._exchange, self._agreed = max_tokens, exchange, False
+
+    def check(self, x: Tokens, ids: Tensor) -> None:
+        """Called by every rank before its dispatch sends anything; the first call is a collective,
+        and the only one that waits for the device.
+
+        Raises:
+            ShapeError: x has more rows.
+            ConfigError: another rank has another bound; every rank raises it.
+        """
+        require_rows(x, self.max_tokens)
+        if not self._agreed:
+            self._agree(ids)
+            self._agreed = True
+
+    def _agree(self, like: Tensor) -> None:
+        # A constructor cannot ask: it does not know yet on which device the group exchanges.
+        exchange = self._exchange()
+        ones = [1] * exchange.world_size
+        mine = torch.full(
+            [len(ones), 1], self.max_tokens, dtype=torch.int64, device=device_of(like)
+        )
+        theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
+        found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
+        expect(
+            found == [self.max_tokens] * len(ones),
+            ConfigError,
+            f"max_tokens is {self.max_tokens} on rank {exchange.rank}, and the ranks 0 to {len(ones) - 1} were given {found}; "
+            "needed: the same on all ranks",
+        )
+
+
+def check_max_tokens(max_tokens: object) -> None:
+    """Refuse what is no bound.
+
+    Raises:
+        ConfigError: naming what came and what is needed.
+    """
+    expect(
+        isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0,
+        ConfigError,
+        f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens that any rank dispatches at "
+        "once, a positive integer, the same on all ranks",
+    )
+
+
+def require_rows(x: Tokens, max_tokens: int) -> None:
+    """Refuse more rows than there is room for.
+
+    Raises:
+        ShapeError: naming both numbers.
+    """
+    rows = int(x.shape[0])
+    expect(
+        rows <= max_tokens,
+        ShapeError,
+        f"x has {rows} rows; this dispatcher was made for max_tokens = {max_tokens}",
+    )

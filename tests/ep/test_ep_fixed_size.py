@@ -1,0 +1,267 @@
+"""Dispatches that the host does not wait for: what is chosen, what is refused, and that nothing
+waits. `test_ep_worlds.py` and `test_ep_fp8.py` have their bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ep_cases import EXPERTS, HIDDEN, TOPK, source
+from ep_layer import run_layer
+from test_ep_dispatchers import Exchange, Group, gpu_world
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from worlds import TESTS, finish, paddle_variables, start_world
+
+from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, select
+from sonicmoe.ep.collective import CollectiveTransport, RowExchange
+from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, worst_case_problem
+from sonicmoe.ep.fixed_size import FixedSizeTransport
+from sonicmoe.ep.fleet import FleetFunctions
+from sonicmoe.errors import ConfigError, ShapeError
+from sonicmoe.quant import reference as quantiser
+
+MOST = 9
+FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
+
+
+class Echo(RowExchange):
+    """Two ranks that send the same: no process, and no value is looked at."""
+
+    name, world_size, rank = "echo", 2, 0
+
+    def exchange(self, rows, send_counts, recv_counts):
+        assert sum(send_counts) == len(rows) and list(send_counts) == list(recv_counts)
+        return rows.clone()
+
+    def gather(self, rows):
+        own, other = rows.chunk(2)
+        other.copy_(own)
+        return rows
+
+
+def layer(dispatcher, tokens, options):
+    """Forward and backward of a layer whose experts do nothing."""
+    x = tokens.x.clone().requires_grad_()
+    weights = tokens.weights.clone().requires_grad_()
+    received = dispatcher.dispatch(x, tokens.ids, weights, **options)
+    rows = received.x if received.dx_to is None else received.dx_to
+    y = dispatcher.combine(rows * 1.0, received.handle)
+    if received.dout_source is None:
+        (y.float().sum() + received.probs.sum()).backward()
+    return received
+
+
+def tokens_of(count):
+    data = source(count, 4)
+    x, ids, weights = (torch.from_numpy(a) for a in (data.x, data.ids, data.weights))
+    return SimpleNamespace(x=x.to(torch.bfloat16), ids=ids, weights=weights)
+
+
+class TestNothingWaits:
+    """A fake tensor has no values: whatever asks for one, or for a size that depends on them, raises."""
+
+    OPTIONS = pytest.mark.parametrize(
+        "options", [{}, {"fp8": True}, {"fp8": "row", "fp8_grad": "row"}], ids=str
+    )
+
+    def run(self, transport, count, options):
+        mode = FakeTensorMode()
+        fakes = {name: mode.from_tensor(t) for name, t in vars(tokens_of(count)).items()}
+        with mode:
+            return layer(TransportDispatcher(transport), SimpleNamespace(**fakes), options)
+
+    @OPTIONS
+    @pytest.mark.parametrize("count", [0, 5, MOST])
+    def test_from_the_second_dispatch_on(self, monkeypatch, count, options):
+        # On a host the quantiser looks whether there is a NaN, on a GPU it does not.
+        monkeypatch.setattr(quantiser, "_perhaps_any", lambda mask: True)
+        transport = FixedSizeTransport(EXPERTS, Echo(), MOST)
+        layer(TransportDispatcher(transport), tokens_of(count), options)
+        received = self.run(transport, count, options)
+        assert received.x.shape == (2 * MOST, HIDDEN) and received.tokens_per_expert is None
+        assert received.indices.shape == received.probs.shape == (2 * MOST, TOPK)
+
+    def test_the_first_compares_bounds(self):
+        """And so would every wait be seen here."""
+        for transport in (
+            FixedSizeTransport(EXPERTS, Echo(), MOST),
+            CollectiveTransport(EXPERTS, Echo()),
+        ):
+            with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+                self.run(transport, 5, {})
+
+
+def test_rows_stand_where_their_rank_and_token_say():
+    tokens, transport = tokens_of(5), FixedSizeTransport(EXPERTS, Echo(), MOST)
+    received = transport.dispatch(tokens.x, select_ids(tokens.ids), tokens.weights)
+    for first in (0, MOST):
+        assert torch.equal(received.x[first : first + 5], tokens.x)
+        local = torch.where(tokens.ids < EXPERTS // 2, tokens.ids, -1)
+        assert torch.equal(received.topk_idx[first : first + 5], local)
+        assert (received.topk_idx[first + 5 : first + MOST] == -1).all()
+    assert not transport.exact_rows and received.tokens_per_expert is None
+
+
+def select_ids(ids):
+    """As a dispatcher hands them to a transport."""
+    return torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
+
+
+@pytest.fixture
+def library():
+    import emulated_deepep as emulated
+
+    return emulated.LIBRARY
+
+
+def without_worst_case():
+    """Paddle's build of the Buffer."""
+    import emulated_deepep as emulated
+
+    class Buffer(emulated.Buffer):
+        def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None):
+            raise AssertionError("nothing is sent here")
+
+    return SimpleNamespace(Buffer=Buffer, ElasticBuffer=emulated.ElasticBuffer)
+
+
+BLIND = {"wait_for_counts": False, "max_tokens": MOST}
+
+
+class TestTheChoice:
+    def test_over_a_cpu_group(self, monkeypatch, caplog):
+        monkeypatch.setattr(select, "is_gpu_group", lambda group: False)
+        monkeypatch.setattr(select, "GroupExchange", Exchange)
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            made = make_dispatcher(8, Group(), **BLIND)
+        assert isinstance(made.transport, FixedSizeTransport)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.endswith("; without waiting for counts: room for 9 tokens of every rank)")
+        exact = make_dispatcher(8, Group(), max_tokens=MOST)
+        assert isinstance(exact.transport, CollectiveTransport) and exact.transport.exact_rows
+
+    @pytest.mark.parametrize("kind", ["auto", "deepep"])
+    def test_the_buffers_get_their_bounds(self, monkeypatch, library, kind):
+        monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
+        for offers, transport in (
+            (("legacy", "elastic"), LegacyTransport),
+            (("elastic",), ElasticTransport),
+        ):
+            found = select.DeepEPLibrary(library, offers)
+            monkeypatch.setattr(select, "find_library", lambda found=found: (found, ""))
+            made = make_dispatcher(8, Group(), kind=kind, **BLIND).transport
+            assert isinstance(made, transport) and not made.exact_rows
+            waiting = make_dispatcher(8, Group(), kind=kind, max_tokens=MOST).transport
+            assert isinstance(waiting, transport) and waiting.exact_rows
+
+    @pytest.mark.parametrize(
+        ("ranks", "module", "why"),
+        [
+            (16, None, "wait_for_counts=False: it can within one NVLink domain, of 8 ranks"),
+            (2, without_worst_case(), "wait_for_counts=False: its dispatch takes no num_worst_tokens"),
+        ],
+        ids=["between hosts", "a build without it"],
+    )  # fmt: skip
+    def test_a_buffer_that_cannot(self, monkeypatch, caplog, library, ranks, module, why):
+        module = module or library
+        gpu_world(monkeypatch, select.DeepEPLibrary(module, ("legacy",)))
+        assert worst_case_problem(module, ranks).endswith(why)
+        with pytest.raises(ConfigError, match=f"wait_for_counts is False, and DeepEP's Buffer.*{why}; needed: True, or"):  # fmt: skip
+            make_dispatcher(16, Group(ranks), kind="deepep", **BLIND)
+        with pytest.raises(ConfigError, match=f"DeepEP's Buffer.*{why}; needed"):
+            LegacyTransport(16, Group(ranks), module, limit=SimpleNamespace(max_tokens=4))
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            assert make_dispatcher(16, Group(ranks), **BLIND).name == "NCCL"
+            gpu_world(monkeypatch, select.DeepEPLibrary(module, ("legacy", "elastic")))
+            for kind in ("auto", "deepep"):
+                made = make_dispatcher(16, Group(ranks), kind=kind, **BLIND)
+                assert isinstance(made.transport, ElasticTransport)
+        assert why in caplog.records[0].getMessage() and caplog.records[0].levelname == "WARNING"
+        assert why in caplog.records[1].getMessage()
+        assert isinstance(make_dispatcher(16, Group(ranks)).transport, LegacyTransport)
+
+    def test_fleet_always_waits(self, monkeypatch, caplog):
+        with pytest.raises(ConfigError, match="Fleet's fused_dispatch always waits for counts; needed: True, or kind"):  # fmt: skip
+            make_dispatcher(8, Group(), kind="fleet", **BLIND)
+        monkeypatch.setattr(select, "IS_PADDLE", True)
+        monkeypatch.setattr(select, "find_fleet", lambda: (FleetFunctions(None, None), ""))
+        gpu_world(monkeypatch, None)
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            assert make_dispatcher(8, Group(), **BLIND).name == "NCCL"
+        assert "(Fleet's fused_dispatch always waits for counts; no DeepEP" in caplog.text
+
+    def test_one_rank_never_waits(self):
+        for group in (None, Group(1)):
+            assert isinstance(make_dispatcher(8, group, **BLIND), LocalDispatcher)
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("bound", [0, -1, True, 8.0, "8"], ids=repr)
+    @pytest.mark.parametrize("group", [None, Group()], ids=["one rank", "two ranks"])
+    def test_no_bound(self, group, bound):
+        with pytest.raises(ConfigError, match=rf"max_tokens is {bound!r}; needed with wait_for_"):
+            make_dispatcher(8, group, wait_for_counts=False, max_tokens=bound)
+
+    def test_anything_but_a_choice(self):
+        with pytest.raises(ConfigError, match="wait_for_counts is 'no'; needed: True or False"):
+            make_dispatcher(8, wait_for_counts="no", max_tokens=8)
+
+    def test_more_rows_than_the_bound_before_anything_is_sent(self, library):
+        class Silent(Echo):
+            exchange = gather = None
+
+        tokens = tokens_of(MOST + 1)
+        limit = FixedSizeTransport(8, Silent(), MOST)._limit
+        for transport in (
+            FixedSizeTransport(8, Silent(), MOST),
+            LegacyTransport(8, Group(), library, limit=limit),
+        ):
+            for options in ({}, {"fp8": True}):
+                wide = torch.zeros(MOST + 1, 128, dtype=torch.bfloat16)
+                with pytest.raises(ShapeError, match=r"x has 10 rows; .* max_tokens = 9"):
+                    TransportDispatcher(transport).dispatch(
+                        wide, tokens.ids, tokens.weights, **options
+                    )
+
+    @pytest.mark.parametrize("framework", FRAMEWORKS)
+    def test_bounds_that_differ_between_ranks(self, framework, tmp_path):
+        """On all ranks, and none is left behind in a collective."""
+        for rank, (code, said) in enumerate(self.world(framework, tmp_path, "bounds")):
+            assert code == 0, said[-3000:]
+            lines = [line for line in said.splitlines() if line.startswith("refused: ")]
+            assert len(lines) == (2 if framework == "paddle" else 4)
+            words = f"max_tokens is {12 + rank} on rank {rank}, and the ranks 0 to 1 were given [12, 13]"
+            assert all(words in line for line in lines)
+
+    @pytest.mark.parametrize("framework", FRAMEWORKS)
+    def test_the_others_learn_of_it_when_the_rank_ends(self, framework, tmp_path):
+        (first, waited), (second, raised) = self.world(framework, tmp_path, "rows")
+        assert first not in (0, -9) and second not in (0, -9)
+        assert "ShapeError: x has 13 rows; this dispatcher was made for max_tokens = 12" in raised
+        assert "rank 0 of 2 lost another rank in the dispatch over" in waited
+
+    def world(self, framework, directory, case):
+        launch = paddle_variables(2) if framework == "paddle" else [{}] * 2
+        variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
+        worker = TESTS / "ep" / "row_limit_worker.py"
+        processes = start_world(lambda rank: [worker, rank, directory, case], variables, framework)
+        return [(code, said) for code, _, said in finish(processes, 60)]
+
+
+def test_a_node_takes_rows_that_are_nobodys():
+    """Nothing but such rows, and no counts, as a rank gets them for which no token was meant."""
+    tokens = source(MOST, 4)
+    nobodys = np.full_like(tokens.ids, -1)
+    found = run_layer(
+        TransportDispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST)),
+        type(tokens)(tokens.x, nobodys, tokens.weights, tokens.dout),
+    )
+    assert not any(found[key].any() for key in ("y", "dx", "dweights", "up_gate", "down"))
