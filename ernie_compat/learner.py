@@ -63,8 +63,11 @@ class Learner(Protocol):
         """
 
 
-def make_parallel(framework: str, layout: RankLayout, max_tokens: int) -> Parallel:
-    """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once.
+def make_parallel(
+    framework: str, layout: RankLayout, max_tokens: int, wait_for_counts: bool = True
+) -> Parallel:
+    """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once, and
+    `wait_for_counts` is of the dispatchers.
 
     Raises:
         FrameworkError: see `sonicmoe.frameworks.load`.
@@ -75,10 +78,10 @@ def make_parallel(framework: str, layout: RankLayout, max_tokens: int) -> Parall
     if framework == "paddle":
         from .paddle_parallel import PaddleParallel
 
-        return PaddleParallel(layout, max_tokens)
+        return PaddleParallel(layout, max_tokens, wait_for_counts)
     from .torch_parallel import TorchParallel
 
-    return TorchParallel(layout, max_tokens)
+    return TorchParallel(layout, max_tokens, wait_for_counts)
 
 
 def make_learner(

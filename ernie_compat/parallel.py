@@ -143,9 +143,10 @@ class JoinedRanks(ABC):
     _ep_group: Any
     _replica_group: Any
 
-    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
-        """`max_tokens`: most tokens a rank dispatches at once."""
-        self.layout, self._max_tokens = layout, max_tokens
+    def __init__(self, layout: RankLayout, max_tokens: int, wait_for_counts: bool) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once; both are of the dispatchers."""
+        self.layout = layout
+        self._sizes = {"max_tokens": max_tokens, "wait_for_counts": wait_for_counts}
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
         from sonicmoe.ep import LocalDispatcher, make_dispatcher
@@ -154,7 +155,7 @@ class JoinedRanks(ABC):
         # ranks.
         if self.layout.ep_size == 1:
             return LocalDispatcher(num_experts)
-        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
+        return make_dispatcher(num_experts, self._ep_group, **self._sizes)
 
     def sum_world(self, tensors: list[Any]) -> None:
         self._sum(tensors, self._world_group)

@@ -59,7 +59,16 @@ TRAIN_OPTIONS = {
     "checkpoint": "checkpoint",
     "checkpoint_every": "checkpoint_every",
 }
-RUN_OPTIONS = ("framework", "precision", "engine", "compare", "against", "ep", "capture_layers")
+RUN_OPTIONS = (
+    "framework",
+    "precision",
+    "engine",
+    "compare",
+    "against",
+    "ep",
+    "wait_for_counts",
+    "capture_layers",
+)
 COMPARE_HELP = (
     "Train the same seed in full precision beside it, on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
     f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps "
@@ -124,6 +133,12 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     RunConfig.ep,
     "Ranks that share the experts (expert parallelism); under torchrun or paddle.distributed.launch, whose number of ranks must be "
     "a multiple of it. The batch is split over all ranks.",
+)
+@click.option(
+    "--wait-for-counts/--no-wait-for-counts",
+    default=None,
+    help="Whether the host waits in every dispatch until it knows how many tokens arrive. Without, each delivery is as "
+    "large as it can get: more memory, the same losses.  [default: wait]",
 )
 @_size_option("--lr", TrainConfig.lr, "Peak learning rate (warm-up, then cosine).", float)
 @_size_option("--seed", TrainConfig.seed, "Decides initial weights and batches.")
@@ -266,7 +281,10 @@ def _run(
     corpus.require_length(config.model.seq_len)
     with _directory(out, launch.rank, resume or overwrite) as directory:
         parallel = make_parallel(
-            config.framework, layout, config.tokens_per_rank(layout.world_size)
+            config.framework,
+            layout,
+            config.tokens_per_rank(layout.world_size),
+            config.wait_for_counts,
         )
         with RankGuard(parallel, lambda: _how_to_continue(directory, config)):
             start = Trainer.resume if resume else Trainer.start
