@@ -5,7 +5,7 @@ and times by stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import Dispatched, Dispatcher, LocalDispatcher, make_dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.errors import ConfigError, EngineUnavailableError
 from sonicmoe.jit import no_compile
 from sonicmoe.jit_warmup import warmup_jit
 
@@ -97,26 +97,52 @@ class World:
         """After warm-up, a compile is an error that names the kernel."""
         return no_compile() if self.on_gpu else nullcontext()
 
-    def dispatcher(self, kind: str) -> tuple[Dispatcher | None, str]:
+    def dispatcher(self, kind: str, wait_for_counts: bool = True) -> tuple[Dispatcher | None, str]:
         """`(dispatcher, "")`, or `(None, why not)`."""
         if kind == "deepep" and not self.on_gpu:
             return None, "DeepEP needs GPUs"
         try:
             return make_dispatcher(
-                self.sizes.experts, self.group, kind=kind, max_tokens=self.sizes.tokens
+                self.sizes.experts,
+                self.group,
+                kind=kind,
+                max_tokens=self.sizes.tokens,
+                wait_for_counts=wait_for_counts,
             ), ""
-        except EngineUnavailableError as error:
+        # A buffer may be there and may not do without counts.
+        except (EngineUnavailableError, ConfigError) as error:
             return None, str(error)
 
     def check(self, dispatcher: Dispatcher, precision: str) -> dict[str, dict[str, Any]]:
         """Against one rank that holds everything; poisoned memory; repetition. By case: tokens
         everywhere, an idle last rank.
         """
+        return {
+            case: self._check(dispatcher, precision, batches)
+            for case, batches in self._checked_batches().items()
+        }
+
+    def differences(
+        self, one: Dispatcher, other: Dispatcher, precision: str
+    ) -> dict[str, dict[str, float]]:
+        """Where two dispatchers do not give the same bits on this rank: by case, the relative L2 of
+        each result that differs.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for case, batches in self._checked_batches().items():
+            first, second = (self._run(d, batches[self.rank], precision) for d in (one, other))
+            found[case] = {
+                name: _relative(second[name], tensor)
+                for name, tensor in first.items()
+                if not torch.equal(second[name], tensor)
+            }
+        return found
+
+    def _checked_batches(self) -> dict[str, list[Batch]]:
+        """Everybody's tokens, by case."""
         sizes = replace(self.sizes, tokens=max(1, self.sizes.tokens // CHECKED_SHARE))
         return {
-            case: self._check(
-                dispatcher, precision, [self._batch(sizes, rank, idle) for rank in range(self.size)]
-            )
+            case: [self._batch(sizes, rank, idle) for rank in range(self.size)]
             for case, idle in (("even", False), ("idle_rank", True))
         }
 
@@ -136,24 +162,33 @@ class World:
             ),
         }
 
-    def measure(self, dispatcher: Dispatcher, precision: str, repeats: int) -> dict[str, float]:
-        """Milliseconds of forward and backward, medians over repetitions: by stage, and of the
-        whole layer with and without split_wgrad.
+    def measure(
+        self, dispatchers: Mapping[str, Dispatcher], precision: str, repeats: int
+    ) -> dict[str, dict[str, float]]:
+        """Milliseconds of forward and backward of each dispatcher, medians over repetitions in which
+        they take turns: by stage, and of the whole layer with and without split_wgrad.
 
         The combine of dx is the backward of dispatch: what `split_wgrad` can hide of it is
         `hidden_ms`.
         """
         batch = self._batch(self.sizes, self.rank)
-        node = self._node(dispatcher, precision)
-        stages = [
-            self._staged(dispatcher, node, batch, precision) for _ in range(repeats + WARM_UPS)
-        ][WARM_UPS:]
+        nodes = {name: self._node(each, precision) for name, each in dispatchers.items()}
+        stages: dict[str, list[dict[str, float]]] = {name: [] for name in dispatchers}
+        for _ in range(repeats + WARM_UPS):
+            for name, dispatcher in dispatchers.items():
+                stages[name].append(self._staged(dispatcher, nodes[name], batch, precision))
+        del nodes
+        whole = self._whole_and_split(dispatchers, precision, batch, repeats)
+        return {name: self._figures(stages[name][WARM_UPS:], *whole[name]) for name in dispatchers}
+
+    def _figures(
+        self, stages: list[dict[str, float]], whole: float, split: float
+    ) -> dict[str, float]:
         medians = {name: _median([stage[name] for stage in stages]) for name in stages[0]}
         total = sum(medians.values())
         shares = {
             name: sum(medians[part] for part in parts) / total for name, parts in SHARES.items()
         }
-        whole, split = self._whole_and_split(dispatcher, precision, batch, repeats)
         return {
             **{f"{name}_ms": value for name, value in medians.items()},
             **{f"{name}_share": value for name, value in shares.items()},
@@ -194,15 +229,20 @@ class World:
         return spent
 
     def _whole_and_split(
-        self, dispatcher: Dispatcher, precision: str, batch: Batch, repeats: int
-    ) -> tuple[float, float]:
+        self, dispatchers: Mapping[str, Dispatcher], precision: str, batch: Batch, repeats: int
+    ) -> dict[str, tuple[float, float]]:
         """Median milliseconds of forward, backward and every weight gradient without and with
-        `split_wgrad`, measured in turn.
+        `split_wgrad`, by dispatcher, measured in turn.
         """
-        nodes = {split: self._node(dispatcher, precision, split) for split in (False, True)}
-        times: dict[bool, list[float]] = {False: [], True: []}
+        nodes = {
+            (name, split): self._node(dispatcher, precision, split)
+            for name, dispatcher in dispatchers.items()
+            for split in (False, True)
+        }
+        times: dict[tuple[str, bool], list[float]] = {key: [] for key in nodes}
         for _ in range(repeats + WARM_UPS):
-            for split, node in nodes.items():
+            for (name, split), node in nodes.items():
+                dispatcher = dispatchers[name]
                 x, weights = (
                     batch.x.clone().requires_grad_(),
                     batch.weights.clone().requires_grad_(),
@@ -213,8 +253,9 @@ class World:
                     y.backward(batch.dout)
                     node.finish_wgrad()
                 node.step()
-                times[split].append(spent["layer"])
-        return _median(times[False][WARM_UPS:]), _median(times[True][WARM_UPS:])
+                times[name, split].append(spent["layer"])
+        medians = {key: _median(each[WARM_UPS:]) for key, each in times.items()}
+        return {name: (medians[name, False], medians[name, True]) for name in dispatchers}
 
     @contextmanager
     def _timed(self, spent: dict[str, float], name: str) -> Iterator[None]:

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # rounding, not of FP8.
 BOUNDS = {"y": 6e-3, "dx": 1.5e-2, "dweights": 1.5e-2, "up_gate": 1.5e-2, "down": 1.5e-2}
 LOSS_BOUND = 5e-3
+NOT_WAITING = ", not waiting"
 
 
 class Report:
@@ -88,9 +89,24 @@ class Report:
             errors = "  ".join(f"{name} {error:.1e}" for name, error in figures["errors"].items())
             self._say(f"{where}: relative errors against one rank: {errors}")
 
+    def same_bits(
+        self, dispatcher: str, precision: str, differences: dict[str, dict[str, float]]
+    ) -> None:
+        """A layer against the same layer with the counts unknown, by case."""
+        for case, found in differences.items():
+            where = f"{dispatcher}, {precision}, {case}"
+            for name, error in found.items():
+                self.fail(
+                    f"{where}: {name} is not equal to the bit without waiting for counts, it differs by {error:.2e}"
+                )
+            if not found:
+                self._say(f"{where}: the same bits without waiting for counts")
+
     def times(self, dispatcher: str, precision: str, found: dict[str, float]) -> None:
-        """Where the time went."""
-        self.figures["layers"][-1]["times"] = found
+        """Where the time went; of a layer that was checked."""
+        where = {"dispatcher": dispatcher, "precision": precision}
+        checked = [each for each in self.figures["layers"] if where.items() <= each.items()]
+        checked[-1]["times"] = found
         shares = "  ".join(
             f"{n} {100 * found[f'{n}_share']:.0f} %" for n in ("dispatch", "expert", "combine")
         )
@@ -165,19 +181,32 @@ def run(arguments: Namespace, report: Report) -> None:
 
 
 def measure_layers(arguments: Namespace, report: Report, world: World, kind: str) -> None:
-    """Check and time one dispatcher in every precision."""
+    """Check and time one dispatcher in every precision, beside the same one that does not wait for
+    counts where that is asked for.
+    """
     report.enter(f"{kind}: making the dispatcher")
     dispatcher, why = world.dispatcher(kind)
     if dispatcher is None:
         report.skip(kind, why)
         return
+    dispatchers = {dispatcher.name: dispatcher}
+    if arguments.no_wait:
+        blind, why = world.dispatcher(kind, wait_for_counts=False)
+        if blind is None:
+            report.skip(kind + NOT_WAITING, why)
+        else:
+            dispatchers[blind.name + NOT_WAITING] = blind
     for precision in arguments.precisions:
         report.enter(f"{kind}, {precision}: checks")
-        report.layer(dispatcher.name, precision, world.check(dispatcher, precision))
+        for name, each in dispatchers.items():
+            report.layer(name, precision, world.check(each, precision))
+        if len(dispatchers) > 1:
+            differences = world.differences(*dispatchers.values(), precision)
+            report.same_bits(dispatcher.name, precision, differences)
         report.enter(f"{kind}, {precision}: times")
-        report.times(
-            dispatcher.name, precision, world.measure(dispatcher, precision, arguments.repeats)
-        )
+        times = world.measure(dispatchers, precision, arguments.repeats)
+        for name, found in times.items():
+            report.times(name, precision, found)
 
 
 def train(steps: int, parallel: Parallel, report: Report) -> None:

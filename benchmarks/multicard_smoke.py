@@ -3,13 +3,15 @@
 
     benchmarks/multicard_smoke.py               # 2 GPUs where there are 2, NCCL and DeepEP; else the same program over gloo, small
     benchmarks/multicard_smoke.py --device cpu  # the same program over gloo: is the program itself right?
+    benchmarks/multicard_smoke.py --no-wait     # beside each dispatcher the same one with wait_for_counts=False
 
 Per dispatcher and precision, every rank runs one MoE layer on its own tokens, and rank 0 the same
 layer on everybody's tokens alone: outputs and all gradients must agree within rounding, be free of
 NaN when fresh memory is full of it, and repeat bit for bit; once with tokens everywhere, once with
 a rank that has none and an expert that gets none. A short training run must reach the loss of one
 rank, and leave all ranks with the same weights. Kernels are compiled by rank 0 once, into a cache
-that all ranks then read. Exit code 0 when everything held, 1 when not, 2 when there are too few
+that all ranks then read. With `--no-wait` the same layer also runs without waiting for counts: it
+must give the same bits, and the two are timed in turn. Exit code 0 when everything held, 1 when not, 2 when there are too few
 GPUs. `--json` prints the figures as one line on stdout, also
 when ranks failed, died or were stopped: they are then what was found until there.
 """
@@ -89,6 +91,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=usual)
     for name, (gpu, cpu, text) in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, help=f"{text} (default {gpu}, on CPUs {cpu})")
+    parser.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="also run every dispatcher with wait_for_counts=False: its bits must be those of the one that waits, and "
+        "the two are timed in turn (the training run waits)",
+    )
     parser.add_argument(
         "--cache",
         type=Path,

@@ -145,8 +145,7 @@ class JoinedRanks(ABC):
 
     def __init__(self, layout: RankLayout, max_tokens: int, wait_for_counts: bool) -> None:
         """`max_tokens`: most tokens a rank dispatches at once; both are of the dispatchers."""
-        self.layout = layout
-        self._sizes = {"max_tokens": max_tokens, "wait_for_counts": wait_for_counts}
+        self.layout, self._max_tokens, self._wait_for_counts = layout, max_tokens, wait_for_counts
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
         from sonicmoe.ep import LocalDispatcher, make_dispatcher
@@ -155,7 +154,12 @@ class JoinedRanks(ABC):
         # ranks.
         if self.layout.ep_size == 1:
             return LocalDispatcher(num_experts)
-        return make_dispatcher(num_experts, self._ep_group, **self._sizes)
+        return make_dispatcher(
+            num_experts,
+            self._ep_group,
+            max_tokens=self._max_tokens,
+            wait_for_counts=self._wait_for_counts,
+        )
 
     def sum_world(self, tensors: list[Any]) -> None:
         self._sum(tensors, self._world_group)

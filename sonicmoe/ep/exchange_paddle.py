@@ -1,5 +1,5 @@
-"""`RowExchange` over `paddle.distributed`: one `alltoall_single` or one `all_gather`. Where the
-backend has no all-to-all (gloo, on CPUs), both gather.
+"""`RowExchange` over `paddle.distributed`: one `alltoall_single`, or gathering where the backend has
+none (gloo, on CPUs); and one `all_gather`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class PaddleExchange(RowExchange):
     def gather(self, rows: Any) -> paddle.Tensor:
         size = int(rows.shape[0]) // self.world_size
         own = rows[self.rank * size : (self.rank + 1) * size]
-        if self._gathers:
-            return paddle.to_tensor(np.concatenate(self._gather(own.numpy())))
         dist.stream.all_gather(rows, own, group=self._group)
         return rows
 

@@ -70,15 +70,15 @@ def make_dispatcher(
         max_tokens: the most tokens that a rank dispatches at once, the same on all ranks. Needed by
             an ElasticBuffer, and without waiting for counts.
         wait_for_counts: let the host of every dispatch wait until it knows how many rows arrive. If
-            False, it launches dispatch, experts and combine without waiting for the device, and
-            every delivery has the worst-case size, for W ranks, K slots and L experts here:
-            x `[W * max_tokens, H]`, rows without a token with every index -1, no counts, and
-            `W * max_tokens * min(K, L)` rows of activations, with padding. It pays where most
-            tokens go to most ranks anyway (few ranks, K large against them): collectives then
-            send every token to every rank. Results have the same bits. The first dispatch waits
-            once, to compare `max_tokens` between ranks. A rank that dispatches more raises
-            ShapeError and sends nothing, which the others learn when it ends, or after the group's
-            timeout (`RankLostError`). One rank alone never waits.
+            False, it launches dispatch, experts and combine without waiting for the device. Every
+            delivery then has its worst-case size: of W ranks with K slots a token, x is
+            `[W * max_tokens, H]`, rows for nobody here have every index -1, there are no counts,
+            and activations take `W * max_tokens * K` rows and padding. It pays where most tokens go
+            to most ranks anyway (few ranks, K large against them), because collectives then send
+            every token to every rank. Results have the same bits. The first dispatch waits once, to
+            compare `max_tokens` between ranks. A rank that dispatches more raises ShapeError and
+            sends nothing, which the others learn when it ends, or after the group's timeout
+            (`RankLostError`). One rank alone never waits and has no limit.
         fp8, fp8_grad: send tokens quantised in the forward, and the gradients of the experts' output
             in the backward: True, or "row" for one scale per row; see `Dispatcher.dispatch`. Fleet's
             own functions and an ElasticBuffer send bfloat16 only.

@@ -84,11 +84,31 @@ def test_runs_over_gloo_and_reports():
     assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
 
 
-def test_rows_that_travel_in_fp8():
-    code, figures, said = run("--steps", "0", "--precisions", "fp8-dispatch", "--hidden", "256")
+def test_rows_that_travel_in_fp8_beside_those_that_nobody_counts():
+    options = ["--precisions", "fp8-dispatch", "fp8", "--hidden", "256", "--no-wait"]
+    code, figures, said = run("--steps", "0", *options)
     assert code == 0, said
-    (layer,) = figures["layers"]
-    assert layer["precision"] == "fp8-dispatch" and layer["times"]["dout_dispatch_ms"] > 0
+    layers = {(layer["dispatcher"], layer["precision"]): layer for layer in figures["layers"]}
+    gloo = "torch.distributed (gloo)"
+    assert list(layers) == [
+        (name, precision)
+        for precision in ("fp8-dispatch", "fp8")
+        for name in (gloo, f"{gloo}, not waiting")
+    ]
+    assert all(layer["times"]["dout_dispatch_ms"] > 0 for layer in layers.values())
+    for precision in ("fp8-dispatch", "fp8"):
+        waiting, blind = layers[gloo, precision], layers[f"{gloo}, not waiting", precision]
+        assert waiting["times"] is not blind["times"] and waiting["even"] == blind["even"]
+    for case in ("even", "idle_rank"):
+        assert f"{gloo}, fp8, {case}: the same bits without waiting for counts" in said
+
+
+def test_other_bits_without_waiting_fail(report):
+    report.same_bits("nccl", "fp8", {"even": {}, "idle_rank": {}})
+    assert report.failures == []
+    report.same_bits("nccl", "fp8", {"even": {}, "idle_rank": {"up_gate": 1e-3}})
+    (failure,) = report.failures
+    assert failure.startswith("rank 0: nccl, fp8, idle_rank: up_gate is not equal to the bit")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ PRECISIONS = ("fp8", "bf16", "fp8-dispatch")
 OPTIONS = [
     "--device",
     "cuda",
+    "--no-wait",
     "--precisions",
     *PRECISIONS,
     *(word for n, size in SIZES.items() for word in (f"--{n}", str(size))),
