@@ -1,5 +1,5 @@
 """`RowExchange` over `torch.distributed`: NCCL and gloo, one `all_to_all_single` or one
-`all_gather_into_tensor`.
+`all_gather_single`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 # sub-groups.
 UNDEFINED = "undefined"
 _LARGE = 1 << 20  # bytes, from which on a copy of their own is worth its launch
+# Its name before PyTorch 2.13, which warns of the old one.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TorchExchange(RowExchange):
@@ -59,7 +61,7 @@ class TorchExchange(RowExchange):
 
     def gather(self, rows: Tensor) -> Tensor:
         own = rows.chunk(self.world_size)[self.rank]
-        dist.all_gather_into_tensor(rows, own, group=self._group)
+        _gather_single(rows, own, group=self._group)
         return rows
 
     def _exchange_with_others(self, arriving: list[Tensor], leaving: list[Tensor]) -> None:

@@ -16,6 +16,7 @@ from sonicmoe.ep import LocalDispatcher, TransportDispatcher
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
 from sonicmoe.ep.exchange_torch import TorchExchange
+from sonicmoe.ep.fixed_size import FixedSizeTransport
 
 TOKENS = 40
 
@@ -29,6 +30,11 @@ def group():
 
 def collective(group):
     return TransportDispatcher(CollectiveTransport(EXPERTS, TorchExchange(group)))
+
+
+def fixed_size(group):
+    """Its rows behind the real ones are whatever was in memory."""
+    return TransportDispatcher(FixedSizeTransport(EXPERTS, TorchExchange(group), TOKENS + 3))
 
 
 def legacy(group):
@@ -48,7 +54,7 @@ def local(_):
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(
-    "make", [local, collective, legacy, elastic], ids=lambda make: make.__name__
+    "make", [local, collective, fixed_size, legacy, elastic], ids=lambda make: make.__name__
 )
 def test_dispatch_and_combine_leave_their_callers_tensors_alone(make, spelling, ids_dtype, group):
     data = source(TOKENS, 3)

@@ -20,7 +20,13 @@ from torch._subclasses.fake_tensor import (
 )
 from worlds import TESTS, finish, paddle_variables, start_world
 
-from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, select
+from sonicmoe.ep import (
+    LocalDispatcher,
+    TransportDispatcher,
+    fixed_size,
+    make_dispatcher,
+    select,
+)
 from sonicmoe.ep.collective import CollectiveTransport, RowExchange
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, worst_case_problem
 from sonicmoe.ep.fixed_size import FixedSizeTransport
@@ -108,6 +114,23 @@ def test_rows_stand_where_their_rank_and_token_say():
         assert torch.equal(received.topk_idx[first : first + 5], local)
         assert (received.topk_idx[first + 5 : first + MOST] == -1).all()
     assert not transport.exact_rows and received.tokens_per_expert is None
+
+
+def test_gradients_of_rows_that_are_nobodys_are_zeros(monkeypatch):
+    """Not those of other ranks' tokens, and not the NaN that was in memory."""
+
+    def poisoned(shape, dtype, device):
+        return torch.full(shape, torch.nan if dtype.is_floating_point else 5, dtype=dtype)
+
+    monkeypatch.setattr(fixed_size, "empty", poisoned)
+    tokens = tokens_of(5)
+    dispatcher = TransportDispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST))
+    received = dispatcher.dispatch(tokens.x, tokens.ids, tokens.weights)
+    rows = received.x.requires_grad_()
+    dispatcher.combine(rows, received.handle).sum().backward()
+    real = (received.indices >= 0).any(1)
+    assert 0 < int(real.sum()) < 10 and received.x.isnan().any()
+    assert torch.equal(rows.grad, real[:, None].expand_as(rows).to(rows.dtype))
 
 
 def select_ids(ids):
