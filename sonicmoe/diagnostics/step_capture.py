@@ -131,13 +131,15 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
 
 
 def _arrays(name: str, tokens: Tokens, indices: Array, experts: int) -> dict[str, Array]:
-    """Fields of a `StepDump`: values, and where they arrived in FP8 codes and multipliers. Rows of
-    these that nobody reads are zeros: no dispatcher writes them, and what was in their memory would
-    look like the first NaN of the step.
+    """Fields of a `StepDump`: values, and where they arrived in FP8 codes and multipliers. Rows that
+    nobody reads are zeros, of plain values those that are not finite: no dispatcher writes them,
+    and what was in their memory would look like the first NaN of the step.
     """
-    if not isinstance(tokens, BlockScaledTensor):
-        return {name: to_numpy(tokens)}
     served = is_here(indices, experts).any(1)
+    if not isinstance(tokens, BlockScaledTensor):
+        values = to_numpy(tokens)
+        values[~(served | np.isfinite(values).all(1))] = 0
+        return {name: values}
     arrays = {
         name: to_numpy(dequantize(tokens)),
         # Through int32: numpy knows no e4m3, and Paddle moves no uint8 of every kind.

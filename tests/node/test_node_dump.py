@@ -59,6 +59,21 @@ def test_holds_forward_then_backward_of_the_next_step(tmp_path, arrangement, con
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
 
 
+def test_what_was_in_the_memory_of_rows_that_nobody_reads_is_no_fault(tmp_path):
+    """As a dispatcher delivers them that does not wait for counts."""
+    problem = make_problem()
+    x, indices = problem.x.copy(), problem.indices.copy()
+    indices[3:6], x[4:6] = -1, np.nan
+    layer = Layer(problem.but(x=x, indices=indices))
+    layer.node.dump(tmp_path / "step.npz")
+    layer.run(counts="none")
+    step = load_dump(tmp_path / "step.npz")
+    assert not step.x[4:6].any()
+    rest = np.r_[:4, 6 : len(x)]
+    np.testing.assert_array_equal(step.x[rest], x.astype(np.float32)[rest])
+    assert bisect(step, "reference").healthy
+
+
 def test_a_layer_with_parameters_of_its_own_is_judged_by_them(tmp_path):
     """The node computes with them, the dump keeps them, and bisect's golden uses them."""
     problem = make_problem(ActivationType.SWIGLU_OAI)
