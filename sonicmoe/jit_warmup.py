@@ -10,8 +10,8 @@ from pathlib import Path
 from .architectures import chosen_arch
 from .config import SonicMoEConfig, current_config
 from .engine.compile_plan import require_precision, warm_up_plan
-from .enums import ActivationParameters, ActivationType, layer_parameters
-from .errors import DeviceError, expect
+from .enums import ActivationParameters, ActivationType, layer_parameters, member_of
+from .errors import ConfigError, DeviceError, expect
 from .host_gpus import capabilities_of_host
 from .jit.cache import default_cache
 from .jit.errors import CompileError
@@ -28,7 +28,7 @@ def warmup_jit(
     E: int,
     H: int,
     I: int,
-    device: str = "cuda",
+    device: object = "cuda",
     *,
     precision: str | None = None,
     dtype: str = "bfloat16",
@@ -50,7 +50,8 @@ def warmup_jit(
         E: local experts.
         H: hidden size.
         I: expert intermediate size.
-        device: where the model will run ("cuda", "cuda:3", Paddle's "gpu:3"); "cpu" needs nothing.
+        device: where the model will run ("cuda", "cuda:3", Paddle's "gpu:3", or an object that
+            prints as one, such as a `torch.device`); "cpu" needs nothing.
         precision: "fp8", "bf16" or "both", each with all that `recompute_z` may ask for, and "fp8"
             with what `fp8_wgrad=False` needs where the configuration says that. Default: that of
             `config` where it sets `fp8_mode`, else both, as a program may choose FP8 call by call.
@@ -74,16 +75,21 @@ def warmup_jit(
         CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError
             and ToolchainError are kinds of it.
     """
-    kind = device.split(":", maxsplit=1)[0]
+    kind = str(device).split(":", maxsplit=1)[0]
     expect(
         kind in _DEVICE_TYPES,
         DeviceError,
         f"device={device!r}; needed: one of {list(_DEVICE_TYPES)}, with an index",
     )
+    expect(
+        config is None or isinstance(config, SonicMoEConfig),
+        ConfigError,
+        f"config is {config!r}; needed: a SonicMoEConfig, or None",
+    )
     settings = current_config(config)
     if cache_dir is not None:
         settings = settings.replace(cache_dir=Path(cache_dir))
-    kind_of = ActivationType(activation)
+    kind_of = member_of(ActivationType, activation, "activation")
     own = layer_parameters(kind_of, activation_parameters)
     # Nothing is compiled for a CPU, so the GPUs of the host have no say then.
     arch = chosen_arch(arch, () if kind == "cpu" else capabilities_of_host())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -43,11 +43,17 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     """
     # One expression without messages for the usual case; what follows only finds out which part of
     # it is false.
-    if _are_indices_and_probs(indices, probs) and num_experts > 0:
+    if type(num_experts) is int and num_experts > 0 and _are_indices_and_probs(indices, probs):
         return
     require_framework_tensor(indices, "dispatched_indices")
     require_framework_tensor(probs, "dispatched_probs")
-    expect(num_experts > 0, RoutingError, f"num_experts is {num_experts}; needed: at least 1")
+    # The counts are an argument too, and easily land here.
+    whole = isinstance(num_experts, Integral) and not isinstance(num_experts, bool)
+    expect(
+        whole and num_experts > 0,
+        RoutingError,
+        f"num_experts is {num_experts!r}; needed: the number of local experts, at least 1",
+    )
     for name, tensor in (("dispatched_indices", indices), ("dispatched_probs", probs)):
         expect(
             len(tensor.shape) == 2,

@@ -428,6 +428,15 @@ def test_in_process_refuses_an_unknown_device_and_skips_the_cpu(tmp_path: Path) 
         warmup_jit(8, 64, 64, device="tpu")
     report = warmup_jit(8, 64, 64, device="cpu", cache_dir=tmp_path)
     assert report.kernels == () and report.record is None and list(tmp_path.iterdir()) == []
+    named = type("Device", (), {"__str__": lambda self: "cpu"})()  # as a torch.device prints
+    assert warmup_jit(8, 64, 64, device=named, cache_dir=tmp_path).kernels == ()
+
+
+def test_in_process_names_an_unknown_activation_and_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^activation is 'swish'; needed: one of \['swiglu', "):
+        warmup_jit(8, 64, 64, activation="swish", cache_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"^config is \{\}; needed: a SonicMoEConfig, or None$"):
+        warmup_jit(8, 64, 64, config={}, cache_dir=tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("options", "quantised", "precision"), [

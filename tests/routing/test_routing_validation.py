@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -225,10 +226,15 @@ class TestShapesAndDtypes:
         with pytest.raises(TypeError, match=f"{name} must be a .* tensor, got ndarray"):
             build_routing(*arguments.values(), 3)
 
-    @pytest.mark.parametrize("num_experts", [0, -1])
-    def test_no_expert(self, num_experts):
-        with pytest.raises(RoutingError, match=f"num_experts is {num_experts}"):
+    @pytest.mark.parametrize("num_experts", [0, -1, None, "3", 2.5, True, [1, 1, 1]], ids=repr)
+    def test_no_number_of_experts(self, num_experts):
+        """A list is what comes where the counts were passed in its place."""
+        words = f"num_experts is {num_experts!r}; needed: the number of local experts, at least 1"
+        with pytest.raises(RoutingError, match=f"^{re.escape(words)}$"):
             build(num_experts=num_experts)
+
+    def test_a_number_of_numpy(self):
+        assert build(num_experts=np.int64(3)).num_experts == 3
 
     @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
     def test_device(self):
