@@ -11,8 +11,9 @@ Every seed is a process of its own that trains both precisions in turns on the s
 writes no checkpoint. `--per-gpu` processes share a GPU, so that one computes while the host
 launches the next step of another; a model of a billion parameters gets a GPU for itself. After
 `--minutes` the seeds that still run are stopped. They are listed with the step that they reached,
-and are no part of the mean. So a command of at most 600 seconds has its report. The exit code is 0
-when every seed finished and every table was made, else 1.
+and are no part of the mean. With the tables of tensors, which have `--table-minutes`, a command of
+at most 600 seconds has its whole report. The exit code is 0 when every seed finished and every table
+was made, else 1.
 
 How long it takes. The model of 420 M parameters in docs/performance.md takes 0.0812 + 0.0911 s for a
 step in both precisions, 16,384 tokens, on one H200. Of these the optimizer moves 44 bytes per
@@ -60,8 +61,8 @@ from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.quant.recipes import DEEPSEEK_V3
 
-NUMERICS_S = 110.0
-SAMPLED_TOKENS = 2048  # of a captured call, as many as the tables in docs/numerics.md have
+# Of a captured call: the tables of more would take longer than what is left of 600 s.
+SAMPLED_ROWS = 8192
 STATUS_EVERY_S = 30.0
 
 
@@ -194,9 +195,8 @@ def sampled(seed: Seed, steps: int) -> list[Path]:
     files = []
     for path in sorted(seed.out.glob(CAPTURED_PATTERN)):
         step = load_dump(path)
-        few = {
-            name: getattr(step, name)[:SAMPLED_TOKENS] for name in ("x", "dout", "indices", "probs")
-        }
+        tokens = SAMPLED_ROWS // step.indices.shape[1]
+        few = {name: getattr(step, name)[:tokens] for name in ("x", "dout", "indices", "probs")}
         layer = path.stem.rpartition("-")[2].replace("layer", "layer ")
         name = f"{seed.name}, step {steps}, {layer}"
         files.append(seed.out.with_name(f"{seed.out.name}-{path.stem}-sample.npz"))
@@ -205,25 +205,12 @@ def sampled(seed: Seed, steps: int) -> list[Path]:
     return files
 
 
-def numerics(files: Sequence[Path], framework: str, environment: dict[str, str]) -> str | None:
-    """The table of the default recipe beside DeepSeek-V3's; None where it could not be made."""
+def numerics(files: Sequence[Path], framework: str) -> list[str]:
+    """The arguments of `sonicmoe`: the default recipe beside DeepSeek-V3's."""
     words = ["numerics", "--framework", framework, "--markdown"]
     words += ["--recipe", str(StepSettings().recipe), "--recipe", DEEPSEEK_V3.name]
     words += ["--scales", "fp32", "--z", "int8", "--z", "e4m3"]
-    words += [word for path in files for word in ("--captured", str(path))]
-    try:
-        result = subprocess.run(
-            sonicmoe_command(words),
-            check=False,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=NUMERICS_S,
-        )
-    except subprocess.TimeoutExpired:
-        click.echo(f"sonicmoe numerics was stopped after {NUMERICS_S:.0f} s", err=True)
-        return None
-    return result.stdout if result.returncode == 0 else None
+    return words + [word for path in files for word in ("--captured", str(path))]
 
 
 def places(device: str, environment: dict[str, str]) -> list[str]:
@@ -250,7 +237,9 @@ def places(device: str, environment: dict[str, str]) -> list[str]:
 @click.option("--per-gpu", type=click.IntRange(1), default=2, show_default=True,
               help="Processes that share a GPU (the host, with --device cpu).")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=7.5, show_default=True,
-              help="Until seeds that still run are stopped; the report takes up to two more.")  # fmt: skip
+              help="Until seeds that still run are stopped.")  # fmt: skip
+@click.option("--table-minutes", type=click.FloatRange(0, min_open=True), default=1.8,
+              show_default=True, help="Until tables of tensors that are still computed are stopped.")  # fmt: skip
 @click.option("--framework", type=click.Choice(["torch", "paddle"]), default="torch",
               show_default=True)  # fmt: skip
 @click.option(
@@ -269,6 +258,7 @@ def main(
     device: str,
     per_gpu: int,
     minutes: float,
+    table_minutes: float,
     framework: str,
     engine: str | None,
     goal: float,
@@ -313,7 +303,9 @@ def main(
         )
     environment["CUDA_VISIBLE_DEVICES"] = devices[0]
     environment["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
-    whole = report(outcomes, by_name, presets, framework, environment, goal, json_file)
+    whole = report(
+        outcomes, by_name, presets, framework, environment, goal, 60 * table_minutes, json_file
+    )
     click.echo(f"{time.monotonic() - started:.0f} s in all")
     sys.exit(0 if whole else 1)
 
@@ -325,6 +317,7 @@ def report(
     framework: str,
     environment: dict[str, str],
     goal: float,
+    table_seconds: float,
     json_file: Path | None,
 ) -> bool:
     """Print everything, and write it where asked; whether nothing is missing."""
@@ -347,11 +340,12 @@ def report(
     write_json(figures, json_file)
     # One run of each preset, because the tables must be made in what is left of the time.
     firsts = {seed.preset: seed for seed in reversed(finished)}
-    table = tensor_table(list(firsts.values()), framework, environment)
-    click.echo(f"\nTensors of the last step: {'none were measured' if table is None else ''}")
-    click.echo(table or "")
-    write_json(figures | {"numerics": table}, json_file)
-    return not missing and table is not None
+    tables = tensor_tables(list(firsts.values()), framework, environment, table_seconds)
+    for name in presets:
+        table = tables.get(firsts[name].name) if name in firsts else None
+        click.echo(f"\n{name}, tensors of the last step: {table or 'none were measured'}")
+    write_json(figures | {"numerics": tables}, json_file)
+    return not missing and len(tables) == len(presets)
 
 
 def gaps_of(finished: Sequence[Seed], missing: list[str]) -> list[GapRun]:
@@ -365,14 +359,38 @@ def gaps_of(finished: Sequence[Seed], missing: list[str]) -> list[GapRun]:
     return gaps
 
 
-def tensor_table(seeds: Sequence[Seed], framework: str, environment: dict[str, str]) -> str | None:
-    """`numerics` of the runs' captured calls; None where there is none, or it failed."""
-    try:
-        files = [path for seed in seeds for path in sampled(seed, steps_done(seed))]
-    except (SonicMoEError, OSError) as error:
-        click.echo(f"the captured calls cannot be read: {error}", err=True)
-        return None
-    return numerics(files, framework, environment) if files else None
+def tensor_tables(
+    seeds: Sequence[Seed], framework: str, environment: dict[str, str], seconds: float
+) -> dict[str, str]:
+    """What `sonicmoe numerics` prints of each run's captured calls, by the run's name. All are
+    computed at once; one that fails, or takes longer than `seconds`, has none, and stderr tells.
+    """
+    children = {}
+    for seed in seeds:
+        try:
+            files = sampled(seed, steps_done(seed))
+        except (SonicMoEError, OSError) as error:
+            click.echo(f"{seed.name}: its captured calls cannot be read: {error}", err=True)
+            continue
+        children[seed.name] = subprocess.Popen(
+            sonicmoe_command(numerics(files, framework)),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    deadline = time.monotonic() + seconds
+    tables = {}
+    for name, child in children.items():
+        try:
+            table = child.communicate(timeout=max(0.0, deadline - time.monotonic()))[0]
+            if child.returncode == 0:
+                tables[name] = table
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            click.echo(f"{name}: sonicmoe numerics was stopped after {seconds:.0f} s", err=True)
+    return tables
 
 
 def write_json(figures: dict[str, Any], path: Path | None) -> None:

@@ -20,6 +20,7 @@ from gpu_queue import Outcome, Task  # noqa: E402
 
 from ernie_compat.lossgap import GapSummary, Interval  # noqa: E402
 from sonicmoe.cli.train import train  # noqa: E402
+from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case  # noqa: E402
 
 GPU_BYTES = 139 * 2**30
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
@@ -60,7 +61,7 @@ def test_two_seeds_are_run_compared_and_measured(
     assert f"fp8 on {framework}, engine reference, 3 steps" in result.output
     assert re.search(r"of the signed gap over 2 seeds is (not )?inside \+-0\.15 %", result.output)
     for recipe in ("dx256", "deepseek-v3"):
-        assert f"| {recipe} | int8 |" in found["numerics"]
+        assert f"| {recipe} | int8 |" in found["numerics"]["tiny seed 0"]
     assert "**tiny seed 0, step 3, layer 1**" in result.output
     assert not list(out.glob("**/checkpoint.npz"))
     assert "step 3/3" in (out / "tiny-seed4.log").read_text()
@@ -109,7 +110,27 @@ def test_a_run_that_cannot_be_read_is_missing_and_not_an_end(
     result = run("--run", "tiny:0", "--device", "cpu", "--out", tmp_path / "o", "--json", figures)
     assert result.exit_code == 1 and "holds no finished run: summary.json" in result.output
     found = json.loads(figures.read_text())
-    assert "summary.json is missing" in found["unfinished"][0] and found["numerics"] is None
+    assert "summary.json is missing" in found["unfinished"][0] and found["numerics"] == {}
+
+
+def test_captured_calls_are_cut_to_rows_and_tables_to_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "SAMPLED_ROWS", 8)
+    seeds = [bench.Seed("tiny", number, tmp_path / f"tiny-seed{number}") for number in (0, 1)]
+    for seed in seeds:
+        seed.out.mkdir()
+    case = make_case("gaussian", Sizes(16, 32, 32, 4, 2), 0)
+    save_case(seeds[0].out / "captured-step9-layer1.npz", case)
+    (seeds[1].out / "captured-step9-layer1.npz").write_text("none")
+    (path,) = bench.sampled(seeds[0], 9)
+    few = load_case(path)
+    assert few.name == "tiny seed 0, step 9, layer 1" and few.x.shape == (4, 32)
+    assert (few.dout == case.dout[:4]).all() and (few.w1 == case.w1).all()
+    assert bench.tensor_tables(seeds, "torch", bench.with_package(os.environ), 0.1) == {}
+    said = capsys.readouterr().err
+    assert "tiny seed 1: its captured calls cannot be read" in said
+    assert "tiny seed 0: sonicmoe numerics was stopped after 0 s" in said
 
 
 @pytest.mark.parametrize(
