@@ -5,15 +5,19 @@ framework.
 from __future__ import annotations
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.config import current_config
 
 from .model_config import ModelConfig
 
 
 def node_config(precision: str, engine: str) -> SonicMoEConfig:
     """The node's configuration: only `fp8` quantises; bf16 and fp32 differ in the dtype of the
-    tokens alone.
+    tokens alone. Of the two FP8 modes `perf`, unless `SONIC_MOE_FP8_MODE` names the other.
     """
-    return SonicMoEConfig(fp8_mode="perf" if precision == "fp8" else "off", engine=engine)
+    if precision != "fp8":
+        return SonicMoEConfig(fp8_mode="off", engine=engine)
+    config = current_config()
+    return SonicMoEConfig(fp8_mode=config.fp8_mode if config.fp8 else "perf", engine=engine)
 
 
 def token_dtype_name(precision: str) -> str:
@@ -29,7 +33,6 @@ def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) 
         EngineUnavailableError: an engine asked for by name cannot run.
     """
     # Imported here, because choosing an engine loads the framework.
-    from sonicmoe.config import current_config
     from sonicmoe.engine.capabilities import Workload
     from sonicmoe.engine.interface import EngineSettings
     from sonicmoe.engine.select import choose_engine

@@ -150,7 +150,13 @@ def numerics(
         raise click.UsageError("--json and --markdown exclude each other")
     if BASELINES[against].bf16_tokens_only and set(dispatch) != {Dispatch.BF16.value}:
         raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
-    recipes = with_octaves(chosen_recipes(recipe, scales), octaves)
+    asked = chosen_recipes(recipe, scales)
+    recipes = with_octaves(asked, octaves)
+    if octaves and recipes == asked:
+        raise click.UsageError(
+            "--octaves is of recipes whose scales stay along K, and none of those asked for is one; "
+            "needed: --recipe row128, or another with /row or /column in its line of --list"
+        )
     if list_only:
         listing = [
             {

@@ -25,6 +25,7 @@ from ernie_compat.model_config import (
     TrainConfig,
 )
 
+from ..config import current_config
 from ..enums import EngineName
 from ..errors import ConfigError, RankLostError, SonicMoEError, expect
 from ..frameworks import AUTO, choose
@@ -104,7 +105,10 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     f"Framework of model and optimizer. {AUTO_HELP}",
 )
 @_choice_option(
-    "--engine", [name.value for name in EngineName], RunConfig.engine, "Engine of the expert MLPs."
+    "--engine",
+    [name.value for name in EngineName],
+    "SONIC_MOE_ENGINE, else auto; with --resume that of the checkpoint",
+    "Engine of the expert MLPs.",
 )
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
@@ -403,9 +407,10 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
     """Options over the checkpoint's configuration, or over the defaults.
 
     `given` holds the options that were typed. Options without a value are None in click, so that a
-    resumed run can tell "not given" from "the default, given".
+    resumed run can tell "not given" from "the default, given". A resumed run keeps its engine,
+    whatever the environment names.
     """
-    base = RunConfig() if saved is None else saved.config
+    base = RunConfig(engine=current_config().engine.value) if saved is None else saved.config
     model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
     if "against" in given:
         expect(

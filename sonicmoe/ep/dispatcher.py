@@ -11,8 +11,7 @@ import torch
 
 from .. import autograd
 from ..autograd import DifferentiableCall
-from ..errors import ShapeError, expect
-from ..interop import grad_enabled, plain_ops, require_framework_tensor, requires_grad
+from ..interop import grad_enabled, plain_ops, requires_grad
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import in_one_spelling
 from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
@@ -20,6 +19,7 @@ from .interface import (
     Dispatched,
     Tokens,
     Transport,
+    check_combine,
     check_dispatch,
     zero_rows_unless,
     zero_where_not_here,
@@ -95,6 +95,7 @@ class Dispatcher(ABC):
         `[T, H]` in out's dtype.
 
         Raises:
+            TypeError: `handle` is of no dispatch of such a dispatcher.
             ShapeError: `out` has another number of rows than the dispatch delivered.
         """
 
@@ -293,13 +294,7 @@ class TransportDispatcher(Dispatcher):
         return received._replace(x=tokens.codes, x_scale=tokens.scale_inv, dx_to=dx_to)
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
-        require_framework_tensor(out, "out")
-        rows = int(handle.indices.shape[0])
-        expect(
-            len(out.shape) == 2 and int(out.shape[0]) == rows,
-            ShapeError,
-            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {rows} rows: needed [{rows}, H]",
-        )
+        check_combine(out, handle, Route, lambda: int(handle.indices.shape[0]))
         if grad_enabled() and requires_grad(out):
             return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
         with plain_ops():

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ConfigError, DTypeError, ShapeError, expect
+from ..errors import ConfigError, DTypeError, expect
 from ..interop import dtype_name
 from .deepep import group_shape, host_counts
 from .dispatcher import Dispatcher
 from .fp8_rows import Forms
-from .interface import Dispatched, zero_where_not_here
+from .interface import Dispatched, check_combine, check_num_experts, zero_where_not_here
 
 Tensor = torch.Tensor
 MODULE = "paddlefleet.transformer.moe.fused_a2a"
@@ -70,6 +70,7 @@ class FleetDispatcher(Dispatcher):
     def __init__(self, num_experts: int, group: Any, functions: FleetFunctions) -> None:
         """`group`: the expert-parallel communication group."""
         ranks, _ = group_shape(group)
+        check_num_experts(num_experts, ranks)
         self.num_experts, self.num_local_experts = num_experts, num_experts // ranks
         self._group, self._functions = group, functions
 
@@ -96,9 +97,5 @@ class FleetDispatcher(Dispatcher):
         return Dispatched(recv_x, host_counts(states["tokens_per_expert"]), indices, probs, handle)
 
     def combine(self, out: Tensor, handle: FleetHandle) -> Tensor:
-        expect(
-            int(out.shape[0]) == handle.num_rows,
-            ShapeError,
-            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {handle.num_rows} rows",
-        )
+        check_combine(out, handle, FleetHandle, lambda: handle.num_rows)
         return self._functions.combine(out, self._group, handle.handle)  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ group, L = E / W local experts, R rows received.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,11 +95,7 @@ class Transport(ABC):
         Raises:
             RoutingError: the experts cannot be split evenly.
         """
-        expect(
-            num_experts > 0 and num_experts % world_size == 0,
-            RoutingError,
-            f"num_experts is {num_experts}; {world_size} ranks need a positive multiple of {world_size}",
-        )
+        check_num_experts(num_experts, world_size)
         self.num_experts, self.world_size, self.rank = num_experts, world_size, rank
 
     @property
@@ -132,6 +129,17 @@ class Transport(ABC):
         """Send `[R, H]` back and sum per token, unweighted -> `[T, H]` in x's dtype; fp32 weights
         `[R, K]` likewise -> `[T, K]`.
         """
+
+
+def check_num_experts(num_experts: Any, world_size: int) -> None:
+    """Raise RoutingError where the experts cannot be split evenly over the ranks."""
+    # A bool is an int in Python.
+    whole = isinstance(num_experts, int) and not isinstance(num_experts, bool)
+    expect(
+        whole and num_experts > 0 and num_experts % world_size == 0,
+        RoutingError,
+        f"num_experts is {num_experts!r}; {world_size} ranks need a positive multiple of {world_size}",
+    )
 
 
 def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
@@ -174,6 +182,28 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     # Values are not checked: reading ids would wait for the device. Invalid ids count as dropped
     # instead.
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
+
+
+def check_combine(out: Any, handle: Any, kind: type, rows: Callable[[], int]) -> None:
+    """Check the arguments of a combine. kind: the class of a dispatcher's handles; rows: the number
+    that the dispatch of this one delivered.
+
+    Raises:
+        TypeError, FrameworkError: out is no tensor of this framework, or the handle is none of such
+            a dispatcher.
+        ShapeError: out has another number of rows.
+    """
+    require_framework_tensor(out, "out")
+    if not isinstance(handle, kind):
+        raise TypeError(
+            f"handle is {type(handle).__name__}; needed: the `handle` of what this dispatcher's dispatch returned"
+        )
+    delivered = rows()
+    expect(
+        len(out.shape) == 2 and int(out.shape[0]) == delivered,
+        ShapeError,
+        f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {delivered} rows: needed [{delivered}, H]",
+    )
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Tensor:

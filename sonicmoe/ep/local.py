@@ -8,13 +8,12 @@ import torch
 
 from .. import autograd
 from ..autograd import DifferentiableCall
-from ..errors import ShapeError, expect
 from ..interop import grad_enabled, is_cuda, plain_ops, requires_grad
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import count_experts
 from .dispatcher import Dispatcher
 from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
-from .interface import Dispatched, zero_where_not_here
+from .interface import Dispatched, check_combine, check_num_experts, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -86,6 +85,7 @@ class LocalDispatcher(Dispatcher):
         """All experts are local. fp8, fp8_grad: quantise tokens and gradients where a dispatch does
         not say otherwise.
         """
+        check_num_experts(num_experts, 1)
         check_fp8(fp8)
         check_fp8(fp8_grad, "fp8_grad")
         self.fp8, self.fp8_grad = fp8, fp8_grad
@@ -118,12 +118,7 @@ class LocalDispatcher(Dispatcher):
         return Dispatched(x, counts, ids, probs, handle, dout_source=source)
 
     def combine(self, out: Tensor, handle: LocalHandle) -> Tensor:
-        expect(
-            int(out.shape[0]) == handle.rows,
-            ShapeError,
-            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {handle.rows} rows: needed "
-            f"[{handle.rows}, H]",
-        )
+        check_combine(out, handle, LocalHandle, lambda: handle.rows)
         if handle.gradient is None or not (grad_enabled() and requires_grad(out)):
             return out
         return autograd.apply(QuantizeGradientCall(handle.gradient), (out,))  # type: ignore[no-any-return]

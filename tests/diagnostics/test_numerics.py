@@ -585,6 +585,7 @@ def test_recipes_are_listed_without_a_framework():
         (["--topk", "9"], "topk is 9; needed: at most the number of experts, 8"),
         (["--captured", "no-such-file.npz"], "cannot read captured tensors from no-such-file.npz"),
         (["--json", "--markdown"], "exclude each other"),
+        (["--octaves", "4", "--recipe", "dx256"], "none of those asked for is one"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, words):

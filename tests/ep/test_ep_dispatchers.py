@@ -21,7 +21,8 @@ from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, s
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
-from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, find_fleet
+from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, FleetHandle, find_fleet
+from sonicmoe.ep.local import LocalHandle
 from sonicmoe.errors import (
     ConfigError,
     DTypeError,
@@ -459,6 +460,29 @@ def test_local_dispatch_moves_nothing():
     assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle.rows == 0
     with pytest.raises(ShapeError, match=r"\(3, 32\).*delivered 12 rows"):
         dispatcher.combine(x[:3], received.handle)
+
+
+@pytest.mark.parametrize("handle", [None, 12, LocalHandle(4, None), FleetHandle(None, 4)])
+def test_a_combine_takes_the_handle_of_its_own_dispatch(handle):
+    """A handle of the same shape, of another kind of dispatcher, would combine wrong rows."""
+    transport = LegacyTransport(4, Group(), Recording(0))
+    fleet = FleetDispatcher(4, Group(), FleetFunctions(None, None))
+    for dispatcher in (LocalDispatcher(4), TransportDispatcher(transport), fleet):
+        kinds = {LocalDispatcher: LocalHandle, FleetDispatcher: FleetHandle}
+        if type(handle) is not kinds.get(type(dispatcher)):
+            with pytest.raises(TypeError, match=f"handle is {type(handle).__name__}; needed: the"):
+                dispatcher.combine(X, handle)
+        with pytest.raises(TypeError, match="out must be a torch tensor"):
+            dispatcher.combine(X.numpy(), handle)
+
+
+@pytest.mark.parametrize("number", [0, -4, True, "4", 4.0, None])
+def test_a_number_of_experts_is_a_positive_integer(number):
+    for make in (LocalDispatcher, lambda n: FleetDispatcher(n, Group(), None)):
+        with pytest.raises(RoutingError, match=re.escape(f"num_experts is {number!r}; ")):
+            make(number)
+    with pytest.raises(RoutingError, match="num_experts is 5; 2 ranks need"):
+        FleetDispatcher(5, Group(), None)
 
 
 X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)

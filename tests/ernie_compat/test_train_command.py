@@ -20,6 +20,7 @@ from small_run import ROOT, SIZE_OPTIONS, environment, run_train
 from ernie_compat.checkpoint import load_checkpoint, read_header, save_checkpoint
 from ernie_compat.lossgap import read_run
 from ernie_compat.metrics import StepRecord, read_metrics
+from ernie_compat.precision import node_config
 from ernie_compat.saved_run import SavedRun
 from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump
@@ -208,6 +209,28 @@ def test_unavailable_engine_is_one_line(text: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 2 and "hopper" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_an_engine_of_the_environment_is_the_default(
+    text: Path, tmp_path: Path, set_flags: Callable[..., None]
+) -> None:
+    set_flags(SONIC_MOE_ENGINE="bf16", SONIC_MOE_FP8_MODE="mem")
+    arguments = ["--data", str(text), "--steps", "1", *SIZE_OPTIONS]
+    refused = run_command_in_process([*arguments, "--out", str(tmp_path / "refused")])
+    assert refused.exit_code == 2 and "engine 'bf16' cannot run" in refused.stderr
+    out = tmp_path / "run"
+    named = run_command_in_process([*arguments, "--engine", "reference", "--out", str(out)])
+    assert named.exit_code == 0
+    # Beside the engine that the checkpoint names, the environment's is not asked.
+    resumed = run_command_in_process(["--resume", "--out", str(out), "--steps", "2"])
+    assert resumed.exit_code == 0 and "reference" in resumed.output
+
+
+def test_fp8_runs_in_the_mode_of_the_environment(set_flags: Callable[..., None]) -> None:
+    for given, mode in (("mem", "mem"), ("perf", "perf"), ("off", "perf")):
+        set_flags(SONIC_MOE_FP8_MODE=given)
+        assert node_config("fp8", "auto").resolve().fp8_mode == mode
+        assert node_config("bf16", "auto").resolve().fp8_mode == "off"
 
 
 def test_vocabulary_mismatch_on_resume_is_one_line(text: Path, tmp_path: Path) -> None:
