@@ -192,7 +192,8 @@ def torch_step(
     import torch
 
     modules = [
-        make_expert(torch.nn.Linear, bias=False, dtype=torch.bfloat16) for _ in range(experts)
+        make_expert(torch.nn.Module, torch.nn.Linear, bias=False, dtype=torch.bfloat16)
+        for _ in range(experts)
     ]
     for module in modules:
         for linear in (module.up_gate_proj, module.down_proj):
@@ -229,7 +230,9 @@ def paddle_step(
     """The same in Paddle, whose backward has no other thread."""
     import paddle
 
-    modules = [make_expert(paddle.nn.Linear, bias_attr=False) for _ in range(experts)]
+    modules = [
+        make_expert(paddle.nn.Layer, paddle.nn.Linear, bias_attr=False) for _ in range(experts)
+    ]
     for module in modules:
         for linear in (module.up_gate_proj, module.down_proj):
             linear.to(dtype="bfloat16")
@@ -256,12 +259,12 @@ def paddle_step(
     return step, contextlib.nullcontext()
 
 
-def make_expert(linear: Any, **options: Any) -> SimpleNamespace:
-    """The two projections of one expert."""
-    return SimpleNamespace(
-        up_gate_proj=linear(HIDDEN, 2 * INNER, **options),
-        down_proj=linear(INNER, HIDDEN, **options),
-    )
+def make_expert(module: Any, linear: Any, **options: Any) -> Any:
+    """A module with the two projections of one expert."""
+    expert = module()
+    expert.up_gate_proj = linear(HIDDEN, 2 * INNER, **options)
+    expert.down_proj = linear(INNER, HIDDEN, **options)
+    return expert
 
 
 def make_node(
