@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -105,27 +107,29 @@ def _local(experts: Sequence[Any]) -> list[Any]:
 
 
 _MODULES = "_sub_layers" if IS_PADDLE else "_modules"
+_NAMES = ("up_gate_proj", "down_proj")
 
 
-def _weight(expert: Any, name: str) -> Tensor:
-    """`expert.<name>.weight`, as the modules hold it now.
+def _weights_of(experts: Sequence[Any]) -> list[Tensor]:
+    """`expert.<name>.weight` as the modules hold them now: all up, then all down.
 
     A module finds its parts in `__getattr__`, after every other look-up has failed. Two weights of
     every expert are read in every forward, so they are looked up where modules keep them, and by
-    attribute only where they are not there (a parametrized weight, an expert that is no module).
+    attribute only where one is not there (a parametrized weight, an expert that is no module).
     """
-    projection = getattr(expert, "__dict__", _NONE).get(_MODULES, _NONE).get(name)
-    if projection is None:
-        projection = getattr(expert, name)
-    held = getattr(projection, "__dict__", _NONE).get("_parameters", _NONE)
-    if "weight" not in held:
-        return projection.weight  # type: ignore[no-any-return]
-    # By index, as the module does itself: a sharded model's own dictionary gathers a weight then.
-    weight = held["weight"]
-    return projection.weight if weight is None else weight  # type: ignore[no-any-return]
-
-
-_NONE: dict[str, Any] = {}
+    try:
+        # By index, as the module does itself: a sharded model's own dictionary gathers a weight
+        # then.
+        weights = [
+            expert.__dict__[_MODULES][name].__dict__["_parameters"]["weight"]
+            for name in _NAMES
+            for expert in experts
+        ]
+    except (AttributeError, KeyError, TypeError):
+        weights = [None]
+    if any(map(is_, weights, repeat(None))):
+        return [getattr(expert, name).weight for name in _NAMES for expert in experts]
+    return weights
 
 
 class PerExpertParameters(ExpertParameters):
@@ -155,6 +159,8 @@ class PerExpertParameters(ExpertParameters):
         self._shapes = ((hidden_size, width), (intermediate_size, hidden_size))
         self._given = experts
         self._experts = self._checked(_local(experts), num_experts)
+        count, hidden = int(num_experts), int(hidden_size)
+        self._native_shapes = (count, width, hidden), (count, hidden, int(intermediate_size))
 
     def _checked(self, local: list[Any], num_experts: int) -> list[Any]:
         expect(
@@ -182,18 +188,15 @@ class PerExpertParameters(ExpertParameters):
         local = _local(self._given)
         if local != self._experts:
             self._experts = self._checked(local, len(self._experts))
-        names = ("up_gate_proj", "down_proj")
-        return [_weight(expert, name) for name in names for expert in self._experts]
+        return _weights_of(self._experts)
 
     def name_of(self, index: int) -> str:
         expert, is_down = index % len(self._experts), index >= len(self._experts)
         return f"experts[{expert}].{'down_proj' if is_down else 'up_gate_proj'}.weight"
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """From the first expert."""
-        first, count = self._experts[0], len(self._experts)
-        hidden, n1 = (int(size) for size in first.up_gate_proj.weight.shape)
-        return (count, n1, hidden), (count, hidden, int(first.down_proj.weight.shape[0]))
+        """Of the constructor, which has checked the weights against them. Every backward asks."""
+        return self._native_shapes
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         # A tuple, because `WeightSource.anchor` recognises one faster than it recognises a class.
@@ -427,12 +430,12 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
         )
     # Paddle's sharding frees the memory of a weight and keeps the tensor. Nothing else may be asked
     # of such a tensor, not even its device.
+    if all(map(holds_memory, parameters)):
+        return
     freed = [index for index, parameter in enumerate(parameters) if not holds_memory(parameter)]
-    expect(
-        not freed,
-        LayoutError,
+    raise LayoutError(
         f"weights {freed} of the experts hold no memory; a forward needs all of them, or FP8 copies that were made before "
-        "their memory was freed",
+        "their memory was freed"
     )
 
 
