@@ -108,9 +108,13 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     raise TypeError(f"{argument} must be a {FRAMEWORK} tensor, got {type(value).__name__}")
 
 
-def requires_grad(tensor: Any) -> bool:
-    """Whether autograd wants a gradient for `tensor`."""
-    return not tensor.stop_gradient if IS_PADDLE else bool(tensor.requires_grad)
+def _wants_gradient(tensor: Any) -> bool:
+    return not tensor.stop_gradient
+
+
+# Whether autograd wants a gradient for a tensor. In C where that is possible, like `data_ptr` and
+# `writes_of` below: all three are asked of every weight in every forward.
+requires_grad: Callable[[Any], bool] = _wants_gradient if IS_PADDLE else attrgetter("requires_grad")
 
 
 def grad_enabled() -> bool:
@@ -232,6 +236,8 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     """
     if IS_PADDLE:
         return sys.modules["paddle"]._C_ops.empty(shape, dtype, device)
+    if len(shape) == 1:  # every scratch
+        return torch.empty_strided(shape, (1,), dtype=dtype, device=device)
     return torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
 
 
@@ -280,9 +286,7 @@ def current_stream(tensor: Any) -> int:
     return int(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
 
 
-def data_ptr(tensor: Any) -> int:
-    """Address of the first element."""
-    return tensor.data_ptr()  # type: ignore[no-any-return]
+data_ptr: Callable[[Any], int] = torch.Tensor.data_ptr  # the address of the first element
 
 
 def holds_memory(tensor: Any) -> bool:
@@ -295,7 +299,6 @@ def holds_memory(tensor: Any) -> bool:
     return bool(tensor.untyped_storage().nbytes())
 
 
-# `attrgetter` runs in C, and the counter is read for every parameter at every forward.
 writes_of: Callable[[Any], int] = attrgetter(
     "inplace_version" if IS_PADDLE else "_version"
 )  # so far, in place

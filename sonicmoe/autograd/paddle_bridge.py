@@ -107,9 +107,10 @@ def _save(ctx: Any, call: DifferentiableCall, tensors: Sequence[Any], num: int, 
     kept, ctx.spec = saved.pack()
     # Kept on the context by position. They hold no memory that a recompute would have to restore.
     ctx.empty = {position: tensor for position, tensor in enumerate(kept) if 0 in tensor.shape}
-    ctx.save_for_backward(
-        *(tensor for position, tensor in enumerate(kept) if position not in ctx.empty)
-    )
+    filled = kept
+    if ctx.empty:
+        filled = [tensor for position, tensor in enumerate(kept) if position not in ctx.empty]
+    ctx.save_for_backward(*filled)
     # The caller's x, or its codes and scales; all others are the engine's own.
     ctx.given = [(x.name, x.inplace_version) for x in kept[: ctx.spec.given]]
 
@@ -204,6 +205,8 @@ _DECORATORS = 3  # frames at most between a function of Paddle's and its caller
 
 def _with_empty(tensors: Sequence[Any], empty: Mapping[int, Any]) -> list[Any]:
     """The saved tensors with the empty ones back at their positions."""
+    if not empty:
+        return list(tensors)
     saved = iter(tensors)
     return [empty[i] if i in empty else next(saved) for i in range(len(tensors) + len(empty))]
 

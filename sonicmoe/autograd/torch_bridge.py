@@ -60,6 +60,9 @@ class _CallFunction(torch.autograd.Function):
         return (None, None, *kept, *of_parameters)
 
 
+_apply = super(torch.autograd.Function, _CallFunction).apply
+
+
 def _save(ctx: Any, call: DifferentiableCall, num_inputs: int, saved: Saved | None) -> None:
     ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
     if saved is None:
@@ -93,7 +96,12 @@ def asked_for(nodes: Sequence[Any]) -> tuple[list[bool], bool]:
     whether it is `torch.autograd.grad` of one of them.
     """
     # A private function, and the only one that knows which nodes the running backward will visit.
-    will_run, reached, collected = torch._C._will_engine_execute_node, [], False
+    will_run = torch._C._will_engine_execute_node
+    try:
+        # The usual case, without a line of Python per weight. None is refused, as is a leaf below.
+        return list(map(will_run, nodes)), False
+    except (RuntimeError, TypeError):
+        reached, collected = [], False
     for node in nodes:
         try:
             reached.append(node is not None and will_run(node))
@@ -110,4 +118,8 @@ def apply(
     """The outputs of `call` on `inputs`, under autograd."""
     # Parameters are arguments for the graph's sake: the output requires a gradient even where x and
     # probs are frozen, and the hooks of each parameter fire once per backward.
-    return _CallFunction.apply(call, len(inputs), *inputs, *parameters)
+    tensors = (*inputs, *parameters)
+    if torch._C._are_functorch_transforms_active():
+        return _CallFunction.apply(call, len(inputs), *tensors)  # which refuses it in words
+    # What `Function.apply` does outside transforms, without its loop in Python over all weights.
+    return _apply(call, len(inputs), *map(torch._C._functorch.unwrap_if_dead, tensors))

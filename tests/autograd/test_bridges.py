@@ -116,6 +116,22 @@ def test_under_paddle_the_call_stack_says_whether_parameters_are_reached():
     assert reached == [(False, False)] * 2 + [(True, True)] + [(True, False)] * 2
 
 
+@pytest.mark.skipif(IS_PADDLE, reason="transforms are PyTorch's")
+def test_transforms_are_refused_and_what_is_left_of_them_is_taken():
+    x, y, w = arguments()
+    left = []
+
+    def transformed(value):
+        left.append(value)
+        return value.sum()
+
+    torch.func.grad(transformed)(x.detach())
+    one, _ = autograd.apply(Affine(), (left[0], y), (w,))
+    assert one.shape == x.shape
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: autograd.apply(Affine(), (x, y), (w,))[0].sum())(x.detach())
+
+
 def test_a_graph_of_the_gradients_is_refused():
     """Also where it goes around the operation, through a residual."""
     x, y, weight = arguments()
