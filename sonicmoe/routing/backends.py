@@ -38,7 +38,7 @@ class RoutingKernels(ABC):
 
         No GPU implementation waits for the device, and so the counts stay unknown on the host.
         """
-        tokens, topk = (int(size) for size in indices.shape)
+        tokens, topk = map(int, indices.shape)
         device = device_of(indices)
         # Unwritten memory: `fill` writes every element, padding included, so no launch is spent on
         # zeros.

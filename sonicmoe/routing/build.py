@@ -10,7 +10,7 @@ import torch
 
 from ..interop import is_cuda, plain_ops
 from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
-from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment, round_up
+from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment
 from .reference import exact_routing
 from .validation import (
     DISPATCHED,
@@ -100,7 +100,7 @@ def route(
             routing = exact_routing(indices, probs, num_experts, alignment)
             _warn_if_global(indices, routing, num_experts)
         return _with_counts_checked(routing, given)
-    tokens, topk = (int(size) for size in indices.shape)
+    tokens, topk = map(int, indices.shape)
     # The number of rows must be known before the kernel that counts has run.
     rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
     kernels = _kernels(indices, num_experts)
@@ -116,7 +116,8 @@ def num_rows_bound(
     counts.
     """
     if given is not None:
-        return sum(round_up(count, alignment) for count in given)
+        # Without a call per expert: `round_up` of each, in units of the alignment.
+        return sum([-(-count // alignment) for count in given]) * alignment
     # Each expert that has rows wastes at most alignment - 1, and the sum is a multiple of the
     # alignment.
     return (num_slots + min(num_experts, num_slots) * (alignment - 1)) // alignment * alignment

@@ -8,7 +8,9 @@ rows of the padded, expert-sorted layout. An expert's rows are its tokens in asc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -60,7 +62,12 @@ class RoutingMetadata:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in `TENSOR_FIELDS` order."""
-        return tuple(getattr(self, name) for name in self.TENSOR_FIELDS)
+        return _TENSORS(self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers, which come before the tensors in the constructor."""
+        return self.num_tokens, self.topk, self.num_experts, self.alignment, self.num_rows
 
     @property
     def expert_offsets(self) -> Tensor:
@@ -104,6 +111,11 @@ class RoutingMetadata:
             slices.append((first, count, padded))
             first += padded
         return slices
+
+
+_TENSORS: Callable[[RoutingMetadata], tuple[Tensor, ...]] = attrgetter(
+    *RoutingMetadata.TENSOR_FIELDS
+)
 
 
 def round_up(value: int, multiple: int) -> int:

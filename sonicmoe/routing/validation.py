@@ -14,11 +14,11 @@ import torch
 
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import (
-    device_name,
     dtype_name,
     is_cuda,
     require_framework_tensor,
     require_same_device,
+    same_device,
 )
 from .ids import is_here
 from .metadata import round_up
@@ -88,7 +88,7 @@ def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
         and indices.shape == probs.shape
         and indices.dtype in INDEX_DTYPES
         and probs.dtype == torch.float32
-        and device_name(indices) == device_name(probs)
+        and same_device(indices, probs)
     )
 
 
@@ -211,24 +211,26 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
     """
     if tokens_per_expert is None:
         return None
-    if hasattr(tokens_per_expert, "tolist") and hasattr(tokens_per_expert, "shape"):
-        # A GPU tensor counts as "not given": reading it would wait, and the indices say the same.
-        if isinstance(tokens_per_expert, torch.Tensor) and is_cuda(tokens_per_expert):
-            return None
-        tokens_per_expert = tokens_per_expert.tolist()
-    expect(
-        isinstance(tokens_per_expert, Sequence) and not isinstance(tokens_per_expert, str),
-        RoutingError,
-        f"tokens_per_expert is {type(tokens_per_expert).__name__}; needed: a list of ints, a 1-D tensor, or None",
-    )
+    # Dispatchers pass a list of ints at every forward, which no class has to be asked about.
+    if type(tokens_per_expert) is not list:
+        if hasattr(tokens_per_expert, "tolist") and hasattr(tokens_per_expert, "shape"):
+            # A GPU tensor counts as "not given": reading it would wait, and the indices say the
+            # same.
+            if isinstance(tokens_per_expert, torch.Tensor) and is_cuda(tokens_per_expert):
+                return None
+            tokens_per_expert = tokens_per_expert.tolist()
+        expect(
+            isinstance(tokens_per_expert, Sequence) and not isinstance(tokens_per_expert, str),
+            RoutingError,
+            f"tokens_per_expert is {type(tokens_per_expert).__name__}; needed: a list of ints, a 1-D tensor, or None",
+        )
     if len(tokens_per_expert) == 0:
         return None
-    expect(
-        len(tokens_per_expert) == num_experts,
-        ShapeError,
-        f"tokens_per_expert has {len(tokens_per_expert)} entries; needed: {num_experts}, one per local expert",
-    )
-    # Dispatchers pass a list of ints at every forward; it is accepted without a test per entry.
+    if len(tokens_per_expert) != num_experts:
+        raise ShapeError(
+            f"tokens_per_expert has {len(tokens_per_expert)} entries; needed: {num_experts}, one per local expert"
+        )
+    # Accepted without a test per entry.
     if {*map(type, tokens_per_expert)} == {int} and min(tokens_per_expert) >= 0:
         return tuple(tokens_per_expert)
     counts = []
