@@ -40,8 +40,8 @@ class Footprint:
         """
         present = _present(tensors)
         self._arrangement, self._frozen = arrangement, _frozen(tensors)
-        self._places = _lists(present, _ADDRESS, _STRIDES)
-        self._kinds = _lists(present, _SHAPE, _DTYPE)
+        self._places = list(map(_ADDRESS, present)), list(map(_STRIDES, present))
+        self._kinds = list(map(_SHAPE, present)), list(map(_DTYPE, present))
         self._findings = {} if findings is None else findings
         # While a tensor lives nobody else has its id. When one of them dies, ids prove nothing.
         self._ids, alive = list(map(id, tensors)), [True]
@@ -70,11 +70,11 @@ class Footprint:
         if arrangement != self._arrangement or not matches:
             return None
         present = _present(tensors)
-        if _lists(present, _ADDRESS, _STRIDES) != self._places:
+        if (list(map(_ADDRESS, present)), list(map(_STRIDES, present))) != self._places:
             return None
         if same_objects:
             return self
-        if _lists(present, _SHAPE, _DTYPE) != self._kinds:
+        if (list(map(_SHAPE, present)), list(map(_DTYPE, present))) != self._kinds:
             return None
         return Footprint(arrangement, tensors, self._findings)
 
@@ -91,7 +91,3 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _frozen(tensors: Sequence[Tensor | None]) -> list[bool]:
     return list(map(is_, tensors, repeat(None)))
-
-
-def _lists(tensors: Sequence[Tensor], *functions: Callable[[Any], Any]) -> tuple[list[Any], ...]:
-    return tuple(list(map(function, tensors)) for function in functions)

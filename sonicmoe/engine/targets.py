@@ -11,6 +11,8 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_not
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -188,7 +190,12 @@ class WeightTarget:
     @property
     def is_wanted(self) -> bool:
         """Whether any parameter is trainable."""
-        return any(tensor is not None for tensor in self.tensors)
+        return any(map(is_not, self.tensors, repeat(None)))
+
+    @property
+    def arrangement(self) -> Hashable:
+        """How the tensors belong together: with their places, it says where gradients are added."""
+        return self.layout, self.num_experts, self.is_stacked, len(self.tensors)
 
     def matrix(self, expert: int) -> Tensor | None:
         """One expert's, a view of a stacked tensor; None where it is frozen."""
@@ -253,10 +260,7 @@ class ParameterTargets(GradientTargets):
 
         last: what the targets of the layer's previous backward returned here; None at the first.
         """
-        arrangement = tuple(
-            (weight.layout, weight.num_experts, weight.is_stacked, len(weight.tensors))
-            for _, weight in self._weights()
-        )
+        arrangement = self.up.arrangement, self.down.arrangement
         tensors = [*self.up.tensors, *self.down.tensors]
         again = None if last is None else last.seen_again(arrangement, tensors)
         self.footprint = again or Footprint(arrangement, tensors)
@@ -270,6 +274,9 @@ class ParameterTargets(GradientTargets):
 
     @property
     def anchor(self) -> Tensor:
+        first = self.up.tensors[0]
+        if first is not None:  # as nearly always
+            return first
         return next(
             tensor for tensor in (*self.up.tensors, *self.down.tensors) if tensor is not None
         )

@@ -77,7 +77,7 @@ def stand_ins_for(parameters: Sequence[Tensor], trained: Sequence[bool]) -> dict
     which must find a `.grad`. Where the attribute is True they drop it and take `main_grad`.
     """
     # Asked at every backward of parameters that nearly never have it.
-    marked = [hasattr(parameter, "grad_added_to_main_grad") for parameter in parameters]
+    marked = list(map(hasattr, parameters, repeat("grad_added_to_main_grad")))
     if not any(marked):
         return {}
     found = {
@@ -93,6 +93,8 @@ def main_grads_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list
     """`main_grad` of each parameter that wants a gradient, or `ABSENT`; None of the others."""
     # The presence of the attribute decides and not its value: a framework that sets `main_grad =
     # None` wants an fp32 gradient there.
+    if all(trained):
+        return list(map(getattr, parameters, repeat("main_grad"), repeat(ABSENT)))
     return [
         getattr(parameter, "main_grad", ABSENT) if wanted else None
         for parameter, wanted in zip(parameters, trained, strict=True)

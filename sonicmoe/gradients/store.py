@@ -78,6 +78,7 @@ class GradientStore:
         self._direct: StreamOrder | None = None
         self._captured = CapturedMemory()
         self._footprints: dict[tuple[bool, ...], Footprint] = {}
+        self._fitting: tuple[Any, ...] = ()  # where and what the last backward could add directly
         self._waiting = 0
         self._trained: list[bool] | None = None
         self._owners: Sequence[Tensor] | None = None
@@ -113,8 +114,9 @@ class GradientStore:
 
     def alone(self, like: Tensor) -> AbstractContextManager[Any]:
         """While inside, no other thread adds weight gradients on the device of `like`."""
+        device = device_name(like)
         # `setdefault` and not `cache`, which may call twice where two threads ask at once.
-        return _LOCKS.setdefault(device_name(like), RLock())
+        return _LOCKS.get(device) or _LOCKS.setdefault(device, RLock())
 
     def begin(
         self,
@@ -183,19 +185,21 @@ class GradientStore:
         Where it raises between its additions, the sums stay incomplete, because nobody can take
         back what was added.
         """
-        targets = addition.targets
-        with self.alone(targets.anchor):
-            self._add(engine, pending, addition)
+        anchor = addition.targets.anchor
+        with self.alone(anchor):
+            self._add(engine, pending, addition, anchor)
 
-    def _add(self, engine: Engine, pending: PendingWgrad, addition: Addition) -> None:
+    def _add(
+        self, engine: Engine, pending: PendingWgrad, addition: Addition, anchor: Tensor
+    ) -> None:
         targets = addition.targets
         is_direct = addition.route is Route.DIRECT
         # Two backwards may run on two streams and add into the same memory. Each waits, on the
         # device, for the additions launched before it.
         order = self._additions
         if is_direct:
-            order = self._direct = _into_parameters(device_name(targets.anchor))
-        order.enter(targets.anchor)
+            order = self._direct = _into_parameters(device_name(anchor))
+        order.enter(anchor)
         try:
             with plain_ops():
                 for _, memory in addition.fresh:
@@ -340,7 +344,12 @@ class GradientStore:
         # Of two parameters each may be added to by itself; of many, all are looked at as one.
         which = tuple(trained) if len(trained) == 2 else ()
         self._footprints[which] = addition.targets.recognise(self._footprints.get(which))
-        problem = direct_problem(addition, engine, settings, self._parameters, dout)
+        # Usually four identities: the memory was recognised, and nothing else has changed.
+        asked = self._footprints[which], engine, settings, device_name(dout)
+        problem = None
+        if asked != self._fitting:
+            problem = direct_problem(addition, engine, settings, self._parameters, dout)
+            self._fitting = asked if problem is None else ()
         if problem is not None:
             if self._mode is FlushMode.DIRECT:
                 raise ConfigError(f"flush='direct' with the {engine.name} engine: {problem}")
@@ -364,8 +373,10 @@ class GradientStore:
         """Once per process for each route and reason; only `auto` decides, so only there is it worth
         a line.
         """
+        if self._mode not in (FlushMode.AUTO, FlushMode.PROMPT):
+            return
         line = f"expert weight gradients {route.value}{': ' if reason else ''}{reason}"
-        if self._mode in (FlushMode.AUTO, FlushMode.PROMPT) and line not in _said:
+        if line not in _said:
             _said.add(line)
             logger.log(logging.WARNING if reason else logging.INFO, line)
 
@@ -488,7 +499,7 @@ def _check_leaves(
     name_of: Callable[[int], str],
 ) -> None:
     """Refuse tensors that a gradient is added to and never passed on from."""
-    if all(map(attrgetter("is_leaf"), parameters)):
+    if all(map(_IS_LEAF, parameters)):
         return
     for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
         if wanted and not parameter.is_leaf:
@@ -502,6 +513,7 @@ def _check_leaves(
             )
 
 
+_IS_LEAF: Callable[[Tensor], bool] = attrgetter("is_leaf")
 _said: set[str] = set()
 _LOCKS: dict[str, AbstractContextManager[Any]] = {}
 

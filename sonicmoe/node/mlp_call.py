@@ -185,21 +185,18 @@ class MlpCall(DifferentiableCall):
         """Add the weight gradients now, or queue them so that dx need not wait for them."""
         queue = self.state.wgrad_queue
         if queue is None:
-            self._add_wgrad(pending, addition)
+            self.state.gradients.add(self.engine, pending, addition)
         else:
             # The launch then takes small clusters: while a collective holds some multiprocessors,
             # no CTA with a fixed share of the work waits for them.
             pending.shares_gpu = True
             queue.submit(pending, partial(self._add_late, pending, addition))
 
-    def _add_wgrad(self, pending: PendingWgrad, addition: Addition) -> None:
-        with self.config.activate():
-            self.state.gradients.add(self.engine, pending, addition)
-
     def _add_late(self, pending: PendingWgrad, addition: Addition) -> None:
-        """`_add_wgrad` after the backward that has made the operands."""
+        """Add them after the backward that has made the operands."""
         try:
-            self._add_wgrad(pending, addition)
+            with self.config.activate():
+                self.state.gradients.add(self.engine, pending, addition)
         except Exception as error:
             # Stage-wise memory may have freed operands already. The backward is over and makes no
             # others, so the sums can never be complete.

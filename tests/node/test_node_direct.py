@@ -274,6 +274,23 @@ class TestWhatDecides:
         ):
             refused.run()
 
+    def test_an_engine_is_asked_again_where_memory_or_the_engine_is_another(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *about: asked.append(about))
+        layer = Layer()
+        layer.set_main_grad(0.0)
+        for _ in range(2):
+            layer.run()
+        assert len(asked) == 1
+        layer.set_main_grad(0.0)
+        layer.run()
+        assert len(asked) == 2
+        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
+        layer.set_main_grad(0.0)
+        layer.run()
+        layer.run()
+        assert layer.node.gradient_bytes > 0
+
     def test_direct_without_main_grad_is_refused(self):
         layer = Layer(flush="direct")
         layer.set_main_grad(0.0)
