@@ -245,36 +245,34 @@ class LayerWeights:
             self._cache, self._stale, self._traceless = WeightCache(), True, False
             parameters = parameters or self._parameters.parameters()
             return copies.read(engine, settings, self._parameters, parameters)
-        # Asked first, because `plain_ops` switches gradients off.
         training = grad_enabled()
-        with plain_ops():
-            parameters = parameters or self._parameters.parameters()
-            if IS_PADDLE:
-                check_memory(parameters)
-            # A parameter that changes its layout in place keeps its addresses.
-            place = self._parameters.layout, *map(data_ptr, parameters), parameters[0].dtype
-            # PyTorch gives a weight without memory the address 0. The cache needs the addresses
-            # anyway, and asking every weight for its memory would take longer than a launch.
-            if 0 in place:
-                check_memory(parameters)
-            seen = look(parameters)
-            # In training `step()` must announce every write, so silence counts as no write. Nobody
-            # calls `step()` in evaluation. Where the host sees no writes either (no marks: Paddle
-            # on a GPU), silence proves nothing.
-            told = Change.YES if self._stale else Change.NO
-            if told is Change.NO and not seen.marks and not training:
-                told = Change.MAYBE
-            source = partial(self._parameters.source, parameters)
-            reading = self._cache.read(engine, settings, source, parameters[0], place, seen, told)
-            lent = _lent(reading.weights, parameters)
-            if lent and training:
-                reading.lent = lent, look(lent).marks
+        parameters = parameters or self._parameters.parameters()
+        if IS_PADDLE:
+            check_memory(parameters)
+        # A parameter that changes its layout in place keeps its addresses.
+        place = self._parameters.layout, *map(data_ptr, parameters), parameters[0].dtype
+        # PyTorch gives a weight without memory the address 0. The cache needs the addresses
+        # anyway, and asking every weight for its memory would take longer than a launch.
+        if 0 in place:
+            check_memory(parameters)
+        seen = look(parameters)
+        # In training `step()` must announce every write, so silence counts as no write. Nobody
+        # calls `step()` in evaluation. Where the host sees no writes either (no marks: Paddle
+        # on a GPU), silence proves nothing.
+        told = Change.YES if self._stale else Change.NO
+        if told is Change.NO and not seen.marks and not training:
+            told = Change.MAYBE
+        source = partial(self._parameters.source, parameters)
+        reading = self._cache.read(engine, settings, source, parameters[0], place, seen, told)
+        lent = _lent(reading.weights, parameters)
+        if lent and training:
+            reading.lent = lent, look(lent).marks
         # Last, because a read that raised has not used up the announcement.
         self._stale = False
         # Two things notice a write without an announcement: marks on the host, or an engine that
         # compares on the device. Weights that are the user's own memory need nobody to notice.
         noticed = seen.marks or reading.weights.updated_in_place
-        self._traceless = not (noticed or len(lent) == len(_PROJECTIONS))
+        self._traceless = not (noticed or len(lent) == _NUM_PROJECTIONS)
         return reading
 
     def invalidate(self, event: str = "a write was announced") -> None:
@@ -291,11 +289,13 @@ class LayerWeights:
         self._cache, self._stale = WeightCache(), True
 
 
-_PROJECTIONS = ("w1", "w2")
+_NUM_PROJECTIONS = 2
 
 
 def _lent(weights: EngineWeights, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Those of the engine's weights that begin where the first up- or down-projection lies."""
+    plain = [w for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor)]
+    if not plain:  # block-scaled ones are memory of the engine's own
+        return []
     first = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])}
-    both = [getattr(weights, name) for name in _PROJECTIONS]
-    return [w for w in both if isinstance(w, torch.Tensor) and data_ptr(w) in first]
+    return [w for w in plain if data_ptr(w) in first]

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from ..interop import IS_PADDLE, is_cuda, writes_of
+from ..interop import IS_PADDLE, is_cuda, plain_ops, writes_of
 
 Tensor = torch.Tensor
 
@@ -103,23 +103,24 @@ def weight_fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     values leaves the checksum as it was with a probability of about 2**-64. Empty where nothing
     shows: on a GPU under Paddle.
     """
-    if any(is_cuda(parameter) for parameter in parameters):
+    if any(map(is_cuda, parameters)):
         return () if IS_PADDLE else _versions(parameters)
     # A sum of the bits as integers modulo 2**64, because a floating sum may round a small change
     # away. The weight of a value is the product of a random odd number for its row and one for its
     # column: a sum of rows beside a sum of columns would miss a permutation matrix that becomes
     # another one.
     sums = []
-    for parameter in parameters:
-        bits = parameter.detach().view(
-            torch.int32 if parameter.dtype == torch.float32 else torch.int16
-        )
-        matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
-        rows, columns = (int(size) for size in matrix.shape)
-        in_row = (matrix * _odd_numbers(columns, 1)).sum(1)
-        sums.append((in_row * _odd_numbers(rows, 0)).sum())
-    # One copy to the host for all parameters.
-    return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
+    with plain_ops():
+        for parameter in parameters:
+            bits = parameter.detach().view(
+                torch.int32 if parameter.dtype == torch.float32 else torch.int16
+            )
+            matrix = bits.reshape([-1, int(bits.shape[-1])]).to(torch.int64)
+            rows, columns = (int(size) for size in matrix.shape)
+            in_row = (matrix * _odd_numbers(columns, 1)).sum(1)
+            sums.append((in_row * _odd_numbers(rows, 0)).sum())
+        # One copy to the host for all parameters.
+        return tuple(int(value) for value in torch.stack(sums).tolist()) if sums else ()
 
 
 def writes_so_far(parameters: Sequence[Tensor]) -> tuple[int, ...]:
