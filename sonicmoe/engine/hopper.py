@@ -149,7 +149,8 @@ class HopperEngine(Engine):
         with plain_ops():
             assert saved.x is not None
             x = _aligned(saved.x)  # which may have been copied since forward
-            if not isinstance(dout, BlockScaledTensor):
+            # Paddle's `to` takes as long as five launches, also where there is nothing to cast.
+            if not isinstance(dout, BlockScaledTensor) and dout.dtype != token_dtype(x):
                 dout = dout.to(token_dtype(x))
             dout = _aligned(dout)
             layer = _Layer(x, routing, weights, settings)
@@ -163,7 +164,9 @@ class HopperEngine(Engine):
             dx = tap("dx", layer.dgrad(dz_scratch, x))
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
             pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
-            pending.native = layer.routed._replace(row_scales=tokens.row_scales)
+            pending.native = layer.routed
+            if tokens.row_scales is not None:
+                pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -189,7 +192,7 @@ class HopperEngine(Engine):
                 for memory in targets.tensors():  # there is nothing to launch
                     memory.zero_()
                 return
-            passes = _passes_of(anchor_of(pending.x), settings)
+            passes = pending.native.passes
             both = targets.wants("dw1") and targets.wants("dw2")
             add = _add_both if both and not settings.frees_stagewise else _add_one_by_one
             add(passes, pending, targets, passes.gradients(targets))

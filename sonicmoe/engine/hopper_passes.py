@@ -57,6 +57,7 @@ class WgradOutput(IntEnum):
 
 
 _WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
+MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
 MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
@@ -71,13 +72,15 @@ class PreparedHandle:
 
 
 class Routed(NamedTuple):
-    """The handle of a routing, the bytes of each scratch of a layer, by name, and I; and where wgrad
-    reads the codes of tokens, the largest scales of their rows, of x and of dout, `[R, 2]`.
+    """The handle of a routing, the bytes of each scratch of a layer, by name, I, and the passes that
+    take them; and where wgrad reads the codes of tokens, the largest scales of their rows, of x and
+    of dout, `[R, 2]`.
     """
 
     handle: Any
     bytes_of: Any
     inner: int
+    passes: Passes
     row_scales: Tensor | None = None
 
 
@@ -120,9 +123,10 @@ class Passes:
         )
         self._make_destination = kernels.get("wgrad_destination")
         self._destinations: dict[tuple[Any, ...], Any] = {}
-        self._sizes = native.scratch_sizes
-        sizes: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
-        self._named_sizes = sizes._make
+        named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
+        self._ask_for_sizes = native.scratch_sizes
+        self._named_sizes = named._make
+        self._sizes: dict[tuple[int, ...], Any] = {}
 
     def routed(self, routing: RoutingMetadata, hidden: int, inner: int) -> Routed:
         """What the passes of one forward, or of one backward, need to know of `routing`.
@@ -135,8 +139,21 @@ class Passes:
             slot_row=routing.slot_row,
             row_prob=routing.row_prob,
         )
-        sizes = self._named_sizes(self._sizes(handle, hidden, inner))
-        return Routed(handle, sizes, inner)
+        return Routed(handle, self._bytes_of(handle, routing, hidden, inner), inner, self)
+
+    def _bytes_of(self, handle: Any, routing: RoutingMetadata, hidden: int, inner: int) -> Any:
+        """The bytes of each scratch. They follow from six numbers, and asking the module takes as
+        long as a launch: a backward finds those of its forward.
+        """
+        numbers = routing.num_tokens, routing.topk, routing.num_experts, routing.num_rows
+        key = (*numbers, hidden, inner)
+        found = self._sizes.get(key)
+        if found is None:
+            found = self._named_sizes(self._ask_for_sizes(handle, hidden, inner))
+            if len(self._sizes) >= MAX_SIZES:
+                self._sizes.clear()
+            self._sizes[key] = found
+        return found
 
     def gradients(self, targets: GradientTargets) -> dict[str, Any]:
         """The arguments of `wgrad` that say where gradients are added, for each an accumulator or a
@@ -199,6 +216,13 @@ class Passes:
         return self.weights(**fields)
 
 
+# Not composed in every call: keywords that are no literals are compared letter by letter.
+_TOKEN_NAMES = {
+    "x": ("x", "x_codes", "x_scale"),
+    "dout": ("dout", "dout_codes", "dout_scale"),
+}
+
+
 def token_arguments(
     name: str,
     tokens: Tensor | BlockScaledTensor | None,
@@ -207,10 +231,13 @@ def token_arguments(
     """The arguments of a pass for tokens, or their gradients: values, or codes and scales. `codes`:
     what values are quantised into.
     """
-    values = None if isinstance(tokens, BlockScaledTensor) else tokens
-    q = tokens if isinstance(tokens, BlockScaledTensor) else codes
-    held = (None, None) if q is None else (q.bytes, q.scale_inv)
-    return {name: values, f"{name}_codes": held[0], f"{name}_scale": held[1]}
+    of_values, of_codes, of_scale = _TOKEN_NAMES[name]
+    values = tokens
+    if isinstance(tokens, BlockScaledTensor):
+        values, codes = None, tokens
+    if codes is None:
+        return {of_values: values, of_codes: None, of_scale: None}
+    return {of_values: values, of_codes: codes.bytes, of_scale: codes.scale_inv}
 
 
 def z_arguments(z: KeptZ | None) -> dict[str, Any]:

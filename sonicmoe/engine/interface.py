@@ -30,6 +30,7 @@ from ..interop import (
     plain_ops,
     require_framework_tensor,
     require_same_device,
+    same_device,
 )
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor, Code
@@ -209,7 +210,8 @@ class SavedSpec:
     """
 
     settings: EngineSettings
-    sizes: dict[str, Any]
+    sizes: tuple[int, ...]
+    host_counts: tuple[int, ...] | None
     x: BlockSpec | None
     z: BlockSpec | None
     routing_checksum: int | None
@@ -222,13 +224,15 @@ class SavedSpec:
         z: BlockSpec | None,
     ) -> None:
         """Keep the routing's numbers, drop its tensors."""
-        # The class is frozen, so its fields are set through `object`.
-        numbers = ("num_tokens", "topk", "num_experts", "alignment", "num_rows", "host_counts")
-        object.__setattr__(self, "settings", settings)
-        object.__setattr__(self, "sizes", {name: getattr(routing, name) for name in numbers})
-        object.__setattr__(self, "x", x)
-        object.__setattr__(self, "z", z)
-        object.__setattr__(self, "routing_checksum", routing_checksum(routing))
+        # The class is frozen, so its fields are set past `__setattr__`.
+        self.__dict__.update(
+            settings=settings,
+            sizes=routing.sizes,
+            host_counts=routing.host_counts,
+            x=x,
+            z=z,
+            routing_checksum=routing_checksum(routing),
+        )
 
     @property
     def given(self) -> int:
@@ -242,10 +246,8 @@ class SavedSpec:
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
         given, tensors = tensors[: self.given], tensors[self.given :]
         routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
-        fields: dict[str, Any] = dict(
-            zip(RoutingMetadata.TENSOR_FIELDS, routing_tensors, strict=True)
-        )
-        routing = RoutingMetadata(**self.sizes, **fields)
+        fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
+        routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
         # Under activation recompute the tensors come from a second forward and the spec from the
         # first.
         _check_same_routing(routing, self.routing_checksum)
@@ -556,9 +558,11 @@ def check_forward(
             f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe "
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
-    w1 = weights.w1.codes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
+    w1 = weights.w1.bytes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
     given = x.codes if isinstance(x, BlockScaledTensor) else x
-    require_same_device([("x", given), ("routing", routing.row_token), ("weights", w1)])
+    row_token = routing.row_token
+    if not (same_device(given, row_token) and same_device(given, w1)):
+        require_same_device([("x", given), ("routing", row_token), ("weights", w1)])
 
 
 def _require_format(record: EngineRecord, x: BlockScaledTensor, settings: EngineSettings) -> None:

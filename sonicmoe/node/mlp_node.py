@@ -340,7 +340,8 @@ class SonicMoEMlpNode:
             copies,
             recompute_z,
         )
-        if grad_enabled() and any(map(requires_grad, (*inputs, *call.parameters))):
+        wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
+        if wanted and grad_enabled():
             return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
         return _outside_autograd(call, inputs, save=False)[0]
 

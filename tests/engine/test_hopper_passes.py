@@ -319,6 +319,21 @@ def test_row128_refuses_one_buffer_per_weight():
         case.run(OURS, replace(ROW128, iso_weight=True))
 
 
+def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
+    """Of equal numbers; each number that differs asks anew."""
+    passes, asked = hopper_passes.Passes(native, NAMES, dict.fromkeys(KERNELS, print)), []
+    ask = passes._ask_for_sizes
+    monkeypatch.setattr(passes, "_ask_for_sizes", lambda *of: asked.append(of[1:]) or ask(*of))
+    case, other = Case(), Case(T + 1)
+    first = passes.routed(case.routing, H, I).bytes_of
+    assert passes.routed(case.routing, H, I).bytes_of == first and asked == [(H, I)]
+    assert passes.routed(case.routing, H + 128, I).bytes_of != first
+    assert passes.routed(case.routing, H, I + 128).bytes_of != first
+    assert passes.routed(with_spare_rows(case.routing, 128), H, I).bytes_of != first
+    assert passes.routed(other.routing, H, I).bytes_of != first
+    assert len(asked) == 5
+
+
 def test_row_scales_need_codes_and_fp8_wgrad(native):
     case, launched = Case(), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})

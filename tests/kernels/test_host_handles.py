@@ -125,6 +125,8 @@ def fields_of(passes, head, name):
 class Metadata:
     """What `Passes.routed` reads of a routing."""
 
+    num_tokens, topk, num_experts, num_rows = T, K, E, R
+
     def __getattr__(self, name):
         return ROUTING[name]()
 
