@@ -60,6 +60,7 @@ class _CallFunction(torch.autograd.Function):
         return (None, None, *kept, *of_parameters)
 
 
+# What `Function.apply` calls at its end.
 _apply = super(torch.autograd.Function, _CallFunction).apply
 
 
