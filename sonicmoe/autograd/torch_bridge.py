@@ -60,10 +60,6 @@ class _CallFunction(torch.autograd.Function):
         return (None, None, *kept, *of_parameters)
 
 
-# What `Function.apply` calls at its end.
-_apply = super(torch.autograd.Function, _CallFunction).apply
-
-
 def _save(ctx: Any, call: DifferentiableCall, num_inputs: int, saved: Saved | None) -> None:
     ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
     if saved is None:
@@ -119,8 +115,4 @@ def apply(
     """The outputs of `call` on `inputs`, under autograd."""
     # Parameters are arguments for the graph's sake: the output requires a gradient even where x and
     # probs are frozen, and the hooks of each parameter fire once per backward.
-    tensors = (*inputs, *parameters)
-    if torch._C._are_functorch_transforms_active():
-        return _CallFunction.apply(call, len(inputs), *tensors)  # which refuses it in words
-    # What `Function.apply` does outside transforms, without its loop in Python over all weights.
-    return _apply(call, len(inputs), *map(torch._C._functorch.unwrap_if_dead, tensors))
+    return _CallFunction.apply(call, len(inputs), *inputs, *parameters)
