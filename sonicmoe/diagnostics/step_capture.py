@@ -49,8 +49,11 @@ def dump_next_step(layer: object, path: str | Path) -> None:
         path: of the file.
 
     Raises:
+        TypeError: `path` is no path.
         DumpError: `path` cannot be written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {type(path).__name__}; needed: a str or a Path")
     path = Path(path)
     _check_writable(path)
     # The path was checked above, before the step: afterwards nobody is there to raise to.

@@ -322,8 +322,8 @@ class SonicMoEMlpNode:
             exact zeros.
 
         Raises:
-            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError: naming the argument,
-            what came and what is needed.
+            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError, TypeError: naming the
+            argument, what came and what is needed.
             LayoutError, StaleWeightsError: the weights, or current copies, are nowhere in memory.
             OutOfMemoryError: nothing has changed; the message says what lowers the need.
 
@@ -441,6 +441,10 @@ class SonicMoEMlpNode:
         self._check_tokens(x, dispatched_indices)
         check_token_gradient(x, x_scale, dx_to)
         check_source(dout_source)
+        if copies is not None and not isinstance(copies, WeightCopies):
+            raise TypeError(
+                f"copies is {type(copies).__name__}; needed: what make_copies() returned, or None"
+            )
         config, settings = self._choices.settings(recompute_z)
         with self._choices.scope() as scope:
             dtype, form = token_form(x, x_scale)

@@ -163,6 +163,12 @@ class PerExpertParameters(ExpertParameters):
         self._native_shapes = (count, width, hidden), (count, hidden, int(intermediate_size))
 
     def _checked(self, local: list[Any], num_experts: int) -> list[Any]:
+        # A rank without experts would have no weight from which to tell device and dtype.
+        expect(
+            num_experts > 0,
+            LayoutError,
+            f"n_experts is {num_experts}; needed: at least one local expert",
+        )
         expect(
             len(local) == num_experts,
             LayoutError,

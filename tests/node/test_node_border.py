@@ -234,6 +234,10 @@ class TestRefusals:
     def test_no_tensor(self):
         self.refused(TypeError, "x must be a .* tensor, got ndarray", x=np.zeros((37, 80)))
 
+    def test_no_copies(self):
+        """Also where nothing would read them."""
+        self.refused(TypeError, r"copies is str; needed: what make_copies\(\)", copies="a")
+
     def test_counts_that_disagree(self):
         layer = Layer()
         counts = counts_of(layer.problem)
@@ -248,6 +252,8 @@ class TestRefusals:
         modules = expert_modules(p.up_gate, p.down)
         with pytest.raises(LayoutError, match="n_experts is 5"):
             SonicMoEMlpNode(modules, 5, 80, 48)
+        with pytest.raises(LayoutError, match="n_experts is 0; needed: at least one"):
+            SonicMoEMlpNode([], 0, 80, 48)
         with pytest.raises(LayoutError, match="experts is generator; needed: a list"):
             SonicMoEMlpNode((module for module in modules), 4, 80, 48)
         with pytest.raises(LayoutError, match=r"experts is .*; needed: a list"):

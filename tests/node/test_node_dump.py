@@ -93,6 +93,11 @@ def test_a_layer_with_parameters_of_its_own_is_judged_by_them(tmp_path):
     assert np.abs(numpy(own.out) - numpy(usual.out)).max() > 1e-3
 
 
+def test_a_dump_goes_to_a_path():
+    with pytest.raises(TypeError, match="path is NoneType; needed: a str or a Path"):
+        Layer().node.dump(None)
+
+
 def test_takes_one_step_of_this_node_alone(tmp_path):
     layer, other = Layer(), Layer(problems(2)[1])
     path = tmp_path / "step.npz"
