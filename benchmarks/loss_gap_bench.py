@@ -372,6 +372,10 @@ def tensor_tables(
         except (SonicMoEError, OSError) as error:
             click.echo(f"{seed.name}: its captured calls cannot be read: {error}", err=True)
             continue
+        # Without a file the command would measure random numbers of its own.
+        if not files:
+            click.echo(f"{seed.name}: there are no captured calls in {seed.out}", err=True)
+            continue
         children[seed.name] = subprocess.Popen(
             sonicmoe_command(numerics(files, framework)),
             env=environment,

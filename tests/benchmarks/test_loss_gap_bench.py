@@ -111,6 +111,7 @@ def test_a_run_that_cannot_be_read_is_missing_and_not_an_end(
     assert result.exit_code == 1 and "holds no finished run: summary.json" in result.output
     found = json.loads(figures.read_text())
     assert "summary.json is missing" in found["unfinished"][0] and found["numerics"] == {}
+    assert "tiny seed 0: there are no captured calls in" in result.output
 
 
 def test_captured_calls_are_cut_to_rows_and_tables_to_their_time(
