@@ -43,8 +43,8 @@ def quantize_activation_blockscaled_fast(
 
     Packing declares the carrier of this process, if nobody did: fp32 multipliers per 128 columns,
     or per row with `row_scale`. E8M0 bytes of H a multiple of 128 declare E8M0, because their reader
-    cannot tell them from the bytes of packed words. A row with one scale spares wgrad the second rounding of x, and
-    costs accuracy where a row's magnitudes are far apart.
+    cannot tell them from the bytes of packed words. A row with one scale spares wgrad the second
+    rounding of x, and costs accuracy where a row's magnitudes are far apart.
 
     Args:
         x: contiguous bf16 `[T, H]` (fp16 and fp32 too); H a multiple of 128 to pack.

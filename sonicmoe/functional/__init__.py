@@ -129,8 +129,9 @@ def moe_TC_softmax_topk_layer(
         ShapeError: K is no integer in [1, E], or router, weights and tokens do not fit together.
         DTypeError: x and router_w differ in dtype outside autocast.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
-        TypeError: x, router_w, w1 or w2 is no tensor, or an argument is not listed here. The message names what stands in its place
-            where models have another name for it (`norm_topk_prob`).
+        TypeError: x, router_w, w1 or w2 is no tensor, or an argument is not listed here. The
+            message names what stands in its place where models have another name for it
+            (`norm_topk_prob`).
     """
     refuse_unknown("moe_TC_softmax_topk_layer", unknown, _WAYS_OUT)
     _check_tokens(x)
