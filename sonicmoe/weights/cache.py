@@ -151,7 +151,9 @@ class WeightCache:
         self._streams.enter(anchor)
         try:
             if previous is None or change is Change.YES or not engine.keep(previous, change):
-                self.weights = engine.refresh(source(), settings, previous, change)
+                # Views of the parameters are no part of the caller's graph.
+                with plain_ops():
+                    self.weights = engine.refresh(source(), settings, previous, change)
         finally:
             # Recorded after `refresh`, so that a later forward on another stream waits for these
             # launches, also where one of them failed.
