@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import preloaded
+import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("sonicmoe", "ernie_compat", "tests", "docs", "benchmarks", "tools")
@@ -89,9 +89,7 @@ def pytest_on(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     this package.
     """
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    return preloaded.run(
-        "torch", [*options, *arguments], environment_of(tree), tree, timeout=TIMEOUT_S
-    )
+    return processes.run([*options, *arguments], environment_of(tree), tree, timeout=TIMEOUT_S)
 
 
 def passes(tree: Path, *arguments: str) -> None:

@@ -11,7 +11,7 @@ import struct
 import tomllib
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from worlds import environment
 
@@ -59,7 +59,7 @@ def test_example_runs_and_trains_every_expert(heading: str, framework: str) -> N
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
     program = f"{examples()[heading]}\n{HOLDS[framework]}print('trained')\n"
-    result = preloaded.run(framework, ["-c", program], environment(), ROOT, timeout=240)
+    result = processes.run(["-c", program], environment(), ROOT, timeout=240)
     assert result.stdout.endswith("trained\n"), result.stderr
 
 

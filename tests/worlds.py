@@ -7,14 +7,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import preloaded
+import processes
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -104,31 +102,15 @@ def paddle_variables(world):
     ]
 
 
-def start_world(command_of_rank, variables, framework=None):
-    """One process per rank; `command_of_rank(rank)` is its command line. With a `framework`, forked
-    where that is imported already.
-    """
-    if framework is not None:
-        return [
-            preloaded.Process(
-                framework, [*map(str, command_of_rank(rank))], environment(**extra), ROOT
-            )
-            for rank, extra in enumerate(variables)
-        ]
+def start_world(command_of_rank, variables):
+    """One process per rank; `command_of_rank(rank)` is its command line."""
     return [
-        subprocess.Popen(
-            [sys.executable, *map(str, command_of_rank(rank))],
-            env=environment(**extra),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        processes.start(command_of_rank(rank), environment(**extra), ROOT)
         for rank, extra in enumerate(variables)
     ]
 
 
-def finish(processes, timeout=TIMEOUT_S):
+def finish(world, timeout=TIMEOUT_S):
     """`(exit code, stdout, stderr)` of every process; all are gone afterwards, killed ones (-9)
     after the time is up.
 
@@ -136,30 +118,26 @@ def finish(processes, timeout=TIMEOUT_S):
     ever.
     """
     deadline, failed = time.monotonic() + timeout, False
-    with ThreadPoolExecutor(len(processes)) as pool:
-        outputs = [pool.submit(process.communicate) for process in processes]
+    with ThreadPoolExecutor(len(world)) as pool:
+        outputs = [pool.submit(process.communicate) for process in world]
         try:
-            while (
-                any(process.poll() is None for process in processes) and time.monotonic() < deadline
-            ):
-                if not failed and any(process.poll() for process in processes):
+            while any(process.poll() is None for process in world) and time.monotonic() < deadline:
+                if not failed and any(process.poll() for process in world):
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
                 time.sleep(0.02)
         finally:
-            for process in processes:
+            for process in world:
                 if process.poll() is None:
                     process.kill()
         return [
             (process.wait(), *output.result())
-            for process, output in zip(processes, outputs, strict=True)
+            for process, output in zip(world, outputs, strict=True)
         ]
 
 
-def run_world(command_of_rank, variables, framework, timeout=TIMEOUT_S):
-    """Run to the end in processes that have `framework` imported; every rank must succeed. Returns
-    each rank's stdout.
-    """
-    results = finish(start_world(command_of_rank, variables, framework), timeout)
+def run_world(command_of_rank, variables, timeout=TIMEOUT_S):
+    """Run to the end; every rank must succeed. Returns each rank's stdout."""
+    results = finish(start_world(command_of_rank, variables), timeout)
     bad = [
         f"rank {rank} exited with {code}:\n{err[-4000:]}"
         for rank, (code, _, err) in enumerate(results)

@@ -10,7 +10,7 @@ import json
 import time
 
 import numpy as np
-import preloaded
+import processes
 import pytest
 from click.testing import CliRunner
 from framework import torch
@@ -279,7 +279,7 @@ def test_a_killed_sweep_continues(tmp_path):
         "from sonicmoe.bench.shapes import Shape; "
         "s.sweep(Path(sys.argv[1]), [Shape(t, 64, 32, 4, 2) for t in range(256, 4096)], w.Variant.parse('reference'))"
     )
-    running = preloaded.Process("torch", ["-c", program, str(path)], environment(), ROOT)
+    running = processes.start(["-c", program, str(path)], environment(), ROOT)
     try:
         deadline = time.monotonic() + 120
         while (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 import torch
 from worlds import environment
@@ -30,7 +30,7 @@ def layer(monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_figures(ranks):
     command = [str(SCRIPT), "--device", "cpu", "--ranks", str(ranks), "--repeats", "1", "--json"]
-    process = preloaded.run("torch", command, environment(), ROOT, timeout=240)
+    process = processes.run(command, environment(), ROOT, timeout=240)
     assert process.returncode == 0, process.stderr
     figures = json.loads(process.stdout.splitlines()[-1])
     assert figures["ranks"] == ranks and "host_us" not in figures

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from worlds import environment
 
@@ -21,7 +21,7 @@ SCALES = LAYERS * EXPERTS * 2 * 4 / 2**20  # every matrix fits into one block
 
 def test_table_and_figures(tmp_path):
     command = [str(SCRIPT), "--check", "--layers", str(LAYERS), "--json", str(tmp_path / "f.json")]
-    process = preloaded.run("torch", command, environment(), ROOT, timeout=240)
+    process = processes.run(command, environment(), ROOT, timeout=240)
     assert process.returncode == 0, process.stderr
     (shape,) = json.loads((tmp_path / "f.json").read_text())["figures"]
     ways = shape["ways"]

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 
 from sonicmoe.jit.toolchain import find_toolkit
@@ -28,9 +28,7 @@ def measure(artefacts, *options):
         "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root),
     }
     command = [str(ROOT / "benchmarks" / "host_bench.py"), "--steps", "2", *options]
-    process = preloaded.run(
-        "paddle" if "paddle" in options else "torch", command, os.environ | directories, ROOT, 300
-    )
+    process = processes.run(command, os.environ | directories, ROOT, 300)
     assert process.returncode == 0, process.stderr
     found = re.findall(
         r": (\d+) us per layer at best, median \d+; (\d+) allocations", process.stdout

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from worlds import environment
 
@@ -20,7 +20,7 @@ ACCUMULATORS = 4 * EXPERTS * 3 * HIDDEN * INNER / 2**20
 
 def run(*options):
     command = [str(SCRIPT), "--check", "--rounds", "1", *options]
-    return preloaded.run("torch", command, environment(), ROOT, timeout=240)
+    return processes.run(command, environment(), ROOT, timeout=240)
 
 
 def test_tables_and_figures(tmp_path):

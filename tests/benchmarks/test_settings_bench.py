@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import preloaded
+import processes
 from worlds import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,7 +14,7 @@ SCRIPT = ROOT / "benchmarks" / "settings_bench.py"
 
 def test_a_row_for_each_setting():
     command = [str(SCRIPT), "--device", "cpu", "--rounds", "1", "--json"]
-    process = preloaded.run("torch", command, environment(), ROOT, timeout=240)
+    process = processes.run(command, environment(), ROOT, timeout=240)
     assert process.returncode == 0, process.stderr
     figures = json.loads(process.stdout)
     assert next(iter(figures)) == "swiglu, z int8" and "situ_glu, z bf16" in figures

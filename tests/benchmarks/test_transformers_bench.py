@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from worlds import environment
 
@@ -20,7 +20,7 @@ SCRIPT = ROOT / "benchmarks" / "transformers_bench.py"
 def test_blocks_and_losses(tmp_path):
     found = tmp_path / "f.json"
     command = [str(SCRIPT), "--device=cpu", "--rounds=1", "--steps=3", "--json", str(found)]
-    process = preloaded.run("torch", command, environment(), ROOT, timeout=240)
+    process = processes.run(command, environment(), ROOT, timeout=240)
     assert process.returncode == 0, process.stderr
     figures = json.loads(found.read_text())
     names = {"grouped_mm", "sonicmoe", "sonicmoe_fp8"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import preloaded
+import processes
 import pytest
 from click.testing import CliRunner
 from fake_jobs import FailingJob, FakeJob
@@ -55,7 +55,7 @@ def run_doctor(
         "import atexit, sys; atexit.register(lambda: print('torch._C' in sys.modules, file=sys.stderr)); "
         f"{blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
     )
-    return preloaded.run(None, ["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
+    return processes.run(["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
 
 
 def messages(report: Report) -> list[tuple[str, str]]:
@@ -617,6 +617,6 @@ def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
 @pytest.mark.paddle
 def test_paddle_without_the_torch_proxy() -> None:
     program = "import paddle, sys; del paddle.enable_compat; from sonicmoe.cli.main import main; main(['doctor', '--framework', 'paddle'])"
-    result = preloaded.run("paddle", ["-c", program], dict(os.environ), ROOT, timeout=240)
+    result = processes.run(["-c", program], dict(os.environ), ROOT, timeout=240)
     assert result.returncode == 1
     assert "has no torch proxy; sonicmoe needs paddle >= 3.3.0" in " ".join(result.stdout.split())

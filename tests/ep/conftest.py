@@ -37,7 +37,6 @@ def world_results(tmp_path_factory):
         run_world(
             lambda rank: [TESTS / "ep" / "ep_worker.py", world, rank, directory],
             variables,
-            framework,
         )
         return [dict(np.load(directory / f"{rank}.npz")) for rank in range(world)]
 

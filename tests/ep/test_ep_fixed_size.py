@@ -275,7 +275,7 @@ class TestWhatIsRefused:
         launch = paddle_variables(2) if framework == "paddle" else [{}] * 2
         variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
         worker = TESTS / "ep" / "row_limit_worker.py"
-        processes = start_world(lambda rank: [worker, rank, directory, case], variables, framework)
+        processes = start_world(lambda rank: [worker, rank, directory, case], variables)
         return [(code, said) for code, _, said in finish(processes, 60)]
 
 

@@ -39,7 +39,7 @@ def world(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(f"fp8 {framework}")
     launch = paddle_variables(2) if framework == "paddle" else [{}] * 2
     variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-    run_world(lambda rank: [TESTS / "ep" / "fp8_worker.py", rank, directory], variables, framework)
+    run_world(lambda rank: [TESTS / "ep" / "fp8_worker.py", rank, directory], variables)
     return framework, [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
 
 

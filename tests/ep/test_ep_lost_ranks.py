@@ -25,9 +25,7 @@ def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path):
     variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
     worker = TESTS / "ep" / "lost_rank_worker.py"
     started = time.monotonic()
-    processes = start_world(
-        lambda rank: [worker, world, rank, tmp_path, fatal], variables, framework
-    )
+    processes = start_world(lambda rank: [worker, world, rank, tmp_path, fatal], variables)
     *survivors, victim = finish(processes, BOUND_S)
     assert time.monotonic() - started < BOUND_S
     assert victim[0] == -9

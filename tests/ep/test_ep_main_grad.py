@@ -16,9 +16,7 @@ WEIGHTS, BATCHES = 6, 4
 def ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("main_grad")
     variables = [{**each, "SONICMOE_TEST_FRAMEWORK": "paddle"} for each in paddle_variables(2)]
-    run_world(
-        lambda rank: [TESTS / "ep" / "main_grad_worker.py", rank, directory], variables, "paddle"
-    )
+    run_world(lambda rank: [TESTS / "ep" / "main_grad_worker.py", rank, directory], variables)
     return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
 
 

@@ -9,6 +9,7 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
-import preloaded  # noqa: E402  the paths above are needed when this is run as a program
+import processes  # noqa: E402  the paths above are needed when this is run as a program
 from small_run import ROOT, SIZE_OPTIONS, environment, write_text  # noqa: E402
 
 from ernie_compat.checkpoint import load_checkpoint  # noqa: E402
@@ -64,7 +65,7 @@ class Victim:
         assert done[:step] == list(range(1, step + 1))
         return step
 
-    def start(self, steps: int | None = None) -> preloaded.Process:
+    def start(self, steps: int | None = None) -> subprocess.Popen[str]:
         """Continue it where there is a checkpoint; start it anew where there is none."""
         options = ["--steps", str(steps or self._steps)]
         if self.checkpoint.exists():
@@ -73,7 +74,7 @@ class Victim:
             sizes = ["--framework", self._framework, "--precision", "bf16", *SIZE_OPTIONS]
             options += [*sizes, "--data", str(self.text), "--checkpoint-every", "2", "--overwrite"]
         command = ["-m", "sonicmoe.cli.train", *options, "--out", str(self.out)]
-        return preloaded.Process(self._framework, command, environment(), ROOT)
+        return processes.start(command, environment(), ROOT)
 
     def kill(self, number: signal.Signals, rng: random.Random) -> Kill:
         """Start it, and send the signal at a random moment: while it starts, or in some step."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import preloaded
+import processes
 
 from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import make_learner
@@ -71,27 +71,19 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_train(*arguments: str, preload: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m sonicmoe.cli.train ARGUMENTS` to its end; with the framework that they name, or
-    `preload`, imported already.
-    """
-    command = ["-m", "sonicmoe.cli.train", *arguments]
-    named = arguments[arguments.index("--framework") + 1] if "--framework" in arguments else None
-    return run_python(command, preload or named)
+def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m sonicmoe.cli.train ARGUMENTS` to its end."""
+    return run_python(["-m", "sonicmoe.cli.train", *arguments])
 
 
-def run_python(command: list[str], framework: str | None) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` to its end, forked from a process that has imported `framework` unless that
-    is None.
-    """
-    return preloaded.run(framework, command, environment(), ROOT, timeout=300)
+def run_python(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` to its end."""
+    return processes.run(command, environment(), ROOT, timeout=300)
 
 
-def run_program(program: str, *arguments: str, framework: str | None = None) -> Any:
-    """Run Python source in a process of its own and return the JSON of its last line of output;
-    `framework` as in `run_python`.
-    """
-    result = run_python(["-c", program, *arguments], framework)
+def run_program(program: str, *arguments: str) -> Any:
+    """Run Python source in a process of its own and return the JSON of its last line of output."""
+    result = run_python(["-c", program, *arguments])
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 

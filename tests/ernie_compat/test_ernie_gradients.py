@@ -29,7 +29,7 @@ def both(request: pytest.FixtureRequest, text: Path) -> Any:
 
     def run(parts: int) -> Any:
         if request.param == "paddle":
-            return run_program(PROGRAM, str(text), str(parts), framework="paddle")
+            return run_program(PROGRAM, str(text), str(parts))
         return [trained_by("torch", text, flush, parts) for flush in (None, "step")]
 
     return run

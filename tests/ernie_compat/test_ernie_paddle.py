@@ -79,7 +79,7 @@ BOUNDS = {"fp32": (1e-5, 1e-5, 1e-4), "fp8": (1e-4, 1e-2, 1e-2)}
 
 @pytest.mark.trained
 def test_twins_agree(text: Path) -> None:
-    paddle = run_program(STEPS, "paddle", str(text), framework="paddle")
+    paddle = run_program(STEPS, "paddle", str(text))
     for precision, (first, norm, later) in BOUNDS.items():
         torch_twin, paddle_twin = first_steps("torch", precision, text), paddle[precision]
         assert paddle_twin["shapes"] == torch_twin["shapes"]
@@ -94,7 +94,7 @@ def test_twins_agree(text: Path) -> None:
 
 
 def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:
-    result = run_program(RESUME, str(text), str(tmp_path), framework="paddle")
+    result = run_program(RESUME, str(text), str(tmp_path))
     assert result["names"] and result["arrays"] > 100
     assert result["kinds"] == ["beta1_power", "beta2_power", "moment1", "moment2", "weight"]
     assert result["differing"] == []
@@ -102,5 +102,5 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(text: Path, tmp_pa
 
 
 def test_every_gradient_arrives_in_the_main_grad_the_optimizer_was_given(text: Path) -> None:
-    result = run_program(WIRING, str(text), framework="paddle")
+    result = run_program(WIRING, str(text))
     assert result == {name: [] for name in result} and len(result) == 5

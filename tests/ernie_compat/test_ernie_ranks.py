@@ -75,7 +75,6 @@ def world(text, alone, tmp_path_factory) -> Path:
     run_world(
         lambda rank: [WORKER, "torch", text, directory, *scenarios],
         torchrun_variables(WORLD),
-        "torch",
     )
     return directory
 
@@ -172,7 +171,7 @@ def test_a_killed_rank_stops_the_others_with_one_line(text, tmp_path, victim):
         "3",
     ]
     command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
-    processes = start_world(lambda rank: command, torchrun_variables(2), "torch")
+    processes = start_world(lambda rank: command, torchrun_variables(2))
     checkpoint = tmp_path / CHECKPOINT_NAME
     try:
         wait_for(checkpoint.exists, 120, processes)
@@ -257,7 +256,7 @@ def test_torchrun_trains_and_refuses(text, tmp_path):
         "--data",
         str(text),
     ]
-    results = finish(start_world(lambda rank: refused, variables, "torch"), 120)
+    results = finish(start_world(lambda rank: refused, variables), 120)
     assert [code for code, _, _ in results] == [2, 2]
     assert results[1][2] == "" and results[0][2].count("\n") == 1
     assert (
@@ -279,7 +278,7 @@ def test_interrupted_ranks_save_one_checkpoint_together(text, tmp_path):
         "3",
     ]
     command = ["-m", "sonicmoe.cli.train", *options, "--data", str(text), "--out", str(tmp_path)]
-    processes = start_world(lambda rank: command, torchrun_variables(2), "torch")
+    processes = start_world(lambda rank: command, torchrun_variables(2))
     try:
         wait_for((tmp_path / CHECKPOINT_NAME).exists, 120, processes)
         processes[1].send_signal(
@@ -305,7 +304,6 @@ def test_paddle_ranks_train_as_one(text, alone, tmp_path):
     run_world(
         lambda rank: [WORKER, "paddle", text, tmp_path, "ep2 micro=0"],
         paddle_variables(WORLD),
-        "paddle",
     )
     losses = losses_of(tmp_path / "ep2 micro")
     assert losses[0] == pytest.approx(wanted[0], rel=PADDLE_FIRST_STEP)

@@ -226,7 +226,7 @@ def test_every_snippet_runs_and_does_what_it_says() -> None:
     for name, code in snippets().items():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
     parts.append('print(json.dumps([line for line in lines if "too late" in line]))')
-    assert run_program("\n".join(parts), framework="paddle") == []
+    assert run_program("\n".join(parts)) == []
 
 
 @pytest.mark.paddle
@@ -234,7 +234,7 @@ def test_an_all_to_all_of_your_own_equals_one_process() -> None:
     """Two processes, each with half of the experts and tokens of its own."""
     command = [ROOT / "tests" / "ernie_compat" / "own_all_to_all_rank.py"]
     code = snippets()["With an all-to-all of your own"]
-    for out in run_world(lambda rank: [*command, code], paddle_variables(2), "paddle"):
+    for out in run_world(lambda rank: [*command, code], paddle_variables(2)):
         assert out.endswith("as one process\n"), out
 
 
@@ -292,7 +292,7 @@ for flush, trains in (("auto", True), ("backward", True), ("prompt", True), ("st
     assert trains != any("node.step() was never called" in line for line in lines), lines
 print(json.dumps("done"))
 """
-    assert run_program(program, framework="paddle") == "done"
+    assert run_program(program) == "done"
 
 
 @pytest.mark.paddle
@@ -324,7 +324,7 @@ loss.backward()
 print("twice")
 """
     ends = {
-        which: run_python(["-c", PREPARE + program, which], "paddle")
+        which: run_python(["-c", PREPARE + program, which])
         for which in ("freed", "grad", "backward")
     }
     assert ends["freed"].stdout == "freed\n", ends["freed"].stderr
@@ -379,7 +379,7 @@ else:
 @pytest.mark.paddle
 @pytest.mark.parametrize("which", ["adamw", "counter"])
 def test_what_the_page_says_of_optimizers_is_so(which: str) -> None:
-    result = run_python(["-c", PREPARE + PAGE_ON_PADDLE, which], "paddle")
+    result = run_python(["-c", PREPARE + PAGE_ON_PADDLE, which])
     assert result.stdout == f"{which}\n", result.stderr
     # Paddle has set up the root logger, so the line about gradients needs nothing else.
     said = (
@@ -407,7 +407,7 @@ try:
 except RoutingError:
     print("refused")
 """
-    result = run_python(["-c", program], "paddle")
+    result = run_python(["-c", program])
     assert result.stdout == ("refused\n" if checked == "1" else "0.0\n"), result.stderr
     assert ("the output is zeros" in result.stderr) == (checked == "0"), result.stderr
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import preloaded
+import processes
 import pytest
 import torch
 from small_run import ROOT, SIZE_OPTIONS, environment, run_train
@@ -96,7 +96,7 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     options = ["--framework", framework, "--data", str(text), "--steps", "40", *SIZE_OPTIONS]
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
     command = ["-m", "sonicmoe.cli.train", *options, "--out", str(interrupted)]
-    process = preloaded.Process(framework, command, environment(), ROOT)
+    process = processes.start(command, environment(), ROOT)
     metrics = interrupted / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
@@ -114,9 +114,7 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     )
     assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
 
-    resumed = run_train(
-        "--resume", "--out", str(interrupted), "--data", str(text), preload=framework
-    )
+    resumed = run_train("--resume", "--out", str(interrupted), "--data", str(text))
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming after step {step}" in resumed.stderr and "differs" not in resumed.stderr
     assert run_train(*options, "--out", str(whole)).returncode == 0
@@ -477,9 +475,7 @@ def test_an_interrupt_without_checkpoints_promises_none(text: Path, tmp_path: Pa
     out = tmp_path / "run"
     options = ["--framework", "torch", "--precision", "bf16", "--data", str(text)]
     options += ["--steps", "100000", "--no-checkpoint", *SIZE_OPTIONS, "--out", str(out)]
-    process = preloaded.Process(
-        "torch", ["-m", "sonicmoe.cli.train", *options], environment(), ROOT
-    )
+    process = processes.start(["-m", "sonicmoe.cli.train", *options], environment(), ROOT)
     metrics = out / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):

@@ -76,7 +76,7 @@ def test_a_lost_terminal_saves_like_a_polite_kill(text: Path, tmp_path: Path) ->
         "--steps",
         "100000",
     ]
-    code = run_program(LOST_TERMINAL, *options, *SIZE_OPTIONS, "--out", str(out), framework="torch")
+    code = run_program(LOST_TERMINAL, *options, *SIZE_OPTIONS, "--out", str(out))
     assert code == 128 + signal.SIGHUP
     assert SavedRun.read(out / "checkpoint.npz").step >= 3
 
@@ -95,7 +95,7 @@ except SystemExit as end:
 def test_progress_that_cannot_be_shown_costs_no_step(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ["--framework", "torch", "--precision", "bf16", "--data", str(text), "--steps", "2"]
-    code = run_program(FULL_STDERR, *options, *SIZE_OPTIONS, "--out", str(out), framework="torch")
+    code = run_program(FULL_STDERR, *options, *SIZE_OPTIONS, "--out", str(out))
     assert code == 0 and SavedRun.read(out / "checkpoint.npz").step == 2
 
 

@@ -17,7 +17,6 @@ def ranks(tmp_path_factory):
     run_world(
         lambda rank: [folder / "double_worker.py", rank, directory],
         [{**each, "SONICMOE_TEST_FRAMEWORK": "paddle"} for each in paddle_variables(2)],
-        "paddle",
     )
     return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
 

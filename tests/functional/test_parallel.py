@@ -16,5 +16,5 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 
 @pytest.mark.trained
 def test_two_ranks_train_like_one_process(tmp_path):
-    outputs = run_world(lambda rank: [WORKER, rank, tmp_path / "store"], [{}, {}], "torch")
+    outputs = run_world(lambda rank: [WORKER, rank, tmp_path / "store"], [{}, {}])
     assert all(out.endswith("equal\n") for out in outputs)

@@ -8,7 +8,7 @@ import os
 import textwrap
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 
 from sonicmoe.install import install_hint
@@ -31,15 +31,13 @@ except ImportError as error:
 """
 
 
-def python(*arguments, preload=None):
-    """Lines of output of a process, forked from one that has imported `preload` unless that is
-    None.
-    """
+def python(*arguments):
+    """Lines of output of a process of its own."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))
     }
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "3"}
-    done = preloaded.run(preload, [*arguments], clean, ROOT, timeout=300)
+    done = processes.run([*arguments], clean, ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()
 
@@ -82,7 +80,6 @@ def test_under_paddle():
         UNDER_PADDLE
         + attempts
         + "from sonicmoe.ernie_compat import SonicMoEMlpNode as N\nprint(N.__name__)",
-        preload="paddle",
     )
     assert lines.pop() == "SonicMoEMlpNode"
     assert len(lines) == 10
@@ -92,7 +89,7 @@ def test_under_paddle():
 
 
 def test_upstream_script_runs_unchanged():
-    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), "cpu", preload="torch")
+    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), "cpu")
     assert line.startswith("shape (4, 16, 64), aux loss ")
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from worlds import ROOT, environment, run_world, torchrun_variables
 
@@ -18,11 +18,11 @@ PAGES = ("docs/pytorch.md", "docs/finetuning.md", "ernie_compat/README.md")
 LEARN_A_FUNCTION = ("train_moe", "train_node_main_grad")
 
 
-def run(framework: str, script: str, *arguments: object) -> str:
-    """What an example prints in a process that has its framework imported already."""
+def run(script: str, *arguments: object) -> str:
+    """What an example prints."""
     command = [str(EXAMPLES / f"{script}.py"), *map(str, arguments)]
-    result: subprocess.CompletedProcess[str] = preloaded.run(
-        framework, command, environment(), ROOT, timeout=240
+    result: subprocess.CompletedProcess[str] = processes.run(
+        command, environment(), ROOT, timeout=240
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -41,7 +41,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 @pytest.mark.trained
 @pytest.mark.parametrize("script", LEARN_A_FUNCTION)
 def test_a_layer_learns(script: str) -> None:
-    errors = figures(run("torch", script), "error")
+    errors = figures(run(script), "error")
     # Over 4 seeds and two instruction sets: 0.37 to 0.40 of the first, each at least 10 % lower.
     assert len(errors) == 4 and errors[-1] < 0.5 * errors[0]
     assert errors == sorted(errors, reverse=True)
@@ -51,10 +51,10 @@ def test_a_layer_learns(script: str) -> None:
 def test_two_ranks_that_accumulate_train_as_one() -> None:
     """Without `no_sync()`, without the division or with other batches the errors would differ."""
     command = [EXAMPLES / "train_ddp.py", "--steps", 6, "--accumulate", 2]
-    first, second = run_world(lambda rank: command, torchrun_variables(2), "torch")
+    first, second = run_world(lambda rank: command, torchrun_variables(2))
     errors = figures(first, "error")
     assert second == "" and len(errors) == 2 and errors[-1] < 0.6 * errors[0]
-    alone = figures(run("torch", "train_ddp", "--steps", 6, "--accumulate", 4), "error")
+    alone = figures(run("train_ddp", "--steps", 6, "--accumulate", 4), "error")
     # fp32 sums in another order, through five optimizer steps of products in bf16 and FP8.
     assert all(abs(a - b) < 0.01 * b for a, b in zip(errors, alone, strict=True))
 
@@ -64,7 +64,7 @@ def test_two_ranks_that_accumulate_train_as_one() -> None:
 @pytest.mark.parametrize("options", [(), ("--freeze-experts",)], ids=["all", "frozen"])
 def test_a_language_model_is_fine_tuned_and_saved(tmp_path: Path, options: tuple[str, ...]) -> None:
     losses = figures(
-        run("transformers", "finetune_transformers", "--steps", 6, "--save", tmp_path, *options),
+        run("finetune_transformers", "--steps", 6, "--save", tmp_path, *options),
         "loss",
     )
     # 5.5 is the logarithm of 256 bytes; letters of English and Python alone bring it below 4.
@@ -72,7 +72,7 @@ def test_a_language_model_is_fine_tuned_and_saved(tmp_path: Path, options: tuple
     write_tokenizer_of_bytes(tmp_path)
     for more in (), ("--dtype", "bfloat16", "--experts", "grouped_mm"):
         options = ("--steps", 1, "--model", tmp_path, *more)
-        again = run("transformers", "finetune_transformers", *options)
+        again = run("finetune_transformers", *options)
         assert figures(again, "loss")[0] < 4.2
 
 
@@ -95,11 +95,11 @@ def write_tokenizer_of_bytes(folder: Path) -> None:
 @pytest.mark.paddle
 @pytest.mark.trained
 def test_paddle_trains_and_a_saved_run_continues(tmp_path: Path) -> None:
-    whole = run("paddle", "train_paddle", "--steps", 8)
+    whole = run("train_paddle", "--steps", 8)
     errors = figures(whole, "error")
     assert len(errors) == 3 and errors[-1] < 0.95 * errors[0]
-    begun = run("paddle", "train_paddle", "--steps", 6, "--save", tmp_path)
-    continued = run("paddle", "train_paddle", "--steps", 8, "--load", tmp_path)
+    begun = run("train_paddle", "--steps", 6, "--save", tmp_path)
+    continued = run("train_paddle", "--steps", 8, "--load", tmp_path)
     # Steps 0 and 5 are of the first part, and step 7 is the last one of the second.
     assert begun.splitlines() + continued.splitlines() == whole.splitlines()
 
@@ -111,7 +111,7 @@ def test_options_are_explained(script: str) -> None:
     )
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
-    text = run(framework, script, "--help")
+    text = run(script, "--help")
     source = (EXAMPLES / f"{script}.py").read_text(encoding="utf-8")
     named = set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
     assert len(named) >= 3 and named <= set(re.findall(r"--[\w-]+", text))

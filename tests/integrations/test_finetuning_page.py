@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from worlds import ROOT, environment, run_world, torchrun_variables
 
@@ -79,7 +79,7 @@ def test_the_snippets_of_one_process_run_in_order(tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join([*parts, "print('all ran')"]), encoding="utf-8")
     folder = {"TMPDIR": str(tmp_path)}
-    result = preloaded.run("transformers", [str(script)], environment(**folder), ROOT, timeout=240)
+    result = processes.run([str(script)], environment(**folder), ROOT, timeout=240)
     assert result.stdout.endswith("all ran\n"), result.stderr
 
 
@@ -90,7 +90,7 @@ def test_the_snippets_of_several_ranks_train_as_one_process(heading: str, tmp_pa
     script.write_text("\n".join(parts), encoding="utf-8")
     folder = {"TMPDIR": str(tmp_path)}
     variables = [{**each, **folder} for each in torchrun_variables(2)]
-    for out in run_world(lambda rank: [script], variables, "transformers"):
+    for out in run_world(lambda rank: [script], variables):
         assert out.endswith("as one process\n")
 
 

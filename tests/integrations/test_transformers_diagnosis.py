@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-import preloaded
+import processes
 import pytest
 import torch
 import torch.nn.utils.parametrize
@@ -280,7 +280,7 @@ def test_in_a_fully_sharded_model(implementation, tmp_path):
     script.write_text(SHARDED, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     arguments = [str(script), implementation, str(path)]
-    result = preloaded.run("torch", arguments, environment, ROOT, timeout=240)
+    result = processes.run(arguments, environment, ROOT, timeout=240)
     named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
     assert f"first bad: input w1 = {named} at expert 5: nan" in result.stdout, result.stderr
     assert load_dump(path).caller.layer == "model.layers.0.mlp.experts"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import preloaded
+import processes
 import pytest
 from framework import torch
 from kernels import ptx_report
@@ -214,7 +214,7 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: Compi
         "            torch.zeros(2, 32), torch.zeros(3, dtype=torch.int32), None, 66)\n"
         "except ValueError as error: print(error)"
     )
-    done = preloaded.run("torch", ["-c", program], environment(), ROOT, timeout=240)
+    done = processes.run(["-c", program], environment(), ROOT, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "expected device_type=cuda" in done.stdout
     assert "cu_rows: Tensor([n4], int32), gather_index: None, max_clusters: int32" in done.stdout

@@ -93,7 +93,7 @@ def test_expanded_memory_is_refused():
 
 def test_two_ranks_reduce_what_one_would_have(tmp_path):
     worker = TESTS / "node" / "direct_ranks_worker.py"
-    outputs = run_world(lambda rank: [worker, rank, tmp_path, "reference"], [{}, {}], "torch")
+    outputs = run_world(lambda rank: [worker, rank, tmp_path, "reference"], [{}, {}])
     for said in outputs:
         found = list(map(float, said.split()))
         assert len(found) == 2 and max(found) <= 1e-6
