@@ -14,7 +14,6 @@ from typing import ParamSpec
 import torch
 from torch import nn
 
-from .diagnostics.callers import MOE
 from .diagnostics.step_capture import dump_next_step
 from .engine.activations import activate, pre_activation_width
 from .enums import (
@@ -30,6 +29,7 @@ from .errors import ConfigError, EngineUnavailableError, ShapeError, expect, ref
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8
 from .interop import current_stream, require_framework_tensor
+from .observe import MOE
 from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor

@@ -224,8 +224,8 @@ def test_an_upward_import_is_recognised() -> None:
     assert upward_imports(path, "def f():\n    from ..weights.cache import WeightCache") == [
         "sonicmoe/weights/cache.py"
     ]
-    assert upward_imports(path, "from ..diagnostics.stages import tap") == [
-        "sonicmoe/diagnostics/stages.py"
+    assert upward_imports(path, "from sonicmoe.diagnostics.formulas import compute") == [
+        "sonicmoe/diagnostics/formulas.py"
     ]
     assert (
         upward_imports(

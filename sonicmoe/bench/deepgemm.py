@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import stage
 from ..errors import SonicMoEError
+from ..observe import stage
 from ..quant.recipes import columns, iso, rows
 from ..quant.reference import quantize, transpose_storage
 from .shapes import Shape

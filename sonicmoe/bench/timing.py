@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import ranges_on
+from ..observe import ranges_on
 from .trace import PHASE_PREFIX, Kernel, kernels_of
 from .workload import Call
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..diagnostics.stages import RANGE_PREFIX
+from ..observe import RANGE_PREFIX
 
 PHASE_PREFIX = f"{RANGE_PREFIX}phase."
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

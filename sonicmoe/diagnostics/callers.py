@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..observe import FLEET, GATED_EXPERTS, MOE, NODE, PLAIN_EXPERTS, STACKED, TOPK, TRIPLES
+
 NATIVE_AXES = {
     "x": "TH", "out": "TH", "probs": "TK", "w1": "ENH", "w2": "EHI", "b1": "EN", "b2": "EH",
 }  # fmt: skip
@@ -56,9 +58,6 @@ class Face:
     flushes: bool = False
 
 
-NODE, FLEET = "node", "PaddleFleet"
-MOE, TOPK, TRIPLES, STACKED = "MoE", "top-k layer", "general routing", "expert_mlp"
-GATED_EXPERTS, PLAIN_EXPERTS = "transformers, gated", "transformers, not gated"
 _UPSTREAM = ("NHE", "HIE")
 FACES: Mapping[str, Face] = {
     NODE: Face(probs="dispatched_probs", flushes=True),

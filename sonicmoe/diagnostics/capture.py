@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..node.mlp_node import SonicMoEMlpNode
-from .call_events import BackwardBegins, CallEvent
+from ..observe import BackwardBegins, CallEvent, observing
 from .cases import Case
-from .stages import observing
 from .step_capture import dump_next_step, step_of_backward
 
 

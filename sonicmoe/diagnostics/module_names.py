@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..interop import IS_PADDLE
-from .call_events import ExpertCall
+from ..observe import ExpertCall
 from .callers import FACES, NATIVE_AXES, NODE, Caller, Named
 
 Tensor = torch.Tensor

@@ -15,12 +15,11 @@ import torch
 
 from ..errors import SonicMoEError
 from ..interop import device_name, holds_memory
+from ..observe import BackwardBegins, BackwardDone, CallEvent, ExpertCall, ForwardDone, observing
 from ..quant.tokens import anchor_of
 from .bisect import GOLDEN, Report, bisect
 from .bisect_report import text_of
-from .call_events import BackwardBegins, BackwardDone, CallEvent, ExpertCall, ForwardDone
 from .callers import Located
-from .stages import observing
 from .step_capture import step_of_backward, step_of_forward
 from .step_dump import StepDump, save_dump
 

@@ -14,6 +14,7 @@ from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
 from ..gradients.store import GradientStore
 from ..interop import IS_PADDLE, plain_ops
+from ..observe import listening, tap
 from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.reference import dequantize
 from ..quant.tokens import tokens_of
@@ -23,7 +24,6 @@ from ..routing.metadata import RoutingMetadata
 from ..weights.parameters import PerExpertParameters
 from .golden_stages import RowLayout, golden_stages
 from .stage_stats import StageValue
-from .stages import listening, tap
 from .step_capture import to_numpy
 from .step_dump import STEP_FLAGS, Array, StepDump
 

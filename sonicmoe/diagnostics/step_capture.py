@@ -16,12 +16,11 @@ import torch
 
 from ..engine.interface import Tokens, token_dtype
 from ..interop import IS_PADDLE, dtype_name, is_cuda
+from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone, forget, observe
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..routing.ids import is_here
-from .call_events import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDone
 from .module_names import caller_of, memory_of, shares_memory
-from .stages import forget, observe
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
 
 logger = logging.getLogger("sonicmoe")

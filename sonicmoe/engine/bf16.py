@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import stage
 from ..interop import IS_PADDLE, current_stream, device_name, dtype_name
 from ..kernels.quack_gemm import (
     GroupedGemms,
@@ -20,6 +19,7 @@ from ..kernels.quack_gemm import (
     grouped_gemms,
     launching_on,
 )
+from ..observe import stage
 from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients

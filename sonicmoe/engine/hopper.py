@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import stage, tap
 from ..enums import ZCode
 from ..errors import ConfigError, ShapeError
 from ..interop import (
@@ -30,6 +29,7 @@ from ..interop import (
     plain_ops,
 )
 from ..layouts import WeightSource
+from ..observe import stage, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import QuantizedWeights, SteadyWeights, to_scratch
 from ..quant.tokens import anchor_of, to_bfloat16

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..diagnostics.stages import is_heard, is_observed, stage, tap
 from ..enums import ActivationParameters, ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
 from ..interop import empty, numel
@@ -27,6 +26,7 @@ from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
 from ..kernels.host import passes_source
 from ..kernels.sm90 import gemm_sources
+from ..observe import is_heard, is_observed, stage, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import RECIPES, BlockShape
 from ..routing.backends import arch_of

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import stage, tap
 from ..errors import ShapeError
 from ..interop import aligned, device_name, device_of, empty, plain_ops
 from ..kernels.mx_gemm import MxGemms, MxShape, Pair, mx_gemms
 from ..layouts import WeightSource
+from ..observe import stage, tap
 from ..quant import mx
 from ..quant.mx import MxTensor, MxWeights
 from ..routing.combine import aggregate, scatter_to_slots

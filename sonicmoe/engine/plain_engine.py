@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import stage, tap
 from ..errors import DeviceError, DTypeError, expect
 from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
 from ..layouts import WeightSource
+from ..observe import stage, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .capabilities import Workload, require

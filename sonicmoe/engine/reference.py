@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from ..diagnostics.stages import is_heard, tap
 from ..enums import ZCode
 from ..interop import ieee_matmul, plain_ops
+from ..observe import is_heard, tap
 from ..quant.folding import with_row_scales
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..diagnostics.stages import is_heard, stage, tap
 from ..interop import IS_PADDLE, device_name, device_of, dtype_name, is_cuda
 from ..kernels.triton.variants import ExpertShape
+from ..observe import is_heard, stage, tap
 from ..routing.backends import take_driver_from_paddle
 from ..routing.metadata import RoutingMetadata
 from . import triton_gradients

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from ..config import SonicMoEConfig
-from ..diagnostics.callers import FLEET
 from ..enums import ActivationParameters, ActivationType, FlushMode, is_glu
 from ..errors import ConfigError, expect
 from ..node.layer_state import LayerState
 from ..node.mlp_node import SonicMoEMlpNode
+from ..observe import FLEET
 from ..weights.pair import PairParameters
 from .deferral import current_offer
 

@@ -14,7 +14,6 @@ from numbers import Integral
 import torch
 
 from ..config import active_config, current_config
-from ..diagnostics.callers import TOPK, TRIPLES
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -25,6 +24,7 @@ from ..enums import (
 from ..errors import DTypeError, RoutingError, ShapeError, expect, refuse_unknown
 from ..interop import dtype_name, is_cuda, require_framework_tensor
 from ..layouts import WeightLayout
+from ..observe import TOPK, TRIPLES
 from ..routing.ids import group_of
 from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp

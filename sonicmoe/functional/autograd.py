@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..diagnostics.callers import FACES, STACKED
-from ..diagnostics.stages import is_awaited
+from ..diagnostics.callers import FACES
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
+from ..observe import STACKED, is_awaited
 from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
 from ..routing.validation import RoutingNames

@@ -8,19 +8,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import SonicMoEConfig, active_config
-from ..diagnostics.call_events import (
-    BackwardBegins,
-    BackwardDone,
-    ExpertCall,
-    ForwardDone,
-    NativeWeights,
-)
-from ..diagnostics.callers import STACKED
-from ..diagnostics.stages import emit, is_awaited
 from ..engine.capabilities import Workload
 from ..engine.interface import (
     Engine,
@@ -37,10 +29,22 @@ from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout
+from ..observe import (
+    STACKED,
+    BackwardBegins,
+    BackwardDone,
+    ExpertCall,
+    ForwardDone,
+    emit,
+    is_awaited,
+)
 from ..out_of_memory import raise_with_advice
 from ..routing.metadata import RoutingMetadata
 from ..weights.cache import Reading
 from ..weights.stacked_cache import Weights, read_weights
+
+if TYPE_CHECKING:
+    from ..observe import NativeWeights
 
 Tensor = torch.Tensor
 

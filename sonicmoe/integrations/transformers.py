@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..diagnostics.callers import GATED_EXPERTS, PLAIN_EXPERTS
 from ..engine.activations import activate_backward, merge_gate_up
 from ..engine.capabilities import Workload
 from ..engine.without_kernels import lost_on_gpus
@@ -32,6 +31,7 @@ from ..functional.autograd import expert_mlp
 from ..functional.call import make_plan
 from ..interop import parse_version
 from ..layouts import WeightLayout
+from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
 
 Tensor = torch.Tensor

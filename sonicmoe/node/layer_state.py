@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
-from ..diagnostics.callers import NODE
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode
 from ..gradients.routes import Addition, Route
 from ..gradients.store import GradientStore
 from ..interop import requires_grad
+from ..observe import NODE
 from ..weights.cache import LayerWeights, Reading, Unannounced
 from ..weights.copies import WeightCopies
 from ..weights.parameters import ExpertParameters

@@ -6,23 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import and_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
-from ..diagnostics.call_events import (
+from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
+from ..gradients.routes import Addition, Route
+from ..interop import holds_memory, plain_ops, requires_grad
+from ..observe import (
     BackwardBegins,
     BackwardDone,
     ExpertCall,
     ForwardDone,
-    NativeWeights,
+    emit,
+    is_awaited,
+    stage,
 )
-from ..diagnostics.stages import emit, is_awaited, stage
-from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
-from ..gradients.routes import Addition, Route
-from ..interop import holds_memory, plain_ops, requires_grad
 from ..out_of_memory import raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, to_bfloat16
 from ..routing.build import route
@@ -30,6 +31,9 @@ from ..weights.cache import Reading
 from .fp8_gradients import GradientSource, gradient_from
 from .layer_state import LayerState, WgradOffer
 from .wgrad_offer import WgradWork
+
+if TYPE_CHECKING:
+    from ..observe import NativeWeights
 
 Tensor = torch.Tensor
 

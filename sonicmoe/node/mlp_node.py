@@ -11,8 +11,6 @@ import torch
 
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
-from ..diagnostics.call_events import StepDone
-from ..diagnostics.stages import emit, is_awaited, stage
 from ..diagnostics.step_capture import dump_next_step
 from ..engine.interface import Engine, EngineSettings, Saved
 from ..enums import (
@@ -36,6 +34,7 @@ from ..interop import (
 )
 from ..jit_warmup import warmup_jit
 from ..layouts import NATIVE
+from ..observe import StepDone, emit, is_awaited, stage
 from ..out_of_memory import raise_with_advice
 from ..routing.backends import arch_of
 from ..routing.deepep import check_dispatched_tokens

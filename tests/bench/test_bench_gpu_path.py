@@ -29,8 +29,8 @@ from sonicmoe.bench.steady import Stack, profile_steps, time_steps
 from sonicmoe.bench.sweep import sweep
 from sonicmoe.bench.timing import measure_memory, profile_phases, time_phases
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant
-from sonicmoe.diagnostics.stages import stage
 from sonicmoe.enums import EngineName
+from sonicmoe.observe import stage
 
 TINY = Shape(48, 32, 16, 4, 2)
 VARIANTS = [Variant(EngineName.REFERENCE, "off"), Variant(EngineName.REFERENCE, "perf")]

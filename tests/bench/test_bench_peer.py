@@ -27,8 +27,8 @@ from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.timing import time_phases
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.stages import ranges_on
 from sonicmoe.enums import EngineName
+from sonicmoe.observe import ranges_on
 
 SHAPE = Shape(150, 256, 128, 4, 2)
 COUNTS = [130, 0, 128, 42]  # partly filled blocks, none at all, whole ones

@@ -31,7 +31,6 @@ from sonicmoe.diagnostics.golden_stages import RowLayout, golden_stages
 from sonicmoe.diagnostics.stage_arithmetic import StageArithmetic
 from sonicmoe.diagnostics.stage_runner import Recorder, engine_named, engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, octaves, row_deviations, stage_stats
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.diagnostics.step_dump import (
     STEP_FLAGS,
     DumpError,
@@ -43,6 +42,7 @@ from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import EngineUnavailableError, ShapeError
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES, BlockShape
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing

@@ -10,7 +10,7 @@ from planted import make_step, plant, row_of
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.bisect_report import text_of
 from sonicmoe.diagnostics.cases import DATA_KINDS
-from sonicmoe.diagnostics.stages import listening
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import dequantize, quantize
 

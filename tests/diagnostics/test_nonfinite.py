@@ -13,15 +13,15 @@ import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from planted import plant
 
-from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics import stages, step_capture
+from sonicmoe import SonicMoEConfig, observe
+from sonicmoe.diagnostics import step_capture
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.diagnostics.step_dump import DumpError, load_dump
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.observe import listening
 
 T, H, I, E, K = 40, 128, 128, 4, 2
 
@@ -71,7 +71,7 @@ def train_step(node, dout=None, **changes):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert stages._observers == ()
+    assert observe._observers == ()
 
 
 @pytest.mark.parametrize("mode", ["perf", "mem", "off"])
@@ -198,7 +198,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_step(tmp_path):
     for path in (taken / "step.npz", tmp_path):
         with pytest.raises(DumpError, match="cannot write a step to"):
             node.dump(path)
-    assert stages._observers == ()
+    assert observe._observers == ()
     node.dump(tmp_path / "made" / "step.npz")
     train_step(node)
     assert load_dump(tmp_path / "made" / "step.npz").dout is not None
@@ -221,7 +221,7 @@ def test_a_write_that_fails_during_the_step_does_not_break_it(
     with caplog.at_level(logging.WARNING, logger="sonicmoe"):
         x, *_ = train_step(node)
         train_step(node)
-    assert x.grad is not None and stages._observers == () and len(written) == good_writes + 1
+    assert x.grad is not None and observe._observers == () and len(written) == good_writes + 1
     (line,) = [record.getMessage() for record in caplog.records if record.name == "sonicmoe"]
     assert "step.npz" in line and "No space left on device" in line
 

@@ -27,7 +27,6 @@ from engine.plain_layer import (
 )
 from engine.plain_layer import run as run_on
 
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine import bf16
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gpu import Gpu
@@ -35,6 +34,7 @@ from sonicmoe.engine.targets import ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
 from sonicmoe.layouts import WeightLayout
+from sonicmoe.observe import listening
 
 GELU = ActivationType.GELU
 OURS = Bf16Engine()

@@ -20,11 +20,11 @@ from engine.moe_golden import (
 from engine.test_engine_fp8 import coarse_problem, distance
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.capabilities import BF16, HOPPER, TokenFormat, gradient_problem
 from sonicmoe.engine.interface import EngineSettings, check_dout
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import tokens_of

@@ -22,10 +22,10 @@ from engine.moe_golden import (
 from engine.test_engine_fp8 import coarse_problem, distance
 from framework import numpy, relative_rmse, tensor, torch
 
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.interface import EngineSettings, TokenFormat, token_dtype, token_format
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import to_bfloat16, tokens_of

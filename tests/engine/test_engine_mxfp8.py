@@ -16,7 +16,6 @@ if IS_PADDLE:
 from engine.host_mx import HostGemms, HostRows
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine import mxfp8, select, trial
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.capabilities import MXFP8, Workload, missing_package, problem
@@ -31,6 +30,7 @@ from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.node.wgrad_queue import tensors_in
+from sonicmoe.observe import listening
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize

@@ -15,13 +15,13 @@ from engine.test_engine_fp8 import coarse_problem, distance
 from framework import numpy, relative_rmse, tensor, torch
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.capabilities import BF16, HOPPER, Workload, problem
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.quant.tokens import tokens_of

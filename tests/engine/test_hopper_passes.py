@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import interop
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
-from sonicmoe.diagnostics.stages import listening, ranges_on
 from sonicmoe.engine import hopper, hopper_passes
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
@@ -40,6 +39,7 @@ from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
 from sonicmoe.kernels.host import passes_source
 from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
 from sonicmoe.layouts import WeightLayout
+from sonicmoe.observe import listening, ranges_on
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES, rows

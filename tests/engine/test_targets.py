@@ -8,7 +8,6 @@ import pytest
 from engine.moe_golden import make_problem, set_up
 from framework import numpy, torch
 
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
@@ -18,6 +17,7 @@ from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
 from sonicmoe.interop import data_ptr
 from sonicmoe.layouts import WeightLayout
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES
 
 ERNIE = WeightLayout(transposed=True, split_half=True)

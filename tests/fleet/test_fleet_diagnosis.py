@@ -14,8 +14,8 @@ from engine.moe_golden import make_problem
 from fleet.fleet_calls import LAYOUTS, Experts
 from framework import IS_PADDLE, torch
 
+from sonicmoe import observe
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics import stages
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import save_case
@@ -36,7 +36,7 @@ MODES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert stages._observers == ()
+    assert observe._observers == ()
 
 
 class Layer(Module):

@@ -18,10 +18,9 @@ from framework import torch
 from functional.layer_golden import make_layer, make_tokens
 from torch import nn
 
-from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer, observe
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics import bisect as bisect_module
-from sonicmoe.diagnostics import stages
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import load_case, save_case
@@ -38,7 +37,7 @@ FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert stages._observers == ()
+    assert observe._observers == ()
 
 
 class Model(nn.Module):
@@ -162,12 +161,12 @@ class TestMoE:
         optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
         dump(moe, path)
         optimizer.step()
-        assert len(stages._observers) == 1, "no forward yet"
+        assert len(observe._observers) == 1, "no forward yet"
         with torch.no_grad():
             moe(make_tokens(10, H))
         before = path.read_bytes()
         optimizer.step()
-        assert stages._observers == ()
+        assert observe._observers == ()
         moe(make_tokens(10, H))[0].sum().backward()
         assert path.read_bytes() == before
 
@@ -274,7 +273,7 @@ def test_the_command_names_the_caller(tmp_path):
     dump(model, path)
     with torch.no_grad():
         model["block"](make_tokens(40, H))
-    stages.forget(stages._observers[0])
+    observe.forget(observe._observers[0])
     del model
     result = CliRunner().invoke(main, ["bisect", str(path)])
     assert result.exit_code == 1
@@ -469,7 +468,7 @@ def test_a_value_from_outside_says_so():
 
 def test_a_weight_gradient_is_named_in_the_callers_layout(tmp_path):
     """Of a stage behind the inputs: its index in the caller's halves too."""
-    from sonicmoe.diagnostics.stages import listening
+    from sonicmoe.observe import listening
 
     tensors = [weight.requires_grad_() for weight in weights(bias=False) if weight is not None]
     path = tmp_path / "step.npz"
@@ -496,7 +495,7 @@ def test_a_weight_gradient_is_named_in_the_callers_layout(tmp_path):
 def test_only_an_observed_forward_keeps_the_weights_for_its_backward(observed):
     """Quantised weights are copies, and the graph holds no others unless somebody watches."""
     moe, x = make_layer(), make_tokens(10, H).requires_grad_()
-    with stages.observing(lambda event: None) if observed else nullcontext():
+    with observe.observing(lambda event: None) if observed else nullcontext():
         node = moe(x, use_fp8=True)[0].grad_fn
     while not hasattr(node, "observed"):
         node = node.next_functions[0][0]

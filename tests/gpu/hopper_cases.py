@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from gpu.activation_cases import gain_of, gated
 
-from sonicmoe.diagnostics.stages import listening
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
+from sonicmoe.observe import listening
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing

@@ -15,8 +15,8 @@ from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.sweep import read_points, sweep
 from sonicmoe.bench.timing import profile_phases
 from sonicmoe.bench.workload import available_variants, rotating_batches
-from sonicmoe.diagnostics.stages import stage
 from sonicmoe.enums import EngineName, FlushMode
+from sonicmoe.observe import stage
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ import torch.nn.utils.parametrize
 from click.testing import CliRunner
 from integrations.hf_models import FAMILIES, VOCABULARY, build
 
+from sonicmoe import observe
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics import stages
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import save_case
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def registered():
     register()
     yield
-    assert stages._observers == ()
+    assert observe._observers == ()
 
 
 def ids() -> torch.Tensor:

@@ -12,7 +12,7 @@ from engine.moe_golden import make_problem
 from framework import IS_PADDLE, NAME, numpy, torch
 from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, problems
 
-from sonicmoe.diagnostics import stages
+from sonicmoe import observe
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.enums import ActivationType
@@ -22,7 +22,7 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert stages._observers == ()
+    assert observe._observers == ()
 
 
 def assert_inputs(step, call, layer):
@@ -105,7 +105,7 @@ def test_takes_one_step_of_this_node_alone(tmp_path):
     other.run()
     assert not path.exists()
     first = layer.run()
-    assert stages._observers == ()
+    assert observe._observers == ()
     layer.run(problems(2)[1])
     assert_inputs(load_dump(path), first, layer)
 
@@ -175,7 +175,7 @@ def test_inference_is_written_and_ends_with_the_step(tmp_path):
         call = layer.call()
     layer.run(trained)
     other.node.step()
-    assert len(stages._observers) == 1
+    assert len(observe._observers) == 1
     step = load_dump(path)
     assert_inputs(step, call, layer)
     assert step.dout is None

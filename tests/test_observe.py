@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe.diagnostics import stages
-from sonicmoe.diagnostics.stages import (
+from sonicmoe import observe as module
+from sonicmoe.observe import (
     emit,
     forget,
     is_awaited,
@@ -80,11 +80,11 @@ def test_an_observer_may_leave_while_it_observes():
 
 
 def test_a_leaf_imports_nothing_of_the_package():
-    program = "import sys, sonicmoe.diagnostics.stages; print(*sorted(n for n in sys.modules if n.startswith(('sonicmoe', 'torch'))))"
+    program = "import sys, sonicmoe.observe; print(*sorted(n for n in sys.modules if n.startswith(('sonicmoe', 'torch'))))"
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
-    assert found.split() == ["sonicmoe", "sonicmoe.diagnostics", "sonicmoe.diagnostics.stages"]
+    assert found.split() == ["sonicmoe", "sonicmoe.observe"]
 
 
 def test_ranges_are_prefixed_nested_and_restored():
@@ -98,7 +98,7 @@ def test_ranges_are_prefixed_nested_and_restored():
     with ranges_on(factory), stage("up"), stage("down"):
         pass
     assert seen == ["sonicmoe.up", "sonicmoe.down"]
-    assert stages._ranges is None
+    assert module._ranges is None
 
 
 def test_listeners_see_replace_chain_and_are_restored_after_an_error():

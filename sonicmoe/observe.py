@@ -1,0 +1,236 @@
+"""How a call is observed: names on its stages for profilers and for `bisect`, taps on its stage
+tensors, events of whole calls, and the keys of the faces that calls come through.
+
+A leaf: engines and faces import it, and it imports nothing of the package. An engine writes
+
+    with stage("up"):                 # a range on the profiler's timeline
+        y1, z = ...
+    y1 = tap("y1", y1)                # shows a stage tensor to whoever listens
+
+and the caller of an engine writes
+
+    if is_awaited():
+        emit(ForwardDone(...))
+
+Each pays one read of a global where nobody listens: no allocation, no kernel, no framework call.
+
+Every face ends in one of two emitters: `node/mlp_call.py` for the node, and `functional/call.py`
+for the functional API, `MoE` and transformers models, in eager mode and in compiled graphs. Both
+emit `ForwardDone`, `BackwardBegins` and `BackwardDone`, each on the thread of the pass; a node
+emits `StepDone` too. Observers read the events and know nothing of the emitter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from .engine.interface import EngineSettings, Saved, Tokens
+    from .layouts import WeightLayout
+
+    Tensor = torch.Tensor
+    NativeWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+Value = TypeVar("Value")
+RangeFactory = Callable[[str], AbstractContextManager[Any]]
+Listener = Callable[[str, Any], Any]
+Observer = Callable[[Any], None]
+
+RANGE_PREFIX = "sonicmoe."
+_SILENT = nullcontext()
+_ranges: RangeFactory | None = None
+_listener: Listener | None = None
+# A tuple that is replaced and never changed: `emit` iterates over the one it found, so an observer
+# may leave while it observes and no lock is held during a call.
+_observers: tuple[Observer, ...] = ()
+_observers_change = threading.Lock()
+
+
+def stage(name: str) -> AbstractContextManager[Any]:
+    """A range called `sonicmoe.<name>` around the launches of one stage; a shared null context
+    while ranges are off.
+    """
+    return _SILENT if _ranges is None else _ranges(RANGE_PREFIX + name)
+
+
+def is_heard() -> bool:
+    """Whether somebody listens."""
+    return _listener is not None
+
+
+def is_observed() -> bool:
+    """Whether ranges are on or somebody listens."""
+    return _ranges is not None or _listener is not None
+
+
+def tap(name: str, value: Value) -> Value:
+    """Show a stage tensor (plain or block-scaled) to the listener and go on with what it returns;
+    without one, `value` itself.
+    """
+    return value if _listener is None else _listener(name, value)
+
+
+@contextmanager
+def ranges_on(factory: RangeFactory) -> Iterator[None]:
+    """Inside the block `stage` opens `factory(name)`; process-wide, because backward may run on
+    another thread.
+    """
+    global _ranges
+    before, _ranges = _ranges, factory
+    try:
+        yield
+    finally:
+        _ranges = before
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside the block `tap(name, value)` returns `listener(name, value)`; process-wide. Listeners
+    chain, the outermost first.
+    """
+    global _listener
+    before = _listener
+    _listener = (
+        # The listener that was there first stays nearest to the engine, and the new one sees what
+        # it returns.
+        listener if before is None else lambda name, value: listener(name, before(name, value))
+    )
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def is_awaited() -> bool:
+    """Whether anybody observes events; asked before an event is made."""
+    return bool(_observers)
+
+
+def emit(event: Any) -> None:
+    """Hand an event to every observer, on this thread; an exception of an observer ends the call
+    that emitted it.
+    """
+    for observer in _observers:
+        observer(event)
+
+
+def observe(observer: Observer) -> None:
+    """Hand every event from now on to `observer`; process-wide, because backward may run on another
+    thread.
+    """
+    global _observers
+    with _observers_change:
+        _observers = (*_observers, observer)
+
+
+def forget(observer: Observer) -> None:
+    """Take an observer away; twice is once."""
+    global _observers
+    with _observers_change:
+        _observers = tuple(other for other in _observers if other is not observer)
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """`observe` inside the block."""
+    observe(observer)
+    try:
+        yield
+    finally:
+        forget(observer)
+
+
+# The faces, by the names that events carry.
+NODE, FLEET = "node", "PaddleFleet"
+MOE, TOPK, TRIPLES, STACKED = "MoE", "top-k layer", "general routing", "expert_mlp"
+GATED_EXPERTS, PLAIN_EXPERTS = "transformers, gated", "transformers, not gated"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCall:
+    """One forward and the backwards through it.
+
+    engine: its name.
+    indices: int `[T, K]` as the caller gave them (docs/design.md, "Routing contract"); None where
+        only the routing that was made of them is left.
+    native_weights: `w1 [E, N1, H]` (gate, up interleaved), `w2 [E, H, I]`, b1 `[E, N1]` and b2
+        `[E, H]`, copied out of the caller's parameters as they are when it is called, or decoded
+        where they hold no memory.
+    read_weights: w1 and w2 as the engine read them, with the axes of `native_weights`: the values of
+        its codes, where it computes on quantised copies.
+    weights: the caller's own tensors by the names w1, w2, b1 and b2: one that is stacked, or one
+        per expert; empty where the call no longer has them.
+    layout: how they lie.
+    face: a key of `FACES` of `diagnostics/callers.py`.
+    layer: the state that all calls of a node have in common; None for other faces, whose layers are
+        told by their weights.
+    lead: the axes of the caller's tokens that are T to the experts; None where unknown.
+    first_triple: int `[T]`, of general routing the number of every token's first triple.
+    module: whose attributes the weights are, under the names that the face has for them; None where
+        unknown. Adapters and parametrizations compute a weight from parameters of other names.
+    """
+
+    engine: str
+    settings: EngineSettings
+    indices: Tensor | None
+    native_weights: Callable[[], NativeWeights]
+    read_weights: Callable[[], tuple[Tensor, Tensor]]
+    weights: Mapping[str, Sequence[Tensor]]
+    layout: WeightLayout
+    face: str
+    layer: object = None
+    lead: Sequence[int] | None = None
+    first_triple: Tensor | None = None
+    module: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardDone:
+    """`out [T, H]` was computed from x, as the engine took it, and probs. saved: what backward will
+    get; None where the forward keeps no graph, which is inference or the first pass of a re-entrant
+    recompute.
+    """
+
+    call: ExpertCall
+    x: Tokens
+    probs: Tensor
+    out: Tensor
+    saved: Saved | None
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardBegins:
+    """A backward is about to run on dout, as the engine takes it; `saved` still holds everything."""
+
+    call: ExpertCall
+    dout: Tokens
+    saved: Saved
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardDone:
+    """A backward has run. weight_gradients: `(name, tensor)` wherever this backward has left them;
+    none that were put off or not asked for. A name is dw1, dw2, db1 or db2 where the tensor is
+    that gradient, and words where it is a part of one.
+    """
+
+    call: ExpertCall
+    dx: Tensor
+    dprobs: Tensor
+    weight_gradients: Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+@dataclass(frozen=True, eq=False)
+class StepDone:
+    """The layer's optimizer step is complete: all its backwards have run."""
+
+    layer: object
+
+
+CallEvent = ForwardDone | BackwardBegins | BackwardDone | StepDone
