@@ -93,7 +93,7 @@ class DecoderLearner(ABC):
         parts = [self._micro_batch(*batch) for batch in batches]
         # Every weight has an fp32 `main_grad`, so gradients are there already and step() says that
         # the weights are about to change. An engine that cannot add there keeps gradients until
-        # step(), which must therefore come before ranks add them up (docs/design.md, "The place of
+        # step(), which must therefore come before ranks add them up (docs/gradients.md, "The place of
         # step").
         for node in self.decoder.nodes:
             node.step()

@@ -400,7 +400,7 @@ class SonicMoEConfig:
         "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 modes; "
         "`triton` where these cannot run and on Ampere and Ada GPUs; `reference` where that cannot "
         "run and on a host; never `mxfp8`, which nobody has run; the log says which and why "
-        "(docs/design.md)",
+        "(docs/engines.md)",
     )
     engine_check: Flag[EngineCheck] = Flag(
         "SONIC_MOE_ENGINE_CHECK",
@@ -409,7 +409,7 @@ class SonicMoEConfig:
         "the trial of an engine before its first use: its kernels against the reference engine, on a "
         "small problem, in a process with a time limit; one that fails is not taken. `auto`: on GPU "
         "architectures on which the engine never ran, once for these kernels, this kind of GPU and "
-        "this driver; `off`: never; `always`: on every GPU, in every process (docs/design.md)",
+        "this driver; `off`: never; `always`: on every GPU, in every process (docs/engines.md)",
     )
     cache_dir: Flag[Path] = Flag(
         "SONIC_MOE_CACHE_DIR",

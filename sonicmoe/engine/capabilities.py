@@ -1,7 +1,7 @@
 """Which engine can compute what: one record per engine, and the one rule that reads them.
 
 The choice of an engine (`select.py`), warm-up (`compile_plan.py`), `sonicmoe doctor`, the engine
-table of docs/design.md and every message about an engine that cannot run ask here. Imports no
+table of docs/engines.md and every message about an engine that cannot run ask here. Imports no
 framework, so warm-up runs on a machine without one.
 """
 

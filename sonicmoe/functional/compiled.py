@@ -228,7 +228,7 @@ _NO_Z: tuple[TensorSpec, TensorSpec] = (((0,), torch.float32), ((0,), torch.floa
 def _z_specs(
     settings: EngineSettings, rows: Any, n1: Any, dtype: torch.dtype
 ) -> tuple[TensorSpec, TensorSpec]:
-    """Shapes and dtypes of a saved `z` (docs/design.md, "The engine seam") and of its scales."""
+    """Shapes and dtypes of a saved `z` (docs/engines.md) and of its scales."""
     if settings.recompute_z:
         return _NO_Z
     if settings.recipe is None or settings.save_z is ZCode.BF16:

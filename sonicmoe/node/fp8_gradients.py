@@ -2,7 +2,7 @@
 
 A combine that runs its backward in FP8 delivers e4m3 codes and their scales, and autograd carries
 one tensor. So the scales, and under PyTorch the codes too, come past autograd: the node asks a
-source for them when its backward runs. docs/design.md, "Gradients that arrive in FP8", has the
+source for them when its backward runs. docs/parallel.md, "Gradients that arrive in FP8", has the
 reasons.
 """
 

@@ -2,7 +2,7 @@
 
 Autograd casts the gradient of an e4m3 tensor to e4m3, without a scale: above 448 it saturates, and
 small values vanish. So the gradient goes to `dx_to`, a bf16 tensor of the graph that stands beside
-the codes. docs/design.md, "Tokens that arrive in FP8", has the reasons.
+the codes. docs/parallel.md, "Tokens that arrive in FP8", has the reasons.
 """
 
 from __future__ import annotations

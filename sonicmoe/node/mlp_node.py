@@ -307,7 +307,7 @@ class SonicMoEMlpNode:
                 tokens gets their values in bf16, and the log says so once.
             dx_to: the tensor that gets the gradient of such tokens: bf16 `[T, H]`, whose values are
                 never read, so one element that is expanded will do. Under Paddle it may be x itself
-                (docs/design.md, "Tokens that arrive in FP8"). None: nobody gets it.
+                (docs/parallel.md, "Tokens that arrive in FP8"). None: nobody gets it.
             dout_source: who has the gradient of the output, where that arrives in FP8; see
                 `GradientSource`. None: autograd delivers it.
             copies: FP8 copies of the weights (`make_copies`), which are read in place of the
@@ -561,7 +561,7 @@ class SonicMoEMlpNode:
         The caller holds them, and may then free the parameters' memory: by
         `_clear_to_zero_allocation()` under Paddle, by `untyped_storage().resize_(0)` under PyTorch.
         `step()`, `invalidate_caches()` and, under PyTorch, a step of an optimizer of the parameters
-        make them stale (docs/design.md, "Weights without memory").
+        make them stale (docs/weights.md).
 
         Raises:
             ConfigError: the configuration, or the engine that `auto` chooses, computes without FP8.

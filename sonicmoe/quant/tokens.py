@@ -2,7 +2,7 @@
 
 1x128   multipliers `[T, ceil(H/128)]`: one per row and 128 columns
 row     multipliers `[T, 1]`: one per row. Weight gradients then need no second rounding of x
-        (docs/design.md, "Tokens that arrive in FP8").
+        (docs/parallel.md, "Tokens that arrive in FP8").
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def listed(members) -> str:
 
 
 def rows_of_the_page() -> list[str]:
-    """The table of docs/design.md: a row for each property, a column for each engine."""
+    """The table of docs/engines.md: a row for each property, a column for each engine."""
     properties = {
         "GEMMs": lambda r: r.gemms,
         "architectures": lambda r: ", ".join(map(str, r.architectures)) or "any device, a host too",
@@ -405,10 +405,10 @@ def rows_of_the_page() -> list[str]:
 
 
 def test_the_table_of_the_engines_is_that_of_the_records():
-    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
     header, *rows = rows_of_the_page()
     wanted = "\n".join([header, "|---" * (len(RECORDS) + 1) + "|", *rows])
-    assert f"{wanted}\n\n" in page, f"docs/design.md needs this table:\n{wanted}"
+    assert f"{wanted}\n\n" in page, f"docs/engines.md needs this table:\n{wanted}"
 
 
 def test_every_engine_has_a_record():
