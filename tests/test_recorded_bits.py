@@ -1,0 +1,44 @@
+"""Every output and gradient has the recorded bits: the cases whose sums are exact, which any
+processor can check. `tools/ci/recorded_bits.py` checks the others too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = ROOT / "tools/ci/recorded_bits.py"
+TIMEOUT_S = 300
+
+
+def compared(*arguments):
+    command = [sys.executable, str(TOOL), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.paddle)])
+def test_exact_cases_have_the_recorded_bits(framework):
+    result = compared("--framework", framework, "--portable")
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert f"{framework}: " in result.stdout and " cases have the recorded bits" in result.stdout
+
+
+def test_another_bit_is_named_with_its_case(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    import recorded_bits
+
+    found = {"one": {"out": "0", "dx": "1"}, "two": {"out": "2"}}
+    wanted = {"one": {"out": "0", "dx": "f"}, "three": {"out": "3"}}
+    assert recorded_bits.differences(found, wanted, "here") == [
+        "here: no longer computed: three",
+        "here: other bits in dx: one",
+        "here: not recorded: two",
+    ]
+    assert recorded_bits.differences(found, found, "here") == []
+    assert recorded_bits.unpacked(recorded_bits.packed(found)) == found
