@@ -22,8 +22,8 @@ import numpy as np
 from ..errors import SonicMoEError
 from .cost_terms import BASE_TERMS, EXTRA_TERMS, Columns, evaluate
 from .floors import PEAK_TFLOPS
+from .points import Point
 from .shapes import Shape
-from .sweep import Point
 
 Array = np.ndarray
 HELD_OUT_SHARE = 0.2

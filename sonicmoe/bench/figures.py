@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .floors import PEAK_TFLOPS, STEP_STAGES, Floor, floors, gemm_flop
+from .floors import PEAK_TFLOPS, STEP_STAGES, Floor, floors
 from .nvml import Reading
 from .shapes import Shape
 
@@ -103,15 +103,16 @@ class Sustained:
 
 @dataclass
 class Result:
-    """One variant, or a peer (`peer`), at one shape. Times in microseconds; `busy` is kernel time per phase, empty
+    """One variant at one shape. Times in microseconds; `busy` is kernel time per phase, empty
     without a GPU.
 
     `pair` is forward plus backward of the same call. `steady` is wall time per layer of steps
     issued back to back (`steady.py`), `steady_busy` the time in which the GPU worked during such
-    steps; None where not measured. `sustained` is the same for seconds. `stages` and `kernels` sum GPU time per call by stage and by
-    kernel name; work outside every stage stands under "". `gradient_mib` is what the node holds of
-    fp32 gradients beside `main_grad`. `refusal` says why the engine did not run, and then nothing
-    else is set. `has_peaks` says whether peaks and floors, which are those of Hopper, hold for the GPU.
+    steps; None where not measured. `sustained` is the same for seconds. `stages` and `kernels` sum
+    GPU time per call by stage and by kernel name; work outside every stage stands under "".
+    `gradient_mib` is what the node holds of fp32 gradients beside `main_grad`. `refusal` says why
+    the engine did not run, and then nothing else is set. `has_peaks` says whether peaks and floors,
+    which are those of Hopper, hold for the GPU.
     """
 
     shape: Shape
@@ -132,7 +133,6 @@ class Result:
     total_peak_mib: float | None = None
     gradient_mib: float | None = None
     refusal: str | None = None
-    peer: bool = False
 
     @property
     def pair_busy(self) -> float | None:
@@ -182,31 +182,22 @@ class Result:
     @property
     def floors(self) -> dict[str, Floor]:
         """Of the stages that this variant has: there is a flush only where gradients wait in the
-        node. A peer has the GEMMs alone, and a GPU whose rates are not known here no floors.
+        node. A GPU whose rates are not known here has no floors.
         """
         return self._least if self.has_peaks else {}
 
     @property
     def _least(self) -> dict[str, Floor]:
         """Operations and bytes of the stages, which no GPU changes."""
-        found = floors(self.shape, self.fp8, flush=bool(self.gradient_mib))
-        gemms = gemm_flop(self.shape)
-        return {name: floor for name, floor in found.items() if not self.peer or name in gemms}
+        return floors(self.shape, self.fp8, flush=bool(self.gradient_mib))
 
     @property
     def gbytes_per_s(self) -> float | None:
-        """Least traffic of forward and backward (each operand moves once) over `pair_us`, in GB/s.
-
-        None for a peer, whose GEMMs write what ours never store.
-        """
-        if not self.pair_us or self.peer:
+        """Least traffic of forward and backward (each operand moves once) over `pair_us`, in GB/s."""
+        if not self.pair_us:
             return None
-        moved = sum(
-            floor.bytes
-            for stage, floor in self._least.items()
-            # Those belong to the optimizer step, whose time is not in `pair_us`.
-            if stage not in STEP_STAGES
-        )
+        # The stages of the optimizer step are left out, because its time is not in `pair_us`.
+        moved = sum(floor.bytes for stage, floor in self._least.items() if stage not in STEP_STAGES)
         return moved / self.pair_us / 1e3
 
     def to_json(self) -> dict[str, Any]:

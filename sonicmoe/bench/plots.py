@@ -1,19 +1,27 @@
-"""Pictures of a benchmark, drawn off screen: time per stage against its floor, and MFU over T*K.
+"""Pictures, drawn off screen. Of a benchmark: time per stage against its floor, and MFU over T*K.
+Of a cost model: measured and predicted MFU over T*K, and contours of predicted MFU over (T*K, E).
 Imports no framework.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..plotting import new_figure, require_matplotlib, save_figure
+from .cost_model import CostModel, groups
 from .figures import Result
-from .floors import PHASE_STAGES
+from .floors import PEAK_TFLOPS, PHASE_STAGES
+from .points import Point
+from .shapes import Shape
 
 FLOOR_COLOURS = ("gainsboro", "darkgrey")  # BF16, FP8
+RESOLUTION = 48  # points of a predicted curve, and along each side of a contour plot
 
 
 def plot_all(results: Sequence[Result], directory: Path) -> list[Path]:
@@ -24,17 +32,13 @@ def plot_all(results: Sequence[Result], directory: Path) -> list[Path]:
     """
     require_matplotlib()
     measured = [result for result in results if result.refusal is None]
-    paths = [plot_stages(list(group), directory) for group in _by_shape(measured).values()]
+    paths = [
+        plot_stages([result for result in measured if result.shape == shape], directory)
+        for shape in dict.fromkeys(result.shape for result in measured)
+    ]
     if len({result.shape.rows for result in measured}) > 1:
         paths.append(plot_rate(measured, directory / "rate_over_rows.png"))
     return paths
-
-
-def _by_shape(results: Sequence[Result]) -> dict[Any, list[Result]]:
-    groups: dict[Any, list[Result]] = defaultdict(list)
-    for result in results:
-        groups[result.shape].append(result)
-    return groups
 
 
 def plot_stages(results: Sequence[Result], directory: Path) -> Path:
@@ -83,10 +87,7 @@ def bars_of(result: Result) -> dict[str, float]:
         }
         other = {"other": sum(us for stage, us in result.stages.items() if stage not in named)}
         return {**named, **other}
-    # A peer has no step.
-    return result.busy or {
-        phase: result.wall[phase].median for phase in PHASE_STAGES if phase in result.wall
-    }
+    return result.busy or {phase: result.wall[phase].median for phase in PHASE_STAGES}
 
 
 def floor_bars(results: Sequence[Result], names: Sequence[str]) -> dict[str, float]:
@@ -115,9 +116,112 @@ def plot_rate(results: Sequence[Result], path: Path) -> Path:
         values = [100 * (result.mfu or 0.0) if on_gpu else result.tflops for result in line]
         label = f"{variant}, H={hidden} I={intermediate} E={experts}"
         axes.plot([result.shape.rows for result in line], values, marker="o", label=label)
+    _over_rows(axes, "MFU, % of the peak of the operands' format" if on_gpu else "TFLOPS")
+    return save_figure(figure, path)
+
+
+def _over_rows(axes: Any, quantity: str) -> None:
+    """The frame of a picture over T*K, once its lines are drawn."""
     axes.set_xscale("log", base=2)
     axes.set_xlabel("T * K")
-    axes.set_ylabel("MFU, % of the peak of the operands' format" if on_gpu else "TFLOPS")
+    axes.set_ylabel(quantity)
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> list[Path]:
+    """Both pictures of one engine; returns the files written.
+
+    Raises:
+        PlotsUnavailableError: matplotlib is missing.
+    """
+    name = re.sub(r"\W+", "_", points[0].group)
+    return [
+        plot_curves(model, points, directory / f"mfu_curves_{name}.png"),
+        plot_contours(model, points, directory / f"mfu_contours_{name}.png"),
+    ]
+
+
+def plot_curves(model: CostModel, points: Sequence[Point], path: Path) -> Path:
+    """One panel per (H, I), a colour per E: dots measured (hollow: held out), lines predicted."""
+    widths = sorted({(p.hidden, p.intermediate) for p in points})
+    colours = {
+        experts: f"C{number % 10}"
+        for number, experts in enumerate(sorted({p.experts for p in points}))
+    }
+    rows, columns = -(-len(widths) // 2), min(2, len(widths))
+    figure = new_figure((6.5 * columns, 4 * rows))
+    # `squeeze=False` gives an array also for a single panel.
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes[len(widths) :]:
+        axis.set_visible(False)
+    for axis, width in zip(axes, widths, strict=False):
+        own = [point for point in points if (point.hidden, point.intermediate) == width]
+        _draw_panel(axis, model, own, colours)
+        axis.set_title(f"H={width[0]} I={width[1]}")
+    figure.suptitle(
+        f"{points[0].group}: dots measured (hollow: held out), lines predicted, {model.held_out_mape:.2f} % off"
+    )
+    return save_figure(figure, path)
+
+
+def _draw_panel(
+    axis: Any, model: CostModel, points: Sequence[Point], colours: dict[int, str]
+) -> None:
+    """Points of one (H, I)."""
+    peak = PEAK_TFLOPS["fp8" if model.fp8 else "bf16"]
+    for (_, _, experts), line in groups(points):
+        colour = colours[experts]
+        for held_out in (False, True):
+            shown = [point for point in line if (point.shape in model.held_out) == held_out]
+            axis.plot(
+                [point.shape.rows for point in shown],
+                [100 * point.shape.flop / (point.us or np.nan) / 1e6 / peak for point in shown],
+                "o",
+                color=colour,
+                markerfacecolor="none" if held_out else colour,
+            )
+        curve = [
+            Shape(**{**vars(line[0].shape), "tokens": tokens})
+            for tokens in _steps(line[0].tokens, line[-1].tokens)
+        ]
+        rows = [shape.rows for shape in curve]
+        axis.plot(rows, 100 * model.mfu(curve), color=colour, label=f"E={experts}")
+    _over_rows(axis, f"MFU, % of {peak:.0f} TFLOPS")
+
+
+def _steps(first: int, last: int) -> list[int]:
+    """Whole numbers at equal ratios."""
+    steps = np.unique(np.geomspace(first, last, RESOLUTION).round().astype(int))
+    return [int(step) for step in steps]
+
+
+def plot_contours(model: CostModel, points: Sequence[Point], path: Path) -> Path:
+    """Predicted MFU over (log T*K, E) for the widest (H, I) measured; crosses mark measured points."""
+    widest = max(points, key=lambda p: p.hidden * p.intermediate)
+    own = [p for p in points if (p.hidden, p.intermediate) == (widest.hidden, widest.intermediate)]
+    tokens = _steps(min(p.tokens for p in own), max(p.tokens for p in own))
+    # A token cannot pick more experts than there are.
+    least = max(min(p.experts for p in own), widest.topk)
+    experts = _steps(least, max(2 * least, *(p.experts for p in own)))
+    shapes = [
+        Shape(t, widest.hidden, widest.intermediate, e, widest.topk)
+        for e in experts
+        for t in tokens
+    ]
+    values = 100 * model.mfu(shapes).reshape(len(experts), len(tokens))
+    figure = new_figure((7, 5))
+    axes = figure.subplots()
+    lines = axes.contourf(
+        np.array(tokens) * widest.topk, experts, values, levels=16, cmap="viridis"
+    )
+    axes.plot([p.shape.rows for p in own], [p.experts for p in own], "kx")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("T * K")
+    axes.set_ylabel("E")
+    axes.set_title(
+        f"{points[0].group}: predicted MFU in %, H={widest.hidden} I={widest.intermediate}"
+    )
+    figure.colorbar(lines, ax=axes)
     return save_figure(figure, path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,20 +16,11 @@ from ..architectures import describe
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
 from ..routing.backends import arch_of
-from . import deepgemm
-from .figures import Result, Spread, Sustained, Turn
+from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
 from .steady import LAYERS, Stack, Steps, open_nvml, profile_steps, sustain, time_steps
-from .timing import (
-    MIB,
-    Phases,
-    PhaseTime,
-    clock_state,
-    measure_memory,
-    profile_phases,
-    time_phases,
-)
+from .timing import MIB, Phases, clock_state, measure_memory, profile_phases, time_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
 
@@ -38,10 +29,33 @@ STEADY_ROUNDS, STEADY_STEPS, PROFILED_STEPS = 5, 2, 3
 TURNS = 2  # of each variant's sustained row, so that a drift of the machine falls on all of them
 PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "deep-gemm")
 Notify = Callable[[str], None]
+Run = TypeVar("Run")
+Figure = TypeVar("Figure")
+
+
+def _silent(text: str) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long something is measured.
+
+    rounds: timed runs of each contestant, interleaved with those of the others. warmup: untimed
+    runs before them. layers: forwards of a step in the steady state, before its one backward.
+    sustained_s: seconds of each sustained row; 0 leaves it out. nvtx: open NVTX ranges too, for
+    Nsight.
+    """
+
+    rounds: int
+    warmup: int
+    layers: int = LAYERS
+    sustained_s: float = 0.0
+    nvtx: bool = False
 
 
 class Contestant(Protocol):
-    """What is measured side by side: an engine's node, or a peer."""
+    """One of those that are measured side by side: an engine's node, or another library."""
 
     def phases(self, number: int) -> Phases:
         """The phases of call `number`, in order of time."""
@@ -70,74 +84,32 @@ def find_device() -> str:
 
 
 def measure(
-    shape: Shape,
-    variants: Sequence[Variant],
-    *,
-    rounds: int,
-    warmup: int,
-    nvtx: bool = False,
-    layers: int = LAYERS,
-    sustained_s: float = 0.0,
-    peer: bool = False,
-    notify: Notify = lambda text: None,
+    shape: Shape, variants: Sequence[Variant], effort: Effort, notify: Notify = _silent
 ) -> list[Result]:
     """One result per variant, in order; an engine that refuses these sizes yields a result that
-    says so.
-
-    With `peer`, on a GPU where `deep_gemm` is installed, a last one is of DeepGEMM's six bare GEMMs
-    of such a layer, or says why they did not run.
-
-    Args:
-        shape: sizes.
-        variants: engines and modes to compare.
-        rounds: timed runs per variant, interleaved with those of the others.
-        warmup: untimed runs before them.
-        nvtx: open NVTX ranges too, for Nsight.
-        layers: forwards of a step in the steady state, before its one backward.
-        sustained_s: seconds of the sustained row of each variant; 0 leaves it out.
-        peer: whether DeepGEMM takes part.
-        notify: called with the name of each measurement as it starts.
+    says so. `notify` is called with the name of each measurement as it starts.
     """
     device = find_device()
     layer = Layer(shape, device)
     batches = rotating_batches(shape, device)
-    peaks = device == "cpu" or arch_of(device) == PEAKS_OF.name
-    results = [
-        Result(shape, str(variant), variant.fp8, device != "cpu", peaks) for variant in variants
-    ]
+    results = [result_of(shape, variant, device) for variant in variants]
     nodes: dict[int, SonicMoEMlpNode] = {}
-    runs: dict[int, Contestant] = {}
     for index, variant in enumerate(variants):
         notify(f"{shape}: warming up {variant}")
         # A variant that cannot run at these sizes becomes a line in the report, and the others go
         # on.
         try:
-            nodes[index] = layer.node(variant)
-            # At least once: the first call compiles, quantises weights, and allocates accumulators
-            # where gradients cannot go straight into `main_grad`.
-            for number in range(max(1, warmup)):
-                time_phases(NodeRun(nodes[index], batches).phases(number), device)
+            nodes[index] = warmed_up(layer, variant, batches, effort.warmup)
             results[index].gradient_mib = nodes[index].gradient_bytes / MIB
-            runs[index] = NodeRun(nodes[index], batches)
         except (SonicMoEError, torch.OutOfMemoryError) as error:
-            nodes.pop(index, None)
             results[index].refusal = " ".join(str(error).split())
-    if peer and device != "cpu":
-        notify(f"{shape}: compiling and checking {deepgemm.NAME}")
-        _add_peer(runs, results, shape, batches, warmup, device)
-    notify(f"{shape}: {rounds} rounds of {len(runs)} engines")
-    _time_interleaved(runs, results, rounds, device)
-    if device != "cpu":
-        _time_steady(runs, results, min(rounds, STEADY_ROUNDS), layers, device)
-    for index in list(runs):  # no name here may keep a run beyond `runs.clear()`
-        notify(f"{shape}: profiling {results[index].variant}")
-        _profile(runs[index], results[index], device, nvtx)
-    if sustained_s:
-        # Behind everything that is short, because it heats the GPU.
-        notify(f"{shape}: {sustained_s:g} s of each of {len(runs)} engines, sustained")
-        _time_sustained(runs, results, sustained_s, layers, device)
-    # A peer's operands are no part of the engines' memory.
-    runs.clear()
+    time_all(
+        {index: NodeRun(node, batches) for index, node in nodes.items()},
+        results,
+        effort,
+        device,
+        lambda text: notify(f"{shape}: {text}"),
+    )
     for index, node in nodes.items():
         notify(f"{shape}: memory of {variants[index]}")
         _measure_memory(node, results[index], batches[0], device)
@@ -148,45 +120,69 @@ def measure(
     return results
 
 
-def _add_peer(
-    runs: dict[int, Contestant],
-    results: list[Result],
-    shape: Shape,
-    batches: Sequence[Batch],
-    warmup: int,
+def result_of(shape: Shape, variant: Variant, device: str) -> Result:
+    """A result without figures."""
+    peaks = device == "cpu" or arch_of(device) == PEAKS_OF.name
+    return Result(shape, str(variant), variant.fp8, device != "cpu", peaks)
+
+
+def warmed_up(
+    layer: Layer, variant: Variant, batches: Sequence[Batch], calls: int
+) -> SonicMoEMlpNode:
+    """The variant's node behind `calls` calls, at least one: the first compiles, quantises weights,
+    and allocates accumulators where gradients cannot go straight into `main_grad`.
+    """
+    node = layer.node(variant)
+    for number in range(max(1, calls)):
+        time_phases(NodeRun(node, batches).phases(number), layer.device)
+    return node
+
+
+def time_all(
+    runs: Mapping[int, Contestant],
+    results: Sequence[Result],
+    effort: Effort,
     device: str,
+    notify: Notify = _silent,
 ) -> None:
-    """DeepGEMM's six GEMMs behind the engines, with the rows per expert of the same batches."""
-    result = Result(shape, deepgemm.NAME, fp8=True, gpu=True, peer=True)
-    try:
-        library = deepgemm.load()
-        if library is None:
-            return
-        six = deepgemm.prepare(library, shape, [batch.counts for batch in batches], device)
-        for number in range(warmup):
-            time_phases(six.phases(number), device)
-        runs[len(results)] = six
-    except deepgemm.PeerError as error:
-        result.refusal = str(error)
-    results.append(result)
+    """Put the times of every run into the result of the same index. All of them have run before."""
+    notify(f"{effort.rounds} rounds of {len(runs)} engines")
+    _time_interleaved(runs, results, effort.rounds, device)
+    if device != "cpu":
+        _time_steady(runs, results, min(effort.rounds, STEADY_ROUNDS), effort.layers, device)
+    for index, run in runs.items():
+        notify(f"profiling {results[index].variant}")
+        _profile(run, results[index], device, effort.nvtx)
+    if effort.sustained_s:
+        # Behind everything that is short, because it heats the GPU.
+        notify(f"{effort.sustained_s:g} s of each of {len(runs)} engines, sustained")
+        _time_sustained(runs, results, effort.sustained_s, effort.layers, device)
+
+
+def _in_turns(
+    runs: Mapping[int, Run], rounds: int, once: Callable[[Run, int], Figure]
+) -> dict[int, list[Figure]]:
+    """`once(run, round)` of every run per round; the order turns round by round, so that no run
+    always follows the same one. A run that does not fit into memory is left out.
+    """
+    # Clocks and temperature drift during a measurement. Taking turns spreads the drift over all
+    # runs, so their ratio is good even where their absolute times are not.
+    found: dict[int, list[Figure]] = {index: [] for index in runs}
+    for number in range(rounds):
+        for index in list(found) if number % 2 == 0 else list(reversed(found)):
+            try:
+                found[index].append(once(runs[index], number))
+            except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
+                del found[index]  # the loop goes over a copy
+    return found
 
 
 def _time_interleaved(
-    runs: dict[int, Contestant],
-    results: Sequence[Result],
-    rounds: int,
-    device: str,
+    runs: Mapping[int, Contestant], results: Sequence[Result], rounds: int, device: str
 ) -> None:
-    """Every round runs every variant once; the order turns round by round, so that no variant
-    always follows the same one.
-    """
-    times: dict[int, list[dict[str, PhaseTime]]] = {index: [] for index in runs}
-    # Clocks and temperature drift during a measurement. Taking turns spreads the drift over all
-    # variants, so their ratio is good even where their absolute times are not.
-    for number in range(rounds):
-        order = list(runs) if number % 2 == 0 else list(reversed(runs))
-        for index in order:
-            times[index].append(time_phases(runs[index].phases(number), device))
+    times = _in_turns(runs, rounds, lambda run, number: time_phases(run.phases(number), device))
+    for index in runs.keys() - times.keys():
+        results[index].refusal = "out of memory beside the others"
     for index, calls in times.items():
         for clock in ("wall", "host"):
             spreads = {
@@ -201,62 +197,44 @@ def _time_interleaved(
 
 
 def _time_steady(
-    runs: dict[int, Contestant],
+    runs: Mapping[int, Contestant],
     results: Sequence[Result],
     rounds: int,
     layers: int,
     device: str,
 ) -> None:
     """Wall time per layer of steps back to back, in interleaved rounds; then busy time of such
-    steps. Left out where they do not fit.
+    steps.
     """
     stacks = {index: run.steps(layers) for index, run in runs.items()}
-    times: dict[int, list[float]] = {index: [] for index in stacks}
-    for number in range(rounds):
-        for index in list(stacks) if number % 2 == 0 else list(reversed(stacks)):
-            try:
-                times[index] += time_steps(stacks[index], STEADY_STEPS, device)
-            except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
-                # The loop goes over a copy of the keys, so removing one is safe.
-                del stacks[index]
-    for index, stack in stacks.items():
-        results[index].steady = Spread.of(times[index])
-        busy = profile_steps(stack, PROFILED_STEPS)
+    times = _in_turns(stacks, rounds, lambda stack, _: time_steps(stack, STEADY_STEPS, device))
+    for index, rows in times.items():
+        results[index].steady = Spread.of([us for row in rows for us in row])
+        busy = profile_steps(stacks[index], PROFILED_STEPS)
         results[index].steady_busy = Spread.of(busy) if busy else None
 
 
 def _time_sustained(
-    runs: dict[int, Contestant],
+    runs: Mapping[int, Contestant],
     results: Sequence[Result],
     seconds: float,
     layers: int,
     device: str,
 ) -> None:
-    """Time, clock, power and energy per layer of steps back to back for seconds, in turns. Left out
-    where they do not fit.
-    """
+    """Time, clock, power and energy per layer of steps back to back for seconds, in turns."""
     stacks = {index: run.steps(layers) for index, run in runs.items()}
-    turns: dict[int, list[Turn]] = {index: [] for index in stacks}
     gpu = open_nvml(device)
-    for number in range(TURNS):
-        for index in list(stacks) if number % 2 == 0 else list(reversed(stacks)):
-            try:
-                turns[index].append(sustain(stacks[index], seconds / TURNS, device, gpu))
-            except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
-                del stacks[index]
-    for index in stacks:
-        results[index].sustained = Sustained.of(turns[index])
+    turns = _in_turns(stacks, TURNS, lambda stack, _: sustain(stack, seconds / TURNS, device, gpu))
+    for index, rows in turns.items():
+        results[index].sustained = Sustained.of(rows)
     if not isinstance(gpu, str):
         gpu.close()
 
 
 def _measure_memory(node: SonicMoEMlpNode, result: Result, batch: Batch, device: str) -> None:
     memory = measure_memory(Call(node, batch), device)
-    result.saved_mib, result.peak_mib, result.total_peak_mib = (
-        memory.saved,
-        memory.peak,
-        memory.total_peak,
-    )
+    result.saved_mib, result.peak_mib = memory.saved, memory.peak
+    result.total_peak_mib = memory.total_peak
 
 
 def _profile(run: Contestant, result: Result, device: str, nvtx: bool) -> None:

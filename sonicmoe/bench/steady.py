@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -84,24 +83,15 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
     """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
-    host's clock.
+    host's clock. The host never waits.
     """
-    stack.run()
-    if device == "cpu":
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            stack.run()
-            marks.append(time.perf_counter())
-        return [1e6 * (b - a) / stack.layers for a, b in itertools.pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    # The step above fills the stream, so the GPU has work when the first event is recorded behind
+    clock = _Clock() if device == "cpu" else _StreamClock()
+    # The first step fills the stream, so the GPU has work when the first mark is recorded behind
     # it.
-    events[0].record()
-    for event in events[1:]:
+    for _ in range(steps + 1):
         stack.run()
-        event.record()
-    torch.cuda.synchronize()
-    return [1e3 * a.elapsed_time(b) / stack.layers for a, b in itertools.pairwise(events)]
+        clock.mark()
+    return [1e6 * seconds / stack.layers for seconds in clock.durations()]
 
 
 def open_nvml(device: str) -> Nvml | str:
@@ -126,7 +116,7 @@ def sustain(
         gpu: its NVML, or why there is none.
         settle_s: how long power and clocks are given to settle.
     """
-    clock = _HostClock() if device == "cpu" else _StreamClock()
+    clock = _Clock() if device == "cpu" else _StreamClock(AHEAD)
     meter = None if isinstance(gpu, str) else Meter(gpu)
     _run_for(stack, settle_s, clock.mark)
     clock.start()
@@ -150,11 +140,11 @@ def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
             return
 
 
-class _HostClock:
+class _Clock:
     """Durations between marks by the host's clock."""
 
     def __init__(self) -> None:
-        self._marks: list[float] = []
+        self._marks: list[Any] = []
 
     def mark(self) -> None:
         self._marks.append(time.perf_counter())
@@ -168,27 +158,22 @@ class _HostClock:
         return [b - a for a, b in itertools.pairwise(self._marks)]
 
 
-class _StreamClock:
-    """Durations between marks by the GPU's clock; a mark waits for the one `AHEAD` before it."""
+class _StreamClock(_Clock):
+    """Durations by the GPU's clock. With `ahead`, a mark waits for the one `ahead` before it."""
 
-    def __init__(self) -> None:
-        self._marks: list[torch.cuda.Event] = []
-        self._queue: deque[torch.cuda.Event] = deque()
+    def __init__(self, ahead: int | None = None) -> None:
+        super().__init__()
+        self._ahead = ahead
 
     def mark(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
-        self._queue.append(event)
-        if len(self._queue) > AHEAD:
-            self._queue.popleft().synchronize()
-
-    def start(self) -> None:
-        """Only the last mark so far, and those that follow, count."""
-        del self._marks[:-1]
+        if self._ahead is not None and len(self._marks) > self._ahead:
+            self._marks[-1 - self._ahead].synchronize()
 
     def durations(self) -> list[float]:
-        """In seconds. Waits for the last mark."""
+        # The last mark has to have happened before anybody can read it.
         torch.cuda.synchronize()
         return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
 

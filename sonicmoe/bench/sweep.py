@@ -1,9 +1,8 @@
-"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued; one
-line per point.
+"""A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued.
 
 A point on a GPU is the time in which it worked, per layer, during steps issued back to back
 (`steady.py`): no host time in it, and the clocks of a training run. Experts are built once for all
-T; those of one (E, H, I) follow each other.
+T, and freed before the next are built; those of one (E, H, I) follow each other.
 """
 
 from __future__ import annotations
@@ -11,16 +10,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..errors import SonicMoEError
+from ..node.mlp_node import SonicMoEMlpNode
+from .figures import Spread, Sustained
+from .points import Point, all_points
+from .runner import find_device, machine
 from .shapes import Shape, stack_layers
-
-if TYPE_CHECKING:
-    from .workload import Variant
+from .steady import Stack, open_nvml, profile_steps, sustain, time_steps
+from .workload import Batch, Layer, Variant, rotating_batches
 
 TOPK = 8
 GPU_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -32,54 +36,9 @@ CPU_TOPK = 2
 STRIDE = 7
 MAX_BYTES = 110 << 30  # leaves room on a 141 GB GPU
 STEPS = 3  # least number timed
-
-
-class SweepError(SonicMoEError, ValueError):
-    """The file of a sweep cannot be read."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One measurement. `us` is busy time of forward and backward on a GPU, wall time elsewhere;
-    None where the engine refused.
-
-    percent: half the interquartile range of `us` over the steps measured. wall_us: wall time per
-    layer of the same steps unprofiled. sustained_us, sm_mhz, watts, joules: time, SM clock, power
-    and energy per layer of a sustained row (`figures.Sustained`); None where none was asked for, or
-    where NVML gives nothing.
-    """
-
-    tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    topk: int
-    engine: str
-    fp8: bool
-    device: str
-    us: float | None
-    percent: float | None = None
-    wall_us: float | None = None
-    sustained_us: float | None = None
-    sm_mhz: float | None = None
-    watts: float | None = None
-    joules: float | None = None
-    date: str = ""
-    refusal: str | None = None
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.tokens, self.hidden, self.intermediate, self.experts, self.topk)
-
-    @property
-    def group(self) -> str:
-        """Points that one model describes: an engine on a device."""
-        return f"{self.engine} on {self.device}"
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for two measurements of one thing: the second is unnecessary."""
-        return (self.shape, self.engine, self.device)
+# of steps in one go: past the clocks of the first milliseconds, and many kernels to average over
+ENOUGH_US = 150e3
+MOST_STEPS = 40
 
 
 def grid(device: str) -> list[Shape]:
@@ -111,28 +70,6 @@ def needed_bytes(shape: Shape) -> float:
     return 12 * weights + one_call + stack_layers(shape) * held
 
 
-def read_points(path: Path) -> list[Point]:
-    """Every measured point of a file, refusals left out; a last line cut short by a kill is
-    ignored.
-
-    Raises:
-        SweepError: another line is no point.
-    """
-    return [point for point in _all_points(path) if point.us is not None]
-
-
-def _all_points(path: Path) -> Iterator[Point]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield Point(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            # A kill may cut the last line and no other.
-            if number == len(lines):
-                return
-            raise SweepError(f"{path}, line {number}, is not a point of a sweep: {error}") from None
-
-
 def sweep(
     path: Path,
     shapes: Sequence[Shape],
@@ -158,16 +95,13 @@ def sweep(
     Returns:
         Points measured now, and points left when the budget ended.
     """
-    from .point_bench import PointBench
-    from .runner import find_device, machine
-
     # Before anything is measured: a point may take a minute, and would be lost.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open("a").close()
     started, bench = time.monotonic(), PointBench(variant, find_device(), sustained_s)
     facts = machine()
     # Refusals count as known, so a sweep that is continued does not repeat them.
-    known = {point.key for point in _all_points(path)}
+    known = {point.key for point in all_points(path)}
     missing = [shape for shape in shapes if (shape, str(variant), facts["device"]) not in known]
     _drop_cut_line(path)
     for done, shape in enumerate(missing):
@@ -196,3 +130,78 @@ def _drop_cut_line(path: Path) -> None:
     """A line that a kill cut short would spoil the next one."""
     if path.exists() and (text := path.read_text()) and not text.endswith("\n"):
         path.write_text(text[: text.rfind("\n") + 1])
+
+
+class PointBench:
+    """One engine's node, kept as long as its experts fit the next point."""
+
+    def __init__(self, variant: Variant, device: str, sustained_s: float = 0.0) -> None:
+        """Nothing is built yet. sustained_s: seconds of the sustained row; 0 leaves it out."""
+        self._variant, self._device = variant, device
+        self._sustained_s = sustained_s
+        self._layer: Layer | None = None
+        self._node: SonicMoEMlpNode | None = None
+
+    def figures(self, shape: Shape, rounds: int) -> dict[str, Any]:
+        """`us`, `percent`, `wall_us` of a `Point` from at least `rounds` steps, and the figures of
+        its sustained row; or the engine's `refusal`.
+        """
+        try:
+            node = self._node_for(shape)
+            return self._timed(
+                node, shape, rotating_batches(shape, self._device, stack_layers(shape)), rounds
+            )
+        # One point that does not fit must not end a sweep of hours. The refusal is written down, so
+        # that a continued sweep does not try it again.
+        except (SonicMoEError, torch.OutOfMemoryError) as error:
+            self._layer = self._node = None
+            return {"us": None, "refusal": " ".join(str(error).split())}
+
+    def _node_for(self, shape: Shape) -> SonicMoEMlpNode:
+        if (
+            self._node is None
+            or self._layer is None
+            or _widths(self._layer.shape) != _widths(shape)
+        ):
+            self._layer = self._node = None  # frees the last one first
+            if self._device != "cpu":
+                # PyTorch keeps freed blocks. The next experts have other sizes and would not fit
+                # into them.
+                torch.cuda.empty_cache()
+            self._layer = Layer(shape, self._device)
+            self._node = self._layer.node(self._variant)
+        return self._node
+
+    def _timed(
+        self, node: SonicMoEMlpNode, shape: Shape, batches: Sequence[Batch], rounds: int
+    ) -> dict[str, Any]:
+        stack = Stack(node, batches, stack_layers(shape))
+        stack.run()  # compiles, quantises the weights, makes accumulators where they are needed
+        walls = time_steps(stack, rounds, self._device)
+        wall = Spread.of(walls)
+        figures = {"wall_us": wall.median, **self._sustained(stack)}
+        if self._device == "cpu":
+            return {"us": wall.median, "percent": wall.percent, **figures}
+        # Small layers need many steps to run long enough, large ones few.
+        steps = max(rounds, min(MOST_STEPS, round(ENOUGH_US / (wall.median * stack.layers))))
+        # Where the driver lets nobody profile, wall times stand in.
+        busy = Spread.of(profile_steps(stack, steps) or walls)
+        return {"us": busy.median, "percent": busy.percent, **figures}
+
+    def _sustained(self, stack: Stack) -> dict[str, float | None]:
+        if not self._sustained_s:
+            return {}
+        gpu = open_nvml(self._device)
+        row = Sustained.of([sustain(stack, self._sustained_s, self._device, gpu)])
+        if not isinstance(gpu, str):
+            gpu.close()
+        return {
+            "sustained_us": row.us.median,
+            "sm_mhz": row.sm_mhz,
+            "watts": row.watts,
+            "joules": row.joules,
+        }
+
+
+def _widths(shape: Shape) -> tuple[int, int, int]:
+    return shape.hidden, shape.intermediate, shape.experts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
-from ..enums import FlushMode
+from ..enums import EngineName, FlushMode
 from ..errors import ConfigError, expect
 from ..frameworks import AUTO
 from ..host_memory import require_memory
@@ -25,9 +25,11 @@ from .screen import Activity
 
 if TYPE_CHECKING:
     from ..bench.figures import Result
+    from ..bench.runner import Effort
     from ..bench.workload import Variant
 
-SIZE_FIELDS = {"H": "hidden", "I": "intermediate", "E": "experts", "K": "topk"}
+SIZE_FIELDS = {"h": "hidden", "i": "intermediate", "e": "experts", "k": "topk"}
+ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
 ROUNDS = {"cuda": 20, "cpu": 3}
 SUSTAINED_S = {"cuda": 2.5, "cpu": 0.0}
 MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
@@ -53,7 +55,7 @@ def _size(letter: str, text: str) -> Any:
 @_size("E", "Local experts.")
 @_size("K", "Experts per token.")
 @click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
-              help="reference, bf16, hopper; MODE off, perf, mem; may be repeated, the first is the baseline.  "
+              help=f"{', '.join(ENGINES)}; MODE off, perf, mem; may be repeated, the first is the baseline.  "
               "[default: every GPU engine, else reference]")  # fmt: skip
 @click.option("--flush", "flushes", multiple=True, type=click.Choice(["auto", "direct", "step"]),
               help="Weight gradients: straight into main_grad (direct), through accumulators of the node (step), or as training "
@@ -71,8 +73,6 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--sustained", type=Seconds(), metavar="SECONDS",
               help="Seconds of steps back to back per engine, for time, SM clock, power and joules per layer under steady load; "
               "0 leaves them out.  [default: 2.5; 0 without a GPU and in a sweep]")  # fmt: skip
-@click.option("--no-peer", is_flag=True,
-              help="Leave out DeepGEMM's six bare GEMMs, which run beside the engines wherever deep_gemm can be imported.")  # fmt: skip
 @click.option("--one-thread", is_flag=True,
               help="Run backward() on the calling thread: torch.autograd.set_multithreading_enabled(False).")  # fmt: skip
 @click.option(
@@ -118,7 +118,6 @@ def bench(
     warmup: int,
     layers: int,
     sustained: float | None,
-    no_peer: bool,
     one_thread: bool,
     kernels: int,
     nvtx: bool,
@@ -156,40 +155,23 @@ def bench(
         run_sweep(sweep, engines, flushes, budget, rounds, sustained or 0.0, as_json)
         report_fit(sweep, plot, as_json, markdown)
         return
-    from ..bench.runner import find_device, machine, measure
+    from ..bench.runner import Effort, find_device
     from ..bench.steady import autograd_threads
 
     device = find_device()
     kind = device.split(":")[0]
-    shapes = chosen_shapes(
-        names, tokens, {key.upper(): value for key, value in sizes.items()}, device
+    effort = Effort(
+        rounds=rounds or ROUNDS[kind],
+        warmup=warmup,
+        layers=layers,
+        sustained_s=SUSTAINED_S[kind] if sustained is None else sustained,
+        nvtx=nvtx,
     )
-    variants = chosen_variants(engines, flushes, device)
-    results: list[Result] = []
-    with Activity("bench") as doing, autograd_threads(not one_thread):
-        for shape in shapes:
-            results += measure(
-                shape,
-                variants,
-                rounds=rounds or ROUNDS[kind],
-                warmup=warmup,
-                nvtx=nvtx,
-                layers=layers,
-                sustained_s=SUSTAINED_S[kind] if sustained is None else sustained,
-                peer=not no_peer,
-                notify=doing.begin,
-            )
-    pictures = draw(results, plot)
-    if as_json:
-        data = {
-            "machine": machine(),
-            "results": [result.to_json() for result in results],
-            "plots": pictures,
-        }
-        click.echo(json.dumps(data, indent=2, allow_nan=False))
-    else:
-        report(results, machine(), kernels, pictures, markdown)
-    if all(result.refusal is not None for result in results if not result.peer):
+    shapes = chosen_shapes(names, tokens, sizes, device)
+    with autograd_threads(not one_thread):
+        results = measure_all(shapes, chosen_variants(engines, flushes, device), effort)
+    report(results, draw(results, plot), kernels, as_json, markdown)
+    if all(result.refusal is not None for result in results):
         raise click.exceptions.Exit(1)
 
 
@@ -200,7 +182,7 @@ def chosen_shapes(
     shape.
     """
     default = SMALL if device == "cpu" else REFERENCE
-    given = {SIZE_FIELDS[letter]: value for letter, value in sizes.items() if value is not None}
+    given = {SIZE_FIELDS[name]: value for name, value in sizes.items() if value is not None}
     shapes = [SHAPES[name] for name in names]
     if tokens or given:
         shapes += [
@@ -226,39 +208,49 @@ def chosen_variants(engines: Sequence[str], flushes: Sequence[str], device: str)
     return [replace(variant, flush=way) for variant in variants for way in ways]
 
 
-def report(
-    results: list[Result],
-    machine: dict[str, Any],
-    kernels: int,
-    pictures: list[str],
-    markdown: bool,
-) -> None:
-    """Machine, the tables of each shape, stages and kernels per engine, and the columns' meanings."""
-    from ..bench.report import (
-        kernel_table,
-        notes,
-        rate_table,
-        stage_table,
-        sustained_table,
-        time_table,
-    )
+def measure_all(
+    shapes: Sequence[Shape], variants: Sequence[Variant], effort: Effort
+) -> list[Result]:
+    """The results of every shape, one behind the other."""
+    from ..bench.runner import measure
 
-    versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
-    device = ", ".join(filter(None, (machine["device"], machine["architecture"])))
-    clocks = ", ".join(f"{name} {value}" for name, value in machine["clocks"].items())
-    click.echo(f"{device}, {machine['date']}: {versions}{f'; {clocks}' if clocks else ''}")
+    with Activity("bench") as doing:
+        return [
+            result for shape in shapes for result in measure(shape, variants, effort, doing.begin)
+        ]
+
+
+def report(
+    results: list[Result], pictures: list[str], kernels: int, as_json: bool, markdown: bool
+) -> None:
+    """One JSON object; or the machine, the tables of each shape, stages and kernels per engine, and
+    the columns' meanings.
+    """
+    from ..bench import tables
+    from ..bench.runner import machine
+
+    facts = machine()
+    if as_json:
+        listed = [result.to_json() for result in results]
+        data = {"machine": facts, "results": listed, "plots": pictures}
+        click.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items() if found)
+    device = ", ".join(filter(None, (facts["device"], facts["architecture"])))
+    clocks = ", ".join(f"{name} {value}" for name, value in facts["clocks"].items())
+    click.echo(f"{device}, {facts['date']}: {versions}{f'; {clocks}' if clocks else ''}")
     for shape in dict.fromkeys(result.shape for result in results):
         own = [result for result in results if result.shape == shape]
         if any(result.pair_us for result in own):
-            print_table(time_table(own), markdown)
-            print_table(rate_table(own), markdown)
+            print_table(tables.time_table(own), markdown)
+            print_table(tables.rate_table(own), markdown)
         if any(result.sustained for result in own):
-            print_table(sustained_table(own), markdown)
+            print_table(tables.sustained_table(own), markdown)
     for result in results:
         if result.stages and kernels:
-            print_table(stage_table(result), markdown)
-            print_table(kernel_table(result, kernels), markdown)
-    for line in [*notes(results), *(f"plot: {path}" for path in pictures)]:
+            print_table(tables.stage_table(result), markdown)
+            print_table(tables.kernel_table(result, kernels), markdown)
+    for line in [*tables.notes(results), *(f"plot: {path}" for path in pictures)]:
         click.echo(line)
 
 
@@ -318,9 +310,9 @@ def run_sweep(
 def report_fit(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
     """Fit and print the cost model of every engine in a sweep."""
     from ..bench.cost_model import FitError, fit_model
-    from ..bench.cost_plots import plot_model
-    from ..bench.cost_report import residual_table, term_table
-    from ..bench.sweep import read_points
+    from ..bench.plots import plot_model
+    from ..bench.points import read_points
+    from ..bench.tables import residual_table, term_table
 
     groups: dict[str, list[Any]] = {}
     for point in read_points(path):

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 from framework import torch
 
-from sonicmoe.bench import point_bench, runner, timing, workload
-from sonicmoe.bench.runner import measure
+from sonicmoe.bench import runner, timing, workload
+from sonicmoe.bench import sweep as sweep_module
+from sonicmoe.bench.runner import Effort, measure
 from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
 from sonicmoe.bench.timing import measure_memory, time_phases
 from sonicmoe.bench.workload import (
@@ -165,7 +166,7 @@ def test_saved_bytes_are_z_and_routing(mode, per_element):
 def test_results_of_two_variants_are_interleaved(monkeypatch):
     order = []
     monkeypatch.setattr(runner, "Call", lambda node, batch: order.append(node) or Call(node, batch))
-    results = measure(TINY, [PERF, Variant.parse("reference:off")], rounds=2, warmup=1)
+    results = measure(TINY, [PERF, Variant.parse("reference:off")], Effort(rounds=2, warmup=1))
     first, second, *rounds, _, _ = order
     assert rounds == [first, second, second, first]
     for result in results:
@@ -217,7 +218,7 @@ def test_a_place_that_takes_nothing_is_refused_before_anything_is_measured(
         raise AssertionError("measured first")
 
     monkeypatch.setattr(runner, "measure", measured)
-    monkeypatch.setattr(point_bench, "PointBench", measured)
+    monkeypatch.setattr(sweep_module, "PointBench", measured)
     (tmp_path / "file").write_text("")
     refused = run(*TINY_OPTIONS, option, str(tmp_path / "file" / "inside"))
     assert refused.exit_code == 1 and refused.output.startswith(f"Error: {tmp_path / 'file'}")

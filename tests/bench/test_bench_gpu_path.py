@@ -15,7 +15,11 @@ from framework import torch
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
 from sonicmoe.bench.floors import PEAKS_OF
-from sonicmoe.bench.report import (
+from sonicmoe.bench.runner import Effort, measure
+from sonicmoe.bench.shapes import Shape
+from sonicmoe.bench.steady import Stack, profile_steps, time_steps
+from sonicmoe.bench.sweep import sweep
+from sonicmoe.bench.tables import (
     NONE,
     kernel_table,
     notes,
@@ -23,10 +27,6 @@ from sonicmoe.bench.report import (
     stage_table,
     time_table,
 )
-from sonicmoe.bench.runner import measure
-from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.steady import Stack, profile_steps, time_steps
-from sonicmoe.bench.sweep import sweep
 from sonicmoe.bench.timing import measure_memory, profile_phases, time_phases
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant
 from sonicmoe.enums import EngineName
@@ -212,13 +212,11 @@ def test_a_stack_computes_what_its_calls_compute():
 
 
 def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr("sonicmoe.bench.runner.find_device", lambda: "cuda:0")
+    monkeypatch.setattr("sonicmoe.bench.sweep.find_device", lambda: "cuda:0")
     monkeypatch.setattr("sonicmoe.bench.runner.arch_of", lambda device: "sm_100a")
-    monkeypatch.setattr("sonicmoe.bench.point_bench.rotating_batches", lambda *_: [])
-    monkeypatch.setattr("sonicmoe.bench.point_bench.PointBench._node_for", lambda self, shape: None)
-    monkeypatch.setattr(
-        "sonicmoe.bench.point_bench.Stack", lambda node, batches, layers: FakeStack(gpu)
-    )
+    monkeypatch.setattr("sonicmoe.bench.sweep.rotating_batches", lambda *_: [])
+    monkeypatch.setattr("sonicmoe.bench.sweep.PointBench._node_for", lambda self, shape: None)
+    monkeypatch.setattr("sonicmoe.bench.sweep.Stack", lambda node, batches, layers: FakeStack(gpu))
     path = tmp_path / "sweep.jsonl"
     assert sweep(path, [TINY], VARIANTS[1]) == (1, 0)
     point = json.loads(path.read_text())
@@ -369,7 +367,7 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
     monkeypatch.setattr(
         runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
     )
-    results = measure(TINY, VARIANTS, rounds=2, warmup=1)
+    results = measure(TINY, VARIANTS, Effort(rounds=2, warmup=1))
     for result in results:
         result.gpu = True
         # Nothing waits for the step: gradients go straight into main_grad.
@@ -394,7 +392,7 @@ def test_a_driver_that_forbids_profiling_leaves_wall_times(gpu, monkeypatch):
     monkeypatch.setattr(
         runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
     )
-    (result,) = measure(TINY, VARIANTS[:1], rounds=2, warmup=1)
+    (result,) = measure(TINY, VARIANTS[:1], Effort(rounds=2, warmup=1))
     result.gpu = True
     assert result.busy == {} and result.pair_us == result.wall["pair"].median
     assert "the profiler saw no kernel" in notes([result])[0]

@@ -19,11 +19,12 @@ from framework import torch
 from sonicmoe.bench import nvml, runner, steady
 from sonicmoe.bench.figures import Result, Sustained, Turn
 from sonicmoe.bench.nvml import Meter, Nvml, NvmlError, Reading, mean_watts
-from sonicmoe.bench.report import notes, sustained_table
-from sonicmoe.bench.runner import measure
+from sonicmoe.bench.points import read_points
+from sonicmoe.bench.runner import Effort, measure
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.steady import AHEAD, open_nvml, sustain
-from sonicmoe.bench.sweep import read_points, sweep
+from sonicmoe.bench.sweep import sweep
+from sonicmoe.bench.tables import notes, sustained_table
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName
@@ -287,7 +288,7 @@ def test_the_option_measures_on_a_cpu_too_and_zero_leaves_it_out(monkeypatch):
 def test_a_sweep_writes_what_its_sustained_row_gave(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     turn = Turn((40.0,), 2, READING)
-    monkeypatch.setattr("sonicmoe.bench.point_bench.sustain", lambda *_: turn)
+    monkeypatch.setattr("sonicmoe.bench.sweep.sustain", lambda *_: turn)
     path = tmp_path / "sweep.jsonl"
     assert sweep(path, [TINY], OFF, rounds=1) == (1, 0)
     assert sweep(path, [Shape(24, 32, 16, 4, 2)], OFF, rounds=1, sustained_s=1.0) == (1, 0)
@@ -305,5 +306,5 @@ def test_a_sweep_writes_what_its_sustained_row_gave(monkeypatch, tmp_path):
 def test_measure_has_a_sustained_row_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(steady.sustain, "__defaults__", (0.0,))
-    (result,) = measure(TINY, [OFF], rounds=1, warmup=1, layers=1, sustained_s=0.01)
+    (result,) = measure(TINY, [OFF], Effort(rounds=1, warmup=1, layers=1, sustained_s=0.01))
     assert result.sustained.us.count >= 2 and result.sustained.unavailable == "no GPU"

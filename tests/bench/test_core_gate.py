@@ -146,7 +146,7 @@ def test_figures_of_gpu_phases_have_gates(core, monkeypatch):
     monkeypatch.setattr(phases, "available_variants", lambda device: variants)
 
     def faked(fp8_us):
-        def measure(shape, chosen, rounds, warmup):
+        def measure(shape, chosen, effort):
             for variant in chosen:
                 us = fp8_us if variant.fp8 else 1000.0
                 steady = {"steady": Spread.of([1.04 * us]), "steady_busy": Spread.of([us])}

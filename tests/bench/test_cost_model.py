@@ -18,22 +18,20 @@ from worlds import ROOT, environment
 
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.cost_model import FitError, choose_terms, fit_model, groups, solve
-from sonicmoe.bench.cost_plots import plot_model
-from sonicmoe.bench.cost_report import residual_table, term_table
 from sonicmoe.bench.cost_terms import BASE_TERMS, TERMS, Columns
 from sonicmoe.bench.floors import STEP_STAGES, floors
+from sonicmoe.bench.plots import plot_model
+from sonicmoe.bench.points import Point, SweepError, read_points
 from sonicmoe.bench.shapes import REFERENCE, Shape
 from sonicmoe.bench.sweep import (
     GPU_EXPERTS,
     GPU_WIDTHS,
     MAX_BYTES,
-    Point,
-    SweepError,
     grid,
     needed_bytes,
-    read_points,
     sweep,
 )
+from sonicmoe.bench.tables import residual_table, term_table
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName

@@ -156,7 +156,7 @@ def test_the_commands_of_the_step_table_measure_its_shapes():
         for experts in loop.split() if "$E" in invocation else [""]:
             words = invocation.replace("$E", experts).split()[1:]
             given = bench.make_context("bench", words).params
-            sizes = {letter: given[letter.lower()] for letter in "HIEK"}
+            sizes = {letter: given[letter] for letter in "hiek"}
             measured |= set(chosen_shapes(given["names"], given["tokens"], sizes, "cuda:0"))
     rows = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+), (\d+) \|", section, flags=re.MULTILINE)
     assert len(rows) == 18 and {tuple(map(int, row)) for row in rows} == {

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from worlds import ROOT
 
-from sonicmoe.bench.deepgemm import NAME
-from sonicmoe.bench.runner import find_device, machine, measure
+from sonicmoe.bench.points import read_points
+from sonicmoe.bench.runner import Effort, find_device, machine, measure
 from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.sweep import read_points, sweep
+from sonicmoe.bench.sweep import sweep
 from sonicmoe.bench.timing import profile_phases
 from sonicmoe.bench.workload import available_variants, rotating_batches
 from sonicmoe.enums import EngineName, FlushMode
@@ -25,7 +26,7 @@ SHAPE = Shape(1024, 512, 256, 8, 4)
 
 def test_every_engine_of_this_machine_is_measured():
     variants = available_variants(find_device())
-    results = measure(SHAPE, variants, rounds=3, warmup=1)
+    results = measure(SHAPE, variants, Effort(rounds=3, warmup=1))
     for result in results:
         assert result.refusal is None
         assert set(result.busy) == {"forward", "backward", "step"} and min(result.busy.values()) > 0
@@ -55,7 +56,7 @@ def test_every_engine_of_this_machine_is_measured():
 def test_one_engine_is_measured_with_its_gradients_on_both_ways():
     variant = next(v for v in available_variants(find_device()) if v.engine is EngineName.HOPPER)
     ways = [replace(variant, flush=way) for way in (FlushMode.DIRECT, FlushMode.STEP)]
-    direct, step = measure(SHAPE, ways, rounds=3, warmup=1)
+    direct, step = measure(SHAPE, ways, Effort(rounds=3, warmup=1))
     assert direct.gradient_mib == 0 and "flush" not in direct.stages
     assert step.gradient_mib == pytest.approx(4 * 8 * 3 * 512 * 256 / 2**20)
     assert step.stages["flush"] > 0
@@ -70,7 +71,7 @@ def test_a_sweep_measures_busy_time_of_every_engine(tmp_path):
         small, large = read_points(path)
         assert 0 < small.us < large.us < 8.8 * small.us
         assert max(small.percent, large.percent) < 5 and small.wall_us > 0.9 * small.us
-        (result,) = measure(shapes[1], [variant], rounds=3, warmup=1)
+        (result,) = measure(shapes[1], [variant], Effort(rounds=3, warmup=1))
         assert large.us == pytest.approx(result.steady_busy.median, rel=0.1)
 
 
@@ -102,9 +103,8 @@ def test_inputs_exceed_the_cache_and_the_machine_is_named():
 
 def test_a_sustained_row_has_the_clock_power_and_energy_of_this_gpu():
     shape = Shape(4096, 2048, 1024, 8, 4)
-    (result,) = measure(
-        shape, available_variants(find_device())[-1:], rounds=2, warmup=1, sustained_s=1.0
-    )
+    effort = Effort(rounds=2, warmup=1, sustained_s=1.0)
+    (result,) = measure(shape, available_variants(find_device())[-1:], effort)
     row = result.sustained
     assert row.unavailable is None and row.source == "energy counter"
     assert 0.9 < row.seconds < 2 and row.us.median > 0.8 * result.steady_busy.median
@@ -114,18 +114,20 @@ def test_a_sustained_row_has_the_clock_power_and_energy_of_this_gpu():
     assert row.joules == pytest.approx(row.watts * row.us.median * 1e-6, rel=0.2)
 
 
-def test_deepgemm_is_measured_beside_the_engines_where_it_is_installed():
+def test_deepgemm_is_measured_beside_the_engines_where_it_is_installed(monkeypatch):
     """Results are checked against the operands before the timing, so a run is a right run."""
     pytest.importorskip("deep_gemm")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import deepgemm_bench
+
     shape = Shape(2000, 1024, 512, 8, 2)  # about 500 rows an expert: partly filled blocks
-    variant = available_variants(find_device())[-1]
-    ours, peer = measure(shape, [variant], rounds=3, warmup=1, sustained_s=0.5, peer=True)
-    assert (peer.variant, peer.refusal) == (NAME, None)
-    assert set(peer.busy) == {"forward", "backward"} and peer.sustained.joules > 0
-    gemms = {"up", "down", "dgated", "dx_gemm", "dw2", "dw1"}
+    device = find_device()
+    effort = Effort(rounds=3, warmup=1, sustained_s=0.5)
+    six, ours = deepgemm_bench.measure(shape, available_variants(device)[-1:], effort, device)
+    assert set(six.busy) == {"forward", "backward"} and six.sustained.joules > 0
     # The launches of a product are all inside its range, and nothing else runs.
-    assert set(peer.stages) == gemms
-    assert sum(peer.stages.values()) == pytest.approx(peer.pair_busy)
+    assert set(six.stages) == {"up", "down", "dgated", "dx_gemm", "dw2", "dw1"}
+    assert sum(six.stages.values()) == pytest.approx(six.pair_busy)
     # Scales lie as the kernels read them: no kernel transposes them.
-    assert all("gemm" in name for name in peer.kernels)
-    assert 0.5 < ours.pair_busy / peer.pair_busy < 4
+    assert all("gemm" in name for name in six.kernels)
+    assert 0.5 < ours.pair_busy / six.pair_busy < 4

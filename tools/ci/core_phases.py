@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sonicmoe.bench.cost_terms import TILE_ROWS
-from sonicmoe.bench.runner import find_device, measure
+from sonicmoe.bench.runner import Effort, find_device, measure
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.timing import MIB, Memory, measure_memory
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant, available_variants
@@ -291,9 +291,8 @@ def performance(fast: bool) -> dict[str, Any]:
         )
     figures: dict[str, Any] = {}
     for shape in (SHAPES["reference-1k"], SHAPES["reference-2k"], SHAPES["reference"]):
-        bf16, fp8 = measure(
-            shape, [variants[EngineName.BF16], variants[EngineName.HOPPER]], rounds=10, warmup=3
-        )
+        engines = [variants[EngineName.BF16], variants[EngineName.HOPPER]]
+        bf16, fp8 = measure(shape, engines, Effort(rounds=10, warmup=3))
         if not (bf16.steady and bf16.steady_busy and fp8.steady and fp8.steady_busy):
             raise NotHere(
                 "needs a profiler; the driver lets nobody profile here (NVreg_RestrictProfilingToAdminUsers)"

@@ -1,5 +1,4 @@
-"""DeepGEMM's six bare grouped FP8 GEMMs of one layer, measured beside our engines wherever
-`deep_gemm` can be imported. It is never a dependency.
+"""DeepGEMM's six bare grouped FP8 GEMMs of one layer, for `deepgemm_bench.py`.
 
 They are the products of a layer's forward and backward and nothing else: no gather, activation,
 quantisation, routing or aggregation. So they bound what those cost an engine that does all of it.
@@ -23,17 +22,16 @@ from typing import Any
 
 import torch
 
-from ..errors import SonicMoEError
-from ..observe import stage
-from ..quant.recipes import columns, iso, rows
-from ..quant.reference import quantize, transpose_storage
-from .shapes import Shape
-from .workload import ROTATION_BYTES
+from sonicmoe.bench.shapes import Shape
+from sonicmoe.bench.workload import ROTATION_BYTES
+from sonicmoe.errors import SonicMoEError
+from sonicmoe.observe import stage
+from sonicmoe.quant.recipes import columns, iso, rows
+from sonicmoe.quant.reference import quantize, transpose_storage
 
 Tensor = torch.Tensor
 Scaled = tuple[Tensor, Tensor]  # codes, scales
 
-NAME = "DeepGEMM (six GEMMs)"
 BLOCK = 128  # of its scales, and of its rows per expert
 M_GROUPED, K_GROUPED = "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"
 ALIGNMENT = "get_mk_alignment_for_contiguous_layout"
@@ -48,21 +46,17 @@ class PeerError(SonicMoEError, RuntimeError):
     """`deep_gemm` is there and cannot be measured; the message says why."""
 
 
-def load() -> ModuleType | None:
-    """The module, or None where it is not installed.
+def load() -> ModuleType:
+    """The module.
 
     Raises:
-        PeerError: it is installed and cannot be imported, or lacks a function needed here.
+        PeerError: it cannot be imported, or lacks a function needed here.
     """
     try:
         # It reports missing parts on stdout, where our output must stay one JSON object.
         with contextlib.redirect_stdout(sys.stderr):
             library = importlib.import_module("deep_gemm")
-    except ModuleNotFoundError as error:
-        if error.name == "deep_gemm":
-            return None
-        raise PeerError(f"deep_gemm cannot be imported: {error}") from None
-    # Other people's code may raise anything, and must not end a benchmark of ours.
+    # Other people's code may raise anything.
     except Exception as error:
         raise PeerError(f"deep_gemm cannot be imported: {_one_line(error)}") from None
     missing = [name for name in (M_GROUPED, K_GROUPED, ALIGNMENT) if not hasattr(library, name)]

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""The engines beside DeepGEMM's six bare GEMMs of the same layer, in turns. Needs a Hopper GPU and
+`deep_gemm` 2.6, which is no dependency.
+
+    benchmarks/deepgemm_bench.py --shape reference --shape fine-grained --sustained 2
+
+| column | what |
+|---|---|
+| busy us | kernel time of forward and backward, of single calls |
+| sustained us, J/layer | time and energy per layer of the same steps back to back for seconds |
+| over | that time over DeepGEMM's: what gathering, activating, quantising, routing and aggregating cost |
+
+A second table has each GEMM. Operands are quantised before anything is timed, and a sample of each
+output is compared with the product of its operands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from deepgemm_gemms import PeerError, load, prepare
+from rich.console import Console
+from rich.table import Table
+
+from sonicmoe.bench import runner
+from sonicmoe.bench.figures import Result
+from sonicmoe.bench.floors import gemm_flop
+from sonicmoe.bench.runner import Contestant, Effort, NodeRun, result_of, time_all, warmed_up
+from sonicmoe.bench.shapes import SHAPES, Shape
+from sonicmoe.bench.tables import NONE, ratio
+from sonicmoe.bench.workload import Layer, Variant, available_variants, rotating_batches
+
+NAME = "DeepGEMM (six GEMMs)"
+
+
+def measure(shape: Shape, variants: list[Variant], effort: Effort, device: str) -> list[Result]:
+    """The six GEMMs first, then the engines, all with the rows per expert of the same batches.
+
+    Raises:
+        PeerError: the GEMMs do not take these sizes, or are wrong.
+    """
+    layer, batches = Layer(shape, device), rotating_batches(shape, device)
+    six = prepare(load(), shape, [batch.counts for batch in batches], device)
+    runs: dict[int, Contestant] = {0: six}
+    results = [Result(shape, NAME, fp8=True, gpu=True)]
+    for variant in variants:
+        node = warmed_up(layer, variant, batches, effort.warmup)
+        runs[len(results)] = NodeRun(node, batches)
+        results.append(result_of(shape, variant, device))
+    time_all(runs, results, effort, device)
+    return results
+
+
+def figures(results: list[Result]) -> list[dict[str, Any]]:
+    """Of every result: its times and energy, and the ratios to the first."""
+    found = []
+    for result in results:
+        row = result.sustained
+        found.append({
+            "engine": result.variant,
+            "busy_us": result.pair_us,
+            "sustained_us": row.us.median if row else None,
+            "joules": row.joules if row else None,
+        })  # fmt: skip
+    return found
+
+
+def engine_table(results: list[Result]) -> Table:
+    """A row for each, the GEMMs first."""
+    heads = ("engine", "busy us", "over", "sustained us", "over", "J/layer")
+    table = Table(*heads, title=str(results[0].shape), title_justify="left")
+    rows = figures(results)
+    for row in rows:
+        cells = [row["engine"]]
+        for name in ("busy_us", "sustained_us"):
+            cells += [_number(row[name], ",.0f"), ratio(row[name], rows[0][name])]
+        table.add_row(*cells, _number(row["joules"], ".3g"))
+    return table
+
+
+def gemm_table(result: Result) -> Table:
+    """Busy time and rate of each GEMM."""
+    table = Table("GEMM", "us", "TFLOPS", title=f"{result.shape}, {NAME}", title_justify="left")
+    flop = gemm_flop(result.shape)
+    for name, us in result.stages.items():
+        table.add_row(name, f"{us:,.0f}", f"{flop[name] / us / 1e6:,.0f}")
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+@click.command()
+@click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), default=("reference",), show_default=True)  # fmt: skip
+@click.option("--engine", "engines", multiple=True, help="As in `sonicmoe bench`.  [default: every GPU engine]")  # fmt: skip
+@click.option("--rounds", default=20, show_default=True)
+@click.option("--layers", default=8, show_default=True, help="Layers of a step.")
+@click.option("--sustained", default=2.5, show_default=True, help="Seconds of each; 0 leaves them out.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True)
+def main(
+    names: tuple[str, ...],
+    engines: tuple[str, ...],
+    rounds: int,
+    layers: int,
+    sustained: float,
+    as_json: bool,
+) -> None:
+    """Measure and print."""
+    device = runner.find_device()
+    if device == "cpu":
+        raise click.ClickException("needs a Hopper GPU")
+    variants = [Variant.parse(name) for name in engines] or available_variants(device)
+    effort = Effort(rounds, warmup=2, layers=layers, sustained_s=sustained)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for name in names:
+        try:
+            results = measure(SHAPES[name], variants, effort, device)
+        except PeerError as error:
+            raise click.ClickException(f"{SHAPES[name]}: {error}") from None
+        if as_json:
+            click.echo(json.dumps({"shape": vars(SHAPES[name]), "rows": figures(results)}))
+        else:
+            console.print(engine_table(results))
+            console.print(gemm_table(results[0]))
+
+
+if __name__ == "__main__":
+    main()
