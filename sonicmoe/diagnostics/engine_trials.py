@@ -96,7 +96,7 @@ def _tried(name: EngineName, record: EngineRecord, workload: Workload, device: s
     arch, words = arch_of(device), words_of(workload)
     started = time.perf_counter()
     try:
-        verdict = try_engine(Subject.of(ENGINES[name], record, workload, device, arch))
+        verdict = try_engine(Subject(ENGINES[name], record, workload, device, arch))
     except UndecidedError as undecided:
         return EngineTrial(name.value, words, "undecided", str(undecided))
     seconds = time.perf_counter() - started
