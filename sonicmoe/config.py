@@ -26,8 +26,7 @@ import platformdirs
 
 from .enums import ACTIVATIONS, ActivationType, EngineCheck, EngineName, Parameter, ZCode
 from .errors import ConfigError
-
-logger = logging.getLogger("sonicmoe")
+from .log import log_once
 
 PREFIX = "SONIC_MOE_"
 FP8_MODES = ("off", "perf", "mem")
@@ -672,15 +671,10 @@ def _nearest_flag(upper: str) -> str | None:
     return next(iter(difflib.get_close_matches(upper, FLAGS_BY_ENV, n=1, cutoff=cutoff)), None)
 
 
-_WARNED: set[str] = set()
-
-
 def warn_unknown_flags() -> None:
     """Log each variable of `unknown_flags` once, with the nearest flag."""
     for name, suggestion in unknown_flags().items():
-        if name not in _WARNED:
-            _WARNED.add(name)
-            hint = f"; did you mean {suggestion}?" if suggestion else ""
-            if name in FLEETS_VARIABLES:
-                hint = f"; it is one of PaddleFleet's own engine: {FLEETS_VARIABLES[name]}"
-            logger.warning("unknown environment variable %s is ignored%s", name, hint)
+        hint = f"; did you mean {suggestion}?" if suggestion else ""
+        if name in FLEETS_VARIABLES:
+            hint = f"; it is one of PaddleFleet's own engine: {FLEETS_VARIABLES[name]}"
+        log_once(logging.WARNING, "unknown environment variable %s is ignored%s", name, hint)
