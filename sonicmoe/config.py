@@ -24,7 +24,15 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import platformdirs
 
-from .enums import ACTIVATIONS, ActivationType, EngineCheck, EngineName, Parameter, ZCode
+from .enums import (
+    ACTIVATIONS,
+    RECIPE_NAMES,
+    ActivationType,
+    EngineCheck,
+    EngineName,
+    Parameter,
+    ZCode,
+)
 from .errors import ConfigError
 from .log import log_once
 
@@ -142,12 +150,9 @@ def _parse_multiprocessors(text: str) -> int:
 
 
 def _parse_recipe(text: str) -> str:
-    # Importing `quant` where it is needed keeps this module free of a framework.
-    from .quant.recipes import RECIPES
-
-    if text in RECIPES:
+    if text in RECIPE_NAMES:
         return text
-    raise ValueError(f"one of {sorted(RECIPES)}")
+    raise ValueError(f"one of {sorted(RECIPE_NAMES)}")
 
 
 def members_of(enum: type[Member]) -> Values[Member]:

@@ -14,7 +14,6 @@ from typing import ParamSpec
 import torch
 from torch import nn
 
-from .diagnostics.step_capture import dump_next_step
 from .engine.activations import activate, pre_activation_width
 from .enums import (
     ActivationType,
@@ -248,6 +247,10 @@ class MoE(nn.Module):
         Raises:
             DumpError: `path` cannot be written.
         """
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+        from .diagnostics.step_capture import dump_next_step
+
         dump_next_step(self, path)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..diagnostics.callers import FACES
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from ..observe import STACKED, is_awaited
+from ..observe import FACES, STACKED, is_awaited
 from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
 from ..routing.validation import RoutingNames
@@ -52,7 +51,7 @@ def expert_mlp(
         parameters: of the activation, those that the layer sets.
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
-        face: a key of `callers.FACES`: the names of the arguments, for a diagnosis.
+        face: a key of `observe.FACES`: the names of the arguments, for a diagnosis.
         lead: the axes of the caller's tokens that are T here, for the same.
         first_triple: int `[T]`, of general routing the number of every token's first triple, for
             the same.

@@ -53,7 +53,7 @@ Tensor = torch.Tensor
 class Plan:
     """Everything static about a call: hashable, fit to be a constant of a compiled graph.
 
-    face: a key of `callers.FACES`, for those who observe the call.
+    face: a key of `observe.FACES`, for those who observe the call.
     """
 
     config: SonicMoEConfig

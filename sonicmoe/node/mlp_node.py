@@ -11,7 +11,6 @@ import torch
 
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
-from ..diagnostics.step_capture import dump_next_step
 from ..engine.interface import Engine, EngineSettings, Saved
 from ..enums import (
     ActivationParameters,
@@ -621,6 +620,10 @@ class SonicMoEMlpNode:
         The file is there after the forward and complete after the backward; `step()` ends the wait
         for one. Copies weights and tokens to the host.
         """
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+        from ..diagnostics.step_capture import dump_next_step
+
         dump_next_step(self._state, path)
 
     @property

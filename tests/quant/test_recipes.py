@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from sonicmoe.enums import RECIPE_NAMES
 from sonicmoe.quant.recipes import (
     DEEPSEEK_V3,
     MXFP8,
@@ -34,6 +35,10 @@ def test_blocks_print_transpose_and_compare():
 def test_empty_blocks_are_refused(n_rows, n_cols):
     with pytest.raises(ValueError, match=f"at least one row and one column, got {n_rows}x{n_cols}"):
         BlockShape(n_rows, n_cols)
+
+
+def test_the_configuration_knows_every_name() -> None:
+    assert tuple(RECIPES) == RECIPE_NAMES
 
 
 @every_recipe
