@@ -145,6 +145,23 @@ class Origin:
     module: object = None
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """The caller's tokens, `[..., H]`, as the experts read them: contiguous `[T, H]`."""
+    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+
+
+def in_shape_of(x: Tensor, out: Tensor) -> Tensor:
+    """`out [T, H]`, which nobody else holds, with the leading axes of `x [..., H]`. It is no view:
+    autograd would have to rewrite the history of a view that the caller writes in place.
+    """
+    if x.dim() == 2 and not out._is_view():
+        return out
+    whole = out.new_empty(0)
+    with plain_ops():
+        whole.set_(out.untyped_storage(), out.storage_offset(), x.shape)  # type: ignore[call-overload]
+    return whole
+
+
 def forward(
     plan: Plan,
     x: Tensor,
