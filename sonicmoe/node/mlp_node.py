@@ -40,13 +40,8 @@ from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
 from ..weights.cache import Reading
 from ..weights.copies import WeightCopies
-from ..weights.parameters import (
-    ExpertParameters,
-    FusedParameters,
-    PerExpertParameters,
-    StackedWeight,
-    check_memory,
-)
+from ..weights.parameters import ExpertParameters, PerExpertParameters, check_memory
+from ..weights.stacked import FusedParameters, StackedWeight
 from .backward_step import BackwardStep
 from .choices import Choices
 from .fp8_gradients import GradientSource, check_source

@@ -27,7 +27,8 @@ from sonicmoe.gradients.destinations import add_to_main_grad
 from sonicmoe.gradients.routes import Addition, Route
 from sonicmoe.gradients.store import GradientStore
 from sonicmoe.interop import data_ptr, grad_enabled
-from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
+from sonicmoe.weights.parameters import PerExpertParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 ENGINE = ReferenceEngine()
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
