@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "jit"))
 from fake_jobs import FailingJob, FakeJob
-from processes import Field
+from racers import Field
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import cold_start, select
