@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe.config import FLAGS_BY_ENV, PREFIX, reload_environment
+from sonicmoe.config import FLAGS_BY_ENV, reload_environment
+from sonicmoe.flags import PREFIX
 from sonicmoe.frameworks import is_importable
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.log import forget_what_was_said

@@ -19,7 +19,7 @@ from ..engine.select import ENGINES
 from ..engine.settings import EngineSettings
 from ..engine.trust import Subject, UndecidedError, try_engine
 from ..enums import ActivationType, EngineName
-from ..host_gpus import driver_version
+from ..host import driver_version
 from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of, index_of_gpu
 

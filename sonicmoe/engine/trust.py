@@ -30,7 +30,7 @@ import torch
 from ..config import ResolvedConfig, current_config
 from ..enums import EngineCheck
 from ..errors import EngineUnavailableError
-from ..host_gpus import UNKNOWN, driver_version
+from ..host import UNKNOWN, driver_version
 from ..interop import FRAMEWORK
 from ..jit.cache import CompileCache, default_cache
 from ..jit.child import search_path
