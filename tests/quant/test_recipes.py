@@ -188,14 +188,6 @@ def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes
     )
 
 
-def test_row128_up_changes_the_up_projection_alone():
-    recipe, base = RECIPES["row128-up"], RECIPES["iso128"]
-    assert (recipe.x, recipe.w1) == (RECIPES["row128"].x, RECIPES["row128"].w1)
-    same = [name for name in BLOCK_FIELDS if getattr(recipe, name) == getattr(base, name)]
-    assert set(BLOCK_FIELDS) - set(same) == {"x", "w1"}
-    assert not recipe.folds_wgrad and not recipe.shares_weight_buffers
-
-
 def test_a_steady_block_says_so_and_is_turned_with_its_matrix():
     block = iso(128).along(Line.ROW)
     assert (str(block), str(block.transposed)) == ("128x128/row", "128x128/column")
