@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..engine.capabilities import RECORDS, EngineRecord, Workload, missing_tool, problem
+from ..engine.capabilities import RECORDS, EngineRecord, missing_tool, problem
 from ..engine.cold_start import compile_ahead, run_jobs
 from ..engine.select import ENGINES
-from ..engine.settings import EngineSettings
+from ..engine.settings import EngineSettings, Workload
 from ..engine.trust import Subject, UndecidedError, try_engine
 from ..enums import ActivationType, EngineName
 from ..host import driver_version

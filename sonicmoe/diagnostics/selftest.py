@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from ..config import ResolvedConfig
-from ..engine.capabilities import RECORDS, Workload
+from ..engine.capabilities import RECORDS
 from ..engine.cold_start import run_jobs
 from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import ENGINES, EngineChoice, choose_engine, ready_engine, unavailable
+from ..engine.settings import Workload
 from ..engine.trust import Subject, is_untried
 from ..enums import ActivationType, EngineName
 from ..jit.plan import CompileJob

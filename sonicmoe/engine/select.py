@@ -14,22 +14,13 @@ from ..enums import EngineName
 from ..errors import EngineUnavailableError
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
-from .capabilities import (
-    HOST,
-    RECORDS,
-    EngineRecord,
-    TokenFormat,
-    Workload,
-    missing_tool,
-    problem,
-    token_problem,
-)
+from .capabilities import HOST, RECORDS, EngineRecord, missing_tool, problem, token_problem
 from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
 from .mxfp8 import Mxfp8Engine
 from .reference import ReferenceEngine
-from .settings import EngineSettings
+from .settings import EngineSettings, TokenFormat, Workload
 from .triton import TritonEngine
 from .trust import Subject, refusal, require_tried, trusted
 from .without_kernels import lost_on_gpus

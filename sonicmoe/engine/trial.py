@@ -35,10 +35,10 @@ from ..quant.recipes import RECIPES, rows
 from ..quant.reference import quantize
 from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
-from .capabilities import GradientTarget, TokenFormat, Workload, gradient_problem, token_problem
+from .capabilities import gradient_problem, token_problem
 from .interface import Engine, FreshTargets, ParameterTargets, Tokens, WeightTarget
 from .reference import ReferenceEngine
-from .settings import EngineSettings
+from .settings import EngineSettings, GradientTarget, TokenFormat, Workload
 from .targets import GradientTargets, NativeBuffer
 
 Tensor = torch.Tensor

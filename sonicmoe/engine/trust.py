@@ -39,9 +39,10 @@ from ..jit.guard import forbidden_by
 from ..jit.key import VERDICT, CompileKey
 from ..jit.manifest import Artefact
 from ..routing.backends import index_of_gpu
-from .capabilities import EngineRecord, TokenFormat, Workload, problem
+from .capabilities import EngineRecord, problem
 from .cold_start import run_jobs
 from .interface import Engine
+from .settings import TokenFormat, Workload
 from .trial import BEGIN, DONE, EVENTS, REQUEST, RESULT, record_of
 
 logger = logging.getLogger("sonicmoe")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import SonicMoEConfig, active_config
-from ..engine.capabilities import Workload
 from ..engine.interface import (
     Engine,
     EngineSettings,
@@ -25,6 +24,7 @@ from ..engine.interface import (
     plain_tokens,
 )
 from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
+from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name, plain_ops

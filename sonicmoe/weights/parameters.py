@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ..engine.activations import pre_activation_width
+from ..engine.gradient_memory import WeightTarget
 from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
-from ..engine.targets import WeightTarget
 from ..enums import ACTIVATIONS, ActivationType, is_glu
 from ..errors import DTypeError, LayoutError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name, holds_memory, require_framework_tensor

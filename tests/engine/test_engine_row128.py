@@ -15,10 +15,11 @@ from engine.test_engine_fp8 import coarse_problem, distance
 from framework import numpy, relative_rmse, tensor, torch
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine.capabilities import BF16, HOPPER, Workload, problem
+from sonicmoe.engine.capabilities import BF16, HOPPER, problem
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.observe import listening

@@ -19,17 +19,10 @@ import pytest
 from sonicmoe import SonicMoEConfig
 from sonicmoe.architectures import SM90, SM120
 from sonicmoe.engine import select, trial, trust
-from sonicmoe.engine.capabilities import (
-    BF16,
-    HOPPER,
-    RECORDS,
-    REFERENCE,
-    TRITON,
-    TokenFormat,
-    Workload,
-)
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, REFERENCE, TRITON
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.settings import TokenFormat, Workload
 from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError

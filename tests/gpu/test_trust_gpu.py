@@ -16,9 +16,10 @@ from gpu import planted_gpu_engines
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import select, trust
-from sonicmoe.engine.capabilities import BF16, RECORDS, REFERENCE, Workload, problem
+from sonicmoe.engine.capabilities import BF16, RECORDS, REFERENCE, problem
 from sonicmoe.engine.cold_start import compile_missing
 from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.trust import Limits, Subject, try_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError

@@ -18,9 +18,10 @@ from weights.weight_sources import (
     weight_arrays,
 )
 
-from sonicmoe.engine.capabilities import RECORDS, GradientTarget
+from sonicmoe.engine.capabilities import RECORDS
 from sonicmoe.engine.interface import GradientTargets, NativeBuffer, native_buffer
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.settings import GradientTarget
 from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.gradients.destinations import add_to_main_grad
