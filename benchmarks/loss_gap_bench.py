@@ -51,11 +51,10 @@ from gpu_queue import HOST, GpuQueue, Outcome, StopRequest, Task, gpus, sonicmoe
 from loss_gap_presets import PRESETS, Preset, plan_line, with_steps
 from start_together import with_package
 
-from ernie_compat.lossgap import GapRun, GapSummary, gap_curve, read_run, summarise
+from ernie_compat.gap_runs import GapRun, GapSummary, gap_curve, read_run, summarise
+from ernie_compat.lossgap import percent, print_gaps, to_json, verdict
 from ernie_compat.metrics import read_metrics
 from ernie_compat.trainer import CAPTURED_PATTERN, METRICS_NAME
-from sonicmoe.cli.lossgap import percent, run_table, summary_table, to_json, verdict
-from sonicmoe.cli.numerics import print_table
 from sonicmoe.cli.train import MODEL_OPTIONS, TRAIN_OPTIONS
 from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
 from sonicmoe.errors import SonicMoEError
@@ -330,9 +329,8 @@ def report(
         click.echo(line)
     if gaps:
         summaries = summarise(gaps)
-        figures |= to_json(gaps, summaries, [], None)
-        print_table(run_table(gaps), markdown=True)
-        print_table(summary_table(summaries), markdown=True)
+        figures |= to_json(gaps, summaries)
+        print_gaps(gaps, summaries)
         for summary in summaries:
             click.echo(verdict(summary))
             click.echo(goal_line(summary, goal))

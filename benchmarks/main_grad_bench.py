@@ -193,7 +193,7 @@ def measure_stages(
     found: list[list[dict[str, float]]] = [[] for _ in nodes]
     for _ in range(PROFILED):
         for node, stages in zip(nodes, found, strict=True):
-            kernels = profile_phases([Call(node, batch).phases for batch in batches], nvtx=False)
+            kernels = profile_phases([Call(node, batch).phases for batch in batches])
             stages.append(total_us(kernels, "stage", len(batches)))
     for figures, stages in zip(every, found, strict=True):
         if all("dw1" in each for each in stages):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import numpy as np
 
 from sonicmoe.errors import expect
 
-from .lossgap import GapRun, LossGapError, gap_curve
+from .gap_runs import GapRun, LossGapError, gap_curve
 from .model_config import smoothing_window
 from .trainer import METRICS_NAME
 
 LOSS = "loss"
 STEP_NAMES = ("step", "global_step", "iteration", "iter")
 _SEPARATORS = ",\t;"
+_Row = tuple[str, dict[str, Any]]  # the place, for messages; cells by the name of their column
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,23 @@ class LossFile:
         """Mean of the last losses, as many as are smoothed over."""
         return float(np.mean(self.losses[-self.window :]))
 
+    @property
+    def by_step(self) -> dict[int, float]:
+        """The losses; where the file has no steps, its rows are counted."""
+        steps = range(len(self.losses)) if self.steps is None else self.steps
+        return dict(zip(steps, self.losses, strict=True))
 
-@dataclass(frozen=True)
-class _Row:
-    """Cells by the name of their column; `place` for messages."""
+    def at(self, steps: Sequence[int]) -> LossFile:
+        """The same file at some of its steps."""
+        losses = tuple(self.by_step[step] for step in steps)
+        return LossFile(
+            self.path, losses, None if self.steps is None else tuple(steps), self.left_out
+        )
 
-    place: str
-    cells: dict[str, Any]
+    def __str__(self) -> str:
+        """`FILE has 100 losses at steps 1 to 100`."""
+        steps = "" if self.steps is None else f" at steps {self.steps[0]} to {self.steps[-1]}"
+        return f"{self.path} has {len(self.losses)} losses{steps}"
 
 
 def read_losses(path: Path, column: str | None = None, *, keeps_missing: bool = False) -> LossFile:
@@ -74,9 +85,14 @@ def read_losses(path: Path, column: str | None = None, *, keeps_missing: bool = 
             steps that do not ascend. The message names the file and the row.
     """
     path = path / METRICS_NAME if path.is_dir() else path
-    rows = list(_rows(path, _text_of(path)))
+    expect(path.is_file(), LossGapError, f"{path} is no file of losses")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LossGapError(f"cannot read {path}: {error}") from None
+    rows = (_json_rows if text.lstrip()[:1] in {"{", "["} else _table_rows)(path, text)
     name = _loss_column(path, rows, column)
-    held = [row for row in rows if row.cells.get(name) not in (None, "")]
+    held = [row for row in rows if row[1].get(name) not in (None, "")]
     losses = tuple(_loss(row, name, keeps_missing) for row in held)
     return LossFile(path, losses, _steps(path, held), len(rows) - len(held))
 
@@ -90,25 +106,17 @@ def without_missing(run: LossFile, reference: LossFile) -> tuple[LossFile, LossF
     """
     if run.steps is None or reference.steps is None:
         _require_same_steps(run, reference)
-        places = [tuple(range(len(run.losses)))] * 2
-    else:
-        places = [run.steps, reference.steps]
-    held = [
-        {place: n for n, place in enumerate(at) if not math.isnan(one.losses[n])}
-        for one, at in zip((run, reference), places, strict=True)
+        run, reference = (LossFile(f.path, f.losses, None, f.left_out) for f in (run, reference))
+    ours, theirs = run.by_step, reference.by_step
+    every = sorted(ours.keys() | theirs.keys())
+    common = [
+        step
+        for step in every
+        if not math.isnan(ours.get(step, math.nan) + theirs.get(step, math.nan))
     ]
-    common = sorted(held[0].keys() & held[1].keys())
     what = f"{run.path} and {reference.path} have no step at which both have a loss"
     expect(bool(common), LossGapError, what)
-    first, second = (
-        replace(
-            one,
-            losses=tuple(one.losses[at[place]] for place in common),
-            steps=None if one.steps is None else tuple(one.steps[at[place]] for place in common),
-        )
-        for one, at in zip((run, reference), held, strict=True)
-    )
-    return first, second, len({*places[0], *places[1]}) - len(common)
+    return run.at(common), reference.at(common), len(every) - len(common)
 
 
 def compare_files(run: LossFile, reference: LossFile) -> GapRun:
@@ -137,33 +145,14 @@ def _require_same_steps(run: LossFile, reference: LossFile) -> None:
     if run.steps is not None and reference.steps is not None and run.steps != reference.steps:
         strays = sorted(set(run.steps) ^ set(reference.steps))
         raise LossGapError(
-            f"{_extent(run)}, {_extent(reference)}: step {strays[0]} is in one of them alone; "
+            f"{run}, {reference}: step {strays[0]} is in one of them alone; "
             "needed: the same steps in both; --skip-missing drops those that one lacks"
         )
     expect(
         len(run.losses) == len(reference.losses),
         LossGapError,
-        f"{_extent(run)}, {_extent(reference)}; needed: equally many, one for each step of both",
+        f"{run}, {reference}; needed: equally many, one for each step of both",
     )
-
-
-def _extent(one: LossFile) -> str:
-    steps = "" if one.steps is None else f" at steps {one.steps[0]} to {one.steps[-1]}"
-    return f"{one.path} has {len(one.losses)} losses{steps}"
-
-
-def _text_of(path: Path) -> str:
-    expect(path.is_file(), LossGapError, f"{path} is no file of losses")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LossGapError(f"cannot read {path}: {error}") from None
-
-
-def _rows(path: Path, text: str) -> Iterable[_Row]:
-    if text.lstrip()[:1] in {"{", "["}:
-        return _json_rows(path, text)
-    return _table_rows(path, text)
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
@@ -171,8 +160,8 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-        return [_json_row(f"{path}, line {n}", _parsed(f"{path}, line {n},", x)) for n, x in lines]
+        lines = [(f"{path}, line {n}", line) for n, line in _filled(text)]
+        return [_json_row(place, _parsed(place, line)) for place, line in lines]
     if isinstance(whole, dict):
         # trainer_state.json; any other object is a file of one line.
         whole = whole.get("log_history", [whole])
@@ -180,28 +169,28 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
     return [_json_row(f"{path}, entry {n}", entry) for n, entry in enumerate(whole, start=1)]
 
 
+def _filled(text: str) -> list[tuple[int, str]]:
+    return [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+
+
 def _parsed(place: str, line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LossGapError(f"{place} is no JSON: {error}") from None
+        raise LossGapError(f"{place}, is no JSON: {error}") from None
 
 
 def _json_row(place: str, entry: Any) -> _Row:
     if isinstance(entry, dict):
-        return _Row(place, entry)
+        return place, entry
     number = isinstance(entry, int | float) and not isinstance(entry, bool)
     expect(number, LossGapError, f"{place} is {entry!r:.40}; needed: an object, or a number")
-    return _Row(place, {LOSS: entry})
+    return place, {LOSS: entry}
 
 
 def _table_rows(path: Path, text: str) -> list[_Row]:
     """Of lines of cells. Lines that begin with # are comments."""
-    lines = [
-        (n, line)
-        for n, line in enumerate(text.splitlines(), start=1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
+    lines = [(n, line) for n, line in _filled(text) if not line.lstrip().startswith("#")]
     expect(bool(lines), LossGapError, f"{path} is empty")
     split = _splitter(lines[0][1])
     try:
@@ -209,14 +198,14 @@ def _table_rows(path: Path, text: str) -> list[_Row]:
     except csv.Error as error:
         raise LossGapError(f"cannot read {path}: {error}") from None
     first = cells[0][1]
-    if all(_is_number(cell) for cell in first):
+    if all(_number(cell) is not None for cell in first):
         names = [LOSS] if len(first) == 1 else [str(n) for n in range(1, len(first) + 1)]
     else:
         names, cells = first, cells[1:]
     for place, row in cells:
         wide = f"{place}, has {len(row)} cells; needed: {len(names)}, as in the first line"
         expect(len(row) == len(names), LossGapError, wide)
-    return [_Row(place, dict(zip(names, row, strict=True))) for place, row in cells]
+    return [(place, dict(zip(names, row, strict=True))) for place, row in cells]
 
 
 def _splitter(line: str) -> Callable[[str], list[str]]:
@@ -227,17 +216,17 @@ def _splitter(line: str) -> Callable[[str], list[str]]:
     return lambda text: next(csv.reader([text], delimiter=separator))
 
 
-def _is_number(cell: str) -> bool:
+def _number(value: Any) -> float | None:
+    """None for what is no number."""
     try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _loss_column(path: Path, rows: Sequence[_Row], asked: str | None) -> str:
     """The name of the column, in the file's own spelling."""
-    names = list(dict.fromkeys(name for row in rows for name in row.cells))
+    names = list(dict.fromkeys(name for _, cells in rows for name in cells))
     expect(bool(names), LossGapError, f"{path} has no losses")
     if asked is None and len(names) == 1:
         return names[0]
@@ -251,38 +240,32 @@ def _loss_column(path: Path, rows: Sequence[_Row], asked: str | None) -> str:
 
 
 def _loss(row: _Row, name: str, keeps_missing: bool) -> float:
-    value = row.cells[name]
-    try:
-        loss = -1.0 if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        loss = -1.0
+    place, cells = row
+    loss = _number(cells[name]) or 0.0
     missing = math.isnan(loss)
     # The gap is a ratio of losses.
     sound = 0 < loss < math.inf or (missing and keeps_missing)
     remedy = "; --skip-missing drops its step from both files" if missing else ""
-    found = f"{row.place}: {name} is {value!r:.40}"
+    found = f"{place}: {name} is {cells[name]!r:.40}"
     expect(sound, LossGapError, f"{found}; needed: a positive number{remedy}")
     return loss
 
 
 def _steps(path: Path, rows: Sequence[_Row]) -> tuple[int, ...] | None:
     expect(bool(rows), LossGapError, f"{path} has no losses")
-    names = {name.lower(): name for name in rows[0].cells}
+    names = {name.lower(): name for name in rows[0][1]}
     name = next((names[known] for known in STEP_NAMES if known in names), None)
     if name is None:
         return None
     steps: list[int] = []
-    for row in rows:
-        value = row.cells.get(name)
-        try:
-            number = math.nan if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        sound = number.is_integer()  # of NaN and infinity too: False
-        expect(sound, LossGapError, f"{row.place}: {name} is {value!r:.40}; needed: a whole number")
+    for place, cells in rows:
+        number = _number(cells.get(name))
+        if number is None or not number.is_integer():  # nor NaN and infinity
+            found = f"{place}: {name} is {cells.get(name)!r:.40}"
+            raise LossGapError(f"{found}; needed: a whole number")
         rises = not steps or number > steps[-1]
         last = f"{name} {number:.0f} comes after {steps[-1] if steps else 0}"
         needed = "needed: ascending steps (a run that was resumed may have logged some twice)"
-        expect(rises, LossGapError, f"{row.place}: {last}; {needed}")
+        expect(rises, LossGapError, f"{place}: {last}; {needed}")
         steps.append(int(number))
     return tuple(steps)

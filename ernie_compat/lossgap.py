@@ -1,9 +1,5 @@
-"""The loss gap of `sonicmoe train --compare` runs over seeds, with its confidence interval, so
-that a reader can tell a normal gap from a loss. Imports no framework.
-
-A run's gap is `metrics.loss_gap`: the mean of |s - r| / r over the last quarter of the
-steps, s and r being the two smoothed losses. The signed gap is the same without the absolute value:
-positive where the run is worse than full precision.
+"""`python -m ernie_compat.lossgap`: the loss gap of `train --compare` runs over seeds, or of two files
+of losses.
 """
 
 from __future__ import annotations
@@ -11,239 +7,238 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 from sonicmoe.errors import ConfigError, SonicMoEError, expect
 from sonicmoe.plotting import new_figure, save_figure
 
-from .metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
-from .model_config import RunConfig
-from .run_directory import SUMMARY_NAME
-from .saved_run import SavedRun
-from .trainer import CHECKPOINT_NAME, METRICS_NAME
+from .gap_runs import GapRun, GapSummary, Interval, is_compared, read_run, summarise
+from .loss_files import LossFile, compare_files, read_losses, without_missing
 
-Array = np.ndarray
-
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the
-# normal one is 2 % off at most.
-STUDENT_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-NORMAL = 1.960
 LABEL_WIDTH = 80  # characters of a line of the legend
+Rows = Iterable[Sequence[str]]
 
 
-class LossGapError(SonicMoEError, ValueError):
-    """A directory does not hold a finished run with `--compare`, or a file no losses that fit."""
+class Refusal(click.ClickException):
+    """Bad input, said in one line."""
+
+    exit_code = 2
 
 
-@dataclass(frozen=True, eq=False)
-class GapRun:
-    """One run. Gaps are fractions; `curve` is the signed gap of the smoothed losses at every step.
+@click.command()
+@click.argument(
+    "paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path)
+)
+@click.option(
+    "--column",
+    metavar="NAME",
+    help="Column, or key, of the loss in files; its number where a file has no header.  "
+    "[default: loss, or the only column]",
+)
+@click.option(
+    "--skip-missing",
+    is_flag=True,
+    help="Of two files: drop steps whose loss is nan, or absent, in one of them from both.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the gaps over the steps.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def lossgap(
+    paths: tuple[Path, ...],
+    column: str | None,
+    skip_missing: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Summarise the gap in loss between a precision and full precision, in Markdown tables.
 
-    directory: the file, for losses out of files. seed: None where nobody knows it. at: the step of
-    each value of `curve`; None: 1, 2, ...
+    Runs: each PATH is the --out of one `sonicmoe train --compare --seed N`. Runs that differ in
+    more than the seed are summarised apart.
+
+    Two files: the losses of a run, then those of its reference, of any program: CSV, one loss on
+    each line, JSON lines, or transformers' trainer_state.json. Either may be the --out of a run of
+    `sonicmoe train`, and both where neither was trained with --compare. Both need the same steps.
+
+    docs/troubleshooting.md has the formats of files, docs/performance.md how to read the numbers.
     """
-
-    directory: Path
-    kind: str
-    seed: int | None
-    steps: int
-    gap: float
-    signed_gap: float
-    held_out_gap: float | None
-    curve: Array
-    at: Array | None = None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95 % confidence interval (Student's t), cut at what is possible, and the
-    standard deviation of the values; interval and deviation of a single run are unknown: NaN.
-    """
-
-    mean: float
-    low: float
-    high: float
-    deviation: float = math.nan
-
-    @classmethod
-    def of(cls, values: Sequence[float], least: float = -math.inf) -> Interval:
-        """Of at least one value, none of which can be below `least`."""
-        mean = float(np.mean(values))
-        if len(values) < 2:
-            return cls(mean, math.nan, math.nan)
-        # n values have n - 1 degrees of freedom, and the table starts at 1.
-        quantile = STUDENT_T[len(values) - 2] if len(values) - 2 < len(STUDENT_T) else NORMAL
-        # `ddof=1` is the unbiased variance; dividing by sqrt(n) makes it that of the mean.
-        deviation = float(np.std(values, ddof=1))
-        half = quantile * deviation / math.sqrt(len(values))
-        return cls(mean, max(least, mean - half), mean + half, deviation)
-
-
-@dataclass(frozen=True)
-class GapSummary:
-    """Runs of one kind that differ in the seed. `shifted`: the interval of the signed gap leaves
-    out zero.
-    """
-
-    kind: str
-    runs: int
-    gap: Interval
-    worst: float
-    signed_gap: Interval
-    held_out_gap: Interval | None
-
-    @property
-    def shifted(self) -> bool:
-        """Whether the precision costs (or gains) loss beyond what seeds explain; False when a
-        single run cannot tell.
-        """
-        return self.signed_gap.low > 0 or self.signed_gap.high < 0
-
-
-def read_run(directory: Path) -> GapRun:
-    """Read what `sonicmoe train --compare --out directory` left.
-
-    Raises:
-        LossGapError: no finished run there, or one without `--compare`.
-        MetricsError, CheckpointError: its files are damaged.
-    """
-    summary_path = directory / SUMMARY_NAME
-    expect(
-        summary_path.exists(),
-        LossGapError,
-        f"{directory} holds no finished run: {SUMMARY_NAME} is missing",
-    )
-    summary = _read_summary(summary_path)
-    records = read_metrics(directory / METRICS_NAME)
-    pairs = [
-        (record.loss, record.full_precision_loss)
-        for record in records
-        if record.full_precision_loss is not None
-    ]
-    expect(
-        bool(pairs),
-        LossGapError,
-        f"{directory} was trained without --compare: there is nothing to measure a gap from; "
-        "a second run, or a file of losses, can be its reference",
-    )
-    losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
-    config = _config(directory, summary)
-    # Where a loss is infinite or zero, every figure below would be too.
-    sound = all(0 < value < math.inf for value in (*losses, *references))
-    expect(sound, LossGapError, f"{directory} has a loss that is not a positive number")
-    curve, gap, signed_gap = gap_curve(losses, references)
-    held_out, reference = (
-        _figure(summary, name, summary_path)
-        for name in ("held_out_loss", "held_out_loss_full_precision")
-    )
-    return GapRun(
-        directory=directory,
-        kind=_kind(summary, config),
-        seed=config.train.seed,
-        steps=len(pairs),
-        gap=gap,
-        signed_gap=signed_gap,
-        held_out_gap=held_out / reference - 1 if held_out and reference else None,
-        curve=curve,
-    )
-
-
-def gap_curve(losses: Sequence[float], references: Sequence[float]) -> tuple[Array, float, float]:
-    """`(curve, gap, signed gap)` as of `GapRun`, of positive losses, equally many."""
-    # Smoothed before the division: a ratio of single steps is mostly noise.
-    curve = smoothed(losses) / smoothed(references) - 1
-    tail = max(1, round(len(curve) * GAP_TAIL))
-    return curve, loss_gap(losses, references), float(np.mean(curve[-tail:]))
-
-
-def is_compared(directory: Path) -> bool:
-    """Whether a directory holds a run with `--compare`; True where it holds no steps, so that
-    `read_run` says what is missing.
-
-    Raises:
-        MetricsError: its metrics are damaged.
-    """
-    records = read_metrics(directory / METRICS_NAME)
-    return not records or any(record.full_precision_loss is not None for record in records)
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        expect(path.is_file(), LossGapError, f"{path} is no regular file")
-        summary = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, LossGapError):
-            raise
-        raise LossGapError(f"cannot read {path}: {error}") from None
-    expect(isinstance(summary, dict), LossGapError, f"{path} is no summary of a run")
-    return summary  # type: ignore[no-any-return]
+        _compare(paths, column, skip_missing, plot, as_json)
+    except (SonicMoEError, OSError) as error:
+        raise Refusal(" ".join(str(error).split())) from error
 
 
-def _config(directory: Path, summary: dict[str, Any]) -> RunConfig:
-    """Of the summary; a run of an earlier version has it in its checkpoint alone."""
-    if "config" not in summary:
-        return SavedRun.read(directory / CHECKPOINT_NAME).config
-    try:
-        return RunConfig.from_json(summary["config"])
-    except ConfigError as error:
-        raise LossGapError(f"{directory / SUMMARY_NAME} is damaged: {error}") from None
+def _compare(
+    paths: Sequence[Path],
+    column: str | None,
+    skip_missing: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    # Everything is read before anything is printed: a bad file leaves no half of a report.
+    pair = is_pair(paths)
+    for option, given in {"--column": column is not None, "--skip-missing": skip_missing}.items():
+        what = f"{option} is for files of losses, and these are runs with --compare"
+        expect(pair or not given, ConfigError, what)
+    files: list[LossFile] = []
+    skipped = 0
+    if pair:
+        first, second = (read_losses(path, column, keeps_missing=skip_missing) for path in paths)
+        if skip_missing:
+            first, second, skipped = without_missing(first, second)
+        files, runs = [first, second], [compare_files(first, second)]
+    else:
+        runs = [read_run(path) for path in paths]
+    summaries = summarise(runs)
+    picture = None if plot is None else str(plot_gaps(runs, plot))
+    if as_json:
+        data = to_json(runs, summaries) | {
+            "files": [_file_json(one) for one in files],
+            "skipped_steps": skipped,
+            "plot": picture,
+        }
+        click.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    if files:
+        print_table(
+            ("losses", "rows", "left out", "steps", "first", "end (mean)"), _file_rows(files)
+        )
+    if skip_missing:
+        click.echo(f"{skipped} steps without a loss in one of the files were dropped from both")
+    print_gaps(runs, summaries)
+    for summary in summaries:
+        click.echo(verdict(summary))
+    if picture is not None:
+        click.echo(f"plot: {picture}")
 
 
-def _figure(summary: dict[str, Any], name: str, path: Path) -> float | None:
-    value = summary.get(name)
-    number = isinstance(value, float | int) and math.isfinite(value)
-    expect(value is None or number, LossGapError, f"{path} has {name} {value!r}; needed: a number")
-    return value
-
-
-def _kind(summary: dict[str, Any], config: RunConfig) -> str:
-    """The settings that runs must share to be averaged, as one line."""
-    model = config.model
-    sizes = (
-        f"H={model.hidden_size}, I={model.intermediate_size}, E={model.num_experts}, "
-        f"K={model.topk}, L={model.num_layers}"
-    )
-    told = {name: summary.get(name) for name in ("precision", "framework", "engine", "steps")}
-    return (
-        f"{told['precision']} on {told['framework']}, engine {told['engine']}, "
-        f"{told['steps']} steps, {sizes}"
-    )
-
-
-def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
-    """One summary per kind, in the order of their first run.
+def is_pair(paths: Sequence[Path]) -> bool:
+    """Whether these are a run and its reference; else they are runs with `--compare`.
 
     Raises:
-        LossGapError: a seed occurs twice in a kind: such runs are one experiment, not two.
+        ConfigError: a path is not there, or files come in another number than two.
     """
-    summaries = []
-    for kind in dict.fromkeys(run.kind for run in runs):
-        own = [run for run in runs if run.kind == kind]
-        seeds = [run.seed for run in own if run.seed is not None]
-        twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-        expect(
-            not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}"
+    for path in paths:
+        expect(path.exists(), ConfigError, f"{path} is not there")
+    if all(path.is_dir() for path in paths):
+        return len(paths) == 2 and not any(map(is_compared, paths))
+    expect(
+        len(paths) == 2,
+        ConfigError,
+        f"{len(paths)} paths, with files of losses among them; needed: two, the losses of a run and "
+        "those of its reference",
+    )
+    return True
+
+
+def print_gaps(runs: Sequence[GapRun], summaries: Sequence[GapSummary]) -> None:
+    """A table with a row per run, and one with a row per kind of run: means and 95 % intervals, and
+    how far the seeds spread.
+    """
+    print_table(("run", "seed", "gap %", "signed gap %", "held-out gap %"), _run_rows(runs))
+    heads = ("runs of", "seeds", "gap %", "worst %", "signed gap %", "its standard deviation")
+    print_table((*heads, "held-out gap %"), _summary_rows(summaries))
+
+
+def print_table(heads: Sequence[str], rows: Rows) -> None:
+    """In Markdown, which a terminal shows as well."""
+    for cells in (heads, ["---"] * len(heads), *rows):
+        click.echo(f"| {' | '.join(cells)} |")
+    click.echo()
+
+
+def _file_rows(files: Sequence[LossFile]) -> Rows:
+    """What was read, so that a wrong column is seen."""
+    for one in files:
+        steps = "–" if one.steps is None else f"{one.steps[0]} to {one.steps[-1]}"
+        end = f"{one.end:.4f} (last {one.window})"
+        counts = str(len(one.losses)), str(one.left_out)
+        yield str(one.path), *counts, steps, f"{one.losses[0]:.4f}", end
+
+
+def _run_rows(runs: Sequence[GapRun]) -> Rows:
+    for run in runs:
+        seed = "–" if run.seed is None else str(run.seed)
+        gaps = (run.gap, run.signed_gap, run.held_out_gap)
+        yield str(run.directory), seed, *map(percent, gaps)
+
+
+def _summary_rows(summaries: Sequence[GapSummary]) -> Rows:
+    for one in summaries:
+        yield (
+            one.kind,
+            str(one.runs),
+            interval(one.gap),
+            percent(one.worst),
+            interval(one.signed_gap),
+            percent(one.signed_gap.deviation),
+            "–" if one.held_out_gap is None else interval(one.held_out_gap),
         )
-        held_out = [run.held_out_gap for run in own if run.held_out_gap is not None]
-        summaries.append(
-            GapSummary(
-                kind=kind,
-                runs=len(own),
-                gap=Interval.of([run.gap for run in own], least=0.0),
-                worst=max(run.gap for run in own),
-                signed_gap=Interval.of([run.signed_gap for run in own]),
-                held_out_gap=Interval.of(held_out) if held_out else None,
-            )
+
+
+def verdict(summary: GapSummary) -> str:
+    """The conclusion from the intervals, in a line."""
+    if summary.runs < 2:
+        said = "one run, which chance may explain; train more seeds for an interval"
+    elif not summary.shifted:
+        said = (
+            "seeds explain the difference to full precision (the signed gap's interval contains 0)"
         )
-    return summaries
+    else:
+        direction = "worse" if summary.signed_gap.mean > 0 else "better"
+        said = f"{direction} than full precision beyond what seeds explain"
+    return f"{summary.kind}: {said}"
+
+
+def percent(fraction: float | None) -> str:
+    """`0.020`, or a dash."""
+    return "–" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.3f}"
+
+
+def interval(one: Interval) -> str:
+    """`0.020 [0.011, 0.029]`."""
+    bounds = "" if math.isnan(one.low) else f" [{percent(one.low)}, {percent(one.high)}]"
+    return percent(one.mean) + bounds
+
+
+def to_json(runs: Sequence[GapRun], summaries: Sequence[GapSummary]) -> dict[str, Any]:
+    """Plain data; fractions, and None where a number is unknown."""
+    figures = ("kind", "seed", "steps", "gap", "signed_gap", "held_out_gap")
+    return {
+        "runs": [
+            {"directory": str(run.directory), **{name: getattr(run, name) for name in figures}}
+            for run in runs
+        ],
+        "summaries": [_plain({**asdict(one), "shifted": one.shifted}) for one in summaries],
+    }
+
+
+def _file_json(one: LossFile) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "rows": len(one.losses),
+        "left_out": one.left_out,
+        "steps": None if one.steps is None else [one.steps[0], one.steps[-1]],
+        "first": one.losses[0],
+        "end": one.end,
+        "window": one.window,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """NaN as None, at any depth."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _count(runs: Sequence[GapRun]) -> str:
@@ -291,3 +286,7 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    lossgap(prog_name="python -m ernie_compat.lossgap")

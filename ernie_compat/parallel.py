@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,12 +38,11 @@ EXPERT_NAME = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Launch:
-    """A launcher's answers: own rank, number of ranks, index on this host, host of rank 0."""
+    """A launcher's answers: own rank, number of ranks, index on this host."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    master_host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -215,19 +215,42 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         # torchrun is asked first. A launcher is recognised by the variable that counts its ranks.
         if "WORLD_SIZE" in environ:
             rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-            return Launch(rank, world, int(environ.get("LOCAL_RANK", rank)), environ["MASTER_ADDR"])
+            _require(environ, "MASTER_ADDR")  # where PyTorch looks for rank 0
+            return Launch(rank, world, int(environ.get("LOCAL_RANK", rank)))
         if "PADDLE_TRAINERS_NUM" in environ:
             rank, world = int(environ["PADDLE_TRAINER_ID"]), int(environ["PADDLE_TRAINERS_NUM"])
-            # The list of "host:port" is in rank order, so the first is rank 0. `rsplit` keeps the
-            # colons of an IPv6 address.
-            host = environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rsplit(":", 1)[0]
-            return Launch(rank, world, int(environ.get("PADDLE_RANK_IN_NODE", rank)), host)
+            _require(environ, "PADDLE_TRAINER_ENDPOINTS")  # where Paddle looks for the others
+            return Launch(rank, world, int(environ.get("PADDLE_RANK_IN_NODE", rank)))
     except (KeyError, ValueError) as error:
         needed = TORCHRUN_VARIABLES if "WORLD_SIZE" in environ else PADDLE_VARIABLES
         raise ConfigError(
             f"the launcher's environment is incomplete ({error}); needed: {', '.join(needed)}"
         ) from None
     return Launch()
+
+
+def _require(environ: Mapping[str, str], name: str) -> None:
+    if name not in environ:
+        raise KeyError(name)
+
+
+@contextmanager
+def lost_ranks_named(layout: RankLayout, library: str) -> Iterator[None]:
+    """Say of a collective that broke that another rank is gone. Ranks that wait for one that is
+    gone are ended by the launcher, torchrun or paddle.distributed.launch, which watches all of them.
+
+    Raises:
+        RankLostError: the collective's error, in one sentence.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if layout.world_size > 1:
+            # Not before, because the package imports the framework, which is not chosen yet.
+            from sonicmoe.ep.lost_ranks import raise_lost_rank
+
+            raise_lost_rank(error, "training", library, layout.rank, layout.world_size)
+        raise
 
 
 def is_expert(name: str) -> bool:

@@ -103,6 +103,26 @@ def claimed(directory: Path) -> Iterator[None]:
             lock.release()
 
 
+@contextmanager
+def opened(out: Path | None, rank: int, may_hold_a_run: bool) -> Iterator[Path]:
+    """The directory of the results, `out` or a new one, which rank 0 holds meanwhile. Other ranks
+    write nothing.
+
+    Raises:
+        ConfigError: it cannot be made, is in use, or holds a run that would be lost.
+    """
+    if rank != 0:
+        yield out or DEFAULT_PARENT
+        return
+    if out is not None:
+        make(out)
+    directory = out or make_new()
+    with claimed(directory):
+        if not may_hold_a_run:
+            require_free(directory)
+        yield directory
+
+
 def found_run(directory: Path) -> str | None:
     """What a run left in the directory, in words; None where there is none."""
     checkpoint, metrics = directory / CHECKPOINT_NAME, directory / METRICS_NAME

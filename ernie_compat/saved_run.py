@@ -12,6 +12,7 @@ from typing import Any
 from sonicmoe.errors import ConfigError, expect
 
 from .checkpoint import CheckpointError, read_header
+from .corpus import Corpus, CorpusError, load_corpus
 from .model_config import MOST, RunConfig
 
 
@@ -74,3 +75,58 @@ class SavedRun:
             "data": list(self.data),
             "config": self.config.to_json(),
         }
+
+    def require_resumable(self, config: RunConfig) -> None:
+        """Check that this run can be continued as `config`; only the schedule (steps, learning
+        rate, ...) may differ.
+
+        Raises:
+            CheckpointError: naming the first setting that differs, its saved and its requested
+                value.
+        """
+        had, wanted = self.config.to_json(), config.to_json()
+        # Moments and names of parameters belong to one framework; a change of precision would be
+        # another experiment under the same curve.
+        for name in ("framework", "precision", "compare"):
+            _require_equal(name, had[name], wanted[name])
+        # A baseline that was not asked for is taken from the checkpoint and has nothing to
+        # contradict.
+        if config.compare and config.against is not None:
+            _require_equal("against", had["against"], config.against)
+        for name, value in wanted["model"].items():
+            _require_equal(name, had["model"][name], value)
+        # These decide which tokens a step sees and in which order gradients add up.
+        for name in ("seed", "batch_size", "micro_batches"):
+            _require_equal(name, had["train"][name], wanted["train"][name])
+        expect(
+            self.step <= config.train.steps,
+            CheckpointError,
+            f"the checkpoint is at step {self.step}, past the {config.train.steps} steps asked for",
+        )
+
+    def text(self) -> Corpus:
+        """The text that it was trained on, unchanged.
+
+        Raises:
+            CorpusError, ConfigError: it is not there, or no longer the same.
+        """
+        another = "to continue on another text, give --data"
+        try:
+            corpus = load_corpus(self.data)
+        except CorpusError as error:
+            raise CorpusError(f"the text of the checkpoint is gone: {error}; {another}") from None
+        where = ", ".join(self.data) or "this Python's standard library"
+        expect(
+            self.text_sha256 in ("", corpus.sha256),
+            ConfigError,
+            f"the text in {where} is not the one that the checkpoint was trained on; {another}",
+        )
+        return corpus
+
+
+def _require_equal(name: str, saved: Any, wanted: Any) -> None:
+    expect(
+        saved == wanted,
+        CheckpointError,
+        f"checkpoint has {name} = {saved!r}, this run {wanted!r}; resume with the saved value",
+    )

@@ -20,7 +20,7 @@ import numpy as np
 from sonicmoe.errors import SonicMoEError, expect
 from sonicmoe.npz import NpzError, read_npz
 
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint
 from .corpus import Corpus
 from .learner import Learner, make_learner
 from .memory import require_room
@@ -79,12 +79,8 @@ class Trainer:
             CorpusError: the text is shorter than a sequence.
             FrameworkError, EngineUnavailableError: see `make_learner`.
         """
-        # Both checks come before the learners, which allocate the model: a refusal should take no
-        # minute.
-        corpus.require_length(config.model.seq_len)
         parallel = parallel or SingleProcess()
-        config.require_world(parallel.layout.world_size)
-        require_room(config, parallel.layout.world_size)
+        require_startable(config, corpus, parallel.layout.world_size)
         config, learners = _make_learners(config, parallel)
         return cls(config, corpus, directory, learners, parallel)
 
@@ -106,7 +102,7 @@ class Trainer:
         # The header alone is read first, so that a run that cannot be resumed is refused before a
         # model is built.
         saved = SavedRun.read(path)
-        require_resumable(saved, config)
+        saved.require_resumable(config)
         # A resumed run keeps the twin that it had. Without this, another machine could choose
         # another baseline in the middle of the curve.
         config = replace(config, against=config.against or saved.config.against)
@@ -309,30 +305,16 @@ def baseline_for(engine: str) -> str:
     return "bf16" if engine == "hopper" else "fp32"
 
 
-def require_resumable(saved: SavedRun, config: RunConfig) -> None:
-    """Check that a checkpoint's run can be continued as `config`.
+def require_startable(config: RunConfig, corpus: Corpus, world_size: int) -> None:
+    """Refuse what can be refused before ranks join, and before anything of the model is allocated.
 
-    Only the schedule (steps, learning rate, ...) may differ. Raises:
-        CheckpointError: naming the first setting that differs, its saved and its requested value.
+    Raises:
+        CorpusError: the text is shorter than a sequence.
+        ConfigError: the batch does not split over the ranks, or the memory is too small.
     """
-    had, wanted = saved.config.to_json(), config.to_json()
-    # Moments and names of parameters belong to one framework; a change of precision would be
-    # another experiment under the same curve.
-    for name in ("framework", "precision", "compare"):
-        _require_equal(name, had[name], wanted[name])
-    # A baseline that was not asked for is taken from the checkpoint and has nothing to contradict.
-    if config.compare and config.against is not None:
-        _require_equal("against", had["against"], config.against)
-    for name, value in wanted["model"].items():
-        _require_equal(name, had["model"][name], value)
-    # These decide which tokens a step sees and in which order gradients add up.
-    for name in ("seed", "batch_size", "micro_batches"):
-        _require_equal(name, had["train"][name], wanted["train"][name])
-    expect(
-        saved.step <= config.train.steps,
-        CheckpointError,
-        f"the checkpoint is at step {saved.step}, past the {config.train.steps} steps asked for",
-    )
+    config.require_world(world_size)
+    require_room(config, world_size)
+    corpus.require_length(config.model.seq_len)
 
 
 def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, dict[str, Learner]]:
@@ -369,14 +351,6 @@ def _over(statistic: Callable[[list[float]], Any], values: list[float | None]) -
     """`statistic` of the values; None where there are none, or none was recorded."""
     known = [value for value in values if value is not None]
     return float(statistic(known)) if known else None
-
-
-def _require_equal(name: str, saved: Any, wanted: Any) -> None:
-    expect(
-        saved == wanted,
-        CheckpointError,
-        f"checkpoint has {name} = {saved!r}, this run {wanted!r}; resume with the saved value",
-    )
 
 
 def _require_finite(result: StepResult, step: int, way_out: str, whose: str = "") -> None:

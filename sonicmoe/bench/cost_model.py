@@ -60,30 +60,26 @@ class CostModel:
 
     def predict(self, shapes: Sequence[Shape]) -> Array:
         """Microseconds of forward and backward."""
-        return evaluate(
-            Columns.of(shapes, self.fp8), tuple(self.coefficients), self.knee
-        ) @ np.array(list(self.coefficients.values()))
+        return self._parts(shapes).sum(1)
 
     def mfu(self, shapes: Sequence[Shape]) -> Array:
         """Predicted share of the peak of the operands' format."""
-        flop = np.array([shape.flop for shape in shapes])
-        return flop / self.predict(shapes) / 1e6 / PEAK_TFLOPS["fp8" if self.fp8 else "bf16"]
+        return _mfu(shapes, self.predict(shapes), self.fp8)
 
     def shares(self, shapes: Sequence[Shape]) -> dict[str, float]:
         """Mean share of the predicted time, by term."""
-        names = tuple(self.coefficients)
-        parts = evaluate(Columns.of(shapes, self.fp8), names, self.knee) * np.array(
-            list(self.coefficients.values())
-        )
-        return dict(zip(names, (parts / parts.sum(1, keepdims=True)).mean(0).tolist(), strict=True))
+        parts = self._parts(shapes)
+        means = (parts / parts.sum(1, keepdims=True)).mean(0).tolist()
+        return dict(zip(self.coefficients, means, strict=True))
 
     def errors(self, points: Sequence[Point]) -> Array:
         """Relative errors of the predicted time, `[N]`; positive where it is too long."""
-        return (
-            self.predict([point.shape for point in points])
-            / np.array([point.us for point in points])
-            - 1
-        )
+        return self.predict([point.shape for point in points]) / _arrays(points)[1] - 1
+
+    def _parts(self, shapes: Sequence[Shape]) -> Array:
+        """Microseconds of each term, `[N, terms]`."""
+        values = evaluate(Columns.of(shapes, self.fp8), tuple(self.coefficients), self.knee)
+        return values * np.array(list(self.coefficients.values()))
 
     def lines(self) -> list[str]:
         terms = " + ".join(f"{value:.4g} * {name}" for name, value in self.coefficients.items())
@@ -98,35 +94,6 @@ class CostModel:
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name != "held_out"}
         return {**plain, "held_out": [vars(shape) for shape in self.held_out]}
-
-
-@dataclass(frozen=True, eq=False)
-class _Data:
-    """Points as arrays, for a fit or for its score."""
-
-    columns: Columns
-    us: Array
-    mfu: Array
-
-    @classmethod
-    def of(cls, points: Sequence[Point]) -> _Data:
-        shapes, us = (
-            [point.shape for point in points],
-            np.array([point.us for point in points], dtype=np.float64),
-        )
-        peak = PEAK_TFLOPS["fp8" if points[0].fp8 else "bf16"]
-        return cls(
-            Columns.of(shapes, points[0].fp8),
-            us,
-            100 * np.array([shape.flop for shape in shapes]) / us / 1e6 / peak,
-        )
-
-    def fit(self, names: Sequence[str], knee: float) -> Array:
-        return solve(evaluate(self.columns, names, knee), self.us)
-
-    def errors(self, names: Sequence[str], knee: float, weights: Array) -> Array:
-        """Relative, of predicted time."""
-        return np.asarray(evaluate(self.columns, names, knee) @ weights / self.us - 1)
 
 
 def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
@@ -144,29 +111,50 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
     points = sorted(points, key=lambda point: draw(point.shape, seed))
     count = max(1, sum(draw(point.shape, seed) < HELD_OUT_SHARE for point in points))
     unseen, rest = points[:count], points[count:]
-    seen, test = _Data.of(rest), _Data.of(unseen)
-    names, knee = choose_terms(seen.columns, seen.us)
-    weights = seen.fit(names, knee)
+    columns, times = _arrays(rest)
+    names, knee = choose_terms(columns, times)
+    weights = solve(evaluate(columns, names, knee), times)
     base = tuple(BASE_TERMS)
-    _, base_knee = best_knee(seen.columns, seen.us, base)
-    errors = test.errors(names, knee, weights)
+    _, base_knee = best_knee(columns, times, base)
+    base_weights = solve(evaluate(columns, base, base_knee), times)
+    errors = _errors(unseen, names, knee, weights)
+    fp8 = points[0].fp8
+    mfu = 100 * _mfu([point.shape for point in unseen], _arrays(unseen)[1], fp8)
     return CostModel(
         # `solve` leaves a zero for a term that it dropped; such a term is no part of the model.
         coefficients={
             name: float(value) for name, value in zip(names, weights, strict=True) if value > 0
         },
         knee=knee,
-        fp8=points[0].fp8,
+        fp8=fp8,
         points=len(points),
-        train_mape=mape(seen.errors(names, knee, weights)),
+        train_mape=mape(_errors(rest, names, knee, weights)),
         held_out_mape=mape(errors),
         held_out_worst=100 * float(np.abs(errors).max()),
-        base_mape=mape(test.errors(base, base_knee, seen.fit(base, base_knee))),
+        base_mape=mape(_errors(unseen, base, base_knee, base_weights)),
         # Time that is predicted by a factor (1 + error) too long means an MFU smaller by that
         # factor.
-        mfu_error=float(np.mean(np.abs(test.mfu / (1 + errors) - test.mfu))),
+        mfu_error=float(np.mean(np.abs(mfu / (1 + errors) - mfu))),
         held_out=tuple(point.shape for point in unseen),
     )
+
+
+def _arrays(points: Sequence[Point]) -> tuple[Columns, Array]:
+    """Sizes and microseconds."""
+    columns = Columns.of([point.shape for point in points], points[0].fp8)
+    return columns, np.array([point.us for point in points], dtype=np.float64)
+
+
+def _errors(points: Sequence[Point], names: Sequence[str], knee: float, weights: Array) -> Array:
+    """Relative, of predicted time."""
+    columns, times = _arrays(points)
+    return np.asarray(evaluate(columns, names, knee) @ weights / times - 1)
+
+
+def _mfu(shapes: Sequence[Shape], us: Array, fp8: bool) -> Array:
+    """Share of the peak of the operands' format."""
+    flop = np.array([shape.flop for shape in shapes])
+    return flop / us / 1e6 / PEAK_TFLOPS["fp8" if fp8 else "bf16"]
 
 
 def draw(shape: Shape, seed: int) -> float:

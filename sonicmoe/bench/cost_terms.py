@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .floors import COPY_BYTES_PER_S, CUBLAS_BF16_TFLOPS, DEEPGEMM_TFLOPS
+from .floors import BACKWARD_STAGES, COPY_BYTES_PER_S, FORWARD_STAGES, gemm_tflops, stage_bytes
 from .shapes import Shape
 
 Array = np.ndarray
@@ -28,7 +28,7 @@ TAIL = 5.0  # standard deviations of an expert's rows that are looked at
 class Columns:
     """Sizes of N points as fp64 `[N]` arrays. `fp8`: operands have one byte instead of two."""
 
-    tk: Array
+    rows: Array
     hidden: Array
     intermediate: Array
     experts: Array
@@ -38,10 +38,10 @@ class Columns:
     @classmethod
     def of(cls, shapes: Sequence[Shape], fp8: bool = True) -> Columns:
         fields = [(s.rows, s.hidden, s.intermediate, s.experts, s.tokens) for s in shapes]
-        tk, hidden, intermediate, experts, tokens = (
+        rows, hidden, intermediate, experts, tokens = (
             np.array(fields, dtype=np.float64).reshape(-1, 5).T
         )
-        return cls(tk, hidden, intermediate, experts, tokens, fp8)
+        return cls(rows, hidden, intermediate, experts, tokens, fp8)
 
     @property
     def weights(self) -> Array:
@@ -54,21 +54,22 @@ class Columns:
         """
         # A token goes to a given expert with probability K / E, independently of other tokens. Rows
         # of an expert are then binomial; mean and spread are those of that distribution.
-        share = self.tk / self.tokens / self.experts
-        means, spreads = (
-            self.tokens * share,
-            np.sqrt(self.tokens * share * np.clip(1 - share, 0, 1)),
-        )
+        share = self.rows / self.tokens / self.experts
+        means = self.tokens * share
+        spreads = np.sqrt(means * np.clip(1 - share, 0, 1))
         tiles = [_mean_tiles(mean, spread) for mean, spread in zip(means, spreads, strict=True)]
         return TILE_ROWS * self.experts * np.array(tiles)
 
     @cached_property
     def roofline_us(self) -> Array:
-        """Sum of the stages' floors."""
-        return np.sum(
-            [np.maximum(self._waves_us(name), us) for name, us in self._traffic_us().items()],
-            axis=0,
-        )
+        """Sum of the stages' floors, with padded rows where kernels write them."""
+        traffic = stage_bytes(self, self.fp8, self.padded_rows)
+        floors = [
+            np.maximum(self._waves_us(stage), 1e6 * traffic[stage] / COPY_BYTES_PER_S)
+            for stage in (*FORWARD_STAGES, *BACKWARD_STAGES)
+            if stage != "routing"
+        ]
+        return np.sum(floors, axis=0)
 
     def _waves_us(self, stage: str) -> Array | float:
         """Operations of a stage's tiles, the last wave counted as if it were full; 0 for a stage
@@ -78,8 +79,6 @@ class Columns:
         wide = {"up": (2 * i, h), "down": (h, i), "dgated": (i, h), "dx_gemm": (h, 2 * i)}
         if stage in wide:
             columns, depth = wide[stage]
-            # A wave is one tile on each multiprocessor. A last wave that is half empty takes as
-            # long as a full one.
             tiles = blocks * np.ceil(columns / TILE_COLUMNS)
         elif stage in ("dw2", "dw1"):
             height, width = (h, i) if stage == "dw2" else (2 * i, h)
@@ -89,34 +88,11 @@ class Columns:
             depth = self.padded_rows / self.experts
         else:
             return 0.0
+        # A wave is one tile on each multiprocessor. A last wave that is half empty takes as long as
+        # a full one.
         full = np.ceil(tiles / MULTIPROCESSORS) * MULTIPROCESSORS
-        tflops = DEEPGEMM_TFLOPS[stage] if self.fp8 else CUBLAS_BF16_TFLOPS
-        return np.asarray(full * 2 * TILE_ROWS * TILE_COLUMNS * depth / tflops / 1e6)
-
-    def _traffic_us(self) -> dict[str, Array]:
-        """Least traffic per stage, as in `floors.stage_bytes`, with padded rows where kernels write
-        them.
-        """
-        element = 1 if self.fp8 else 2
-        x, rows, y = (
-            self.tokens * self.hidden,
-            self.tk * self.hidden,
-            self.padded_rows * self.intermediate,
-        )
-        z, w2 = 2 * y, self.weights
-        w1 = 2 * w2
-        traffic = {
-            "quantise": 2 * x * (2 + element),
-            "up": element * (x + w1 + z + y),
-            "down": element * (y + w2) + 2 * rows,
-            "aggregate": 4 * (rows + x),
-            "dgated": element * (x + w2 + 2 * z + y),
-            "dx_gemm": element * (z + w1) + 2 * rows,
-            "wgrad_operands": 2 * element * (x + rows),
-            "dw2": element * (rows + y) + 8 * w2,
-            "dw1": element * (rows + z) + 8 * w1,
-        }
-        return {stage: 1e6 * moved / COPY_BYTES_PER_S for stage, moved in traffic.items()}
+        flop = full * 2 * TILE_ROWS * TILE_COLUMNS * depth
+        return np.asarray(flop / gemm_tflops(stage, self.fp8) / 1e6)
 
 
 def _mean_tiles(mean: float, spread: float) -> float:
@@ -136,19 +112,19 @@ def _mean_tiles(mean: float, spread: float) -> float:
 
 Term = Callable[[Columns, float], Array]
 BASE_TERMS: dict[str, Term] = {
-    "TK*H*I": lambda c, knee: c.tk * c.hidden * c.intermediate,
+    "TK*H*I": lambda c, knee: c.rows * c.hidden * c.intermediate,
     "TK*max(H,2I)*ln(1+TK/TK0)": lambda c, knee: (
-        c.tk * np.maximum(c.hidden, 2 * c.intermediate) * np.log1p(c.tk / knee)
+        c.rows * np.maximum(c.hidden, 2 * c.intermediate) * np.log1p(c.rows / knee)
     ),
     "E": lambda c, knee: c.experts,
 }
 EXTRA_TERMS: dict[str, Term] = {
-    "1": lambda c, knee: np.ones_like(c.tk),
+    "1": lambda c, knee: np.ones_like(c.rows),
     "E*H*I": lambda c, knee: c.weights,
-    "idle rows*H*I": lambda c, knee: (c.padded_rows - c.tk) * c.hidden * c.intermediate,
-    "TK*H": lambda c, knee: c.tk * c.hidden,
-    "TK*I": lambda c, knee: c.tk * c.intermediate,
-    "TK": lambda c, knee: c.tk,
+    "idle rows*H*I": lambda c, knee: (c.padded_rows - c.rows) * c.hidden * c.intermediate,
+    "TK*H": lambda c, knee: c.rows * c.hidden,
+    "TK*I": lambda c, knee: c.rows * c.intermediate,
+    "TK": lambda c, knee: c.rows,
     "roofline": lambda c, knee: c.roofline_us,
 }
 TERMS = BASE_TERMS | EXTRA_TERMS

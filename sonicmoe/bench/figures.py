@@ -63,8 +63,7 @@ class Sustained:
 
     us: time per layer, over the steps counted; seconds: the time they took together. The rest is
     None where NVML gives nothing, and `unavailable` says why: the SM clock, the mean power of the
-    board, its limit, the energy of one layer, and where power and energy come from ("energy
-    counter", "power samples").
+    board, its limit, and the energy of one layer.
     """
 
     us: Spread
@@ -73,7 +72,6 @@ class Sustained:
     watts: float | None = None
     limit_watts: float | None = None
     joules: float | None = None
-    source: str | None = None
     unavailable: str | None = None
 
     @classmethod
@@ -81,24 +79,19 @@ class Sustained:
         """Of at least one turn; clocks and power are weighted by the turns' times."""
         steps = [us for turn in turns for us in turn.us]
         us, seconds = Spread.of(steps), sum(turn.seconds for turn in turns)
-        readings = [(turn.seconds, turn.power) for turn in turns]
-        for _, reading in readings:
-            if isinstance(reading, str):
-                return cls(us, seconds, unavailable=reading)
-        known = [(weight, r) for weight, r in readings if not isinstance(r, str)]
-        watts = sum(weight * r.watts for weight, r in known) / seconds
-        return cls(
-            us,
-            seconds,
-            sum(weight * r.sm_mhz for weight, r in known) / seconds,
-            watts,
-            known[0][1].limit_watts,
-            # The window of the power reading and that of the steps differ by a few steps at each
-            # end. Power times time per layer does not mind; a difference of two energies over the
-            # number of layers would count those steps in full.
-            watts * 1e-6 * statistics.fmean(steps),
-            known[0][1].source,
-        )
+        mhz = watts = 0.0
+        limit = None
+        for turn in turns:
+            if isinstance(turn.power, str):
+                return cls(us, seconds, unavailable=turn.power)
+            mhz += turn.seconds * turn.power.sm_mhz / seconds
+            watts += turn.seconds * turn.power.watts / seconds
+            limit = turn.power.limit_watts
+        # The window of the power reading and that of the steps differ by a few steps at each end.
+        # Power times time per layer does not mind; a difference of two energies over the number of
+        # layers would count those steps in full.
+        joules = watts * 1e-6 * statistics.fmean(steps)
+        return cls(us, seconds, mhz, watts, limit, joules)
 
 
 @dataclass
@@ -151,11 +144,9 @@ class Result:
         """Wall over busy time in the steady state. The excess over 1 is the price of the host, and
         of gaps between kernels, in a training step.
         """
-        return (
-            self.steady.median / self.steady_busy.median
-            if self.steady and self.steady_busy
-            else None
-        )
+        if not (self.steady and self.steady_busy):
+            return None
+        return self.steady.median / self.steady_busy.median
 
     @property
     def tflops(self) -> float | None:

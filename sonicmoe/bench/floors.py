@@ -9,6 +9,7 @@ fusion can lower it further.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..architectures import SM90
 from .shapes import Shape
@@ -58,22 +59,24 @@ def floors(shape: Shape, fp8: bool, flush: bool = False) -> dict[str, Floor]:
     """Floors of every stage, in the order of `PHASE_STAGES`; without FP8 the quantising stages have
     none. flush: whether weight gradients wait in accumulators, so that `step()` has that stage.
     """
-    element = 1 if fp8 else 2
-    flop, traffic = gemm_flop(shape), stage_bytes(shape, element)
+    flop, traffic = gemm_flop(shape), stage_bytes(shape, fp8, float(shape.rows))
+    absent = {"flush"} if not flush else set()
+    if not fp8:
+        absent |= {"quantize_x", "quantize_dout", "wgrad_operands"}
     result = {}
     for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES):
-        if not fp8 and stage in ("quantize_x", "quantize_dout", "wgrad_operands"):
+        if stage in absent:
             continue
-        if stage == "flush" and not flush:
-            continue
-        # A stage without a GEMM has no operations, so its rate does not matter; 1 avoids a division
-        # by zero.
-        rate = (
-            1e12 * (DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS) if stage in flop else 1.0
-        )
-        seconds = max(flop.get(stage, 0.0) / rate, traffic[stage] / COPY_BYTES_PER_S)
+        seconds = traffic[stage] / COPY_BYTES_PER_S
+        if stage in flop:
+            seconds = max(seconds, flop[stage] / (1e12 * gemm_tflops(stage, fp8)))
         result[stage] = Floor(flop.get(stage, 0.0), traffic[stage], 1e6 * seconds)
     return result
+
+
+def gemm_tflops(stage: str, fp8: bool) -> float:
+    """The rate of the best public GEMM of a stage's kind."""
+    return DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS
 
 
 def gemm_flop(shape: Shape) -> dict[str, float]:
@@ -89,17 +92,22 @@ def gemm_flop(shape: Shape) -> dict[str, float]:
     }
 
 
-def stage_bytes(shape: Shape, element: int) -> dict[str, float]:
-    """Least traffic per stage with operands of `element` bytes; x, dout, out and dx are 2 bytes,
-    the sums of weight gradients 4, in `main_grad` as in accumulators.
+def stage_bytes(sizes: Any, fp8: bool, row_slots: Any) -> dict[str, Any]:
+    """Least traffic per stage. Operands have one byte in FP8, else two; x, dout, out and dx have
+    two, the sums of weight gradients four, in `main_grad` as in accumulators.
+
+    Args:
+        sizes: a `Shape`, or anything with its sizes as fields, arrays included.
+        fp8: whether operands are quantised.
+        row_slots: rows of z and y with their padding, as far as it is counted.
     """
-    x, rows = float(shape.tokens * shape.hidden), float(shape.rows * shape.hidden)
-    y, z = float(shape.rows * shape.intermediate), 2.0 * shape.rows * shape.intermediate
-    w2 = float(shape.experts * shape.hidden * shape.intermediate)
+    element = 1 if fp8 else 2
+    x, rows = 1.0 * sizes.tokens * sizes.hidden, 1.0 * sizes.rows * sizes.hidden
+    y = row_slots * sizes.intermediate
+    z, w2 = 2 * y, 1.0 * sizes.experts * sizes.hidden * sizes.intermediate
     w1 = 2 * w2
     return {
-        "routing": 44.0
-        * shape.rows,  # ids and probabilities in; token, slot, row and probability out
+        "routing": 44.0 * sizes.rows,  # ids and probabilities in; token, slot, row, probability out
         "quantize_x": x * (2 + element),
         "up": element * (x + w1 + z + y),
         "down": element * (y + w2) + 2 * rows,
@@ -108,9 +116,8 @@ def stage_bytes(shape: Shape, element: int) -> dict[str, float]:
         "dgated": element * (x + w2 + 2 * z + y),
         "dx_gemm": element * (z + w1) + 2 * rows,
         "aggregate_dx": 2 * (rows + x),
-        "wgrad_operands": 2
-        * element
-        * (x + rows + z + y),  # x and dout stay in cache while they are gathered
+        # x and dout stay in cache while they are gathered; dgated writes the other two operands.
+        "wgrad_operands": 2 * element * (x + rows),
         "dw2": element * (rows + y) + 8 * w2,
         "dw1": element * (rows + z) + 8 * w1,
         "flush": 16 * (w1 + w2),  # read and zero the accumulator, read and write main_grad

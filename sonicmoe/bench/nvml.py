@@ -2,7 +2,7 @@
 Imports no framework.
 
 The package nvidia-ml-py binds the same library. It is a dependency neither of this package nor of
-PyTorch, and eight calls do not justify one, so they are bound here with ctypes.
+PyTorch, and six calls do not justify one, so they are bound here with ctypes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import ctypes
 import threading
 import time
 from dataclasses import dataclass
-from statistics import fmean, median
-from types import TracebackType
+from statistics import median
 from typing import Any
 
 from ..errors import SonicMoEError
@@ -61,10 +60,6 @@ class Nvml:
         )
         return float(value.value)
 
-    def watts(self) -> float:
-        """Power of the whole board. GPUs since Ampere report its mean over the last second."""
-        return self._milli("nvmlDeviceGetPowerUsage", ctypes.c_uint())
-
     def limit_watts(self) -> float:
         """Power at which the driver lowers the clocks."""
         return self._milli("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint())
@@ -98,13 +93,12 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Reading:
-    """Means over one stretch of time. source: "energy counter", or "power samples" where the GPU
-    has no counter. limit_watts: the power limit in force, None where the driver names none.
+    """Means over one stretch of time, from the board's energy counter. limit_watts: the power limit
+    in force, None where the driver names none.
     """
 
     sm_mhz: float
     watts: float
-    source: str
     limit_watts: float | None
 
 
@@ -120,7 +114,6 @@ class Meter:
         self._gpu, self._interval = gpu, interval_s
         self._stop = threading.Event()
         self._clocks: list[float] = []
-        self._watts: list[float] = []
         self._energies: list[tuple[float, float]] = []  # (seconds, joules), where joules changed
         self._failure: NvmlError | None = None
         self._thread = threading.Thread(target=self._sample, name="nvml-meter", daemon=True)
@@ -129,12 +122,7 @@ class Meter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -142,7 +130,7 @@ class Meter:
         """Of the `with` block that has ended.
 
         Raises:
-            NvmlError: a query failed.
+            NvmlError: a query failed, or the block was too short for the counter.
         """
         if self._failure is not None:
             raise self._failure
@@ -150,46 +138,32 @@ class Meter:
             limit = self._gpu.limit_watts()
         except NvmlError:
             limit = None
-        watts = mean_watts(self._energies)
-        return Reading(
-            median(self._clocks),
-            fmean(self._watts) if watts is None else watts,
-            "power samples" if watts is None else "energy counter",
-            limit,
-        )
+        return Reading(median(self._clocks), mean_watts(self._energies), limit)
 
     def _sample(self) -> None:
-        counts = True
         try:
             # At least one sample is taken, however short the block was.
             while True:
-                if counts:
-                    counts = self._read_counter()
+                joules = self._gpu.joules()
+                if not self._energies or joules != self._energies[-1][1]:
+                    self._energies.append((time.perf_counter(), joules))
                 self._clocks.append(self._gpu.sm_mhz())
-                self._watts.append(self._gpu.watts())
                 if self._stop.wait(self._interval):
                     return
         except NvmlError as failure:
             self._failure = failure
 
-    def _read_counter(self) -> bool:
-        """Whether the GPU has a counter."""
-        try:
-            joules = self._gpu.joules()
-        except NvmlError:
-            return False
-        if not self._energies or joules != self._energies[-1][1]:
-            self._energies.append((time.perf_counter(), joules))
-        return True
 
-
-def mean_watts(energies: list[tuple[float, float]]) -> float | None:
+def mean_watts(energies: list[tuple[float, float]]) -> float:
     """Mean power between the second and the last change of an energy counter, given `(seconds,
-    joules)` of the first reading and of every change; None where it changed less than twice.
+    joules)` of the first reading and of every change.
 
     The first reading is left out, because it says nothing about when its value was new.
+
+    Raises:
+        NvmlError: it changed less than twice.
     """
     if len(energies) < 3:
-        return None
+        raise NvmlError("the time was too short for the board's energy counter")
     (began, first), (ended, last) = energies[1], energies[-1]
     return (last - first) / (ended - began)

@@ -20,7 +20,7 @@ from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
 from .steady import LAYERS, Stack, Steps, open_nvml, profile_steps, sustain, time_steps
-from .timing import MIB, Phases, clock_state, measure_memory, profile_phases, time_phases
+from .timing import MIB, Phases, measure_memory, profile_phases, time_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
 
@@ -252,9 +252,7 @@ def _profile(run: Contestant, result: Result, device: str, nvtx: bool) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, to be quoted with every figure: device and its architecture, versions, clocks,
-    date.
-    """
+    """The machine, to be quoted with every figure: device, architecture, versions, date."""
     gpu = torch.cuda.is_available()
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -266,7 +264,6 @@ def machine() -> dict[str, Any]:
             "sonicmoe": __version__, "torch": torch.__version__, "cuda": torch.version.cuda,
             **{name: found for name in PACKAGES if (found := _installed(name))},
         },
-        "clocks": clock_state(),
     }  # fmt: skip
 
 

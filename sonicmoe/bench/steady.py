@@ -13,15 +13,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 
 from ..node.mlp_node import SonicMoEMlpNode
 from .figures import Turn
 from .nvml import Meter, Nvml, NvmlError
-from .timing import trace_of
+from .timing import clock_of, trace_of
 from .trace import covered_us, gpu_spans
 from .workload import Batch
 
@@ -64,16 +64,6 @@ class Stack:
         torch.autograd.backward(outs, [batch.dout for batch in self._batches])
 
 
-def autograd_threads(several: bool) -> AbstractContextManager[object]:
-    """Whether `backward()` may run on the device's own thread, as PyTorch has it, or stays on the
-    calling one.
-
-    Waking the other thread, on a processor whose caches hold nothing of the program, can cost more
-    than a small layer's launches.
-    """
-    return torch.autograd.set_multithreading_enabled(several)
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     """The same storage with a gradient of its own, so that layers which share a batch add nothing
     to each other's.
@@ -85,7 +75,7 @@ def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
     """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
     host's clock. The host never waits.
     """
-    clock = _Clock() if device == "cpu" else _StreamClock()
+    clock = clock_of(device)
     # The first step fills the stream, so the GPU has work when the first mark is recorded behind
     # it.
     for _ in range(steps + 1):
@@ -116,17 +106,15 @@ def sustain(
         gpu: its NVML, or why there is none.
         settle_s: how long power and clocks are given to settle.
     """
-    clock = _Clock() if device == "cpu" else _StreamClock(AHEAD)
+    clock = clock_of(device, AHEAD)
     meter = None if isinstance(gpu, str) else Meter(gpu)
     _run_for(stack, settle_s, clock.mark)
     clock.start()
     with meter or nullcontext():
         _run_for(stack, seconds, clock.mark)
     us = tuple(1e6 * step / stack.layers for step in clock.durations())
-    if meter is None:
-        return Turn(us, stack.layers, str(gpu))
     try:
-        return Turn(us, stack.layers, meter.reading())
+        return Turn(us, stack.layers, str(gpu) if meter is None else meter.reading())
     except NvmlError as error:
         return Turn(us, stack.layers, str(error))
 
@@ -138,44 +126,6 @@ def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
         mark()
         if time.perf_counter() - began >= seconds:
             return
-
-
-class _Clock:
-    """Durations between marks by the host's clock."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        self._marks.append(time.perf_counter())
-
-    def start(self) -> None:
-        """Only the last mark so far, and those that follow, count."""
-        del self._marks[:-1]
-
-    def durations(self) -> list[float]:
-        """In seconds."""
-        return [b - a for a, b in itertools.pairwise(self._marks)]
-
-
-class _StreamClock(_Clock):
-    """Durations by the GPU's clock. With `ahead`, a mark waits for the one `ahead` before it."""
-
-    def __init__(self, ahead: int | None = None) -> None:
-        super().__init__()
-        self._ahead = ahead
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-        if self._ahead is not None and len(self._marks) > self._ahead:
-            self._marks[-1 - self._ahead].synchronize()
-
-    def durations(self) -> list[float]:
-        # The last mark has to have happened before anybody can read it.
-        torch.cuda.synchronize()
-        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
 
 
 def profile_steps(stack: Steps, steps: int) -> list[float]:

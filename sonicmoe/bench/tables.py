@@ -15,17 +15,6 @@ from .shapes import Shape
 from .trace import short_name
 
 NONE = "–"
-# What docs/performance.md says at length, for those who see the tables alone.
-COLUMNS = (
-    "forward, backward, busy: kernel time from the profiler, each phase synchronised; wall: one "
-    "call on an idle GPU; host: until its launches returned; ±: half interquartile range",
-    "steady, steady busy: per layer of steps issued back to back (--layers forwards, one backward() "
-    "for all), by the clock and as time in which the GPU worked: what a training step pays",
-    "step: wall time of node.step(), with a flush where gradients wait in the node, plus preparing "
-    "the weights; GB/s: least traffic over busy",
-    "gradient MiB: fp32 gradients that the node holds beside main_grad; 0 where every backward adds "
-    "straight into it",
-)
 GROUPS: dict[str, Callable[[Shape], tuple[int, ...]]] = {
     "T": lambda shape: (shape.tokens,),
     "E": lambda shape: (shape.experts,),
@@ -120,14 +109,6 @@ def _sustained(result: Result, base: Result) -> dict[str, str]:
 def notes(results: Sequence[Result]) -> list[str]:
     """Lines under the tables: what is missing, with reasons, and the columns' meanings."""
     lines = [line for result in results for line in _missing(result)]
-    sustained = [result.sustained for result in results if result.sustained]
-    if sustained:
-        sources = sorted({row.source for row in sustained if row.source})
-        lines.append(
-            "sustained: per layer of the same steps back to back for seconds (--sustained), behind "
-            "others that let clocks settle; W: of the whole board"
-            f"{''.join(f', from {source}' for source in sources)}; J/layer: W times sustained"
-        )
     if not any(result.gpu for result in results):
         lines.append(
             "no GPU: host times of the reference engine, which is exact and not fast; they say "
@@ -139,7 +120,7 @@ def notes(results: Sequence[Result]) -> list[str]:
         if all(result.has_peaks for result in results)
         else "MFU, floors: not known for this architecture"
     )
-    return [*lines, *COLUMNS, f"{peaks}; TFLOPS: 18 T K H I / busy time of forward and backward"]
+    return [*lines, f"{peaks}; what the columns are: docs/performance.md, method of sonicmoe bench"]
 
 
 def _missing(result: Result) -> Iterator[str]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from .workload import Call
 
 Phases = Sequence[tuple[str, Callable[[], None]]]
 MIB = float(1 << 20)
-CLOCK_QUERY = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
 @dataclass(frozen=True)
@@ -39,45 +36,78 @@ class PhaseTime:
     host: float
 
 
+class Clock:
+    """Durations between marks by the host's clock."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def start(self) -> None:
+        """Only the last mark so far, and those that follow, count."""
+        del self._marks[:-1]
+
+    def durations(self) -> list[float]:
+        """In seconds."""
+        return [b - a for a, b in itertools.pairwise(self._marks)]
+
+
+class StreamClock(Clock):
+    """Durations by the GPU's clock: the device takes the time stamps, so no mark has to wait. With
+    `ahead`, a mark waits for the one `ahead` before it.
+    """
+
+    def __init__(self, ahead: int | None = None) -> None:
+        super().__init__()
+        self._ahead = ahead
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+        if self._ahead is not None and len(self._marks) > self._ahead:
+            self._marks[-1 - self._ahead].synchronize()
+
+    def durations(self) -> list[float]:
+        # The last mark has to have happened before anybody can read it.
+        torch.cuda.synchronize()
+        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
+
+
+def clock_of(device: str, ahead: int | None = None) -> Clock:
+    """The clock by which work on `device` is timed."""
+    return Clock() if device == "cpu" else StreamClock(ahead)
+
+
 def time_phases(phases: Phases, device: str) -> dict[str, PhaseTime]:
     """Run the phases once, in order, on an idle device."""
-    if device == "cpu":
-        return {name: _host_timed(run) for name, run in phases}
-    # Events are recorded into the stream between the phases and read after the last one. The device
-    # takes the time stamps, so nothing has to wait in between.
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(phases) + 1)]
-    host = []
-    marks[0].record()
-    for (_, run), mark in zip(phases, marks[1:], strict=True):
+    if device != "cpu":
+        torch.cuda.synchronize()
+    clock, host = clock_of(device), []
+    clock.mark()
+    for _, run in phases:
         began = time.perf_counter()
         run()
-        host.append(1e6 * (time.perf_counter() - began))
-        mark.record()
-    torch.cuda.synchronize()
-    walls = [1e3 * first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
+        host.append(time.perf_counter() - began)
+        clock.mark()
     return {
-        name: PhaseTime(wall, spent)
-        for (name, _), wall, spent in zip(phases, walls, host, strict=True)
+        name: PhaseTime(1e6 * wall, 1e6 * spent)
+        for (name, _), wall, spent in zip(phases, clock.durations(), host, strict=True)
     }
 
 
-def _host_timed(run: Callable[[], None]) -> PhaseTime:
-    began = time.perf_counter()
-    run()
-    spent = 1e6 * (time.perf_counter() - began)
-    return PhaseTime(spent, spent)
-
-
-def profile_phases(calls: Sequence[Phases], nvtx: bool) -> list[Kernel]:
+def profile_phases(calls: Sequence[Phases], nvtx: bool = False) -> list[Kernel]:
     """GPU work of several calls, from the profiler (CUPTI); every phase is synchronised, stages
-    carry their ranges.
+    carry their ranges, with `nvtx` also ranges that Nsight shows.
     """
     # CPU activity brings the ranges and the launches, which `trace` needs to name the stage of a
     # kernel.
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler, stage_ranges(nvtx):
+    ranges = _with_nvtx if nvtx else torch.profiler.record_function
+    with torch.profiler.profile(activities=activities) as profiler, ranges_on(ranges):
         for phases in calls:
             for name, run in phases:
                 # The synchronisation is inside the phase's range, so no kernel of this phase runs
@@ -88,26 +118,18 @@ def profile_phases(calls: Sequence[Phases], nvtx: bool) -> list[Kernel]:
     return kernels_of(trace_of(profiler))
 
 
+@contextmanager
+def _with_nvtx(name: str) -> Iterator[None]:
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+        yield
+
+
 def trace_of(profiler: Any) -> dict[str, Any]:
     """The Chrome trace of a profiler that has ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return dict(json.loads(path.read_text()))
-
-
-def stage_ranges(nvtx: bool) -> AbstractContextManager[None]:
-    """Every stage becomes a range of torch's profiler; with `nvtx` also one that Nsight shows."""
-
-    @contextmanager
-    def both(name: str) -> Iterator[None]:
-        with (
-            torch.profiler.record_function(name),
-            torch.cuda.nvtx.range(name) if nvtx else nullcontext(),
-        ):
-            yield
-
-    return ranges_on(both)
 
 
 @dataclass(frozen=True)
@@ -165,19 +187,3 @@ def _saved_bytes(call: Call) -> int:
             pack(tensor)
     inputs = {t.data_ptr() for t in call.inputs}
     return sum(t.numel() * t.element_size() for pointer, t in held.items() if pointer not in inputs)
-
-
-def clock_state() -> dict[str, str]:
-    """Clocks, power and temperature now, as the driver reports them; empty without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    command = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv,noheader", "-i", "0"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(
-        zip(CLOCK_QUERY.split(","), (part.strip() for part in answer.split(",")), strict=False)
-    )

@@ -8,7 +8,6 @@ was launched.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,11 +48,10 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
         for e in events
         if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE_PREFIX)
     ]
-    phases = sorted((r for r in named if r.name.startswith(PHASE_PREFIX)), key=lambda r: r.start)
+    phases: list[_Range] = []
     by_thread: dict[Any, list[_Range]] = defaultdict(list)
     for one in named:
-        if not one.name.startswith(PHASE_PREFIX):
-            by_thread[one.thread].append(one)
+        (phases if one.name.startswith(PHASE_PREFIX) else by_thread[one.thread]).append(one)
     # A kernel runs after its launching call has returned, perhaps in another stage's time. The
     # profiler gives both the same correlation id, so the launch says where the kernel belongs.
     # By correlation id. Calls that launch nothing have none, or one that no kernel has.
@@ -71,7 +69,8 @@ def kernels_of(trace: Mapping[str, Any]) -> list[Kernel]:
         # Stages are looked up on the launching thread only: autograd's thread has ranges of its own
         # that overlap in time. Phases are not, because they were opened on the main thread.
         stage = _innermost(by_thread.get(thread, ()), moment).removeprefix(RANGE_PREFIX)
-        found.append(Kernel(event["name"], float(event["dur"]), stage, _phase_at(phases, moment)))
+        phase = _innermost(phases, moment).removeprefix(PHASE_PREFIX)
+        found.append(Kernel(event["name"], float(event["dur"]), stage, phase))
     return found
 
 
@@ -110,15 +109,6 @@ def _innermost(ranges: Sequence[_Range], moment: float) -> str:
     opened = [r for r in ranges if r.start <= moment <= r.end]
     # Ranges on one thread are nested, so the one that began last is the innermost.
     return max(opened, key=lambda r: r.start).name if opened else ""
-
-
-def _phase_at(phases: Sequence[_Range], moment: float) -> str:
-    # Phases follow each other without overlap, so the last one that began before the moment is the
-    # only candidate.
-    position = bisect_right([phase.start for phase in phases], moment) - 1
-    if position < 0 or moment > phases[position].end:
-        return ""
-    return phases[position].name.removeprefix(PHASE_PREFIX)
 
 
 def total_us(kernels: Iterable[Kernel], by: str, calls: int) -> dict[str, float]:

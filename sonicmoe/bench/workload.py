@@ -6,15 +6,14 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import SonicMoEConfig, current_config
+from ..config import SonicMoEConfig
 from ..engine.capabilities import RECORDS
-from ..engine.interface import EngineSettings
 from ..engine.select import choose_engine
-from ..enums import ActivationType, EngineName, FlushMode
+from ..enums import EngineName, FlushMode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..node.mlp_node import SonicMoEMlpNode
 from .shapes import Shape
@@ -55,18 +54,12 @@ class Variant:
         """
         name, _, mode = text.partition(":")
         known = [engine.value for engine in NATURAL_MODE]
-        expect(
-            name in known,
-            ConfigError,
-            f"engine is {name!r}; needed: one of {known}, with :off, :perf or :mem",
-        )
+        needed = f"needed: one of {known}, with :off, :perf or :mem"
+        expect(name in known, ConfigError, f"engine is {name!r}; {needed}")
         engine = EngineName(name)
         mode = mode or NATURAL_MODE[engine]
-        expect(
-            mode in MODES,
-            ConfigError,
-            f"mode is {mode!r} in {text!r}; needed: one of {list(MODES)}",
-        )
+        needed = f"needed: one of {list(MODES)}"
+        expect(mode in MODES, ConfigError, f"mode is {mode!r} in {text!r}; {needed}")
         return cls(engine, mode)
 
     @property
@@ -79,15 +72,11 @@ class Variant:
         """Configuration of a node that runs this variant; everything else follows the environment,
         but for an engine that is chosen by name alone: its recipe is no default.
         """
+        config = SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
         record = RECORDS[self.engine]
         if not record.by_name_only:
-            return SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
-        return SonicMoEConfig(
-            fp8_mode=self.mode,
-            engine=self.engine,
-            recipe=record.recipes[0],
-            save_z=record.z_codes[0],
-        )
+            return config
+        return replace(config, recipe=record.recipes[0], save_z=record.z_codes[0])
 
     def __str__(self) -> str:
         """`hopper:perf`; `hopper:perf:step` where gradients do not take the way of training."""
@@ -112,11 +101,6 @@ def available_variants(device: str) -> list[Variant]:
     if any(variant.engine is EngineName.BF16 for variant in found):
         found = [variant for variant in found if variant.engine is not EngineName.TRITON]
     return found or [Variant(EngineName.REFERENCE, NATURAL_MODE[EngineName.REFERENCE])]
-
-
-def settings_of(variant: Variant) -> EngineSettings:
-    """The engine settings of the variant's node."""
-    return EngineSettings.from_config(current_config(variant.config), ActivationType.SWIGLU)
 
 
 class Expert(torch.nn.Module):
@@ -153,9 +137,8 @@ class Batch:
     @classmethod
     def random(cls, shape: Shape, device: str) -> Batch:
         """Normal tokens; every token picks K distinct experts uniformly."""
-        indices = (
-            torch.rand((shape.tokens, shape.experts), device=device).topk(shape.topk, 1).indices
-        )
+        scores = torch.rand((shape.tokens, shape.experts), device=device)
+        indices = scores.topk(shape.topk, 1).indices
         x, dout = (
             torch.randn((shape.tokens, shape.hidden), device=device).to(torch.bfloat16)
             for _ in range(2)

@@ -16,7 +16,7 @@ from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
 from ..enums import EngineName, FlushMode
 from ..errors import ConfigError, expect
 from ..frameworks import AUTO
-from ..host import require_memory
+from ..host_memory import require_memory
 from ..plotting import require_matplotlib
 from .framework import CHOICES, load_framework
 from .numerics import print_table
@@ -73,8 +73,6 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--sustained", type=Seconds(), metavar="SECONDS",
               help="Seconds of steps back to back per engine, for time, SM clock, power and joules per layer under steady load; "
               "0 leaves them out.  [default: 2.5; 0 without a GPU and in a sweep]")  # fmt: skip
-@click.option("--one-thread", is_flag=True,
-              help="Run backward() on the calling thread: torch.autograd.set_multithreading_enabled(False).")  # fmt: skip
 @click.option(
     "--kernels",
     type=click.IntRange(0),
@@ -118,7 +116,6 @@ def bench(
     warmup: int,
     layers: int,
     sustained: float | None,
-    one_thread: bool,
     kernels: int,
     nvtx: bool,
     framework: str,
@@ -156,7 +153,6 @@ def bench(
         report_fit(sweep, plot, as_json, markdown)
         return
     from ..bench.runner import Effort, find_device
-    from ..bench.steady import autograd_threads
 
     device = find_device()
     kind = device.split(":")[0]
@@ -168,8 +164,7 @@ def bench(
         nvtx=nvtx,
     )
     shapes = chosen_shapes(names, tokens, sizes, device)
-    with autograd_threads(not one_thread):
-        results = measure_all(shapes, chosen_variants(engines, flushes, device), effort)
+    results = measure_all(shapes, chosen_variants(engines, flushes, device), effort)
     report(results, draw(results, plot), kernels, as_json, markdown)
     if all(result.refusal is not None for result in results):
         raise click.exceptions.Exit(1)
@@ -223,9 +218,7 @@ def measure_all(
 def report(
     results: list[Result], pictures: list[str], kernels: int, as_json: bool, markdown: bool
 ) -> None:
-    """One JSON object; or the machine, the tables of each shape, stages and kernels per engine, and
-    the columns' meanings.
-    """
+    """One JSON object; or the machine, the tables of each shape, stages and kernels per engine."""
     from ..bench import tables
     from ..bench.runner import machine
 
@@ -237,8 +230,7 @@ def report(
         return
     versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items() if found)
     device = ", ".join(filter(None, (facts["device"], facts["architecture"])))
-    clocks = ", ".join(f"{name} {value}" for name, value in facts["clocks"].items())
-    click.echo(f"{device}, {facts['date']}: {versions}{f'; {clocks}' if clocks else ''}")
+    click.echo(f"{device}, {facts['date']}: {versions}")
     for shape in dict.fromkeys(result.shape for result in results):
         own = [result for result in results if result.shape == shape]
         if any(result.pair_us for result in own):

@@ -5,12 +5,11 @@ the node.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,12 +31,11 @@ from ..frameworks import AUTO, choose
 from .framework import AUTO_HELP, CHOICES, choice_line
 from .refusals import Location, OneLineCommand, drop_unwritable
 from .screen import Activity, progress_console, say_duration
-from .train_report import announce, draw, report
+from .train_report import announce, draw, log_to, report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ernie_compat.corpus import Corpus
     from ernie_compat.saved_run import SavedRun
     from ernie_compat.trainer import Trainer
 
@@ -238,111 +236,80 @@ def _run(
     as_json: bool,
     given: Mapping[str, Any],
 ) -> int:
+    from ernie_compat import run_directory
+    from ernie_compat.corpus import load_corpus
     from ernie_compat.learner import make_parallel
-    from ernie_compat.memory import require_room
-    from ernie_compat.parallel import RankLayout, read_launch
-    from ernie_compat.rank_guard import RankGuard
-    from ernie_compat.run_directory import clear, require_checkpoint
+    from ernie_compat.parallel import RankLayout, lost_ranks_named, read_launch
     from ernie_compat.saved_run import SavedRun
-    from ernie_compat.trainer import CHECKPOINT_NAME, Trainer
+    from ernie_compat.trainer import CHECKPOINT_NAME, Trainer, require_startable
 
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
     # collective leaves the others waiting.
     launch = read_launch()
     console = progress_console(highlight=False, markup=False, quiet=launch.rank != 0)
-    _log_to(console)
-    expect(
-        out is not None or not resume,
-        ConfigError,
-        "--resume needs --out DIR, the directory of the run to continue",
-    )
-    expect(
-        not (resume and overwrite),
-        ConfigError,
-        "--resume continues the run in --out, and --overwrite removes it; needed: one of them",
-    )
-    expect(
-        not resume or given.get("checkpoint", True),
-        ConfigError,
-        "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for a new run",
-    )
-    expect(
-        given.get("checkpoint", True) or "checkpoint_every" not in given,
-        ConfigError,
-        "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them",
-    )
+    log_to(console)
+    _refuse_contradictions(out, resume, overwrite, given)
     saved = None
     if out is not None and resume:
-        require_checkpoint(out)
+        run_directory.require_checkpoint(out)
         saved = SavedRun.read(out / CHECKPOINT_NAME)
     given, choice = _with_framework(given, saved)
     config = _configuration(given, saved)
     layout = RankLayout(launch, config.ep)
-    config.require_world(layout.world_size)
-    require_room(config, layout.world_size)
     with Activity("reading the text", console):
-        corpus = _text(data, saved)
-    corpus.require_length(config.model.seq_len)
-    with _directory(out, launch.rank, resume or overwrite) as directory:
+        corpus = load_corpus(data) if data or saved is None else saved.text()
+    require_startable(config, corpus, layout.world_size)
+    with (
+        run_directory.opened(out, launch.rank, resume or overwrite) as directory,
+        lost_ranks_named(layout, config.framework),
+    ):
         parallel = make_parallel(
             config.framework,
             layout,
             config.tokens_per_rank(layout.world_size),
             config.wait_for_counts,
         )
-        with RankGuard(parallel, lambda: _how_to_continue(directory, config)):
-            start = Trainer.resume if resume else Trainer.start
-            with Activity(f"importing {config.framework} and building the model", console):
-                trainer = start(config, corpus, directory, parallel)
-            # Not before the learners stand: an engine that is refused must cost no run.
-            if overwrite and trainer.writes:
-                clear(directory)
-            if choice is not None:
-                console.print(choice, soft_wrap=True)
-            code = _train(trainer, console, resume, as_json)
+        start = Trainer.resume if resume else Trainer.start
+        with Activity(f"importing {config.framework} and building the model", console):
+            trainer = start(config, corpus, directory, parallel)
+        # Not before the learners stand: an engine that is refused must cost no run.
+        if overwrite and trainer.writes:
+            run_directory.clear(directory)
+        if choice is not None:
+            console.print(choice, soft_wrap=True)
+        code = _train(trainer, console, resume, as_json)
         parallel.close()
     return code
 
 
-@contextmanager
-def _directory(out: Path | None, rank: int, may_hold_a_run: bool) -> Iterator[Path]:
-    """The directory of the results, which rank 0 holds meanwhile. Other ranks write nothing."""
-    from ernie_compat import run_directory
-
-    if rank != 0:
-        yield out or run_directory.DEFAULT_PARENT
-        return
-    if out is not None:
-        run_directory.make(out)
-    directory = out or run_directory.make_new()
-    with run_directory.claimed(directory):
-        if not may_hold_a_run:
-            run_directory.require_free(directory)
-        yield directory
-
-
-def _text(data: list[Path], saved: SavedRun | None) -> Corpus:
-    """The text that was asked for; in a resumed run that of the checkpoint, unchanged.
-
-    Raises:
-        CorpusError, ConfigError: it is not there, or no longer the same.
-    """
-    from ernie_compat.corpus import CorpusError, load_corpus
-
-    if data or saved is None:
-        return load_corpus(data)
-    another = "to continue on another text, give --data"
-    try:
-        corpus = load_corpus(saved.data)
-    except CorpusError as error:
-        raise CorpusError(f"the text of the checkpoint is gone: {error}; {another}") from None
-    where = ", ".join(saved.data) or "this Python's standard library"
-    expect(
-        saved.text_sha256 in ("", corpus.sha256),
-        ConfigError,
-        f"the text in {where} is not the one that the checkpoint was trained on; {another}",
-    )
-    return corpus
+def _refuse_contradictions(
+    out: Path | None, resume: bool, overwrite: bool, given: Mapping[str, Any]
+) -> None:
+    writes = given.get("checkpoint", True)
+    for sound, words in (
+        (
+            out is not None or not resume,
+            "--resume needs --out DIR, the directory of the run to continue",
+        ),
+        (
+            not (resume and overwrite),
+            "--resume continues the run in --out, and --overwrite removes it; needed: one of them",
+        ),
+        (
+            not resume or writes,
+            "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for "
+            "a new run",
+        ),
+        (
+            writes or "checkpoint_every" not in given,
+            "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them",
+        ),
+        (
+            given.get("compare", True) or "against" not in given,
+            "--against with --no-compare: there is nothing to compare with; needed: one of them",
+        ),
+    ):
+        expect(sound, ConfigError, words)
 
 
 def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> int:
@@ -375,19 +342,6 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     return 0
 
 
-def _how_to_continue(directory: Path, config: RunConfig) -> str:
-    from ernie_compat.run_directory import DEFAULT_PARENT
-    from ernie_compat.trainer import CHECKPOINT_NAME
-
-    if not config.train.checkpoint:
-        return "this run writes no checkpoint"
-    if directory == DEFAULT_PARENT:  # rank 0 alone knows the name that it has made
-        return "rank 0 has named the directory of the last checkpoint"
-    if not (directory / CHECKPOINT_NAME).exists():
-        return "there is no checkpoint yet"
-    return f"the last checkpoint is whole, continue with: --resume --out {directory}"
-
-
 def _with_framework(
     given: Mapping[str, Any], saved: SavedRun | None
 ) -> tuple[Mapping[str, Any], str | None]:
@@ -413,13 +367,7 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
     base = RunConfig(engine=current_config().engine.value) if saved is None else saved.config
     model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
     if "against" in given:
-        expect(
-            given.get("compare", True),
-            ConfigError,
-            "--against with --no-compare: there is nothing to compare with; needed: one of them",
-        )
-        # `given` comes last, so an explicit --compare stays what it is.
-        given = {"compare": True, **given}
+        given = {**given, "compare": True}
     training = {field: given[option] for option, field in TRAIN_OPTIONS.items() if option in given}
     return dataclasses.replace(
         base,
@@ -427,27 +375,6 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
         train=dataclasses.replace(base.train, **training),
         **{name: given[name] for name in RUN_OPTIONS if name in given},
     )
-
-
-class _ConsoleHandler(logging.Handler):
-    """Log lines above the progress bar."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), soft_wrap=True)
-
-
-def _log_to(console: Console) -> None:
-    logger = logging.getLogger("sonicmoe")
-    # The progress bar redraws its line, so a log line that went straight to stderr would break it.
-    logger.handlers = [_ConsoleHandler(console)]
-    logger.setLevel(logging.INFO)
-    # Paddle gives the root logger a handler of its own, at INFO.
-    logger.propagate = False
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
 def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,28 @@ if TYPE_CHECKING:
 
     from ernie_compat.parallel import Parallel
     from ernie_compat.trainer import Trainer
+
+
+class _ConsoleHandler(logging.Handler):
+    """Log lines above the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), soft_wrap=True)
+
+
+def log_to(console: Console) -> None:
+    """The log of this package goes to the console that has the progress bar."""
+    logger = logging.getLogger("sonicmoe")
+    # The progress bar redraws its line, so a log line that went straight to stderr would break it.
+    logger.handlers = [_ConsoleHandler(console)]
+    logger.setLevel(logging.INFO)
+    # Paddle gives the root logger a handler of its own, at INFO.
+    logger.propagate = False
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
 def announce(trainer: Trainer, resume: bool, console: Console) -> None:

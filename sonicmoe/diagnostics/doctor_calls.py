@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from ..config import ResolvedConfig
+from ..engine.capabilities import Workload
 from ..engine.select import choose_engine
-from ..engine.settings import EngineSettings, Workload
+from ..engine.settings import EngineSettings
 from ..enums import ActivationType, EngineName
 from ..errors import SonicMoEError
 from ..interop import IS_PADDLE, parse_version

@@ -12,8 +12,14 @@ import torch
 
 from ..errors import ConfigError
 from ..interop import device_of
-from .gradient_memory import Place, WeightTarget
-from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
+from .targets import (
+    FreshTargets,
+    GradientTargets,
+    NativeBuffer,
+    ParameterTargets,
+    Place,
+    WeightTarget,
+)
 
 Tensor = torch.Tensor
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .capabilities import RECORDS, problems
-from .settings import Workload
+from .capabilities import RECORDS, Workload, problems
 
 
 def lost_on_gpus(workload: Workload) -> str | None:

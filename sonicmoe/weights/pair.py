@@ -21,8 +21,7 @@ from ..enums import ActivationType
 from ..errors import ShapeError
 from ..interop import require_framework_tensor
 from ..layouts import NATIVE, WeightLayout, WeightSource
-from .parameters import check_parameter
-from .stacked import StackedParameters
+from .parameters import StackedParameters, check_parameter
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]

@@ -1,6 +1,6 @@
 /* NVML of one GPU that draws WATTS: its energy counter follows the clock of the host, in steps of
  * 20 ms as that of a real driver. -DWITHOUT_COUNTER refuses the counter, -DOLD lacks it, -DLOST
- * loses the GPU at the second reading of its power. Types are those of nvml.h. */
+ * loses the GPU at the second reading of it. Types are those of nvml.h. */
 #include <string.h>
 #include <time.h>
 
@@ -8,7 +8,7 @@
 #define WATTS 700
 enum { INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, GPU_IS_LOST = 15 };
 
-static int users, power_readings, gpu;
+static int users, readings, gpu;
 
 int nvmlInit_v2(void) { users++; return 0; }
 int nvmlShutdown(void) { users--; return 0; }
@@ -30,15 +30,6 @@ int nvmlDeviceGetClockInfo(void *handle, int type, unsigned *mhz) {
     return 0;
 }
 
-int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) {
-    if (handle != &gpu) return INVALID_ARGUMENT;
-#ifdef LOST
-    if (power_readings++) return GPU_IS_LOST;
-#endif
-    *milliwatts = 690500;
-    return 0;
-}
-
 int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *milliwatts) {
     if (handle != &gpu) return INVALID_ARGUMENT;
     *milliwatts = 700000;
@@ -51,6 +42,9 @@ int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millij
     if (handle != &gpu) return INVALID_ARGUMENT;
 #ifdef WITHOUT_COUNTER
     return NOT_SUPPORTED;
+#endif
+#ifdef LOST
+    if (readings++) return GPU_IS_LOST;
 #endif
     clock_gettime(CLOCK_MONOTONIC, &now);
     /* Past 32 bits, as after two hours of a real GPU. */

@@ -24,7 +24,6 @@ from sonicmoe.bench.workload import (
     Variant,
     available_variants,
     rotating_batches,
-    settings_of,
 )
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName, FlushMode
@@ -50,10 +49,8 @@ def test_variants_are_spelled_engine_and_mode():
     assert [str(Variant.parse(name)) for name in ("reference", "bf16", "hopper")] == [
         "reference:perf", "bf16:off", "hopper:perf",
     ]  # fmt: skip
-    assert Variant.parse("bf16").fp8 is False
-    assert (
-        settings_of(PERF).recipe is not None and settings_of(Variant.parse("bf16")).recipe is None
-    )
+    assert PERF.fp8 is True and Variant.parse("bf16").fp8 is False
+    assert Variant.parse("mxfp8").config.recipe is not None, "of one chosen by name: no default"
 
 
 @pytest.mark.parametrize(

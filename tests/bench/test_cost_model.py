@@ -47,10 +47,10 @@ def no_gpu(monkeypatch):
 
 def least_form(c, tk0=16384):
     compute, miss = (
-        c.tk * c.hidden * c.intermediate,
-        c.tk * np.maximum(c.hidden, 2 * c.intermediate),
+        c.rows * c.hidden * c.intermediate,
+        c.rows * np.maximum(c.hidden, 2 * c.intermediate),
     )
-    return 1.4e-8 * compute + 1e-6 * miss * np.log1p(c.tk / tk0) + 2.0 * c.experts
+    return 1.4e-8 * compute + 1e-6 * miss * np.log1p(c.rows / tk0) + 2.0 * c.experts
 
 
 def made_points(truth=least_form, noise=0.0, seed=0):

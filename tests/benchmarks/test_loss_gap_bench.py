@@ -18,7 +18,7 @@ import loss_gap_bench as bench  # noqa: E402
 import loss_gap_presets as presets  # noqa: E402
 from gpu_queue import Outcome, Task  # noqa: E402
 
-from ernie_compat.lossgap import GapSummary, Interval  # noqa: E402
+from ernie_compat.gap_runs import GapSummary, Interval  # noqa: E402
 from sonicmoe.cli.train import train  # noqa: E402
 from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case  # noqa: E402
 

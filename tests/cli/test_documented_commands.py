@@ -141,11 +141,9 @@ def test_a_wrong_command_is_seen():
 def test_a_command_that_would_be_refused_is_seen(invocation, wrong):
     assert wrong in next(problems(invocation))
     assert not list(
-        problems(
-            "bench --T 1024 --T 2048 --E $E --engine=hopper:mem --one-thread --plot PLOTS --help"
-        )
+        problems("bench --T 1024 --T 2048 --E $E --engine=hopper:mem --nvtx --plot PLOTS --help")
     )
-    assert invocations("`taskset -c 4,5 sonicmoe bench --one-thread`") == ["bench --one-thread"]
+    assert invocations("`taskset -c 4,5 sonicmoe bench --nvtx`") == ["bench --nvtx"]
 
 
 def test_the_commands_of_the_step_table_measure_its_shapes():

@@ -14,9 +14,9 @@ from small_run import SIZE_OPTIONS, run_config, write_text
 
 from ernie_compat.checkpoint import load_checkpoint, require_matching_arrays, save_checkpoint
 from ernie_compat.corpus import load_corpus
-from ernie_compat.lossgap import read_run, summarise
+from ernie_compat.gap_runs import read_run, summarise
 from ernie_compat.saved_run import SavedRun
-from ernie_compat.trainer import Trainer, require_resumable
+from ernie_compat.trainer import Trainer
 from sonicmoe.cli.main import main
 from sonicmoe.errors import SonicMoEError
 
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_read_or_refused(
     config = SavedRun.read(whole).config
 
     def read() -> None:
-        require_resumable(SavedRun.read(path), config)
+        SavedRun.read(path).require_resumable(config)
         require_matching_arrays(load_checkpoint(path)[1], shapes)
 
     count = request.config.getoption("--attacks")

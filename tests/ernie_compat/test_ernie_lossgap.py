@@ -11,18 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from ernie_compat.corpus import load_corpus
-from ernie_compat.lossgap import (
-    GapRun,
-    Interval,
-    LossGapError,
-    plot_gaps,
-    read_run,
-    summarise,
-)
+from ernie_compat.gap_runs import GapRun, Interval, LossGapError, read_run, summarise
+from ernie_compat.lossgap import lossgap, plot_gaps
 from ernie_compat.metrics import loss_gap
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from ernie_compat.trainer import Trainer
-from sonicmoe.cli.main import main
 from sonicmoe.errors import SonicMoEError
 
 SIZES = ModelConfig(
@@ -118,23 +111,21 @@ def test_what_is_no_compared_run_is_refused(tmp_path):
     train(tmp_path / "alone", 0, compare=False)
     with pytest.raises(LossGapError, match="without --compare"):
         read_run(tmp_path / "alone")
-    result = CliRunner().invoke(main, ["lossgap", str(tmp_path / "alone")])
+    result = CliRunner().invoke(lossgap, [str(tmp_path / "alone")])
     assert result.exit_code == 2 and "without --compare" in result.output
 
 
 def test_command(runs, tmp_path):
     directories = [str(directory) for directory, _ in runs.values()]
-    result = CliRunner().invoke(
-        main, ["lossgap", *directories, "--plot", str(tmp_path / "gap.png")]
-    )
+    result = CliRunner().invoke(lossgap, [*directories, "--plot", str(tmp_path / "gap.png")])
     assert result.exit_code == 0, result.output
     assert (
         "fp8 on torch, engine auto, 5 steps" in result.output
         and (tmp_path / "gap.png").stat().st_size > 10_000
     )
-    markdown = CliRunner().invoke(main, ["lossgap", *directories, "--markdown"]).output
+    markdown = CliRunner().invoke(lossgap, directories).output
     assert "its standard deviation" in markdown
-    data = json.loads(CliRunner().invoke(main, ["lossgap", *directories[:1], "--json"]).stdout)
+    data = json.loads(CliRunner().invoke(lossgap, [*directories[:1], "--json"]).stdout)
     assert data["summaries"][0]["gap"]["low"] is None and data["runs"][0]["seed"] == 0
     assert data["summaries"][0]["signed_gap"]["deviation"] is None
     gaps = [read_run(directory).signed_gap for directory, _ in runs.values()]

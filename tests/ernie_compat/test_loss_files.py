@@ -1,4 +1,4 @@
-"""`sonicmoe lossgap` on files of losses: the forms it reads, the gap, and what it refuses."""
+"""`python -m ernie_compat.lossgap` on files of losses: the forms it reads, the gap, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from ernie_compat.gap_runs import LossGapError
 from ernie_compat.loss_files import LossFile, compare_files, read_losses
-from ernie_compat.lossgap import LossGapError
+from ernie_compat.lossgap import lossgap
 from ernie_compat.metrics import loss_gap, smoothed
 from ernie_compat.model_config import SMOOTHING_WINDOW
-from sonicmoe.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES, STEPS = (2.5, 1.25, 0.5), (10, 20, 30)
@@ -156,7 +156,7 @@ def test_losses_that_do_not_fit_are_refused(run: LossFile, reference: LossFile, 
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["lossgap", *map(str, arguments)])
+    return CliRunner().invoke(lossgap, [*map(str, arguments)])
 
 
 def metrics(directory: Path, losses: tuple[float, ...], reference: float | None = None) -> Path:
@@ -194,13 +194,13 @@ def test_command_on_two_files_on_runs_and_on_one_of_each(tmp_path: Path) -> None
         assert (tmp_path / "gap.png").stat().st_size > 10_000
     said = invoke(*files)
     assert "1 to 100" in said.stdout and "one run, which chance may explain" in said.stdout
-    assert "| losses | rows |" in invoke(*files, "--markdown").stdout
+    assert "| losses | rows |" in said.stdout
 
 
 def test_the_table_says_over_how_many_rows_a_short_run_is_averaged(tmp_path: Path) -> None:
     losses = tuple(range(20, 0, -1))
     short = csv_of(tmp_path / "a", losses), csv_of(tmp_path / "b", losses)
-    assert "3.0000 (last 5)" in invoke(*short, "--markdown").stdout
+    assert "3.0000 (last 5)" in invoke(*short).stdout
     (one, _) = json.loads(invoke(*short, "--json").stdout)["files"]
     assert (one["end"], one["window"]) == (3.0, 5)
 
@@ -239,7 +239,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     train_loss = (line.replace('"loss"', '"train_loss"') for line in open_metrics(noisy(1)))
     Path("runs/bf16/metrics.jsonl").write_text("".join(train_loss))
     for line in block.splitlines():
-        result = CliRunner().invoke(main, shlex.split(line)[1:])
+        result = CliRunner().invoke(lossgap, shlex.split(line)[3:])
         assert result.exit_code == 0, result.output
     assert Path("gap.png").exists()
 

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import processes
 import pytest
 import torch
-from small_run import ROOT, SIZE_OPTIONS, environment, run_train
+from small_run import ROOT, SIZE_OPTIONS, environment, run_train, write_text
 
 from ernie_compat.checkpoint import load_checkpoint, read_header, save_checkpoint
-from ernie_compat.lossgap import read_run
+from ernie_compat.gap_runs import read_run
 from ernie_compat.metrics import StepRecord, read_metrics
 from ernie_compat.precision import node_config
 from ernie_compat.saved_run import SavedRun
@@ -29,104 +30,143 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
 
 
+class Whole(NamedTuple):
+    """A run: the options that make it again, its directory, what it printed."""
+
+    options: list[str]
+    out: Path
+    result: subprocess.CompletedProcess[str]
+
+    @property
+    def framework(self) -> str:
+        return self.options[1]
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A run to its end beside full precision, in either framework."""
+    place = tmp_path_factory.mktemp(request.param)
+    options = ["--framework", request.param, "--data", str(write_text(place / "text"))]
+    options += ["--steps", "40", "--lr", "0.01", "--compare", "--micro-batches", "2", *SIZE_OPTIONS]
+    return Whole(options, place / "run", run_train(*options, "--out", str(place / "run")))
+
+
 @pytest.mark.trained
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(
-    text: Path, tmp_path: Path, framework: str
-) -> None:
-    out = tmp_path / "run"
-    result = run_train(
-        "--framework", framework, "--data", str(text), "--precision", "fp8", "--compare", "--steps", "25", "--lr", "0.01",
-        "--out", str(out), *SIZE_OPTIONS,
-    )  # fmt: skip
+def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(whole: Whole) -> None:
+    out, result = whole.out, whole.result
     assert result.returncode == 0, result.stderr
     summary = json.loads((out / "summary.json").read_text())
-    # Over 4 seeds and two instruction sets: 2.07 to 2.16 below, and gaps of 1e-4 to 1.8e-3.
+    # Over 4 seeds and two instruction sets: 2.07 to 2.16 below after 25 steps, and gaps of 1e-4 to
+    # 1.8e-3.
     assert summary["loss_end"] < summary["loss_start"] - 0.5
     assert 0 < summary["loss_gap"] < 0.05
-    assert summary["framework"] == framework
-    for word in (
-        "loss at start",
-        "loss at end",
-        "gap to full precision",
-        str(out / "loss.png"),
-        str(out / "expert_load.png"),
-    ):
+    assert summary["framework"] == whole.framework
+    for word in ("loss at start", "loss at end", "gap to full precision",
+                 str(out / "loss.png"), str(out / "expert_load.png")):  # fmt: skip
         assert word in result.stdout
     assert f"{100 * summary['loss_gap']:.3f} %" in result.stdout
     records = read_metrics(out / "metrics.jsonl")
-    assert [record.step for record in records] == list(range(1, 26))
-    assert all(
-        record.full_precision_loss and record.tokens_per_s > 0 and len(record.expert_load[0]) == 4
-        for record in records
-    )
-    assert read_header(out / "checkpoint.npz")["step"] == 25
+    assert [record.step for record in records] == list(range(1, 41))
+    for record in records:
+        assert record.full_precision_loss and record.tokens_per_s > 0
+        assert len(record.expert_load[0]) == 4
+    assert read_header(out / "checkpoint.npz")["step"] == 40
     for name in ("loss.png", "expert_load.png"):
         content = (out / name).read_bytes()
         assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000
-    assert (
-        "step 25/25" in result.stderr
-        and "tokens/s" in result.stderr
-        and "Warning" not in result.stderr
+    assert "step 40/40" in result.stderr and "tokens/s" in result.stderr
+    assert "Warning" not in result.stderr
+
+
+def interrupted(options: list[str], out: Path) -> tuple[str, str]:
+    """A run that gets Ctrl-C after three steps: its stdout and stderr."""
+    process = processes.start(
+        ["-m", "sonicmoe.cli.train", *options, "--out", str(out)], environment(), ROOT
     )
-
-
-def test_json_is_all_there_is_on_stdout_and_micro_batches_are_accepted(
-    text: Path, tmp_path: Path
-) -> None:
-    result = run_train(
-        "--framework", "torch", "--data", str(text / "a.txt"), str(text / "b.txt"), "--steps", "2", "--micro-batches", "2",
-        "--precision", "bf16", "--engine", "reference", "--json", "--out", str(tmp_path / "run"), *SIZE_OPTIONS,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout)
-    assert (summary["steps"], summary["precision"], summary["engine"], summary["loss_gap"]) == (
-        2,
-        "bf16",
-        "reference",
-        None,
-    )
-    assert "2 files" in result.stderr
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
-    text: Path, tmp_path: Path, framework: str
-) -> None:
-    options = ["--framework", framework, "--data", str(text), "--steps", "40", *SIZE_OPTIONS]
-    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
-    command = ["-m", "sonicmoe.cli.train", *options, "--out", str(interrupted)]
-    process = processes.start(command, environment(), ROOT)
-    metrics = interrupted / "metrics.jsonl"
-    deadline = time.monotonic() + 300
+    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 130, stderr
-    step = read_header(interrupted / "checkpoint.npz")["step"]
+    said = process.communicate(timeout=300)
+    assert process.returncode == 130, said[1]
+    return said
+
+
+def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
+    whole: Whole, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    stdout, stderr = interrupted(whole.options, out)
+    step = read_header(out / "checkpoint.npz")["step"]
     assert 3 <= step < 40
-    assert (
-        f"interrupted at step {step}; checkpoint saved" in stderr
-        and "Traceback" not in stderr
-        and stdout == ""
-    )
+    assert f"interrupted at step {step}; checkpoint saved" in stderr
+    assert "Traceback" not in stderr and stdout == ""
+    metrics = out / "metrics.jsonl"
     assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
 
-    resumed = run_train("--resume", "--out", str(interrupted), "--data", str(text))
+    resumed = run_train("--resume", "--out", str(out))
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming after step {step}" in resumed.stderr and "differs" not in resumed.stderr
-    assert run_train(*options, "--out", str(whole)).returncode == 0
-    ends = [load_checkpoint(path / "checkpoint.npz")[1] for path in (interrupted, whole)]
+    ends = [load_checkpoint(path / "checkpoint.npz")[1] for path in (out, whole.out)]
     assert {name: array.tobytes() for name, array in ends[0].items()} == {
         name: array.tobytes() for name, array in ends[1].items()
     }
-    losses = [
-        [record.loss for record in read_metrics(path / "metrics.jsonl")]
-        for path in (interrupted, whole)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 40
+    records = [read_metrics(path / "metrics.jsonl") for path in (out, whole.out)]
+    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
+
+
+def test_a_run_without_checkpoints_leaves_its_figures_and_its_last_tensors(
+    whole: Whole, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    result = run_train(*whole.options, "--no-checkpoint", "--capture", "1", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    assert not list(out.glob("*checkpoint*")) and "checkpoint.npz" not in result.stdout
+    assert ", without a checkpoint" in result.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    captured = out / "captured-step40-layer1.npz"
+    assert summary["checkpoint"] is None and summary["captured"] == [str(captured)]
+    assert str(captured) in result.stdout
+
+    # Capturing changes no bit, and the gap needs no checkpoint.
+    records = [read_metrics(path / "metrics.jsonl") for path in (out, whole.out)]
+    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
+    assert read_run(out).signed_gap == read_run(whole.out).signed_gap
+
+    # The first of two micro-batches of the FP8 run, with the weights before its last update.
+    case, step = load_case(captured), load_dump(captured)
+    assert case.x.shape == case.dout.shape == (2 * 16, 32) and case.indices.shape == (2 * 16, 2)
+    assert case.w1.shape == (4, 64, 32) and step.settings.recipe == "dx256"
+    assert all(np.abs(array).max() > 0 for array in (case.x, case.dout, case.probs))
+    assert step.framework == whole.framework
+    after = load_checkpoint(whole.out / "checkpoint.npz")[1]
+    down = after["main/weight/layers.1.mlp.experts.0.down_proj.weight"].T
+    assert 0 < np.abs(step.w2[0] - down).max() < 1e-2
+
+
+def test_an_interrupt_without_checkpoints_promises_none(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text)]
+    _, stderr = interrupted([*options, "--steps", "100000", "--no-checkpoint", *SIZE_OPTIONS], out)
+    steps = len(read_metrics(out / "metrics.jsonl"))
+    assert f"interrupted at step {steps}; this run writes no checkpoint, so it" in stderr
+    assert "checkpoint saved" not in stderr and "--resume" not in stderr
+    assert not (out / "checkpoint.npz").exists()
+
+
+def test_json_is_all_there_is_on_stdout_and_a_host_compares_with_fp32(
+    text: Path, tmp_path: Path
+) -> None:
+    result = run_command_in_process([
+        "--data", str(text / "a.txt"), str(text / "b.txt"), "--steps", "2", "--micro-batches", "2",
+        "--precision", "bf16", "--engine", "reference", "--compare", "--json", "--out",
+        str(tmp_path / "run"), *SIZE_OPTIONS,
+    ])  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["steps"], summary["precision"], summary["engine"]) == (2, "bf16", "reference")
+    assert summary["against"] == "fp32" and "2 files" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -233,18 +273,8 @@ def test_fp8_runs_in_the_mode_of_the_environment(set_flags: Callable[..., None])
 
 def test_vocabulary_mismatch_on_resume_is_one_line(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    result = run_train(
-        "--framework",
-        "torch",
-        "--data",
-        str(text),
-        "--steps",
-        "1",
-        "--out",
-        str(out),
-        *SIZE_OPTIONS,
-    )
-    assert result.returncode == 0, result.stderr
+    arguments = ["--data", str(text), "--steps", "1", "--out", str(out), *SIZE_OPTIONS]
+    assert run_command_in_process(arguments).exit_code == 0
     path = out / "checkpoint.npz"
     header, arrays = load_checkpoint(path)
     for key in ("weight", "moment1", "moment2"):
@@ -398,58 +428,6 @@ def test_against_implies_compare_and_the_summary_names_what_ran(text: Path, tmp_
     assert summary["loss_end_full_precision"] > 0 and summary["loss_gap"] > 0
 
 
-def test_on_a_host_the_comparison_is_with_fp32(text: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--data",
-        str(text),
-        "--steps",
-        "1",
-        "--compare",
-        "--json",
-        "--engine",
-        "reference",
-        *SIZE_OPTIONS,
-    ]
-    result = run_command_in_process([*arguments, "--out", str(tmp_path / "run")])
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["against"] == "fp32"
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_run_without_checkpoints_leaves_its_figures_and_its_last_tensors(
-    text: Path, tmp_path: Path, framework: str
-) -> None:
-    out, kept = tmp_path / "run", tmp_path / "kept"
-    options = ["--framework", framework, "--data", str(text), "--steps", "3", "--compare"]
-    options += ["--micro-batches", "2", *SIZE_OPTIONS]
-    without = ["--no-checkpoint", "--capture", "1"]
-    result = run_train(*options, *without, "--out", str(out))
-    assert result.returncode == 0, result.stderr
-    assert not list(out.glob("*checkpoint*")) and "checkpoint.npz" not in result.stdout
-    assert ", without a checkpoint" in result.stderr
-    summary = json.loads((out / "summary.json").read_text())
-    captured = out / "captured-step3-layer1.npz"
-    assert summary["checkpoint"] is None and summary["captured"] == [str(captured)]
-    assert str(captured) in result.stdout
-
-    # Capturing changes no bit, and the gap needs no checkpoint.
-    plain = run_train(*options, "--out", str(kept))
-    assert plain.returncode == 0, plain.stderr
-    records = [read_metrics(path / "metrics.jsonl") for path in (out, kept)]
-    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
-    assert read_run(out).signed_gap == read_run(kept).signed_gap
-
-    # The first of two micro-batches of the FP8 run, with the weights before its last update.
-    case, step = load_case(captured), load_dump(captured)
-    assert case.x.shape == case.dout.shape == (2 * 16, 32) and case.indices.shape == (2 * 16, 2)
-    assert case.w1.shape == (4, 64, 32) and step.settings.recipe == "dx256"
-    assert all(np.abs(array).max() > 0 for array in (case.x, case.dout, case.probs))
-    assert step.framework == framework
-    after = load_checkpoint(kept / "checkpoint.npz")[1]
-    down = after["main/weight/layers.1.mlp.experts.0.down_proj.weight"].T
-    assert 0 < np.abs(step.w2[0] - down).max() < 1e-2
-
-
 def test_a_run_without_checkpoints_cannot_be_resumed_and_says_so(
     text: Path, tmp_path: Path
 ) -> None:
@@ -469,25 +447,6 @@ def test_a_run_without_checkpoints_cannot_be_resumed_and_says_so(
     assert files_of(out) == before
     assert run_command_in_process([*arguments, "--overwrite"]).exit_code == 0
     assert not list(out.glob("captured*")) and read_header(out / "checkpoint.npz")["step"] == 2
-
-
-def test_an_interrupt_without_checkpoints_promises_none(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text)]
-    options += ["--steps", "100000", "--no-checkpoint", *SIZE_OPTIONS, "--out", str(out)]
-    process = processes.start(["-m", "sonicmoe.cli.train", *options], environment(), ROOT)
-    metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 130, stderr
-    steps = len(read_metrics(metrics))
-    assert f"interrupted at step {steps}; this run writes no checkpoint, so it" in stderr
-    assert "checkpoint saved" not in stderr and "--resume" not in stderr
-    assert not (out / "checkpoint.npz").exists()
 
 
 def test_tensors_that_were_not_captured_are_an_exit_code(

@@ -36,8 +36,9 @@ SITU = ActivationType.SITU_GLU
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    """No configuration made yet: making one may say a line."""
+def fresh(monkeypatch):
+    """Nothing said yet, and no configuration made."""
+    monkeypatch.setattr(configuration, "_said", set())
     configuration._node_config.cache_clear()
     yield
     configuration._node_config.cache_clear()

@@ -16,8 +16,7 @@ from sonicmoe.gradients import destinations
 from sonicmoe.gradients.store import GradientStore
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
-from sonicmoe.weights.parameters import PerExpertParameters
-from sonicmoe.weights.stacked import FusedParameters
+from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from racers import NOT_RUN, environment
+from processes import NOT_RUN, environment
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache, no_compile

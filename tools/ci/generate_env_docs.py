@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from sonicmoe.config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES
-from sonicmoe.flags import PREFIX, Flag
+from sonicmoe.config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, PREFIX, Flag
 from sonicmoe.frameworks import RULE
 
 PAGE_WIDTH = 100
@@ -54,7 +53,7 @@ FRAMEWORK_TEXT = f"""
 |---|---|
 | `doctor`, `train`, `numerics`, `bisect` | by this rule; `train --resume` stays with that of its checkpoint |
 | `bench` | PyTorch, whose events and profiler it measures with |
-| `warmup`, `lossgap` | none: the kernels serve both, and losses are numbers in files |
+| `warmup` | none: the kernels serve both |
 """
 HONOURED_TEXT = """
 ## Variables of other tools

@@ -1,0 +1,89 @@
+"""What ranks are told by their launcher, which experts and tokens are theirs, and what they say of a
+rank that is gone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ernie_compat.parallel import (
+    Launch,
+    RankLayout,
+    SingleProcess,
+    lost_ranks_named,
+    on_rank,
+    read_launch,
+    whole_shapes,
+)
+from sonicmoe.errors import ConfigError, RankLostError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1",
+}
+PADDLE = {
+    "PADDLE_TRAINER_ID": "1",
+    "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_TRAINER_ENDPOINTS": "h0:6070,h1:6071",
+}
+
+
+def test_launchers_are_read():
+    assert read_launch({"PATH": "/bin", "LOCAL_RANK": "7"}) == Launch()
+    assert read_launch(TORCHRUN) == Launch(3, 4, 1)
+    assert read_launch({**PADDLE, "PADDLE_RANK_IN_NODE": "0"}) == Launch(1, 2, 0)
+    with pytest.raises(ConfigError, match=r"incomplete.*'RANK'.*needed: RANK, WORLD_SIZE"):
+        read_launch({"WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match=r"incomplete \('MASTER_ADDR'\)"):
+        read_launch({name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"})
+    with pytest.raises(ConfigError, match="PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM"):
+        read_launch({**PADDLE, "PADDLE_TRAINERS_NUM": "two"})
+
+
+def test_layout():
+    layout = RankLayout(Launch(rank=5, world_size=8), 4)
+    assert layout.ep_groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and layout.ep_rank == 1
+    assert layout.replica_groups == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list(layout.local_experts(16)) == [4, 5, 6, 7]
+    with pytest.raises(ConfigError, match="--ep is 3 and there are 8 ranks"):
+        RankLayout(Launch(world_size=8), 3)
+    with pytest.raises(
+        ConfigError, match=r"--ep is 2 and there is 1 rank; .* start it with torchrun"
+    ):
+        RankLayout(Launch(), 2)
+
+
+def test_names_of_other_ranks_experts():
+    name = "weight/layers.12.mlp.experts.9.up_gate_proj.weight"
+    assert on_rank(name, 8) == "weight/layers.12.mlp.experts.17.up_gate_proj.weight"
+    parallel = SingleProcess()
+    parallel.layout = RankLayout(Launch(rank=1, world_size=2), 2)
+    local = {"layers.0.mlp.experts.2.down_proj.weight": (3, 4), "layers.0.norm.weight": (4,)}
+    assert whole_shapes(local, parallel, 4) == {
+        "layers.0.mlp.experts.0.down_proj.weight": (3, 4),
+        "layers.0.mlp.experts.2.down_proj.weight": (3, 4),
+        "layers.0.norm.weight": (4,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4"), RankLostError),
+        (OSError("(External) Connection reset by peer"), RankLostError),
+        (OSError("No space left on device"), OSError),
+        (ConfigError("gloo: own"), ConfigError),
+    ],
+)
+def test_a_broken_collective_is_said_in_one_sentence(error, raised):
+    layout = RankLayout(Launch(rank=1, world_size=2), 2)
+    with pytest.raises(raised) as seen, lost_ranks_named(layout, "torch"):
+        raise error
+    assert type(seen.value) is raised
+    if raised is RankLostError:
+        assert "rank 1 of 2 lost another rank in the training over torch" in str(seen.value)
+    with pytest.raises(type(error)), lost_ranks_named(RankLayout(Launch(), 1), "torch"):
+        raise error  # one rank has no other
