@@ -75,9 +75,9 @@ def prepared_step(sizes: tuple[int, int, int], precision: str, rank: int) -> Cal
 
 def compile_only(sizes: tuple[int, int, int], config: Any) -> None:
     """The compiles of a first forward."""
-    from sonicmoe.engine.capabilities import RECORDS, Workload
+    from sonicmoe.engine.capabilities import RECORDS
     from sonicmoe.engine.cold_start import compile_missing
-    from sonicmoe.engine.settings import EngineSettings
+    from sonicmoe.engine.settings import EngineSettings, Workload
     from sonicmoe.enums import ActivationType, EngineName
 
     resolved = config.resolve()

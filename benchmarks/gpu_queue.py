@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sonicmoe.host_gpus import capabilities_of_host
+from sonicmoe.host import capabilities_of_host
 
 HOST = ""  # the device that a process sees no GPU on
 GRACE_S = 15.0  # from the polite signal to the end

@@ -148,7 +148,7 @@ def replace_everywhere(changes: dict[str, tuple[Any, Any]]) -> None:
 
 def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
-    from sonicmoe.engine import hopper, hopper_passes
+    from sonicmoe.engine import hopper, hopper_layer, hopper_passes
     from sonicmoe.engine.select import EngineChoice
     from sonicmoe.kernels.host import passes_source
     from sonicmoe.node import choices
@@ -161,7 +161,7 @@ def launch_nothing() -> None:
     kernels = dict.fromkeys(map(str, native.argument_names("kernels")), nothing)
     kernels["wgrad_destination"] = lambda *_: nothing  # any object will do
     passes = hopper_passes.Passes(native, (names, names), kernels)
-    hopper.passes_on = lambda *_: passes
+    hopper_layer.passes_on = lambda *_: passes
     weight_kernels = SimpleNamespace(
         num_checksums=lambda *_: 1,
         store_addresses=nothing,

@@ -26,10 +26,11 @@ import torch
 from gpu_timing import host_us, interleaved_us
 
 from sonicmoe.engine.footprint import Footprint
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import Passes, passes_on
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.targets import NativeBuffer, ParameterTargets, WeightTarget
+from sonicmoe.engine.targets import NativeBuffer, ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import destinations as gradients
 from sonicmoe.interop import current_stream

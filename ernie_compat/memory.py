@@ -6,8 +6,7 @@ B sequences of a batch.
 
 from __future__ import annotations
 
-from sonicmoe.host_memory import count, require_memory
-from sonicmoe.install import gpu_present
+from sonicmoe.host import count, gpu_present, require_memory
 
 from .model_config import ModelConfig, RunConfig
 

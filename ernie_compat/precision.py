@@ -33,9 +33,9 @@ def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) 
         EngineUnavailableError: an engine asked for by name cannot run.
     """
     # Imported here, because choosing an engine loads the framework.
-    from sonicmoe.engine.capabilities import Workload
     from sonicmoe.engine.interface import EngineSettings
     from sonicmoe.engine.select import choose_engine
+    from sonicmoe.engine.settings import Workload
     from sonicmoe.enums import ActivationType
 
     config = current_config(node_config(precision, engine))

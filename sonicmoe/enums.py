@@ -226,6 +226,15 @@ class ZCode(Enum):
     BF16 = "bf16"
 
 
+# Recipes by name; `quant/recipes.py` has the blocks of each. Every layout of blocks exists with
+# fp32 scales and, under a name that ends in -pow2, with powers of two.
+RECIPE_LAYOUTS = (
+    "deepseek-v3", "1x128", "1x32", "iso32", "iso128", "iso256", "dx256", "wide256", "wide512",
+    "row128", "row128-dx256",
+)  # fmt: skip
+RECIPE_NAMES = tuple(f"{layout}{scales}" for layout in RECIPE_LAYOUTS for scales in ("", "-pow2"))
+
+
 class FlushMode(Enum):
     """Which way weight gradients take to the parameters.
 

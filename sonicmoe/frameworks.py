@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from .errors import FrameworkError, expect
-from .install import install_hint
+from .host import install_hint
 
 FRAMEWORKS = ("torch", "paddle")
 AUTO = "auto"

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from .errors import DeviceError, FrameworkError
-from .install import install_hint
+from .host import install_hint
 
 MINIMUM_PADDLE = (3, 3)
 HOW_TO_ENABLE = (

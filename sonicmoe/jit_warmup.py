@@ -12,7 +12,7 @@ from .config import SonicMoEConfig, current_config
 from .engine.compile_plan import require_precision, warm_up_plan
 from .enums import ActivationParameters, ActivationType, layer_parameters, member_of
 from .errors import ConfigError, DeviceError, expect
-from .host_gpus import capabilities_of_host
+from .host import capabilities_of_host
 from .jit.cache import default_cache
 from .jit.errors import CompileError
 from .jit.parallel import FAILED, Progress

@@ -14,7 +14,6 @@ from typing import ParamSpec
 import torch
 from torch import nn
 
-from .diagnostics.step_capture import dump_next_step
 from .engine.activations import activate, pre_activation_width
 from .enums import (
     ActivationType,
@@ -194,12 +193,10 @@ class MoE(nn.Module):
             ShapeError,
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
-        # Leading axes (batch, sequence) are one axis of tokens to the experts.
-        tokens = hidden_states.reshape(-1, self.hidden_size)
         backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
         if backend == KernelBackendMoE.sonicmoe.value:
             out, logits, counts = softmax_topk_layer(
-                tokens,
+                hidden_states,
                 self.router.weight,
                 (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias),
                 self.top_k,
@@ -208,7 +205,6 @@ class MoE(nn.Module):
                 inference=is_inference_mode,
                 use_fp8=use_fp8,
                 face=MOE,
-                lead=shape[:-1],
                 module=self,
             )
         elif backend == KernelBackendMoE.torch.value:
@@ -218,12 +214,14 @@ class MoE(nn.Module):
                 ConfigError,
                 "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe",
             )
-            out, logits, counts = self._run_plain(tokens)
+            out, logits, counts = self._run_plain(hidden_states.reshape(-1, self.hidden_size))
+            # Under autograd a reshaped tensor is a view, which FSDP2 cannot see written in place.
+            out = out if len(shape) == 2 else out.reshape(shape).clone()
         else:
             raise EngineUnavailableError(
                 f"kernel_backend_moe={backend!r}; available: sonicmoe, torch"
             )
-        return out.reshape(shape), switch_loss(logits, counts)
+        return out, switch_loss(logits, counts)
 
     @property
     def stream_id(self) -> int:
@@ -248,6 +246,10 @@ class MoE(nn.Module):
         Raises:
             DumpError: `path` cannot be written.
         """
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+        from .diagnostics.step_capture import dump_next_step
+
         dump_next_step(self, path)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

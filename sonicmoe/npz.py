@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from .errors import SonicMoEError, expect
-from .host_memory import host_memory
+from .host import host_memory
 
 SUFFIX = ".npy"
 _CHUNK = 1 << 20

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe.config import FLAGS_BY_ENV, PREFIX, reload_environment
+from sonicmoe.config import FLAGS_BY_ENV, reload_environment
+from sonicmoe.flags import PREFIX
 from sonicmoe.frameworks import is_importable
 from sonicmoe.jit.cache import CompileCache
+from sonicmoe.log import forget_what_was_said
 
 # So that a failed assertion there shows its values, as one in a test file does.
 pytest.register_assert_rewrite("gpu.plain_engine_cases", "gpu.plain_engine_contract")
@@ -81,9 +83,12 @@ def products_of_another_processor(request: pytest.FixtureRequest) -> Iterator[No
 
 
 @pytest.fixture(autouse=True)
-def _environment_is_read_anew() -> None:
-    """A process reads its flags once; every test is a process of its own in this respect."""
+def _everything_is_new() -> None:
+    """A process reads its flags once and says some lines once; every test is a process of its own
+    in this respect.
+    """
     reload_environment()
+    forget_what_was_said()
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ import pytest
 from sonicmoe.config import (
     FLAGS,
     FLAGS_BY_ENV,
-    PREFIX,
-    Flag,
     ResolvedConfig,
     SonicMoEConfig,
     current_config,
@@ -33,6 +31,7 @@ from sonicmoe.config import (
 )
 from sonicmoe.enums import EngineCheck, EngineName, ZCode
 from sonicmoe.errors import ConfigError
+from sonicmoe.flags import PREFIX, Flag
 
 ROOT = Path(__file__).resolve().parents[1]
 SetFlags = Callable[..., None]

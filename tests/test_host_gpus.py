@@ -26,7 +26,7 @@ from sonicmoe.architectures import (
 )
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError
-from sonicmoe.host_gpus import capabilities_of_host
+from sonicmoe.host import capabilities_of_host
 from sonicmoe.jit_warmup import warmup_jit
 
 SIZES = ["--E", "8", "--H", "3072", "--I", "1536"]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe import host_memory
+from sonicmoe import host
 from sonicmoe.errors import ConfigError
-from sonicmoe.host_memory import count, gibibytes, require_memory
+from sonicmoe.host import count, gibibytes, require_memory
 
 
 def test_a_container_lowers_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(host_memory, "_LIMITS", (limit, tmp_path / "none"))
+    monkeypatch.setattr(host, "_LIMITS", (limit, tmp_path / "none"))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert host_memory.host_memory() == whole
+    assert host.host_memory() == whole
     for text, wanted in (("max", whole), ("1048576\n", 1 << 20), ("9" * 30, whole)):
         limit.write_text(text)
-        assert host_memory.host_memory() == wanted
+        assert host.host_memory() == wanted
 
 
 def test_the_refusal_names_purpose_estimate_and_what_is_there() -> None:

@@ -23,6 +23,10 @@ FRAMEWORKS = {"torch", "paddle"}
 # runs it at module level.
 LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
 
+# The two imports that lead upward (docs/design.md, "The tree"): `dump` of a node and of a `MoE`.
+DUMP = PACKAGE / "diagnostics" / "step_capture.py"
+LAZY_DOORS = {(PACKAGE / "node" / "mlp_node.py", DUMP), (PACKAGE / "moe.py", DUMP)}
+
 
 def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:
     program = f"import sys; {statement}; print(*({among!r} & set(sys.modules)))"
@@ -198,7 +202,7 @@ def upward_imports(path: Path, source: str) -> list[str]:
     return sorted(
         str(target.relative_to(ROOT))
         for target, layer in targets.items()
-        if layer is None or layer > own
+        if (layer is None or layer > own) and (path, target) not in LAZY_DOORS
     )
 
 
@@ -290,6 +294,48 @@ def test_an_import_cycle_is_recognised(tmp_path: Path, monkeypatch, back: str) -
     assert import_cycles(graph) == [[f"sonicmoe/quant/{name}.py" for name in "abc"]]
     graph[folder / "c.py"] = set()
     assert import_cycles(graph) == []
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of the package that a file is in, or the file itself where it is in none."""
+    top = PACKAGE if PACKAGE in path.parents else ROOT
+    return top / path.relative_to(top).parts[0]
+
+
+def folder_graph(sources: Mapping[Path, str]) -> dict[Path, set[Path]]:
+    """Which folder imports which when a program runs: imports inside functions count, those for
+    type checkers do not, and neither do the lazy doors.
+    """
+    graph: dict[Path, set[Path]] = {folder_of(path): set() for path in sources}
+    for path, source in sources.items():
+        targets = {t for t in repository_imports(path, source) if (path, t) not in LAZY_DOORS}
+        graph[folder_of(path)] |= {folder_of(target) for target in targets} - {folder_of(path)}
+    return graph
+
+
+def test_no_folder_imports_one_that_imports_it() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in product_files()}
+    sources.pop(PACKAGE / "__init__.py")
+    assert import_cycles(folder_graph(sources)) == []
+
+
+def test_a_cycle_of_folders_is_recognised() -> None:
+    sources = {
+        PACKAGE / "quant" / "a.py": "def f():\n    from ..routing import ids",
+        PACKAGE / "routing" / "ids.py": "",
+        PACKAGE / "routing" / "b.py": "from ..quant.recipes import RECIPES",
+        PACKAGE / "moe.py": "from .routing import b\nfrom .diagnostics import step_capture",
+        PACKAGE / "diagnostics" / "step_capture.py": "from .. import moe",
+    }
+    assert import_cycles(folder_graph(sources)) == [["sonicmoe/quant", "sonicmoe/routing"]]
+
+
+def test_the_lazy_doors_are_lazy() -> None:
+    """A model that dumps nothing loads no diagnosis."""
+    program = "from sonicmoe import MoE; from sonicmoe.ernie_compat import SonicMoEMlpNode"
+    assert loaded_by(program, {"torch", "sonicmoe.diagnostics"}) == {"torch"}
+    for path, target in LAZY_DOORS:
+        assert target in repository_imports(path, path.read_text(encoding="utf-8"))
 
 
 def outer_imports(path: Path, source: str) -> list[str]:

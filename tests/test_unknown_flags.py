@@ -8,7 +8,6 @@ from pathlib import Path
 import processes
 import pytest
 
-from sonicmoe import config
 from sonicmoe.config import FLAGS_BY_ENV, FLEETS_VARIABLES, unknown_flags, warn_unknown_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +122,6 @@ def test_a_variable_of_fleets_own_engine_is_told_from_a_slip(
 ) -> None:
     assert name not in FLAGS_BY_ENV and unknown_flags({name: "1"}) == {name: None}
     monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(config, "_WARNED", set())
     for _ in range(2):
         warn_unknown_flags()
     (message,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]

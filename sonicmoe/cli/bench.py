@@ -16,7 +16,7 @@ from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
 from ..enums import EngineName, FlushMode
 from ..errors import ConfigError, expect
 from ..frameworks import AUTO
-from ..host_memory import require_memory
+from ..host import require_memory
 from ..plotting import require_matplotlib
 from .framework import CHOICES, load_framework
 from .numerics import print_table

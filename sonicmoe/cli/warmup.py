@@ -18,7 +18,7 @@ from ..architectures import DEFAULT_ARCH, chosen_arch
 from ..config import current_config
 from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
-from ..host_gpus import capabilities_of_host
+from ..host import capabilities_of_host
 from ..jit.cache import CompileCache, default_cache
 from ..jit.cpus import usable_cpus
 from ..jit.errors import PackError

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..observe import FLEET, GATED_EXPERTS, MOE, NODE, PLAIN_EXPERTS, STACKED, TOPK, TRIPLES
+from ..observe import FACES
 
 NATIVE_AXES = {
     "x": "TH", "out": "TH", "probs": "TK", "w1": "ENH", "w2": "EHI", "b1": "EN", "b2": "EH",
@@ -29,57 +29,6 @@ _TENSOR_OF_STAGE = {
     **{name: (name, "") for name in ("w1", "w2", "b1", "b2")},
     **{f"{name}_fp8": (name, "") for name in ("w1", "w2")},
     **{f"d{name}": (name, GRADIENT) for name in ("w1", "w2", "b1", "b2")},
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Face:
-    """One way into the library, and the names of its arguments.
-
-    indices, scores: ids and probabilities in messages about routing.
-    axes: the order of w1 and w2 where the caller's differs from that of the `WeightLayout`.
-    flattens: tokens come with any number of leading axes, and are one axis to the experts.
-    indexed_probs: probabilities are an argument `[T, K]`.
-    flushes: gradients go to the parameters by the flush of a node.
-    """
-
-    x: str = "x"
-    out: str = "out"
-    probs: str = "probs"
-    w1: str = "w1"
-    w2: str = "w2"
-    b1: str = "b1"
-    b2: str = "b2"
-    indices: str = "dispatched_indices"
-    scores: str = "dispatched_probs"
-    axes: tuple[str, str] | None = None
-    flattens: bool = False
-    indexed_probs: bool = True
-    flushes: bool = False
-
-
-_UPSTREAM = ("NHE", "HIE")
-FACES: Mapping[str, Face] = {
-    NODE: Face(probs="dispatched_probs", flushes=True),
-    FLEET: Face(x="hidden_states", probs="topk_scores", flushes=True),
-    MOE: Face(
-        x="hidden_states", out="output", probs="the softmax of hidden_states @ router.weight.T",
-        w1="c_fc.weight", w2="c_proj.weight", b1="c_fc.bias", b2="c_proj.bias",
-        flattens=True, indexed_probs=False,
-    ),
-    TOPK: Face(probs="the softmax of x @ router_w.T", axes=_UPSTREAM, indexed_probs=False),
-    TRIPLES: Face(
-        probs="router_scores", indices="expert_indices", scores="router_scores", axes=_UPSTREAM,
-        indexed_probs=False,
-    ),
-    STACKED: Face(),
-    **{
-        face: Face(
-            x="hidden_states", probs="top_k_weights", w1=up, w2="down_proj", b1=f"{up}_bias",
-            b2="down_proj_bias", indices="top_k_index", scores="top_k_weights",
-        )
-        for face, up in ((GATED_EXPERTS, "gate_up_proj"), (PLAIN_EXPERTS, "up_proj"))
-    },
 }  # fmt: skip
 
 

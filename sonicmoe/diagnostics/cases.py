@@ -16,7 +16,7 @@ import numpy as np
 
 from ..enums import ZCode, is_glu
 from ..errors import ShapeError, SonicMoEError, expect
-from ..host_memory import require_memory
+from ..host import require_memory
 from ..npz import NpzError, read_npz, require_numbers
 from ..quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
 from .callers import Caller

@@ -19,19 +19,17 @@ from typing import Any
 
 from .. import __version__
 from ..config import (
-    DIRECTORY,
     FLAGS,
     FLEETS_VARIABLES,
     HONOURED_VARIABLES,
-    Flag,
     ResolvedConfig,
-    spelling,
     unknown_flags,
 )
 from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
+from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
-from ..install import install_hint
+from ..host import install_hint
 from ..jit.pack import unpacked_lines
 from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.toolchain import find_toolkit

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from ..config import ResolvedConfig
-from ..engine.capabilities import Workload
 from ..engine.select import choose_engine
-from ..engine.settings import EngineSettings
+from ..engine.settings import EngineSettings, Workload
 from ..enums import ActivationType, EngineName
 from ..errors import SonicMoEError
 from ..interop import IS_PADDLE, parse_version

@@ -15,7 +15,7 @@ from typing import Any
 from ..config import ResolvedConfig
 from ..enums import EngineName
 from ..errors import SonicMoEError
-from ..install import NVIDIA_DRIVER
+from ..host import NVIDIA_DRIVER
 from ..jit.cache import CompileCache, default_cache
 from ..jit.cpus import usable_cpus
 from ..jit.errors import CompileError, CompileForbiddenError

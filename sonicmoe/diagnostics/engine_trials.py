@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..engine.capabilities import RECORDS, EngineRecord, Workload, missing_tool, problem
+from ..engine.capabilities import RECORDS, EngineRecord, missing_tool, problem
 from ..engine.cold_start import compile_ahead, run_jobs
 from ..engine.select import ENGINES
-from ..engine.settings import EngineSettings
+from ..engine.settings import EngineSettings, Workload
 from ..engine.trust import Subject, UndecidedError, try_engine
 from ..enums import ActivationType, EngineName
-from ..host_gpus import driver_version
+from ..host import driver_version
 from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of, index_of_gpu
 
@@ -96,7 +96,7 @@ def _tried(name: EngineName, record: EngineRecord, workload: Workload, device: s
     arch, words = arch_of(device), words_of(workload)
     started = time.perf_counter()
     try:
-        verdict = try_engine(Subject.of(ENGINES[name], record, workload, device, arch))
+        verdict = try_engine(Subject(ENGINES[name], record, workload, device, arch))
     except UndecidedError as undecided:
         return EngineTrial(name.value, words, "undecided", str(undecided))
     seconds = time.perf_counter() - started

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from ..engine.capabilities import RECORDS
-from ..install import gpu_present, install_hint
+from ..host import gpu_present, install_hint
 from ..jit.key import package_versions
 from ..jit.toolchain import find_toolkit
 

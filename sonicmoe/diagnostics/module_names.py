@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..interop import IS_PADDLE
-from ..observe import ExpertCall
-from .callers import FACES, NATIVE_AXES, NODE, Caller, Named
+from ..observe import FACES, NODE, ExpertCall
+from .callers import NATIVE_AXES, Caller, Named
 
 Tensor = torch.Tensor
 

@@ -13,14 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.capabilities import (
-    REFERENCE,
-    TokenFormat,
-    gradient_problem,
-    token_problem,
-)
+from ..engine.capabilities import REFERENCE, gradient_problem, token_problem
 from ..engine.interface import EngineSettings, NativeBuffer, Tokens
 from ..engine.reference import ReferenceEngine
+from ..engine.settings import TokenFormat
 from ..enums import ZCode
 from ..quant.recipes import BlockShape, Fp8Recipe, rows
 from ..quant.reference import quantize, steady_amax

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from ..config import ResolvedConfig
-from ..engine.capabilities import RECORDS, Workload
+from ..engine.capabilities import RECORDS
 from ..engine.cold_start import run_jobs
 from ..engine.interface import EngineSettings, NativeBuffer
 from ..engine.select import ENGINES, EngineChoice, choose_engine, ready_engine, unavailable
-from ..engine.trust import is_untried
+from ..engine.settings import Workload
+from ..engine.trust import Subject, is_untried
 from ..enums import ActivationType, EngineName
 from ..jit.plan import CompileJob
 from ..routing.backends import arch_of
@@ -85,8 +86,8 @@ def untried(config: ResolvedConfig, precision: str, device: str) -> str | None:
     choice = engine_for(config, precision, device)
     name = EngineName(choice.engine.name)
     workload = Workload(choice.settings or _settings(config, precision), H, I)
-    asked = ENGINES[name], RECORDS[name], workload, device, arch_of(device)
-    return name.value if is_untried(*asked) else None
+    subject = Subject(ENGINES[name], RECORDS[name], workload, device, arch_of(device))
+    return name.value if is_untried(subject) else None
 
 
 def make_ready(config: ResolvedConfig, precision: str, device: str) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..config import FLAGS, ResolvedConfig, spelling
+from ..config import FLAGS, ResolvedConfig
 from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
+from ..flags import spelling
 from ..frameworks import FRAMEWORKS
 from ..npz import NotNpzError, NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe

@@ -12,7 +12,8 @@ import torch
 
 from ..errors import ConfigError
 from ..kernels.quack_gemm import Stored
-from .targets import GradientTargets, NativeBuffer, ParameterTargets, WeightTarget
+from .gradient_memory import WeightTarget
+from .targets import GradientTargets, NativeBuffer, ParameterTargets
 
 Tensor = torch.Tensor
 _STEP = 4  # values: strides of fp32 are multiples of 16 bytes

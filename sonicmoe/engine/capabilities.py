@@ -19,52 +19,13 @@ from ..jit.key import package_versions
 from ..jit.plan import CompileJob
 from ..jit.toolchain import find_toolkit
 from ..jit.triton_variant import TritonVariant
-from ..kernels.cuda_mx import mx_quantize_source
-from ..kernels.mx_gemm import MxShape
-from ..kernels.mx_gemm import all_kernels as mx_kernels
-from ..kernels.quack_gemm import PACKAGES, MlpShape, all_kernels, expert_rows_source, wgrad_kernels
-from ..kernels.sm90 import engine_sources
-from ..kernels.triton.variants import ExpertShape, all_variants
+from ..kernels.quack_gemm import PACKAGES
 from ..quant.recipes import RECIPES, rows
-from .settings import EngineSettings
+from .kernel_jobs import bf16_jobs, hopper_jobs, mxfp8_jobs, triton_jobs
+from .settings import EngineSettings, GradientTarget, TokenFormat, Workload
 
 HOST = "host"  # in place of an architecture, where tensors are on no GPU
 _TOKEN_BLOCK = rows(128)
-
-
-class TokenFormat(Enum):
-    """How tokens reach an engine: plain in their dtype, or quantised by their sender as e4m3 codes
-    with one scale per row and 128 columns, or one per row.
-    """
-
-    PLAIN = "plain"
-    E4M3_1X128 = "e4m3_1x128"
-    E4M3_ROW = "e4m3_row"
-
-
-class GradientTarget(Enum):
-    """Where an engine leaves weight gradients: added to fp32 accumulators in the native layout, or
-    to the parameter's own `main_grad`; or written into fresh memory in the parameter's dtype.
-    """
-
-    NATIVE = "native"
-    MAIN_GRAD = "main_grad"
-    FRESH = "fresh"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is to be computed, as far as it decides which engine can. Sizes and dtype are those of
-    the experts and their tokens.
-    """
-
-    settings: EngineSettings
-    hidden_size: int
-    intermediate_size: int
-    dtype: str = "bfloat16"
-    bias: bool = False
-    tokens: TokenFormat = TokenFormat.PLAIN
-    gradients: GradientTarget = GradientTarget.NATIVE
 
 
 Jobs = Callable[[Workload | None, str], tuple[CompileJob, ...]]
@@ -131,61 +92,6 @@ def _with_kernels_of(engine: EngineName) -> tuple[ActivationType, ...]:
     return tuple(member for member, record in ACTIVATIONS.items() if engine in record.kernels)
 
 
-def _hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
-    """Its own kernels serve every model of an activation; unquantised weight gradients run on the BF16 GEMMs."""
-    settings = EngineSettings() if workload is None else workload.settings
-    own, recipe = settings.activation_parameters, settings.recipe
-    steady = recipe is not None and recipe.x.steady is not None
-    jobs: list[CompileJob] = [
-        *engine_sources(arch, settings.activation, own, settings.save_z, steady)
-    ]
-    if workload is not None and not workload.settings.fp8_wgrad:
-        jobs += [expert_rows_source(arch), *wgrad_kernels(_mlp_shape(workload, arch))]
-    return tuple(jobs)
-
-
-def _bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
-    workload = workload or Workload(EngineSettings(), 128, 128)
-    again = workload.settings.recompute_z
-    return expert_rows_source(arch), *all_kernels(_mlp_shape(workload, arch), recompute_z=again)
-
-
-def _triton_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
-    workload = workload or Workload(EngineSettings(), 128, 128)
-    settings = workload.settings
-    shape = ExpertShape(
-        workload.hidden_size,
-        workload.intermediate_size,
-        settings.activation,
-        workload.dtype,
-        workload.bias,
-        settings.activation_parameters,
-        arch=arch,
-    )
-    return all_variants(shape, recompute_z=settings.recompute_z)
-
-
-def _mlp_shape(workload: Workload, arch: str) -> MlpShape:
-    sizes = workload.hidden_size, workload.intermediate_size
-    settings = workload.settings
-    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
-    return MlpShape(
-        *sizes, settings.activation, workload.dtype, workload.bias, own, capped, arch=arch
-    )
-
-
-def _mxfp8_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
-    """Its own GEMMs and quantisers; unquantised weight gradients run on the BF16 GEMMs."""
-    settings = EngineSettings() if workload is None else workload.settings
-    capped = settings.gemm_num_sms > 0
-    shape = MxShape(settings.activation, settings.activation_parameters, capped, arch=arch)
-    kernels = mx_kernels(shape, fp8_wgrad=settings.fp8_wgrad)
-    jobs: tuple[CompileJob, ...] = (mx_quantize_source(arch), expert_rows_source(arch), *kernels)
-    if workload is not None and not settings.fp8_wgrad:
-        jobs += wgrad_kernels(_mlp_shape(workload, arch))
-    return jobs
-
-
 REFERENCE = EngineRecord(
     EngineName.REFERENCE,
     gemms="plain tensor operations in fp32",
@@ -218,7 +124,7 @@ BF16 = EngineRecord(
     proven=(SM90,),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
-    jobs=_bf16_jobs,
+    jobs=bf16_jobs,
 )
 TRITON = EngineRecord(
     EngineName.TRITON,
@@ -236,7 +142,7 @@ TRITON = EngineRecord(
     proven=(SM90,),
     loads_with="triton",
     compiler="Triton",
-    jobs=_triton_jobs,
+    jobs=triton_jobs,
 )
 HOPPER = EngineRecord(
     EngineName.HOPPER,
@@ -254,7 +160,7 @@ HOPPER = EngineRecord(
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
     proven=(SM90,),
     loads_with="apache-tvm-ffi",
-    jobs=_hopper_jobs,
+    jobs=hopper_jobs,
 )
 
 MXFP8 = EngineRecord(
@@ -275,7 +181,7 @@ MXFP8 = EngineRecord(
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
     by_name_only=True,
-    jobs=_mxfp8_jobs,
+    jobs=mxfp8_jobs,
 )
 
 # In the order in which `auto` prefers them.

@@ -20,8 +20,8 @@ from ..jit.parallel import FAILED, KernelOutcome, Outcomes, ParallelBuild
 from ..jit.plan import CompileJob
 from ..jit.slots import OFF, HostSlots
 from ..kernels import EVERY_RUN
-from .capabilities import EngineRecord, Workload
-from .settings import EngineSettings
+from .capabilities import EngineRecord
+from .settings import EngineSettings, Workload
 
 logger = logging.getLogger("sonicmoe")
 

@@ -17,8 +17,8 @@ from ..errors import ConfigError, expect
 from ..jit.plan import BF16, BOTH, FP8, NEITHER, PRECISIONS, CompileJob, ModelSpec, WarmUpPlan
 from ..kernels import EVERY_RUN
 from ..quant.recipes import RECIPES
-from .capabilities import RECORDS, EngineRecord, Workload, missing_package, problem
-from .settings import EngineSettings
+from .capabilities import RECORDS, EngineRecord, missing_package, problem
+from .settings import EngineSettings, Workload
 
 FP8_PLAIN_WGRAD = "fp8 with fp8_wgrad=0"
 _PARTS = {FP8: (FP8,), BF16: (BF16,), BOTH: (FP8, BF16)}

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -20,25 +19,20 @@ import torch
 
 from ..enums import ActivationParameters, ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
-from ..interop import empty, numel
+from ..interop import empty
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
 from ..kernels.host import passes_source
 from ..kernels.sm90 import gemm_sources
-from ..observe import is_heard, is_observed, stage, tap
-from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..quant.recipes import RECIPES, BlockShape
+from ..quant.format import BlockScaledTensor, Orientation
+from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
+from .gradient_memory import WeightTarget
 from .interface import EngineWeights
-from .targets import (
-    FreshTargets,
-    GradientTargets,
-    ParameterTargets,
-    WeightTarget,
-    native_buffer,
-)
+from .native_calls import by_keyword
+from .targets import FreshTargets, GradientTargets, ParameterTargets, native_buffer
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # INT8 codes, or bf16
@@ -263,36 +257,6 @@ def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
     return held
 
 
-def by_keyword(function: Any, names: Sequence[str]) -> Callable[..., Any]:
-    """`function` with all its arguments by keyword, in the order that its module declares.
-
-    An `observer` among them is made here, where somebody watches stages. Compiled once from the
-    names, because a loop over them in every call would take longer than the call.
-    """
-    given = [name for name in names if name != "observer"]
-    values = ", ".join("None" if name == "observer" else name for name in names)
-    call = f"function({values})"
-    if "observer" in names:
-        by_name = ", ".join(f"{name}={name}" for name in given)
-        call = f"{call} if not is_observed() else observed(function, names, dict({by_name}))"
-    scope = {"function": function, "names": names, "is_observed": is_observed, "observed": observed}
-    made: Callable[..., Any] = eval(f"lambda *, {', '.join(given)}: {call}", scope)
-    return made
-
-
-def observed(native_pass: Any, names: Sequence[str], arguments: dict[str, Any]) -> None:
-    """Call a pass that tells an observer about its stages."""
-    observer = _Observer(arguments)
-    try:
-        native_pass(*(observer if name == "observer" else arguments[name] for name in names))
-    except Exception:
-        if observer.failure is not None:  # on its way through native code it was copied
-            raise observer.failure from None
-        raise
-    finally:
-        observer.close()
-
-
 def _check_numbers(built: Mapping[Any, Any]) -> None:
     wanted = {
         "row_alignment": ROW_ALIGNMENT,
@@ -361,64 +325,3 @@ def scratch(size: int, device: Any) -> Tensor:
     its pool, and running out of memory is the framework's own error.
     """
     return empty((size,), torch.uint8, device)  # type: ignore[no-any-return]
-
-
-class _Observer:
-    """What a pass calls: opens the ranges of its stages and shows what it has written, which a
-    listener may replace.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._arguments = arguments
-        self._range: AbstractContextManager[Any] | None = None
-        self.failure: Exception | None = None
-
-    def __call__(self, event: str, name: str, *what: Any) -> None:
-        try:
-            if event == "begin":
-                self._range = stage(name)
-                self._range.__enter__()
-            elif event == "end":
-                self.close()
-            elif is_heard():
-                self._show(name, *what) if event == "show" else self._show_quantised(name, *what)
-        except Exception as error:
-            self.failure = error
-            raise
-
-    def close(self) -> None:
-        """Leave the open range, if there is one."""
-        opened, self._range = self._range, None
-        if opened is not None:
-            opened.__exit__(None, None, None)
-
-    def _show(self, name: str, dtype: str, *where: Any) -> None:
-        values = self.view(getattr(torch, dtype), *where)
-        shown = tap(name, values)
-        if shown is not values:
-            values.copy_(shown)
-
-    def _show_quantised(
-        self,
-        name: str,
-        code: str,
-        block_rows: int,
-        block_columns: int,
-        transposed: bool,
-        *where: Any,
-    ) -> None:
-        codes, scale_inv = self.view(torch.uint8, *where[:4]), self.view(torch.float32, *where[4:])
-        orientation = Orientation.COLUMNS if transposed else Orientation.ROWS
-        block, kind = BlockShape(block_rows, block_columns), Code(code)
-        quantised = BlockScaledTensor.from_bytes(codes, scale_inv, block, kind, orientation)
-        replaced = tap(name, quantised)
-        if replaced is not quantised:
-            codes.copy_(replaced.bytes)
-            scale_inv.copy_(replaced.scale_inv)
-
-    def view(self, dtype: torch.dtype, field: str, offset: int, rows: int, columns: int) -> Tensor:
-        """The matrix that begins `offset` elements into the argument `field`."""
-        memory = self._arguments[field]
-        # Retyped first and sliced then, because Paddle retypes a slice at a wrong address.
-        flat = memory.reshape([numel(memory)]).view(dtype)
-        return flat[offset : offset + rows * columns].reshape([rows, columns])

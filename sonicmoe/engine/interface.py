@@ -22,43 +22,27 @@ from typing import Any
 
 import torch
 
-from ..enums import ActivationType, EngineName
-from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
-from ..interop import (
-    dtype_name,
-    is_cuda,
-    plain_ops,
-    require_framework_tensor,
-    require_same_device,
-    same_device,
-)
+from ..enums import EngineName
+from ..interop import plain_ops
 from ..layouts import WeightSource
-from ..quant.format import BlockScaledTensor, Code
-from ..quant.recipes import BlockShape
-from ..quant.tokens import has_row_scales, is_fp8
+from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
-from .activations import pre_activation_width
-from .capabilities import (
-    RECORDS,
-    EngineRecord,
-    GradientTarget,
-    TokenFormat,
-    gradient_problem,
-    token_problem,
-)
-from .settings import EngineSettings
-from .targets import (
-    FreshTargets,
-    GradientTargets,
-    NativeBuffer,
-    ParameterTargets,
-    WeightTarget,
-    native_buffer,
+from .capabilities import RECORDS, EngineRecord
+from .gradient_memory import WeightTarget
+from .settings import EngineSettings, GradientTarget
+from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets, native_buffer
+from .tokens import (
+    TOKEN_DTYPES,
+    PendingWgrad,
+    Saved,
+    Tokens,
+    plain_tokens,
+    token_dtype,
+    token_format,
 )
 
 __all__ = [
     "TOKEN_DTYPES",
-    "BlockSpec",
     "Change",
     "Engine",
     "EngineSettings",
@@ -69,22 +53,15 @@ __all__ = [
     "ParameterTargets",
     "PendingWgrad",
     "Saved",
-    "SavedSpec",
     "Tokens",
     "WeightTarget",
-    "check_dout",
-    "check_forward",
-    "check_weights",
     "native_buffer",
     "plain_tokens",
-    "routing_checksum",
     "token_dtype",
     "token_format",
 ]
 
 Tensor = torch.Tensor
-Tokens = Tensor | BlockScaledTensor
-TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,164 +127,6 @@ class Change(Enum):
     NO = "no"  # nobody wrote them, as far as the host can see
     MAYBE = "maybe"  # the host cannot see writes: Paddle on a GPU, and replays of a CUDA graph
     YES = "yes"  # somebody wrote them, or announced that he would
-
-
-@dataclass(eq=False)
-class Saved:
-    """The part of one forward that its backward needs. Fields are released (set to None) stage by
-    stage when the settings ask for it.
-
-    x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
-    it is recomputed.
-    """
-
-    settings: EngineSettings
-    routing: RoutingMetadata
-    x: Tokens | None
-    z: BlockScaledTensor | Tensor | None
-
-    def take_z(self) -> BlockScaledTensor | Tensor | None:
-        """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a
-        backward.
-        """
-        z, self.z = self.z, None
-        return z
-
-    def pack(self) -> tuple[list[Tensor], SavedSpec]:
-        """Flatten into tensors (for `save_for_backward`) and everything else."""
-        assert self.x is not None
-        # This order is the format that `SavedSpec.unpack` reads. x comes first, because the Paddle
-        # bridge asks the caller's tensors whether they were freed or written.
-        x_spec: BlockSpec | None = None
-        if isinstance(self.x, BlockScaledTensor):
-            # The codes as the caller gave them, and not as bytes: a view would have another name.
-            tensors = [self.x.codes, self.x.scale_inv]
-            x_spec = BlockSpec(self.x.block, self.x.code)
-        else:
-            tensors = [self.x]
-        tensors += self.routing.tensors()
-        z_spec: BlockSpec | None = None
-        if isinstance(self.z, BlockScaledTensor):
-            tensors += [self.z.bytes, self.z.scale_inv]
-            z_spec = BlockSpec(self.z.block, self.z.code)
-        elif self.z is not None:
-            tensors.append(self.z)
-        return tensors, SavedSpec(self.settings, self.routing, x_spec, z_spec)
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """Static half of a block-scaled tensor."""
-
-    block: BlockShape
-    code: Code
-
-
-@dataclass(frozen=True, eq=False)
-class SavedSpec:
-    """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees
-    every byte.
-    """
-
-    settings: EngineSettings
-    sizes: tuple[int, ...]
-    host_counts: tuple[int, ...] | None
-    x: BlockSpec | None
-    z: BlockSpec | None
-    routing_checksum: int | None
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        routing: RoutingMetadata,
-        x: BlockSpec | None,
-        z: BlockSpec | None,
-    ) -> None:
-        """Keep the routing's numbers, drop its tensors."""
-        # The class is frozen, so its fields are set past `__setattr__`.
-        self.__dict__.update(
-            settings=settings,
-            sizes=routing.sizes,
-            host_counts=routing.host_counts,
-            x=x,
-            z=z,
-            routing_checksum=routing_checksum(routing),
-        )
-
-    @property
-    def given(self) -> int:
-        """How many of the tensors, counted from the first, came from the caller: x, or its codes
-        and scales.
-        """
-        return 1 if self.x is None else 2
-
-    def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
-        """Inverse of `Saved.pack`."""
-        n_routing = len(RoutingMetadata.TENSOR_FIELDS)
-        given, tensors = tensors[: self.given], tensors[self.given :]
-        routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
-        fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
-        routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
-        # Under activation recompute the tensors come from a second forward and the spec from the
-        # first.
-        _check_same_routing(routing, self.routing_checksum)
-        x: Tokens = given[0]
-        if self.x is not None:
-            x = BlockScaledTensor(given[0], given[1], self.x.block, self.x.code)
-        z: BlockScaledTensor | Tensor | None = None
-        if self.z is not None:
-            z = BlockScaledTensor.from_bytes(rest[0], rest[1], self.z.block, self.z.code)
-        elif rest:
-            z = rest[0]
-        return Saved(self.settings, routing, x, z)
-
-
-def routing_checksum(routing: RoutingMetadata) -> int | None:
-    """A checksum of which row serves which slot; None on a GPU, where reading it would wait, but
-    for routing that was validated.
-    """
-    if is_cuda(routing.slot_row) and routing.host_counts is None:
-        return None
-    size = routing.num_tokens * routing.topk
-    # Weighted by position: two slots that exchange their rows leave a plain sum as it was.
-    position = torch.arange(1, size + 1, dtype=torch.int64, device=routing.slot_row.device)
-    return int((routing.slot_row.reshape([size]) * position).sum())
-
-
-def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
-    """Activation recompute rebuilds the tensors but not the host counts and the checksum: where
-    they disagree, routing changed.
-    """
-    if checksum is None or routing.host_counts is None:
-        return
-    # Counts alone are not enough: another choice of tokens may have the same counts.
-    rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
-    expect(
-        rebuilt == routing.host_counts and routing_checksum(routing) == checksum,
-        RoutingError,
-        f"routing differs between forward and recompute: tokens per expert were {list(routing.host_counts)}, are now {list(rebuilt)}"
-        f"{' (other tokens)' if rebuilt == routing.host_counts else ''}; make the router deterministic, or recompute without it",
-    )
-
-
-@dataclass(eq=False)
-class PendingWgrad:
-    """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
-
-    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]`
-    (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
-    shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
-    of the routing.
-    """
-
-    settings: EngineSettings
-    routing: RoutingMetadata
-    x: Tokens | None
-    dout: Tokens | None
-    dz: Any  # a tensor or a block-scaled one, the engine's own affair
-    y1s: Any
-    shares_gpu: bool = False
-    native: Any = None
 
 
 class Engine(ABC):
@@ -432,188 +251,3 @@ class Engine(ABC):
         if targets is not None:
             self.backward_dw(pending, targets)
         return dx, dprobs
-
-
-def check_weights(
-    w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType
-) -> None:
-    """Check native weights and biases against each other.
-
-    Raises:
-        ShapeError: naming the tensor, its shape and the shape needed; or one bias without the
-            other.
-    """
-    expect(len(w1.shape) == 3, ShapeError, f"w1 has shape {tuple(w1.shape)}; needed: [E, N1, H]")
-    expect(len(w2.shape) == 3, ShapeError, f"w2 has shape {tuple(w2.shape)}; needed: [E, H, I]")
-    _refuse_transposed(w1, w2, activation)
-    experts, n1, hidden = (int(size) for size in w1.shape)
-    wanted = (experts, hidden, int(w2.shape[2]))
-    expect(
-        tuple(w2.shape) == wanted,
-        ShapeError,
-        f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}",
-    )
-    width = pre_activation_width(wanted[2], activation)
-    expect(
-        n1 == width,
-        ShapeError,
-        f"w1 has {n1} rows per expert; {activation.value} with I={wanted[2]} needs {width}",
-    )
-    expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
-    if b1 is not None and b2 is not None:
-        expect(
-            tuple(b1.shape) == (experts, n1),
-            ShapeError,
-            f"b1 has shape {tuple(b1.shape)}; needed: {(experts, n1)}",
-        )
-        expect(
-            tuple(b2.shape) == (experts, hidden),
-            ShapeError,
-            f"b2 has shape {tuple(b2.shape)}; needed: {(experts, hidden)}",
-        )
-
-
-def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> None:
-    """Raise where w1, w2 or both fit once their last two axes change places. Else the wrong one of
-    the two might be blamed.
-    """
-    up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
-    turned_up, turned_down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
-    if _fit(up, down, activation):
-        return
-    for first, second, looks in (
-        (turned_up, down, "w1 looks"),
-        (up, turned_down, "w2 looks"),
-        (turned_up, turned_down, "both look"),
-    ):
-        if _fit(first, second, activation):
-            raise ShapeError(
-                f"w1 has shape {up} and w2 {down} with the experts first, and {looks} transposed; "
-                f"needed: [E, N1, H] = {first} and [E, H, I] = {second}"
-            )
-
-
-def _fit(up: tuple[int, ...], down: tuple[int, ...], activation: ActivationType) -> bool:
-    experts, hidden, inner = down
-    return up == (experts, pre_activation_width(inner, activation), hidden)
-
-
-def token_format(x: Tokens) -> TokenFormat:
-    """The form in which an engine is handed these tokens."""
-    if not isinstance(x, BlockScaledTensor):
-        return TokenFormat.PLAIN
-    return TokenFormat.E4M3_ROW if has_row_scales(x) else TokenFormat.E4M3_1X128
-
-
-def token_dtype(x: Tokens) -> torch.dtype:
-    """The dtype of out and dx for these tokens: their own, or bfloat16 where they are quantised."""
-    return torch.bfloat16 if isinstance(x, BlockScaledTensor) else x.dtype
-
-
-def plain_tokens(x: Tokens | None) -> Tensor:
-    """The tokens, for an engine whose border lets plain ones pass only."""
-    assert x is not None and not isinstance(x, BlockScaledTensor)
-    return x
-
-
-def check_forward(
-    x: Any,
-    routing: RoutingMetadata,
-    weights: EngineWeights,
-    settings: EngineSettings,
-    record: EngineRecord,
-) -> None:
-    """Check tokens and routing at the border of the engine with this record.
-
-    Raises:
-        DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here),
-            or quantised in a form that the engine does not read.
-        ConfigError: `x` is quantised, and the recipe reads it in other blocks, or there is none.
-        ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
-    """
-    # Asked at every forward, so messages are composed for errors only: `expect` would compose them
-    # always.
-    if isinstance(x, BlockScaledTensor):
-        _require_format(record, x, settings)
-    else:
-        require_framework_tensor(x, "x")
-        if x.dtype not in TOKEN_DTYPES:
-            raise DTypeError(f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32")
-    wanted = (routing.num_tokens, weights.hidden_size)
-    if tuple(x.shape) != wanted:
-        raise ShapeError(
-            f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}"
-        )
-    if routing.num_experts != weights.num_experts:
-        raise RoutingError(
-            f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}"
-        )
-    if routing.alignment % settings.row_alignment:
-        raise RoutingError(
-            f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
-        )
-    quantised = isinstance(weights.w1, BlockScaledTensor)
-    if quantised != (settings.recipe is not None):
-        raise DTypeError(
-            f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe "
-            f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
-        )
-    w1 = weights.w1.bytes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
-    given = x.codes if isinstance(x, BlockScaledTensor) else x
-    row_token = routing.row_token
-    if not (same_device(given, row_token) and same_device(given, w1)):
-        require_same_device([("x", given), ("routing", row_token), ("weights", w1)])
-
-
-def _require_format(record: EngineRecord, x: BlockScaledTensor, settings: EngineSettings) -> None:
-    reason = token_problem(record, settings, token_format(x))
-    if reason is not None:
-        kind = DTypeError if token_format(x) not in record.tokens else ConfigError
-        raise kind(
-            f"the {record.name.value} engine cannot read x: {reason}; needed: the values in bfloat16"
-        )
-
-
-def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
-    """Check the gradient of the output at the border of the engine with this record, and return it
-    with contiguous rows.
-
-    Raises:
-        DTypeError: it is FP8 without scales, or quantised in a form that the engine does not read.
-        ConfigError: it is quantised, and the recipe reads it in other blocks, or there is none.
-        ShapeError, DeviceError: its shape is not that of `out`, or it lies elsewhere.
-        RuntimeError: an earlier backward released the activations.
-    """
-    quantised = isinstance(dout, BlockScaledTensor)
-    if not quantised:
-        require_framework_tensor(dout, "dout")
-        if dout.dtype not in TOKEN_DTYPES:
-            without = " without its scales" if is_fp8(dout) else ""
-            others = ", or a dout_source of the node that has them" if is_fp8(dout) else ""
-            raise DTypeError(
-                f"dout is {dtype_name(dout.dtype)}{without}; needed: bfloat16, float16 or float32{others}"
-            )
-    if saved.x is None:
-        raise RuntimeError(
-            "activations of this forward were released by an earlier backward (stage-wise memory)"
-        )
-    if tuple(dout.shape) != tuple(saved.x.shape):
-        raise ShapeError(f"dout has shape {tuple(dout.shape)}; needed: {tuple(saved.x.shape)}")
-    if not quantised:
-        return dout.detach().contiguous()  # type: ignore[no-any-return]
-    _require_gradient_format(record, dout, saved.settings)
-    require_same_device(
-        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.row_token)]
-    )
-    return dout
-
-
-def _require_gradient_format(
-    record: EngineRecord, dout: BlockScaledTensor, settings: EngineSettings
-) -> None:
-    reason = gradient_problem(record, settings, token_format(dout))
-    if reason is not None:
-        kind = DTypeError if token_format(dout) not in record.tokens else ConfigError
-        raise kind(
-            f"the {record.name.value} engine cannot read dout: {reason}; needed: the values in bfloat16"
-        )

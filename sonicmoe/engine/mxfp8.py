@@ -26,24 +26,21 @@ from typing import Any
 
 import torch
 
-from ..errors import ShapeError
 from ..interop import aligned, device_name, device_of, empty, plain_ops
 from ..kernels.mx_gemm import MxGemms, MxShape, Pair, mx_gemms
-from ..layouts import WeightSource
 from ..observe import stage, tap
 from ..quant import mx
+from ..quant.gpu import QuantizedWeights
 from ..quant.mx import MxTensor, MxWeights
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
-from .activations import pre_activation_width
 from .bf16 import Bf16Engine, ExpertRows, launch_scope
 from .bf16_gradients import Destinations
-from .capabilities import MXFP8, Workload, require
+from .border import check_dout, check_forward, require_operands
+from .capabilities import MXFP8
 from .gpu import gpu_of
 from .interface import (
-    Change,
-    Engine,
     EngineSettings,
     EngineWeights,
     GradientTargets,
@@ -51,61 +48,21 @@ from .interface import (
     PendingWgrad,
     Saved,
     Tokens,
-    check_dout,
-    check_forward,
-    check_weights,
     plain_tokens,
 )
+from .quantised_engine import QuantisedEngine
 
 Tensor = torch.Tensor
 _GEMMS = "MXFP8"
 
 
-class Mxfp8Engine(Engine):
+class Mxfp8Engine(QuantisedEngine):
     """See the module docstring; `capabilities.MXFP8` says what it takes."""
 
     name = "mxfp8"
 
-    def refresh(
-        self,
-        source: WeightSource,
-        settings: EngineSettings,
-        previous: EngineWeights | None = None,
-        change: Change = Change.YES,
-    ) -> EngineWeights:
-        """Quantise the weights where they lie, into one set of codes for both directions. `previous`
-        is brought up to date in place, decided on the device: see `QuantizedWeights`.
-
-        Raises:
-            ConfigError: the settings are not this engine's, or there are biases.
-            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
-            in place.
-        """
-        if previous is None:  # else the same settings were checked when it was made
-            _check_computable(source, settings)
-        store = None if previous is None else previous.store
-        if not isinstance(store, MxWeights):
-            previous, store = None, MxWeights()
-        with stage("prepare_weights"), plain_ops():
-            store.update(source, force=change is Change.YES)
-            if previous is not None and previous.w1 is store.w1:
-                return previous
-            return EngineWeights(store.w1, store.w2, store.w1, store.w2, store=store)
-
-    def keep(self, previous: EngineWeights, change: Change) -> bool:
-        """The comparison on the device that `refresh` launches too."""
-        store = previous.store
-        if not isinstance(store, MxWeights) or previous.w1 is not store.w1:
-            return False
-        with stage("prepare_weights"):
-            return store.keep()
-
-    def prepare_weights(
-        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
-    ) -> EngineWeights:
-        """Quantise native weights."""
-        check_weights(w1, w2, b1, b2, settings.activation)
-        return self.refresh(WeightSource.stacked(w1, w2, b1, b2), settings)
+    def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
+        return MxWeights()
 
     def forward(
         self,
@@ -177,11 +134,7 @@ class Mxfp8Engine(Engine):
         if not settings.fp8_wgrad:
             Bf16Engine().backward_dw(pending, targets)
             return
-        operands = pending.x, pending.dout, pending.dz, pending.y1s
-        if any(operand is None for operand in operands):
-            raise RuntimeError(
-                "the operands of these weight gradients were released by an earlier backward_dw"
-            )
+        require_operands(pending)
         places = Destinations.of(targets, _GEMMS)
         if routing.num_rows > 0 and places.are_wanted:
             x = plain_tokens(pending.x)
@@ -356,17 +309,6 @@ def _along_columns(q: Any) -> Pair:
 
 def _along_rows(q: Any) -> Pair:
     return q.bytes, q.along_rows
-
-
-def _check_computable(source: WeightSource, settings: EngineSettings) -> None:
-    inner, activation = source.intermediate_size, settings.activation
-    workload = Workload(settings, source.hidden_size, inner, bias=source.b1 is not None)
-    require(MXFP8, workload)
-    width = pre_activation_width(inner, activation)
-    if source.n1 != width:
-        raise ShapeError(
-            f"w1 has {source.n1} rows per expert; {activation.value} with I={inner} needs {width}"
-        )
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from ..layouts import WeightSource
 from ..observe import stage, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
-from .capabilities import Workload, require
+from .border import check_dout, check_forward, check_weights, require_operands
+from .capabilities import require
 from .interface import (
     Change,
     Engine,
@@ -37,11 +38,9 @@ from .interface import (
     PendingWgrad,
     Saved,
     Tokens,
-    check_dout,
-    check_forward,
-    check_weights,
     plain_tokens,
 )
+from .settings import Workload
 
 Tensor = torch.Tensor
 
@@ -231,13 +230,7 @@ class PlainEngine(Engine):
         Raises:
             ConfigError: it cannot add to these targets, for the reason that `problem_of` gives.
         """
-        operands = pending.x, pending.dout, pending.dz, pending.y1s
-        if any(operand is None for operand in operands):
-            raise RuntimeError(
-                "the operands of these weight gradients were released by an earlier backward_dw"
-            )
-        # `_add` frees operands stage by stage: no reference to them may be left here.
-        del operands
+        require_operands(pending)
         with plain_ops():
             self._add(pending, targets)
         pending.x = pending.dout = pending.dz = pending.y1s = None

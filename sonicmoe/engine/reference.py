@@ -11,22 +11,15 @@ FP8) this one rounds to it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import torch
 
-from ..enums import ZCode
 from ..interop import ieee_matmul, plain_ops
 from ..observe import is_heard, tap
-from ..quant.folding import with_row_scales
-from ..quant.format import BlockScaledTensor, Code
-from ..quant.recipes import BlockShape, Fp8Recipe
-from ..quant.reference import dequantize, quantize
-from ..quant.tokens import has_row_scales
+from ..quant.format import BlockScaledTensor
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .activations import activate, activate_backward
+from .border import check_dout, check_forward, check_weights, require_operands
 from .capabilities import REFERENCE
 from .interface import (
     Engine,
@@ -36,17 +29,22 @@ from .interface import (
     PendingWgrad,
     Saved,
     Tokens,
-    check_dout,
-    check_forward,
-    check_weights,
     token_dtype,
+)
+from .reference_operands import (
+    Operand,
+    experts_with_rows,
+    gather_rows,
+    operand,
+    quantize_operand,
+    rounded,
+    saved_z,
+    token_rows,
+    values_of,
+    wgrad_operands,
 )
 
 Tensor = torch.Tensor
-Operand = Tensor | BlockScaledTensor
-# Quantised operands show themselves (`tap`) under the recipe's field, but for those whose values
-# are a stage of their own.
-_STAGE_OF_OPERAND = {"x": "x_fp8", "dout": "dout_fp8", "dz": "dz_fp8"}
 
 
 class ReferenceEngine(Engine):
@@ -68,8 +66,8 @@ class ReferenceEngine(Engine):
                     w1.detach(), w2.detach(), w1.detach(), w2.detach(), _fp32(b1), _fp32(b2)
                 )
             w1_forward, w2_forward = (
-                _quantize(w1, recipe.w1, recipe),
-                _quantize(w2, recipe.w2, recipe),
+                quantize_operand(w1, recipe.w1, recipe),
+                quantize_operand(w2, recipe.w2, recipe),
             )
             # Square blocks serve both directions, and the same object then says so. Other blocks
             # run along the contracted axis, which dgrad exchanges, so the weight is quantised a
@@ -77,12 +75,12 @@ class ReferenceEngine(Engine):
             w1_dgrad = (
                 w1_forward
                 if recipe.w1_dgrad == recipe.w1
-                else _quantize(w1, recipe.w1_dgrad, recipe)
+                else quantize_operand(w1, recipe.w1_dgrad, recipe)
             )
             w2_dgrad = (
                 w2_forward
                 if recipe.w2_dgrad == recipe.w2
-                else _quantize(w2, recipe.w2_dgrad, recipe)
+                else quantize_operand(w2, recipe.w2_dgrad, recipe)
             )
             return EngineWeights(w1_forward, w2_forward, w1_dgrad, w2_dgrad, _fp32(b1), _fp32(b2))
 
@@ -102,7 +100,7 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             x, dtype = _detached(x), token_dtype(x)
             z = tap("z", _up_projection(x, routing, weights, settings))
-            y1 = _operand(
+            y1 = operand(
                 activate(z, settings.activation, settings.activation_parameters),
                 "y1",
                 settings,
@@ -113,11 +111,11 @@ class ReferenceEngine(Engine):
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
             out = tap(
                 "out",
-                aggregate(tap("y2", _round(y2, dtype)), routing, weighted=True, dtype=dtype),
+                aggregate(tap("y2", rounded(y2, dtype)), routing, weighted=True, dtype=dtype),
             )
             if not save:
                 return out, None
-            kept = None if settings.recompute_z else tap("z_saved", _save_z(z, settings, dtype))
+            kept = None if settings.recompute_z else tap("z_saved", saved_z(z, settings, dtype))
             return out, Saved(settings, routing, x, kept)
 
     def backward_dx(
@@ -142,19 +140,19 @@ class ReferenceEngine(Engine):
             dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
             y1s = y1 * routing.row_prob.unsqueeze(-1)
             if settings.recipe is not None and settings.recipe.rounds_rows:
-                dz, y1s = _round(dz, dtype), _round(y1s, dtype)
+                dz, y1s = rounded(dz, dtype), rounded(y1s, dtype)
             dz = tap("dz", dz)
             # y1s = p * y1 is made here, because dw2 = dout^T y1s needs the probability and y1 is
             # freed.
             y1s = tap("y1s", y1s)
             del z, y1
             dx_rows = _grouped(
-                _operand(dz, "dz", settings, dtype),
+                operand(dz, "dz", settings, dtype),
                 weights.w1_dgrad,
                 routing,
                 transpose_weight=False,
             )
-            dx_rows = tap("dx_rows", _round(dx_rows, dtype))
+            dx_rows = tap("dx_rows", rounded(dx_rows, dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
@@ -165,11 +163,9 @@ class ReferenceEngine(Engine):
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """dw2 += dout^T y1s, then dw1 += dz^T x, per expert, fp32."""
         settings, routing = pending.settings, pending.routing
+        require_operands(pending)
         x, dout, dz, y1s = pending.x, pending.dout, pending.dz, pending.y1s
-        if x is None or dout is None or dz is None or y1s is None:
-            raise RuntimeError(
-                "the operands of these weight gradients were released by an earlier backward_dw"
-            )
+        assert x is not None and dout is not None
         with plain_ops(), ieee_matmul():
             # Every product is made before the first is added: who runs out of memory in between
             # must find the sums as they were.
@@ -177,19 +173,19 @@ class ReferenceEngine(Engine):
             # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
             # because out = sum p * (y2 + b2).
             if "db1" in targets.named():
-                weighted = _gather_rows(_values(dout), routing) * routing.row_prob.unsqueeze(-1)
+                weighted = gather_rows(values_of(dout), routing) * routing.row_prob.unsqueeze(-1)
                 products += [("db2", _sums_of_rows(weighted, routing))]
                 products += [("db1", _sums_of_rows(dz, routing))]
                 del weighted
             # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
             # are made, so the two never exist together.
             dtype = token_dtype(x)
-            left, right = _wgrad_operands(("dout", dout), ("y1s", y1s), routing, settings, dtype)
+            left, right = wgrad_operands(("dout", dout), ("y1s", y1s), routing, settings, dtype)
             products += [("dw2", _products(left, right, routing, targets, "dw2"))]
             del left, right, dout, y1s
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-            right, left = _wgrad_operands(("x", x), ("dz", dz), routing, settings, dtype)
+            right, left = wgrad_operands(("x", x), ("dz", dz), routing, settings, dtype)
             products += [("dw1", _products(left, right, routing, targets, "dw1"))]
             targets.adding = True
             for name, of_experts in products:
@@ -210,32 +206,16 @@ class ReferenceEngine(Engine):
             z = _up_projection(saved.x, saved.routing, weights, saved.settings)
             # A recomputed z takes the way through the codes too; without it the two modes would
             # differ.
-            kept = _save_z(z, saved.settings, token_dtype(saved.x))
-        return _values(kept)
+            kept = saved_z(z, saved.settings, token_dtype(saved.x))
+        return values_of(kept)
 
 
 def _up_projection(
     x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
 ) -> Tensor:
     """fp32 `z [R, N1]`; padding rows are zero."""
-    rows = _token_rows(x, "x", routing, settings)
+    rows = token_rows(x, "x", routing, settings)
     return _grouped(rows, weights.w1, routing, transpose_weight=True, bias=weights.b1)
-
-
-def _token_rows(
-    tokens: Tokens, name: str, routing: RoutingMetadata, settings: EngineSettings
-) -> Tensor:
-    """fp32 `[R, H]` as the GEMMs of x or dout read it (`name` is a field of the recipe): quantised
-    once per token, by the sender or here, and gathered after. Blocks of several rows exist after the
-    gather only; those codes are the operand of wgrad, and show themselves under its name.
-    """
-    if isinstance(tokens, BlockScaledTensor):
-        return _gather_rows(dequantize(tap(_STAGE_OF_OPERAND[name], tokens)), routing)
-    recipe = settings.recipe
-    if recipe is None or not recipe.in_expert_order(name):
-        return _gather_rows(_operand(tokens, name, settings, tokens.dtype), routing)
-    quantised = _quantize(_gather_rows(tokens, routing), getattr(recipe, name), recipe)
-    return dequantize(tap(f"wgrad_{name}", quantised) if settings.fp8_wgrad else quantised)
 
 
 def _dgated(
@@ -248,7 +228,7 @@ def _dgated(
     """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before
     weighting by the probability.
     """
-    dout_rows = _token_rows(dout, "dout", routing, settings)
+    dout_rows = token_rows(dout, "dout", routing, settings)
     # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
     y1, dz = activate_backward(
@@ -260,8 +240,8 @@ def _dgated(
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:
         # The bias is not quantised, and so dout is not either in this product.
-        exact = _gather_rows(_values(dout), routing)
-        for expert, first, count, _ in _experts(routing):
+        exact = gather_rows(values_of(dout), routing)
+        for expert, first, count, _ in experts_with_rows(routing):
             row_dprob[first : first + count] = (
                 row_dprob[first : first + count] + exact[first : first + count] @ weights.b2[expert]
             )
@@ -269,135 +249,6 @@ def _dgated(
     # whole tiles, and this engine defines their operands.
     real = (routing.row_token >= 0).to(torch.float32).unsqueeze(-1)
     return y1 * real, dz * real, row_dprob
-
-
-def _operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
-    """fp32 values of a GEMM's A operand after the recipe's quantisation (`name` is a field of the
-    recipe), or rounded to `dtype`.
-    """
-    stage = _STAGE_OF_OPERAND.get(name, name)
-    if settings.recipe is None:
-        return tap(stage, _round(values, dtype))
-    return dequantize(
-        tap(stage, _quantize(values, getattr(settings.recipe, name), settings.recipe))
-    )
-
-
-def _wgrad_operand(
-    values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype
-) -> Tensor:
-    """Like `_operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe
-    (`fp8_wgrad=False`).
-    """
-    # Without a recipe `_operand` rounds to the dtype of the tokens.
-    return _operand(
-        values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype
-    )
-
-
-def _wgrad_operands(
-    tokens: tuple[str, Tokens],
-    rows: tuple[str, Tensor],
-    routing: RoutingMetadata,
-    settings: EngineSettings,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Both operands of a weight gradient, by name: tokens `[T, H]` gathered (x or dout), and rows
-    `[R, .]` that are in expert order (dz or y1s).
-    """
-    (token_name, given), (row_name, beside) = tokens, rows
-    codes = _codes_to_fold(given, token_name, settings)
-    if codes is not None:
-        return _folded(codes, f"wgrad_{row_name}", beside, routing, settings)
-    # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist after the
-    # gather. Tokens that were quantised for their rows are so quantised again: rounded twice.
-    gathered = _gather_rows(_values(given), routing)
-    return (
-        _wgrad_operand(gathered, f"wgrad_{token_name}", settings, dtype),
-        _wgrad_operand(beside, f"wgrad_{row_name}", settings, dtype),
-    )
-
-
-def _codes_to_fold(tokens: Tokens, name: str, settings: EngineSettings) -> BlockScaledTensor | None:
-    """x or dout as codes whose scale stands with the other operand of wgrad; None where wgrad reads
-    their values. The codes are those that the GEMMs of x and dout have read.
-    """
-    recipe = settings.recipe
-    if recipe is None or not settings.fp8_wgrad:
-        return None
-    if isinstance(tokens, BlockScaledTensor):
-        return tokens if recipe.folds_wgrad or has_row_scales(tokens) else None
-    return _quantize(tokens, getattr(recipe, name), recipe) if recipe.folds_wgrad else None
-
-
-def _folded(
-    tokens: BlockScaledTensor,
-    row_name: str,
-    rows: Tensor,
-    routing: RoutingMetadata,
-    settings: EngineSettings,
-) -> tuple[Tensor, Tensor]:
-    """Codes with one scale per row, and `rows` times that scale quantised (`quant.folding`). These
-    operands show themselves as no stage: their values are neither those of the tokens nor those of
-    the rows.
-    """
-    recipe = settings.recipe
-    assert recipe is not None
-    tokens = with_row_scales(tokens)
-    scaled = rows * _gather_rows(tokens.scale_inv, routing)
-    codes = _gather_rows(tokens.codes.to(torch.float32), routing)
-    return codes, dequantize(_quantize(scaled, getattr(recipe, row_name), recipe))
-
-
-def _detached(x: Tokens) -> Tokens:
-    return x if isinstance(x, BlockScaledTensor) else x.detach()
-
-
-def _save_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:
-    """z as kept for backward: 8-bit codes under a recipe, else the dtype of the tokens."""
-    if settings.recipe is None:
-        return z.to(dtype)
-    if settings.save_z is ZCode.BF16:
-        return z.to(torch.bfloat16)
-    code = Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
-    return quantize(z, settings.recipe.z, code, settings.recipe.scale_format)
-
-
-def _quantize(values: Tensor, block: BlockShape, recipe: Fp8Recipe) -> BlockScaledTensor:
-    return quantize(values, block, Code.E4M3, recipe.scale_format)
-
-
-def _values(operand: Operand) -> Tensor:
-    return (
-        dequantize(operand) if isinstance(operand, BlockScaledTensor) else operand.to(torch.float32)
-    )
-
-
-def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype).to(torch.float32)
-
-
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach().to(torch.float32)
-
-
-def _experts(routing: RoutingMetadata) -> Iterator[tuple[int, int, int, int]]:
-    """`(expert, first_row, count, padded_count)` of the experts that have tokens."""
-    for expert, (first, count, padded) in enumerate(routing.expert_slices()):
-        if count:
-            yield expert, first, count, padded
-
-
-def _gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
-    """`[T, C]` -> fp32 `[R, C]` in expert order; padding rows are zero."""
-    rows = torch.zeros(
-        (routing.num_rows, int(tokens.shape[1])), dtype=torch.float32, device=tokens.device
-    )
-    tokens = tokens.to(torch.float32)  # before the gather: Paddle's CPU build gathers no fp16
-    for _, first, count, _ in _experts(routing):
-        index = routing.row_token[first : first + count].to(torch.int64)
-        rows[first : first + count] = tokens.index_select(0, index)
-    return rows
 
 
 def _grouped(
@@ -415,9 +266,9 @@ def _grouped(
     """
     width = int(weight.shape[1] if transpose_weight else weight.shape[2])
     result = torch.zeros((routing.num_rows, width), dtype=torch.float32, device=rows.device)
-    for expert, first, count, _ in _experts(routing):
+    for expert, first, count, _ in experts_with_rows(routing):
         # One expert at a time is decoded, so that the fp32 copy of all weights never exists.
-        matrix = _values(weight[expert])
+        matrix = values_of(weight[expert])
         product = rows[first : first + count] @ (
             matrix.transpose(0, 1) if transpose_weight else matrix
         )
@@ -454,4 +305,15 @@ def _sums_of_rows(rows: Tensor, routing: RoutingMetadata) -> list[tuple[int, Ten
 
 
 def _true_rows(routing: RoutingMetadata) -> list[tuple[int, slice]]:
-    return [(expert, slice(first, first + count)) for expert, first, count, _ in _experts(routing)]
+    return [
+        (expert, slice(first, first + count))
+        for expert, first, count, _ in experts_with_rows(routing)
+    ]
+
+
+def _detached(x: Tokens) -> Tokens:
+    return x if isinstance(x, BlockScaledTensor) else x.detach()
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().to(torch.float32)

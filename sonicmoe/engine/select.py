@@ -14,24 +14,15 @@ from ..enums import EngineName
 from ..errors import EngineUnavailableError
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
-from .capabilities import (
-    HOST,
-    RECORDS,
-    EngineRecord,
-    TokenFormat,
-    Workload,
-    missing_tool,
-    problem,
-    token_problem,
-)
+from .capabilities import HOST, RECORDS, EngineRecord, missing_tool, problem, token_problem
 from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
 from .mxfp8 import Mxfp8Engine
 from .reference import ReferenceEngine
-from .settings import EngineSettings
+from .settings import EngineSettings, TokenFormat, Workload
 from .triton import TritonEngine
-from .trust import refusal, require_tried, trusted
+from .trust import Subject, refusal, require_tried, trusted
 from .without_kernels import lost_on_gpus
 
 logger = logging.getLogger("sonicmoe")
@@ -118,12 +109,12 @@ def ready_engine(device: str, requested: EngineName, workload: Workload) -> Engi
 def _is_ready(choice: EngineChoice, device: str, workload: Workload) -> bool:
     computed = replace(workload, settings=choice.settings or workload.settings)
     name, arch = EngineName(choice.engine.name), arch_of(device)
-    subject = ENGINES[name], RECORDS[name], computed, device, arch
+    subject = Subject(ENGINES[name], RECORDS[name], computed, device, arch)
     if _is_capturing():
-        require_tried(*subject)
+        require_tried(subject)
         return True
     compile_missing(RECORDS[name], computed, arch)
-    return trusted(*subject)
+    return trusted(subject)
 
 
 def _is_capturing() -> bool:
@@ -138,9 +129,10 @@ def unavailable(name: EngineName, device: str, workload: Workload | None = None)
     reason = problem(record, workload, arch)
     if reason is not None or arch == HOST:
         return reason
-    return missing_tool(record, workload, arch) or refusal(
-        ENGINES[name], record, workload, device, arch
-    )
+    reason = missing_tool(record, workload, arch)
+    if reason is not None or workload is None:
+        return reason
+    return refusal(Subject(ENGINES[name], record, workload, device, arch))
 
 
 def _arch(device: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
+from enum import Enum
 
 from ..config import ResolvedConfig
 from ..enums import ActivationParameters, ActivationType, ZCode, layer_parameters
@@ -81,3 +82,38 @@ class EngineSettings:
 def _of_lines(recipe: Fp8Recipe) -> str:
     steady = any(block.steady for block in (recipe.w1, recipe.w1_dgrad, recipe.w2, recipe.w2_dgrad))
     return " (one scale along K, which is another axis in dgrad)" if steady else ""
+
+
+class TokenFormat(Enum):
+    """How tokens reach an engine: plain in their dtype, or quantised by their sender as e4m3 codes
+    with one scale per row and 128 columns, or one per row.
+    """
+
+    PLAIN = "plain"
+    E4M3_1X128 = "e4m3_1x128"
+    E4M3_ROW = "e4m3_row"
+
+
+class GradientTarget(Enum):
+    """Where an engine leaves weight gradients: added to fp32 accumulators in the native layout, or
+    to the parameter's own `main_grad`; or written into fresh memory in the parameter's dtype.
+    """
+
+    NATIVE = "native"
+    MAIN_GRAD = "main_grad"
+    FRESH = "fresh"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be computed, as far as it decides which engine can. Sizes and dtype are those of
+    the experts and their tokens.
+    """
+
+    settings: EngineSettings
+    hidden_size: int
+    intermediate_size: int
+    dtype: str = "bfloat16"
+    bias: bool = False
+    tokens: TokenFormat = TokenFormat.PLAIN
+    gradients: GradientTarget = GradientTarget.NATIVE

@@ -1,7 +1,7 @@
 """One engine against the reference engine, case by case, on a small problem: for a process of its
 own, because a wrong kernel may end the process, spoil its CUDA context, or never end.
 
-    python -P -c PROGRAM      with a request on stdin; one JSON line per event on stdout
+    python -P -c PROGRAM FOLDER      with a request in the folder; writes its events there as lines
 
 `trust.py` starts it, watches it and judges what it says. The problem has two experts with odd
 counts, an expert without tokens between them, and slots that are not here, in both spellings.
@@ -22,7 +22,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,10 +35,10 @@ from ..quant.recipes import RECIPES, rows
 from ..quant.reference import quantize
 from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
-from .capabilities import GradientTarget, TokenFormat, Workload, gradient_problem, token_problem
+from .capabilities import gradient_problem, token_problem
 from .interface import Engine, FreshTargets, ParameterTargets, Tokens, WeightTarget
 from .reference import ReferenceEngine
-from .settings import EngineSettings
+from .settings import EngineSettings, GradientTarget, TokenFormat, Workload
 from .targets import GradientTargets, NativeBuffer
 
 Tensor = torch.Tensor
@@ -63,6 +64,7 @@ class Bars(NamedTuple):
 BARS, BARS_OF_FP8 = Bars(0.02, 0.25), Bars(0.04, 1.0)
 _ROW_FLOOR = 0.25  # of the typical row: rows of nearly nothing are measured against it
 
+REQUEST, EVENTS = "request.json", "events.jsonl"  # in the folder of a trial
 STARTED, BEGIN, RESULT, DONE = "started", "begin", "result", "done"
 
 
@@ -361,23 +363,22 @@ def run(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
     say({"event": DONE})
 
 
-def main() -> int:
-    """Read the request from stdin, try, report on what was stdout."""
-    request = json.loads(sys.stdin.read())
-    events: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no event
-
-    def say(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=events, flush=True)
-
+def main(folder: str) -> int:
+    """Read the request, try, and write what happens beside it."""
+    request = json.loads(Path(folder, REQUEST).read_text(encoding="utf-8"))
     status = 0
-    try:
-        with SonicMoEConfig(**request["config"]).activate():
-            run(request, say)
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    events.close()
+    with open(Path(folder, EVENTS), "w", encoding="utf-8") as events:
+
+        def say(event: dict[str, Any]) -> None:
+            print(json.dumps(event), file=events, flush=True)
+
+        try:
+            with SonicMoEConfig(**request["config"]).activate():
+                run(request, say)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    sys.stdout.flush()
     sys.stderr.flush()
     # Not through the interpreter's end: after a fault of the GPU destructors may fail or wait.
     os._exit(status)

@@ -12,14 +12,8 @@ import torch
 
 from ..errors import ConfigError
 from ..interop import device_of
-from .targets import (
-    FreshTargets,
-    GradientTargets,
-    NativeBuffer,
-    ParameterTargets,
-    Place,
-    WeightTarget,
-)
+from .gradient_memory import Place, WeightTarget
+from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -20,48 +19,50 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ..config import ResolvedConfig, current_config
 from ..enums import EngineCheck
 from ..errors import EngineUnavailableError
-from ..host_gpus import UNKNOWN, driver_version
+from ..host import UNKNOWN, driver_version
 from ..interop import FRAMEWORK
 from ..jit.cache import CompileCache, default_cache
 from ..jit.child import search_path
 from ..jit.errors import CacheUnwritableError
 from ..jit.guard import forbidden_by
-from ..jit.key import CompileKey
+from ..jit.key import VERDICT, CompileKey
 from ..jit.manifest import Artefact
 from ..routing.backends import index_of_gpu
-from .capabilities import EngineRecord, TokenFormat, Workload, problem
+from .capabilities import EngineRecord, problem
 from .cold_start import run_jobs
-from .trial import BEGIN, DONE, RESULT, STARTED, record_of
+from .interface import Engine
+from .settings import TokenFormat, Workload
+from .trial import BEGIN, DONE, EVENTS, REQUEST, RESULT, record_of
 
 logger = logging.getLogger("sonicmoe")
 
-VERDICT = "verdict.json"
+_FILE = "verdict.json"
 HOW_TO_SKIP = "SONIC_MOE_ENGINE_CHECK=off runs it unchecked"
 _LARGEST = 1024  # H and I of a trial, where smaller ones are served by the same kernels
 # The kernel kills this process with the one that started it, however that ends.
 _PROGRAM = (
     "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); "
     "from sonicmoe.frameworks import load; load({framework!r}); "
-    "from sonicmoe.engine.trial import main; sys.exit(main())"
+    "from sonicmoe.engine.trial import main; sys.exit(main(sys.argv[1]))"
 )
+_POLL_S = 0.05
 _LAST_WORDS = 4000
-# Of a trial that decides nothing. While this rank tries again, another one of the host may succeed,
-# and ranks that run different engines are worth avoiding.
-_ATTEMPTS = 2
 _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 # Of an error that says nothing of the engine.
 _ELSEWHERE = ("out of memory", "CompileForbiddenError", "ToolchainError", "MemoryError")
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,12 @@ LIMITS = Limits()
 @dataclass(frozen=True)
 class Verdict:
     """What a trial found. `reason`: why the engine is not trusted, in words; `cases`: the events of
-    `trial.judged`. `stored`: later runs find it.
+    `trial.judged`.
     """
 
     trusted: bool
     reason: str = ""
-    cases: tuple[dict[str, Any], ...] = ()
-    stored: bool = field(default=True, compare=False)
+    cases: tuple[Event, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"trusted": self.trusted, "reason": self.reason, "cases": list(self.cases)}
@@ -96,29 +96,25 @@ class UndecidedError(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine with a workload on a device.
+    """An engine, by its class, with a workload on a device of this architecture."""
 
-    engine: `module:class`. arch, gpu, driver: of the device.
-    """
-
-    engine: str
+    engine: Callable[[], Engine]
     record: EngineRecord
     workload: Workload
     device: str
     arch: str
-    gpu: str
-    driver: str
 
-    @classmethod
-    def of(
-        cls, engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str
-    ) -> Subject:
-        """Of the class of an engine on a GPU."""
+    @property
+    def place(self) -> tuple[str, Workload, str]:
+        """What a verdict holds for in this process."""
         # The format of the tokens has no say in which engine runs, and every format is tried.
-        plain = replace(workload, tokens=TokenFormat.PLAIN)
-        gpu = gpu_name(device)
-        name = f"{engine.__module__}:{engine.__qualname__}"
-        return cls(name, record, plain, device, arch, gpu, driver_version())
+        plain = replace(self.workload, tokens=TokenFormat.PLAIN)
+        return self.record.name.value, plain, self.device
+
+    @property
+    def class_name(self) -> str:
+        """`module:class`, as the process of a trial finds it."""
+        return f"{self.engine.__module__}:{self.engine.__qualname__}"
 
     def key(self, cache: CompileCache) -> CompileKey:
         """Of the verdict: the kernels as the cache holds them, and what decides how they run."""
@@ -132,14 +128,14 @@ class Subject:
         del called["hidden_size"], called["intermediate_size"]
         content = json.dumps([kernels, called], sort_keys=True)
         return CompileKey.make(
-            "verdict",
+            VERDICT,
             arch=self.arch,
             statics={
-                "engine": self.engine,
+                "engine": self.class_name,
                 "framework": FRAMEWORK,
                 "kernels": hashlib.sha256(content.encode()).hexdigest()[:32],
             },
-            fingerprint={"gpu": self.gpu, "driver": self.driver},
+            fingerprint={"gpu": gpu_name(self.device), "driver": driver_version()},
             toolchain={},
         )
 
@@ -155,7 +151,7 @@ class Subject:
         return found
 
     def __str__(self) -> str:
-        return f"engine {self.record.name.value} on {self.gpu} ({self.arch})"
+        return f"engine {self.record.name.value} on {gpu_name(self.device)} ({self.arch})"
 
 
 def gpu_name(device: str) -> str:
@@ -165,8 +161,7 @@ def gpu_name(device: str) -> str:
     return str(torch.cuda.get_device_name(index_of_gpu(device)))
 
 
-_Known = tuple[str, Workload, str]
-_KNOWN: dict[_Known, Verdict] = {}
+_KNOWN: dict[tuple[str, Workload, str], Verdict] = {}
 _MUTEX = threading.Lock()
 
 
@@ -175,101 +170,80 @@ def forget() -> None:
     _KNOWN.clear()
 
 
-def needs_trial(record: EngineRecord, arch: str) -> bool:
-    """Whether this engine has to pass a trial on this architecture before it may run there."""
-    check = current_config().engine_check
-    if check is EngineCheck.OFF or not record.architectures:
-        return False
-    return check is EngineCheck.ALWAYS or not record.is_proven(arch)
-
-
-def refusal(
-    engine: Any, record: EngineRecord, workload: Workload | None, device: str, arch: str
-) -> str | None:
+def refusal(subject: Subject) -> str | None:
     """Why an earlier trial, of this process or of another one, keeps this engine from running."""
-    if workload is None or not needs_trial(record, arch):
-        return None
-    verdict = _known(engine, record, workload, device, arch)
+    verdict = _known(subject) if _needs_trial(subject) else None
     return None if verdict is None or verdict.trusted else verdict.reason
 
 
-def trusted(engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str) -> bool:
+def trusted(subject: Subject) -> bool:
     """Whether this engine may run this workload; tries it where nobody did. Its kernels are
     compiled. Where it may not, `refusal` says why from now on.
     """
-    if not needs_trial(record, arch):
+    if not is_untried(subject):
+        return refusal(subject) is None
+    cache = default_cache()
+    # A kernel that could not be compiled, or may not be, raises its own error where it is loaded.
+    if not _compiled(subject, cache):
         return True
-    verdict = _known(engine, record, workload, device, arch)
-    if verdict is None:
-        subject = Subject.of(engine, record, workload, device, arch)
-        cache = default_cache()
-        # A kernel that could not be compiled, or may not be, raises its own error where it is loaded.
-        if not _compiled(subject, cache):
-            return True
-        # Threads of one process run the same layers. The second one waits here for the first.
-        with _MUTEX:
-            verdict = _KNOWN.get(_place(subject.record, subject.workload, device))
-            if verdict is None:
-                verdict = _remember(subject, _judge(subject, cache))
-    return verdict.trusted
+    # Threads of one process run the same layers. The second one waits here for the first.
+    with _MUTEX:
+        if subject.place not in _KNOWN:
+            _KNOWN[subject.place] = _judge(subject, cache)
+    return _KNOWN[subject.place].trusted
 
 
-def is_untried(
-    engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str
-) -> bool:
+def is_untried(subject: Subject) -> bool:
     """Whether this engine has to pass a trial for this workload, and nobody tried it yet."""
-    return needs_trial(record, arch) and _known(engine, record, workload, device, arch) is None
+    return _needs_trial(subject) and _known(subject) is None
 
 
-def require_tried(
-    engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str
-) -> None:
+def require_tried(subject: Subject) -> None:
     """For the capture of a CUDA graph, which a trial would not be part of.
 
     Raises:
         EngineUnavailableError: the engine was not tried yet.
     """
-    if is_untried(engine, record, workload, device, arch):
-        name = record.name.value
+    if is_untried(subject):
         raise EngineUnavailableError(
-            f"engine {name!r} never ran on {arch}, and its check cannot run while a CUDA graph is "
-            f"captured; run one forward before the capture. {HOW_TO_SKIP}"
+            f"engine {subject.record.name.value!r} never ran on {subject.arch}, and its check cannot "
+            f"run while a CUDA graph is captured; run one forward before the capture. {HOW_TO_SKIP}"
         )
 
 
-def _place(record: EngineRecord, workload: Workload, device: str) -> _Known:
-    return record.name.value, replace(workload, tokens=TokenFormat.PLAIN), device
+def _needs_trial(subject: Subject) -> bool:
+    check, record = current_config().engine_check, subject.record
+    if check is EngineCheck.OFF or not record.architectures:
+        return False
+    return check is EngineCheck.ALWAYS or not record.is_proven(subject.arch)
 
 
-def _known(
-    engine: Any, record: EngineRecord, workload: Workload, device: str, arch: str
-) -> Verdict | None:
+def _known(subject: Subject) -> Verdict | None:
     """The verdict of this process, or one that the cache holds."""
-    known = _KNOWN.get(_place(record, workload, device))
+    known = _KNOWN.get(subject.place)
     if known is not None or current_config().engine_check is EngineCheck.ALWAYS:
         return known
-    subject, cache = Subject.of(engine, record, workload, device, arch), default_cache()
+    cache = default_cache()
     artefact = cache.try_load(subject.key(cache))
-    return None if artefact is None else _remember(subject, _read(artefact))
+    found = None if artefact is None else _read(artefact)
+    if found is not None:
+        _KNOWN[subject.place] = found
+    return found
 
 
-def _remember(subject: Subject, verdict: Verdict) -> Verdict:
-    _KNOWN[_place(subject.record, subject.workload, subject.device)] = verdict
-    return verdict
-
-
-def _read(artefact: Artefact) -> Verdict:
-    found = json.loads(artefact.file(VERDICT).read_text(encoding="utf-8"))
-    return Verdict(found["trusted"], found["reason"], tuple(found["cases"]))
+def _read(artefact: Artefact) -> Verdict | None:
+    """None where it cannot be read: an error of the file system says nothing of the engine."""
+    try:
+        found = json.loads(artefact.file(_FILE).read_text(encoding="utf-8"))
+        return Verdict(found["trusted"], found["reason"], tuple(found["cases"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _compiled(subject: Subject, cache: CompileCache) -> bool:
     """Whether the cache holds every kernel, after compiling what a run would compile later."""
-    missing = [
-        job
-        for job in run_jobs(subject.record, subject.workload, subject.arch)
-        if cache.try_load(job.key()) is None
-    ]
+    jobs = run_jobs(subject.record, subject.workload, subject.arch)
+    missing = [job for job in jobs if cache.try_load(job.key()) is None]
     # Kernels are compiled by now, unless every kernel is to be compiled where it is needed first.
     if missing and forbidden_by() is None and current_config().compile_jobs == "off":
         for job in missing:
@@ -279,33 +253,37 @@ def _compiled(subject: Subject, cache: CompileCache) -> bool:
 
 
 def _judge(subject: Subject, cache: CompileCache) -> Verdict:
-    """The stored verdict, made by one process of all that ask at once."""
+    """The verdict that the cache keeps, made by one process of all that ask at once. Where none can
+    be kept or read, one that holds for this process.
+    """
+    made: list[Verdict] = []
 
     def build(folder: Path) -> None:
-        verdict = announced_trial(subject)
-        (folder / VERDICT).write_text(json.dumps(verdict.to_json(), indent=1), encoding="utf-8")
+        if not made:  # the cache asks again for its other directory
+            made.append(announced_trial(subject))
+        (folder / _FILE).write_text(json.dumps(made[0].to_json(), indent=1), encoding="utf-8")
 
-    why = ""
-    for _ in range(_ATTEMPTS):
-        try:
-            if current_config().engine_check is EngineCheck.ALWAYS:
-                return replace(announced_trial(subject), stored=False)
-            try:
-                return _read(cache.install(subject.key(cache), build))
-            except CacheUnwritableError:
-                return replace(announced_trial(subject), stored=False)
-        except UndecidedError as undecided:
-            why = str(undecided)
-    reason = f"it could not be checked on this GPU, where it never ran: {why}. {HOW_TO_SKIP}"
-    return Verdict(False, reason, stored=False)
+    try:
+        if current_config().engine_check is EngineCheck.ALWAYS:
+            return announced_trial(subject)
+        with suppress(CacheUnwritableError):
+            found = _read(cache.install(subject.key(cache), build))
+            if found is not None:
+                return found
+            logger.warning(
+                "sonicmoe: the verdict on %s cannot be read, so it is checked again", subject
+            )
+        return made[0] if made else announced_trial(subject)
+    except UndecidedError as undecided:
+        # No second attempt: the next process asks again, and finds what another rank has decided.
+        return Verdict(
+            False,
+            f"it could not be checked on this GPU, where it never ran: {undecided}. {HOW_TO_SKIP}",
+        )
 
 
 def announced_trial(subject: Subject) -> Verdict:
-    """`try_engine` with a line before and one after.
-
-    Raises:
-        UndecidedError: see there.
-    """
+    """`try_engine` with a line before and one after; errors as there."""
     logger.warning(
         "sonicmoe: %s is not proven: it is checked against the reference engine first, once for "
         "these kernels and this driver, in a process of its own",
@@ -318,7 +296,7 @@ def announced_trial(subject: Subject) -> Verdict:
     logger.warning("sonicmoe: %s %s in %.0f s", subject, words, seconds)
     if verdict.trusted:
         return verdict
-    reason = f"its check on {subject.gpu} failed: {verdict.reason}. {HOW_TO_SKIP}"
+    reason = f"its check on {gpu_name(subject.device)} failed: {verdict.reason}. {HOW_TO_SKIP}"
     return replace(verdict, reason=reason)
 
 
@@ -329,26 +307,26 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
         UndecidedError: nothing was learnt about the engine; in words.
     """
     request = {
-        "engine": subject.engine,
+        "engine": subject.class_name,
         "workload": record_of(subject.smaller()),
         "device": subject.device,
         "config": _config_of_child(current_config()),
     }
-    watched = _Watched(limits or LIMITS)
-    with _process(request) as (process, last_words):
-        ended = watched.follow(process)
-        words = last_words()
-    if ended is None:
-        return Verdict(watched.reason is None, watched.reason or "", tuple(watched.cases))
-    if watched.case is None:
+    events, ended, words = _run(request, limits or LIMITS)
+    cases = tuple(event for event in events if event["event"] == RESULT)
+    problems = (f"{case['case']}: {case['problem']}" for case in cases if case["problem"])
+    reason = next(problems, None)
+    if ended is None or reason is not None:
+        return Verdict(reason is None, reason or "", cases)
+    begun = [event["case"] for event in events if event["event"] == BEGIN]
+    if not begun:
         raise UndecidedError(f"{ended} before the first case{_quoted(words)}")
-    if watched.reason is None:
-        if ended.startswith("exit") and any(sign in words for sign in _ELSEWHERE):
-            raise UndecidedError(f"{watched.case}: {ended}{_quoted(words)}")
-        if ended == "killed":  # by somebody else, as a rule because the host had no memory left
-            raise UndecidedError(f"{watched.case}: the process was killed from outside")
-        watched.reason = f"{watched.case}: {ended}{_quoted(words)}"
-    return Verdict(False, watched.reason, tuple(watched.cases))
+    if ended == "killed":  # by somebody else, as a rule because the host had no memory left
+        raise UndecidedError(f"{begun[-1]}: the process was killed from outside")
+    reason = f"{begun[-1]}: {ended}{_quoted(words)}"
+    if ended.startswith("exit") and any(sign in words for sign in _ELSEWHERE):
+        raise UndecidedError(reason)
+    return Verdict(False, reason, cases)
 
 
 def _config_of_child(config: ResolvedConfig) -> dict[str, Any]:
@@ -361,95 +339,73 @@ def _config_of_child(config: ResolvedConfig) -> dict[str, Any]:
     }
 
 
-class _Watched:
-    """Follows the events of a trial; `case`: the one that ran last; `reason`: the first problem."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self.case: str | None = None
-        self.cases: list[dict[str, Any]] = []
-        self.reason: str | None = None
-
-    def follow(self, process: subprocess.Popen[str]) -> str | None:
-        """Until the end. None: every case was run; otherwise how the process ended, in words."""
-        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        assert process.stdout is not None
-        threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
-        limit = self._limits.start
-        while True:
-            try:
-                line = lines.get(timeout=limit)
-            except queue.Empty:
-                return f"did not end within {limit:.0f} s"
-            if line is None:
-                return _end_of(process, self._limits.case)
-            event = json.loads(line)
-            if event["event"] == DONE:
-                return None
-            if event["event"] == STARTED:
-                limit = self._limits.case
-            elif event["event"] == BEGIN:
-                self.case = event["case"]
-            elif event["event"] == RESULT:
-                self.cases.append(event)
-                if event["problem"] and self.reason is None:
-                    self.reason = f"{event['case']}: {event['problem']}"
-
-
-def _forward(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
-    # The pipe is closed under this thread where the process had to be killed.
-    with suppress(ValueError, OSError):
-        for line in stream:
-            lines.put(line)
-    lines.put(None)
-
-
-def _end_of(process: subprocess.Popen[str], limit: float) -> str:
-    try:
-        status = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return f"did not end within {limit:.0f} s"
-    if status == -signal.SIGKILL:
-        return "killed"
-    if status < 0:
-        return f"the process died of {signal.Signals(-status).name}"
-    return f"exit status {status}"
-
-
-@contextmanager
-def _process(
-    request: dict[str, Any],
-) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
-    """A process that tries an engine, and a function that returns the end of what it printed. It is
-    gone afterwards.
+def _run(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str | None, str]:
+    """A process that tries an engine: its events; how it ended, in words, or None where every case
+    was run; and the end of what it printed. It is gone afterwards.
     """
     program = _PROGRAM.format(framework=FRAMEWORK)
-    with tempfile.TemporaryFile() as printed:
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as printed:
+        folder = Path(directory)
+        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
+            [sys.executable, "-P", "-c", program, directory],
             env={**os.environ, "PYTHONPATH": search_path()},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True,
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
             start_new_session=True,
         )  # fmt: skip
-
-        def last_words() -> str:
-            size = printed.seek(0, os.SEEK_END)
-            printed.seek(max(0, size - _LAST_WORDS))
-            return printed.read().decode(errors="replace").strip()
-
         try:
-            assert process.stdin is not None
-            # It may have died by now, and its end tells more than this error.
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(request))
-                process.stdin.close()
-            yield process, last_words
+            events, ended = _follow(process, folder / EVENTS, limits)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             # A driver that tears a hanging kernel down may take its time; nobody waits for it.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - _LAST_WORDS))
+        return events, ended, printed.read().decode(errors="replace").strip()
+
+
+def _follow(
+    process: subprocess.Popen[bytes], path: Path, limits: Limits
+) -> tuple[list[Event], str | None]:
+    """Its events and its end; the limit begins again with every event."""
+    events: list[Event] = []
+    heard = time.monotonic()
+    while True:
+        # Asked first: a process that has ended has written everything.
+        ended = _end_of(process)
+        found = _events(path)
+        if len(found) > len(events):
+            events, heard = found, time.monotonic()
+        if events and events[-1]["event"] == DONE:
+            return events, None
+        limit = limits.case if events else limits.start
+        if ended is None and time.monotonic() - heard > limit:
+            ended = f"did not end within {limit:.0f} s"
+        if ended is not None:
+            return events, ended
+
+
+def _events(path: Path) -> list[Event]:
+    """Those that are written to their end."""
+    try:
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:  # it has not begun
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> str | None:
+    """How it ended, in words; None: it runs."""
+    try:
+        status = process.wait(_POLL_S)
+    except subprocess.TimeoutExpired:
+        return None
+    if status == -signal.SIGKILL:
+        return "killed"
+    if status < 0:
+        return f"the process died of {signal.Signals(-status).name}"
+    return f"exit status {status}"
 
 
 def _quoted(words: str) -> str:

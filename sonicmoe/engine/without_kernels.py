@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .capabilities import RECORDS, Workload, problems
+from .capabilities import RECORDS, problems
+from .settings import Workload
 
 
 def lost_on_gpus(workload: Workload) -> str | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,9 +19,8 @@ from ..enums import (
     member_of,
 )
 from ..errors import ConfigError, expect
+from ..log import log_once
 from .situ import beta_of, linear_beta_of, parse_situ_activation
-
-logger = logging.getLogger("sonicmoe")
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -342,13 +340,5 @@ def report_variables() -> None:
             _say(f"{flag.env}=1 {_ELSEWHERE[flag.field]}")
 
 
-_LOCK = threading.Lock()
-_said: set[str] = set()
-
-
 def _say(message: str, level: int = logging.WARNING) -> None:
-    with _LOCK:
-        known = message in _said
-        _said.add(message)
-    if not known:
-        logger.log(level, "PaddleFleet: %s", message)
+    log_once(level, "PaddleFleet: %s", message)

@@ -28,6 +28,7 @@ import torch
 
 from ..errors import LayoutError, ShapeError, expect
 from ..interop import require_framework_tensor
+from ..log import log_once
 from ..quant.format import BlockScaledTensor
 from ..weights.copies import WeightCopies, used_copies
 from ..weights.parameters import check_memory
@@ -35,13 +36,11 @@ from .configuration import FP8Config
 from .layer import drop_weight_caches, layer_of
 
 Tensor = torch.Tensor
-logger = logging.getLogger("sonicmoe")
 
 _MARK = "_sonicmoe_copies"
 # Copies that backwards had read when the caches were last cleared. Whether that announced an
 # optimizer shows in the next call: see `clear_all_fp8_weight_caches`.
 _doubtful: WeakSet[WeightCopies] = WeakSet()
-_said: set[str] = set()
 
 
 def quantize_native_fp8_weights(w1: Tensor, w2: Tensor, iso32: bool = True) -> dict[str, Any]:
@@ -112,9 +111,9 @@ def release_forward_copies(w1: Tensor, w2: Tensor, copies: WeightCopies | None) 
         kept = copies.release_forward()
     if not kept:
         w1.fp8 = w2.fp8 = None  # type: ignore[attr-defined]
-    elif kept not in _said:
-        _said.add(kept)
-        logger.info("release_fp8_weights: copies of expert weights for forward are kept: %s", kept)
+    else:
+        line = "release_fp8_weights: copies of expert weights for forward are kept: %s"
+        log_once(logging.INFO, line, kept)
 
 
 def clear_all_fp8_weight_caches() -> None:

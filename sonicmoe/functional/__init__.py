@@ -7,7 +7,7 @@ Which expert ids drop their slot, and what a dropped slot means: docs/design.md,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 
@@ -167,11 +167,10 @@ def softmax_topk_layer(
     inference: bool = False,
     use_fp8: bool | None = None,
     face: str = TOPK,
-    lead: Sequence[int] = (),
     module: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory; arguments as there
-    and in `expert_mlp`.
+    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory, and on tokens
+    `[..., H]`, whose shape the output has; other arguments as there and in `expert_mlp`.
     """
     experts = int(router_w.shape[0])
     expect(
@@ -180,7 +179,8 @@ def softmax_topk_layer(
         f"K is {K!r}; needed: 1 to {experts}, the number of experts",
     )
     check_router_dtype(x, router_w)
-    logits = torch.nn.functional.linear(x, router_w)
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    logits = torch.nn.functional.linear(tokens, router_w)
     indices, probs = _choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
     out = expert_mlp(
         autocast(x),
@@ -193,7 +193,6 @@ def softmax_topk_layer(
         inference=inference,
         use_fp8=use_fp8,
         face=face,
-        lead=lead,
         module=module,
     )
     counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)

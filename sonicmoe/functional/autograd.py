@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..diagnostics.callers import FACES
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from ..observe import STACKED, is_awaited
+from ..observe import FACES, STACKED, is_awaited
 from ..out_of_memory import raise_with_advice
 from ..routing.build import build_routing
 from ..routing.validation import RoutingNames
 from ..weights.stacked_cache import read_weights
-from .call import Origin, Plan, backward, forward, make_plan
+from .call import Origin, Plan, backward, forward, in_shape_of, make_plan, rows_of
 from .compiled import compiled_expert_mlp
 
 Tensor = torch.Tensor
@@ -37,14 +35,13 @@ def expert_mlp(
     inference: bool = False,
     use_fp8: bool | None = None,
     face: str = STACKED,
-    lead: Sequence[int] = (),
     first_triple: Tensor | None = None,
     module: object = None,
 ) -> Tensor:
-    """Routed expert MLP `[T, H] -> [T, H]`, differentiable in all but `indices`.
+    """Routed expert MLP `[..., H] -> [..., H]`, differentiable in all but `indices`.
 
     Args:
-        x: `[T, H]`.
+        x: `[..., H]`; its leading axes are one axis T to the experts.
         indices: int `[T, K]`, expert ids (docs/design.md, "Routing contract").
         probs: fp32 `[T, K]`.
         w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`,
@@ -52,11 +49,14 @@ def expert_mlp(
         parameters: of the activation, those that the layer sets.
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
-        face: a key of `callers.FACES`: the names of the arguments, for a diagnosis.
-        lead: the axes of the caller's tokens that are T here, for the same.
+        face: a key of `observe.FACES`: the names of the arguments, for a diagnosis.
         first_triple: int `[T]`, of general routing the number of every token's first triple, for
             the same.
         module: whose attributes the weights are, for the same.
+
+    Returns:
+        The output in the shape of x, in memory of its own: it is no view, so that the caller may
+        write it in place also under FSDP2, which hangs its hooks on it.
 
     Inside `torch.compile` the call is one custom operator, under the configuration in force when
     the graph is compiled.
@@ -74,7 +74,7 @@ def expert_mlp(
         return compiled_expert_mlp(
             x, indices, probs, weights, activation, parameters, layout, use_fp8, save, face
         )
-    origin = Origin(indices, lead, first_triple, module)
+    origin = Origin(indices, x.shape[:-1], first_triple, module)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8, parameters, face)
@@ -85,8 +85,8 @@ def expert_mlp(
         return out
     with plan.config.activate():
         routing = _route(plan, origin, probs, w1)
-        out, _, _ = forward(plan, x.contiguous(), probs, routing, weights, origin, save=False)
-        return out
+        out, _, _ = forward(plan, rows_of(x), probs, routing, weights, origin, save=False)
+        return in_shape_of(x, out)
 
 
 def _route(plan: Plan, origin: Origin, probs: Tensor, w1: Tensor) -> Any:
@@ -125,7 +125,7 @@ class _ExpertMlp(torch.autograd.Function):
         with plan.config.activate():
             routing = _route(plan, origin, probs, w1)
             out, saved, reading = forward(
-                plan, x.contiguous(), probs, routing, (w1, w2, b1, b2), origin, save=True
+                plan, rows_of(x), probs, routing, (w1, w2, b1, b2), origin, save=True
             )
         assert saved is not None
         tensors, ctx.spec = saved.pack()
@@ -140,7 +140,7 @@ class _ExpertMlp(torch.autograd.Function):
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
         ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
-        return out
+        return in_shape_of(x, out)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,7 +168,7 @@ class _ExpertMlp(torch.autograd.Function):
             reading.check_current()
             dx, dprobs, gradients = backward(
                 plan,
-                dout,
+                rows_of(dout),
                 saved,
                 reading,
                 ctx.dtypes,
@@ -180,5 +180,6 @@ class _ExpertMlp(torch.autograd.Function):
             gradient if wanted else None
             for gradient, wanted in zip(gradients, weights_wanted, strict=True)
         )
+        dx = dx.view(dout.shape)
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
         return (None, None, *of_tokens, *kept)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import SonicMoEConfig, active_config
-from ..engine.capabilities import Workload
 from ..engine.interface import (
     Engine,
     EngineSettings,
@@ -25,6 +24,7 @@ from ..engine.interface import (
     plain_tokens,
 )
 from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
+from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..interop import device_name, dtype_name, plain_ops
@@ -53,7 +53,7 @@ Tensor = torch.Tensor
 class Plan:
     """Everything static about a call: hashable, fit to be a constant of a compiled graph.
 
-    face: a key of `callers.FACES`, for those who observe the call.
+    face: a key of `observe.FACES`, for those who observe the call.
     """
 
     config: SonicMoEConfig
@@ -143,6 +143,23 @@ class Origin:
     lead: Sequence[int] | None = None
     first_triple: Tensor | None = None
     module: object = None
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The caller's tokens, `[..., H]`, as the experts read them: contiguous `[T, H]`."""
+    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+
+
+def in_shape_of(x: Tensor, out: Tensor) -> Tensor:
+    """`out [T, H]`, which nobody else holds, with the leading axes of `x [..., H]`. It is no view:
+    autograd would have to rewrite the history of a view that the caller writes in place.
+    """
+    if x.dim() == 2 and not out._is_view():
+        return out
+    whole = out.new_empty(0)
+    with plain_ops():
+        whole.set_(out.untyped_storage(), out.storage_offset(), x.shape)  # type: ignore[call-overload]
+    return whole
 
 
 def forward(

@@ -22,7 +22,7 @@ from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import build_routing, num_rows_bound
 from ..routing.metadata import RoutingMetadata
 from ..weights.stacked_cache import Weights, read_weights
-from .call import Origin, Plan, backward, forward, make_plan
+from .call import Origin, Plan, backward, forward, in_shape_of, make_plan, rows_of
 from .plan_numbers import plan_of
 
 Tensor = torch.Tensor
@@ -71,7 +71,7 @@ def _expert_mlp(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out [T, H], z or its codes, scales of the codes)`; the last two are empty where backward
+    """`(out [..., H], z or its codes, scales of the codes)`; the last two are empty where backward
     needs none.
     """
     plan = plan_of(plan_number)
@@ -80,8 +80,9 @@ def _expert_mlp(
     with plan.config.activate():
         plan = plan.fitted(x, weights)
         routing = _route(plan, indices, probs, int(w1.shape[0]))
-        tokens = x.contiguous()
-        out, saved, _ = forward(plan, tokens, probs, routing, weights, Origin(indices), save=save)
+        out, saved, _ = forward(
+            plan, rows_of(x), probs, routing, weights, Origin(indices, x.shape[:-1]), save=save
+        )
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
@@ -93,7 +94,7 @@ def _expert_mlp(
             f"engine {plan.choose(x, weights).name!r} saved z as {dtype_name(tensor.dtype)} {tuple(tensor.shape)}; "
             f"torch.compile needs {dtype_name(dtype)} {shape}",
         )
-    return out, z, scales
+    return in_shape_of(x, out), z, scales
 
 
 @_expert_mlp.register_fake
@@ -148,23 +149,23 @@ def _expert_mlp_backward(
         # The same contents as in eager mode, with x from the graph's saved tensors and z from the
         # forward's outputs.
         saved = Saved(
-            plan.settings, routing, x.detach().contiguous(), _restore_z(plan.settings, z, scales)
+            plan.settings, routing, rows_of(x.detach()), _restore_z(plan.settings, z, scales)
         )
         dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
         dx, dprobs, gradients = backward(
             plan,
-            dout,
+            rows_of(dout),
             saved,
             reading,
             dtypes,
             wgrad=wgrad,
             given=weights,
-            origin=Origin(indices),
+            origin=Origin(indices, x.shape[:-1]),
         )
     dw1, dw2, db1, db2 = (
         x.new_empty(0) if gradient is None else gradient for gradient in gradients
     )
-    return dx, dprobs, dw1, dw2, db1, db2
+    return in_shape_of(x, dx), dprobs, dw1, dw2, db1, db2
 
 
 @_expert_mlp_backward.register_fake

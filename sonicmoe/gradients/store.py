@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from ..engine.capabilities import GradientTarget
 from ..engine.footprint import Footprint
 from ..engine.interface import (
     Engine,
@@ -32,6 +31,7 @@ from ..engine.interface import (
     ParameterTargets,
     PendingWgrad,
 )
+from ..engine.settings import GradientTarget
 from ..enums import FlushMode
 from ..errors import ConfigError, LayoutError, expect
 from ..interop import device_name, plain_ops, requires_grad

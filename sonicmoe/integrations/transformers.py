@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..engine.activations import activate_backward, merge_gate_up
-from ..engine.capabilities import Workload
+from ..engine.settings import Workload
 from ..engine.without_kernels import lost_on_gpus
 from ..enums import ACTIVATIONS, ActivationType, EngineName
 from ..errors import FrameworkError, LayoutError, expect

@@ -23,6 +23,9 @@ from typing import Any
 from .errors import KeyFieldError
 
 LAYOUT = 2  # of artefact directories; part of every digest, so that another layout is a miss
+# In place of a kernel's name: an artefact that says what was found out on this kind of machine. It
+# compiles nothing, and no pack carries it.
+VERDICT = "verdict"
 
 # The kernel name becomes a directory and part of file names, so neither it nor the architecture may
 # hold a slash or a dot that leads out of the cache.

@@ -31,7 +31,7 @@ from ..errors import ConfigError
 from .cache import CompileCache
 from .errors import PackError
 from .files import FileFacts
-from .key import CompileKey, host_abi, package_versions
+from .key import VERDICT, CompileKey, host_abi, package_versions
 from .manifest import MANIFEST, Artefact, utc_now
 from .plan import NEITHER, PRECISIONS, ModelSpec
 from .toolchain import find_toolkit
@@ -107,13 +107,15 @@ def matching(artefacts: Iterable[Artefact]) -> Iterator[Artefact]:
 def write_pack(
     path: Path, artefacts: Iterable[Artefact], model: ModelSpec | None = None, precision: str = ""
 ) -> Pack:
-    """Write verified artefacts to `path`, which appears complete or not at all.
+    """Write verified artefacts to `path`, which appears complete or not at all. Verdicts on engines
+    hold for the machine that found them, and are left out.
 
     Raises:
         PackError: there is none, or one changed while it was read.
         OSError: `path` cannot be written.
     """
-    held = list({artefact.key: artefact for artefact in artefacts}.values())
+    distinct = {artefact.key: artefact for artefact in artefacts}.values()
+    held = [artefact for artefact in distinct if artefact.key.kernel != VERDICT]
     if not held:
         raise PackError(f"{path}: there is nothing to pack")
     pack = Pack(versions_here(), tuple(map(_packed, held)), model, precision, utc_now())
@@ -175,7 +177,9 @@ def unpack(path: Path, cache: CompileCache) -> Pack:
         reader = _Reader(stream, path)
         pack = reader.pack()
         for artefact in pack.artefacts:
-            cache.install(artefact.key, functools.partial(reader.extract, artefact))
+            # A pack of an earlier build may carry verdicts, which say nothing of this machine.
+            if artefact.key.kernel != VERDICT:
+                cache.install(artefact.key, functools.partial(reader.extract, artefact))
     _record(path, pack, cache)
     return pack
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config
-from ..engine.capabilities import TokenFormat, Workload
 from ..engine.interface import EngineSettings
 from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
+from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType
 from ..errors import ConfigError
 

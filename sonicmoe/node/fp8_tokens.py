@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..engine.capabilities import TokenFormat
 from ..engine.interface import token_format
+from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
 from ..interop import (
     IS_PADDLE,

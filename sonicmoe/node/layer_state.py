@@ -43,7 +43,7 @@ class LayerState:
 
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
     offers: gives the one to whom each weight's gradient is offered, if there is one now.
-    face: a key of `callers.FACES`, for those who observe the calls.
+    face: a key of `observe.FACES`, for those who observe the calls.
     """
 
     def __init__(self, parameters: ExpertParameters, flush: FlushMode, split_wgrad: bool) -> None:

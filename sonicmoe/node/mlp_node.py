@@ -11,7 +11,6 @@ import torch
 
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
-from ..diagnostics.step_capture import dump_next_step
 from ..engine.interface import Engine, EngineSettings, Saved
 from ..enums import (
     ActivationParameters,
@@ -41,13 +40,8 @@ from ..routing.deepep import check_dispatched_tokens
 from ..routing.validation import check_indices_and_probs
 from ..weights.cache import Reading
 from ..weights.copies import WeightCopies
-from ..weights.parameters import (
-    ExpertParameters,
-    FusedParameters,
-    PerExpertParameters,
-    StackedWeight,
-    check_memory,
-)
+from ..weights.parameters import ExpertParameters, PerExpertParameters, check_memory
+from ..weights.stacked import FusedParameters, StackedWeight
 from .backward_step import BackwardStep
 from .choices import Choices
 from .fp8_gradients import GradientSource, check_source
@@ -621,6 +615,10 @@ class SonicMoEMlpNode:
         The file is there after the forward and complete after the backward; `step()` ends the wait
         for one. Copies weights and tokens to the host.
         """
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+        from ..diagnostics.step_capture import dump_next_step
+
         dump_next_step(self._state, path)
 
     @property

@@ -219,17 +219,6 @@ def row_recipe(size: int) -> Fp8Recipe:
     )  # fmt: skip
 
 
-def deepseek_v3_recipe() -> Fp8Recipe:
-    """The recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): 1x128 for activations and
-    gradients, 128x128 for weights.
-    """
-    block = iso(128)
-    return dataclasses.replace(
-        row_recipe(128), name="deepseek-v3", w1=block, w2=block, w1_dgrad=block, w2_dgrad=block,
-        note="one scale per row and 128 of the contraction for activations and gradients; weights in 128x128 blocks",
-    )  # fmt: skip
-
-
 def iso_recipe(size: int) -> Fp8Recipe:
     """BxB blocks wherever a tensor is used in both orientations; x, dout and y1, read in one only,
     keep row scales.
@@ -241,58 +230,6 @@ def iso_recipe(size: int) -> Fp8Recipe:
         w1=block, w2=block, w1_dgrad=block, w2_dgrad=block,
         wgrad_x=block, wgrad_dz=block, wgrad_dout=block, wgrad_y1s=block,
         note="x, dout and y1 per row; weights, dz and all wgrad operands in square blocks",
-    )  # fmt: skip
-
-
-def y1block_recipe() -> Fp8Recipe:
-    """`iso128` with y1 in square blocks as well."""
-    return dataclasses.replace(
-        iso_recipe(128), name="iso128-y1block", y1=iso(128),
-        note="iso128, but y1 in 128x128 blocks: small tokens lose their forward result to large neighbours",
-    )  # fmt: skip
-
-
-def dx256_recipe() -> Fp8Recipe:
-    """`iso128` with one promotion every 256 of the contraction in the dx GEMM."""
-    # dz [tokens, N1] contracts over N1 in the dx GEMM, and w1 [N1, H] over its rows, so the 256
-    # lies along different axes of the two.
-    wide = BlockShape(128, 256)
-    return dataclasses.replace(
-        iso_recipe(128), name="dx256", dz=wide, wgrad_dz=wide, w1=wide.transposed, w1_dgrad=wide.transposed,
-        note="iso128, but dz in 128x256 and w1 in 256x128 blocks: the dx GEMM promotes every 256",
-    )  # fmt: skip
-
-
-def wide_recipe(size: int) -> Fp8Recipe:
-    """`dx256` with one promotion every `size` of the contraction in both GEMMs that gather, too."""
-    w1, w2 = BlockShape(256, size), BlockShape(size, 128)
-    return dataclasses.replace(
-        dx256_recipe(), name=f"wide{size}", x=rows(size), dout=rows(size), w1=w1, w1_dgrad=w1, w2=w2, w2_dgrad=w2,
-        note=f"dx256, but the up-projection and dgated promote every {size}: x and dout per row and {size} of K, weights to match",
-    )  # fmt: skip
-
-
-def mx_recipe() -> Fp8Recipe:
-    """`1x32`, fed from rows in the dtype of the tokens, as the GEMMs of that format leave them."""
-    return dataclasses.replace(row_recipe(32), rounds_rows=True)
-
-
-def iso32_recipe() -> Fp8Recipe:
-    """32x32 blocks for all but y1: the blocks of MXFP8, which has one power-of-two scale per 32 of
-    the contraction, with one set of codes for both orientations.
-    """
-    block = iso(32)
-    return dataclasses.replace(
-        iso_recipe(32), x=block, dout=block, rounds_rows=True,
-        note="32x32 blocks, x and dout in expert order, but y1 per row and 32: MXFP8 whose codes serve both orientations",
-    )  # fmt: skip
-
-
-def mixed_recipe() -> Fp8Recipe:
-    """`iso128` with row scales over 512 of K for the gathered operands."""
-    return dataclasses.replace(
-        iso_recipe(128), name="mixed", x=rows(512), dout=rows(512),
-        note="iso128, but the gathered operands (x, dout) per row and 512 of K",
     )  # fmt: skip
 
 
@@ -316,41 +253,51 @@ def row128_recipe() -> Fp8Recipe:
     )  # fmt: skip
 
 
-def row128_dx256_recipe() -> Fp8Recipe:
-    """`row128` with one promotion every 256 of the contraction in the dx GEMM. The copy of dz that
-    wgrad reads has blocks of its own, so it stays 128x128.
-    """
-    wide = BlockShape(128, 256)
+def wide_recipe(size: int) -> Fp8Recipe:
+    """`dx256` with one promotion every `size` of the contraction in both GEMMs that gather, too."""
+    w1, w2 = BlockShape(256, size), BlockShape(size, 128)
     return dataclasses.replace(
-        row128_recipe(), name="row128-dx256", dz=wide, w1_dgrad=wide.transposed,
-        note="row128, but dz in 128x256 and w1_dgrad in 256x128 blocks: the dx GEMM promotes every 256",
+        _DX256, name=f"wide{size}", x=rows(size), dout=rows(size), w1=w1, w1_dgrad=w1, w2=w2, w2_dgrad=w2,
+        note=f"dx256, but the up-projection and dgated promote every {size}: x and dout per row and {size} of K, weights to match",
     )  # fmt: skip
 
 
-def row128_up_recipe() -> Fp8Recipe:
-    """`iso128` with `row128`'s scales in the up-projection alone; nothing is folded."""
-    return dataclasses.replace(
-        iso_recipe(128), name="row128-up", x=rows(128).along(Line.ROW), w1=iso(128).along(Line.ROW),
-        note="iso128, but a row of x, and w1 along K, keep one scale: the up-projection alone rescales nothing",
-    )  # fmt: skip
-
+# arXiv:2412.19437, section 3.3.2.
+DEEPSEEK_V3 = dataclasses.replace(
+    row_recipe(128), name="deepseek-v3", w1=iso(128), w2=iso(128), w1_dgrad=iso(128), w2_dgrad=iso(128),
+    note="one scale per row and 128 of the contraction for activations and gradients; weights in 128x128 blocks",
+)  # fmt: skip
+# The blocks of MXFP8, which has one power-of-two scale per 32 of the contraction.
+_ISO32 = dataclasses.replace(
+    iso_recipe(32), x=iso(32), dout=iso(32), rounds_rows=True,
+    note="32x32 blocks, x and dout in expert order, but y1 per row and 32: MXFP8 whose codes serve both orientations",
+)  # fmt: skip
+# dz [tokens, N1] contracts over N1 in the dx GEMM, and w1 [N1, H] over its rows, so the 256 lies
+# along different axes of the two.
+_WIDE = BlockShape(128, 256)
+_DX256 = dataclasses.replace(
+    iso_recipe(128), name="dx256", dz=_WIDE, wgrad_dz=_WIDE, w1=_WIDE.transposed, w1_dgrad=_WIDE.transposed,
+    note="iso128, but dz in 128x256 and w1 in 256x128 blocks: the dx GEMM promotes every 256",
+)  # fmt: skip
+# The copy of dz that wgrad reads has blocks of its own, so it stays 128x128.
+_ROW128_DX256 = dataclasses.replace(
+    row128_recipe(), name="row128-dx256", dz=_WIDE, w1_dgrad=_WIDE.transposed,
+    note="row128, but dz in 128x256 and w1_dgrad in 256x128 blocks: the dx GEMM promotes every 256",
+)  # fmt: skip
 
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
-    deepseek_v3_recipe(),
+    DEEPSEEK_V3,
     row_recipe(128),
-    mx_recipe(),
-    iso32_recipe(),
+    # Fed from rows in the dtype of the tokens, as the GEMMs of this format leave them.
+    dataclasses.replace(row_recipe(32), rounds_rows=True),
+    _ISO32,
     iso_recipe(128),
     iso_recipe(256),
-    iso_recipe(512),
-    mixed_recipe(),
-    y1block_recipe(),
-    dx256_recipe(),
+    _DX256,
     wide_recipe(256),
     wide_recipe(512),
     row128_recipe(),
-    row128_dx256_recipe(),
-    row128_up_recipe(),
+    _ROW128_DX256,
 )
 # Every block layout exists with both scale formats.
 RECIPES: dict[str, Fp8Recipe] = {
@@ -358,6 +305,5 @@ RECIPES: dict[str, Fp8Recipe] = {
     for base in BASE_RECIPES
     for recipe in (base, base.with_scales(ScaleFormat.POW2))
 }  # fmt: skip
-DEEPSEEK_V3 = RECIPES["deepseek-v3"]
 # OCP MXFP8 for every operand. Its scales of one byte (UE8M0) are powers of two.
 MXFP8 = RECIPES["1x32-pow2"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..interop import is_cuda, plain_ops
+from ..log import log_once
 from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
 from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment
 from .reference import exact_routing
@@ -22,8 +23,6 @@ from .validation import (
 )
 
 Tensor = torch.Tensor
-logger = logging.getLogger("sonicmoe")
-_said: set[str] = set()  # in this process
 
 
 def build_routing(
@@ -133,17 +132,18 @@ def _warn_if_global(indices: Tensor, routing: RoutingMetadata, num_experts: int)
     """Say once that a batch names experts and none of them is here, as ids of the whole model do:
     its output is zeros. On a host, where the counts are known anyway.
     """
-    if _said or 0 in tuple(indices.shape) or any(routing.counts_on_host()):
+    if 0 in tuple(indices.shape) or any(routing.counts_on_host()):
         return
     largest = int(indices.max())
     if largest > num_experts:  # the number itself marks "not here", as -1 does
-        _said.add("global ids")
-        logger.warning(
+        log_once(
+            logging.WARNING,
             "no expert id of a batch of %d tokens is in 0..%d, and the largest is %d: the output is zeros. Needed: ids of this "
             "rank's experts, counted from 0, and -1 for experts of other ranks. Said once.",
             int(indices.shape[0]),
             num_experts - 1,
             largest,
+            key="a batch without an id of this rank",
         )
 
 

@@ -20,10 +20,9 @@ from ..interop import (
     require_same_device,
     same_device,
 )
+from ..log import log_once
 from .ids import is_here
 from .metadata import round_up
-
-logger = logging.getLogger("sonicmoe")
 
 Tensor = torch.Tensor
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -165,9 +164,6 @@ def check_contents(
             )
 
 
-_WARNED: set[tuple[str, int]] = set()
-
-
 def _check_range(ids: Tensor, valid: Tensor, num_experts: int, name: str) -> None:
     if 0 in tuple(ids.shape):
         return
@@ -181,15 +177,15 @@ def _check_range(ids: Tensor, valid: Tensor, num_experts: int, name: str) -> Non
         f"no id of {name} is in 0..{num_experts - 1}, and the largest is {largest}; {needed}",
     )
     # A dispatcher may mark other ranks' experts by their own ids, so this is no error.
-    if (name, num_experts) not in _WARNED:
-        _WARNED.add((name, num_experts))
-        logger.warning(
-            "the largest id of %s is %d, and only 0..%d are experts here: slots with larger ids are dropped. %s",
-            name,
-            largest,
-            num_experts - 1,
-            needed.capitalize(),
-        )
+    log_once(
+        logging.WARNING,
+        "the largest id of %s is %d, and only 0..%d are experts here: slots with larger ids are dropped. %s",
+        name,
+        largest,
+        num_experts - 1,
+        needed.capitalize(),
+        key=("ids that are not here", name, num_experts),
+    )
 
 
 def _raise_at(bad: Tensor, message: Any) -> None:

@@ -212,6 +212,10 @@ class LayerWeights:
         self._stale = True
         self._traceless = False
 
+    def __reduce__(self) -> tuple[type[LayerWeights], tuple[ExpertParameters]]:
+        """A copy prepares its own weights: FP8 codes cannot be pickled, and need not be."""
+        return LayerWeights, (self._parameters,)
+
     @property
     def sees_writes(self) -> bool:
         """Whether the last `read` would have noticed a write that nobody announced."""

@@ -21,7 +21,8 @@ from ..enums import ActivationType
 from ..errors import ShapeError
 from ..interop import require_framework_tensor
 from ..layouts import NATIVE, WeightLayout, WeightSource
-from .parameters import StackedParameters, check_parameter
+from .parameters import check_parameter
+from .stacked import StackedParameters
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]

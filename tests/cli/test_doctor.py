@@ -19,7 +19,7 @@ from fake_jobs import FailingJob, FakeJob
 from racer import make_key
 
 import sonicmoe
-from sonicmoe import install
+from sonicmoe import host
 from sonicmoe.cli.doctor import cache_line, doctor
 from sonicmoe.config import FLAGS, FLAGS_BY_ENV
 from sonicmoe.diagnostics import copies, doctor_engine, selftest
@@ -36,7 +36,7 @@ from sonicmoe.diagnostics.doctor import (
 from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.install import install_hint
+from sonicmoe.host import install_hint
 from sonicmoe.jit.cache import default_cache
 from sonicmoe.kernels.quack_gemm import PACKAGES
 
@@ -563,10 +563,10 @@ def test_framework_that_is_not_installed() -> None:
 def test_hint_never_puts_a_cpu_build_over_a_gpu_build(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "gpu_present", lambda: True)
+    monkeypatch.setattr(host, "gpu_present", lambda: True)
     hint = install_hint(framework)
     assert "cuda]'" in hint and not re.search(r"pip install '[^']*paddle[^']*'", hint)
-    monkeypatch.setattr(install, "gpu_present", lambda: False)
+    monkeypatch.setattr(host, "gpu_present", lambda: False)
     assert install_hint(framework) == f"pip install 'sonicmoe[{framework}]'"
 
 
@@ -574,17 +574,15 @@ def test_hint_never_puts_a_cpu_build_over_a_gpu_build(
 def test_a_gpu_is_recognised_by_any_part_of_its_driver(
     sign: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host, "NVIDIA_DRIVER", tmp_path if sign == "device" else tmp_path / "none")
     monkeypatch.setattr(
-        install, "NVIDIA_DRIVER", tmp_path if sign == "device" else tmp_path / "none"
-    )
-    monkeypatch.setattr(
-        install.shutil, "which", lambda name: f"/bin/{name}" if sign == "tool" else None
+        host.shutil, "which", lambda name: f"/bin/{name}" if sign == "tool" else None
     )
     library = "libcuda.so.1" if sign == "library" else None
     monkeypatch.setattr(
-        install.ctypes.util, "find_library", lambda name: library if name == "cuda" else None
+        host.ctypes.util, "find_library", lambda name: library if name == "cuda" else None
     )
-    assert install.gpu_present() is (sign is not None)
+    assert host.gpu_present() is (sign is not None)
 
 
 def test_other_framework_than_the_loaded_one() -> None:

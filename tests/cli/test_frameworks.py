@@ -15,7 +15,7 @@ from sonicmoe.cli.framework import CHOICES, choice_line, preferring
 from sonicmoe.cli.main import main
 from sonicmoe.errors import FrameworkError
 from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
-from sonicmoe.install import install_hint
+from sonicmoe.host import install_hint
 
 COMPUTING = ("doctor", "train", "numerics", "bisect", "bench")
 

@@ -14,12 +14,13 @@ from framework import IS_PADDLE, parameter, tensor, torch
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.callers import GATED_EXPERTS, MOE, NODE, Caller, Located, Named
+from sonicmoe.diagnostics.callers import Caller, Located, Named
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import save_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.observe import GATED_EXPERTS, MOE, NODE
 
 if IS_PADDLE:
     import paddle

@@ -15,10 +15,11 @@ from click.testing import CliRunner
 from damage import variants
 
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.callers import TRIPLES, Caller, Named
+from sonicmoe.diagnostics.callers import Caller, Named
 from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case
 from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
 from sonicmoe.errors import SonicMoEError
+from sonicmoe.observe import TRIPLES
 
 PLAIN = make_case("gaussian", Sizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
 # As a functional call leaves it.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe import install
+from sonicmoe import host
 from sonicmoe.diagnostics import gpu_engines
 from sonicmoe.kernels.quack_gemm import PACKAGES
 
@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             gpu_engines, "find_toolkit", lambda: Path("/usr/local/cuda") if nvcc else None
         )
-        for module in (gpu_engines, install):
+        for module in (gpu_engines, host):
             monkeypatch.setattr(module, "gpu_present", lambda: gpu)
 
     return make

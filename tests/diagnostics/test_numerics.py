@@ -437,10 +437,10 @@ def test_octaves_cover_every_operand_coarser_than_the_baseline():
         (name, "128x128") for name in ("dz", "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")
     }
     assert all(
-        list(one.quantiles) == sorted(one.quantiles) for one in octaves(case, [RECIPES["iso512"]])
+        list(one.quantiles) == sorted(one.quantiles) for one in octaves(case, [RECIPES["iso256"]])
     )
-    assert BlockShape(512, 512) in {
-        one.block for one in octaves(case, [RECIPES["iso512"]]) if one.operand == "w1"
+    assert BlockShape(256, 256) in {
+        one.block for one in octaves(case, [RECIPES["iso256"]]) if one.operand == "w1"
     }
 
 
@@ -531,10 +531,10 @@ def test_the_command_writes_json_a_program_can_read():
 
 
 def test_the_command_measures_scales_that_stay_along_k():
-    options = ["--recipe", "row128", "--recipe", "row128-up", "--z", "int8", "--scales", "fp32"]
+    options = ["--recipe", "row128", "--recipe", "row128-dx256", "--z", "int8", "--scales", "fp32"]
     options += ["--data", "gaussian", *TINY_OPTIONS, "--hidden", "256"]
     report = json.loads(run(*options, "--octaves", "6", "--octaves", "0", "--json").stdout)
-    names = ["row128, 2^6", "row128, 2^0", "row128-up, 2^6", "row128-up, 2^0"]
+    names = ["row128, 2^6", "row128, 2^0", "row128-dx256, 2^6", "row128-dx256, 2^0"]
     assert [entry["recipe"] for entry in report["results"]] == names
     six, _, zero, *_ = report["steady"]
     assert (six["recipe"], six["gemm"], six["own_tokens"]) == ("row128, 2^6", "up", 0)

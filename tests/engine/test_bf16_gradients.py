@@ -11,9 +11,10 @@ from framework import numpy, torch
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.bf16_gradients import Destinations
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.targets import NativeBuffer, ParameterTargets, WeightTarget
+from sonicmoe.engine.targets import NativeBuffer, ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
 from sonicmoe.interop import data_ptr

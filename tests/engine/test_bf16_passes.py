@@ -30,7 +30,8 @@ from engine.plain_layer import run as run_on
 from sonicmoe.engine import bf16
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gpu import Gpu
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
 from sonicmoe.layouts import WeightLayout

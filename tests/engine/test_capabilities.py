@@ -25,15 +25,12 @@ from sonicmoe.engine.capabilities import (
     RECORDS,
     REFERENCE,
     EngineRecord,
-    GradientTarget,
-    TokenFormat,
-    Workload,
     missing_package,
     missing_tool,
     problem,
     require,
 )
-from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.engine.settings import EngineSettings, GradientTarget, TokenFormat, Workload
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.kernels.quack_gemm import PACKAGES

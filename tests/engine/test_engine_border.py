@@ -152,7 +152,7 @@ class TestSettings:
         assert settings.row_alignment == 256
 
     def test_without_fp8_there_is_no_recipe(self):
-        settings = self.resolved(recipe="iso512")
+        settings = self.resolved(recipe="wide512")
         assert settings.recipe is None
         assert settings.row_alignment == 128
 

@@ -12,14 +12,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "jit"))
 from fake_jobs import FailingJob, FakeJob
-from processes import Field
+from racers import Field
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import cold_start, select
-from sonicmoe.engine.capabilities import HOPPER, RECORDS, Workload
+from sonicmoe.engine.capabilities import HOPPER, RECORDS
 from sonicmoe.engine.cold_start import compile_ahead, compile_missing, run_jobs
 from sonicmoe.engine.select import ready_engine
-from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.engine.settings import EngineSettings, Workload
 from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.jit import CompileCache, CompileKey, no_compile
 from sonicmoe.quant.recipes import RECIPES

@@ -20,8 +20,10 @@ from engine.moe_golden import (
 from engine.test_engine_fp8 import coarse_problem, distance
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 
-from sonicmoe.engine.capabilities import BF16, HOPPER, TokenFormat, gradient_problem
-from sonicmoe.engine.interface import EngineSettings, check_dout
+from sonicmoe.engine.border import check_dout
+from sonicmoe.engine.capabilities import BF16, HOPPER, gradient_problem
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.settings import TokenFormat
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from sonicmoe.observe import listening

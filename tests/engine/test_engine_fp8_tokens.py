@@ -22,7 +22,8 @@ from engine.moe_golden import (
 from engine.test_engine_fp8 import coarse_problem, distance
 from framework import numpy, relative_rmse, tensor, torch
 
-from sonicmoe.engine.interface import EngineSettings, TokenFormat, token_dtype, token_format
+from sonicmoe.engine.interface import EngineSettings, token_dtype, token_format
+from sonicmoe.engine.settings import TokenFormat
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.observe import listening

@@ -10,7 +10,7 @@ import pytest
 from engine.moe_golden import make_problem, native_weights
 from framework import tensor, torch
 
-from sonicmoe.engine import hopper_passes
+from sonicmoe.engine import hopper_passes, native_calls
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import Change, EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
@@ -62,7 +62,7 @@ def test_what_a_pass_shows_is_a_view_of_its_argument(dtype, size):
     launches read.
     """
     memory, spare = (torch.zeros((4096,), dtype=torch.uint8) for _ in range(2))
-    observer = hopper_passes._Observer({"spare": spare, "scratch": memory})
+    observer = native_calls._Observer({"spare": spare, "scratch": memory})
     kind = getattr(torch, dtype)
     view = observer.view(kind, "scratch", 1024 // size, 3, 5)
     assert (

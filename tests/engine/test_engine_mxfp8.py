@@ -18,13 +18,15 @@ from engine.host_mx import HostGemms, HostRows
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import mxfp8, select, trial
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.capabilities import MXFP8, Workload, missing_package, problem
+from sonicmoe.engine.capabilities import MXFP8, missing_package, problem
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import choose_engine
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.engine.settings import Workload
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError
 from sonicmoe.jit.plan import ModelSpec

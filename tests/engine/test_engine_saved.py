@@ -17,7 +17,7 @@ from engine.moe_golden import (
 )
 from framework import tensor, torch
 
-from sonicmoe.engine import reference
+from sonicmoe.engine import reference, reference_operands
 from sonicmoe.engine.interface import EngineSettings, Saved
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import RoutingError
@@ -56,7 +56,7 @@ class TestMemory:
             setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
             _, saved = setup.forward()
             codes = weakref.ref(saved.z.codes)
-            original = reference._operand
+            original = reference.operand
 
             def spy(values, name, *rest, codes=codes, frees=frees, original=original):
                 if name == "dz":
@@ -64,7 +64,7 @@ class TestMemory:
                 return original(values, name, *rest)
 
             with monkeypatch.context() as patch:
-                patch.setattr(reference, "_operand", spy)
+                patch.setattr(reference, "operand", spy)
                 setup.engine.backward_dx(setup.dout, saved, setup.weights)
             assert (saved.x is None) == (saved.z is None) == frees
         assert seen == {True: False, False: True}
@@ -76,7 +76,7 @@ class TestMemory:
             _, saved = setup.forward()
             _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
             y1s = weakref.ref(pending.y1s)
-            original = reference._wgrad_operand
+            original = reference_operands._wgrad_operand
 
             def spy(values, name, *rest, y1s=y1s, frees=frees, original=original):
                 if name == "wgrad_x":
@@ -84,7 +84,7 @@ class TestMemory:
                 return original(values, name, *rest)
 
             with monkeypatch.context() as patch:
-                patch.setattr(reference, "_wgrad_operand", spy)
+                patch.setattr(reference_operands, "_wgrad_operand", spy)
                 setup.engine.backward_dw(pending, setup.accumulators())
         assert seen == {True: False, False: True}
 

@@ -9,10 +9,11 @@ import framework  # noqa: F401  before anything of sonicmoe
 import pytest
 
 from sonicmoe.engine import select
-from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, TRITON, TokenFormat, Workload
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, TRITON
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import ENGINES, announce, choose_engine
+from sonicmoe.engine.settings import TokenFormat, Workload
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
 from sonicmoe.quant.recipes import RECIPES

@@ -10,7 +10,8 @@ from framework import IS_PADDLE, torch
 
 from sonicmoe.engine import targets as targets_module
 from sonicmoe.engine.footprint import Footprint
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.interop import data_ptr
 from sonicmoe.layouts import WeightLayout
 
@@ -140,8 +141,8 @@ class TestTargets:
 
     def test_reasons_are_found_once(self, monkeypatch):
         ups, downs = self.make()
-        asked, misfit = [], targets_module._misfit
-        monkeypatch.setattr(targets_module, "_misfit", lambda *of: asked.append(1) or misfit(*of))
+        asked, misfit = [], targets_module.misfit
+        monkeypatch.setattr(targets_module, "misfit", lambda *of: asked.append(1) or misfit(*of))
         last = None
         for _ in range(3):
             targets = self.targets(ups, downs)

@@ -24,12 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import interop
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
-from sonicmoe.engine import hopper, hopper_passes
+from sonicmoe.engine import hopper, hopper_layer, hopper_passes
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.targets import FreshTargets, ParameterTargets, WeightTarget
+from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit.toolchain import find_toolkit
@@ -93,7 +94,7 @@ def host_passes(native, monkeypatch):
     columns = int(native.numbers()["dprob_columns"])
     monkeypatch.setattr(host_kernels, "DPROB_COLUMNS", columns)
     steady = hopper_passes.Passes(native, NAMES, STEADY_KERNELS)
-    monkeypatch.setattr(hopper, "passes_on", lambda *key: steady if key[4:] == (True,) else passes)
+    monkeypatch.setattr(hopper_layer, "passes_on", lambda *key: steady if key[4:] == (True,) else passes)
     empty = interop.empty
 
     def poisoned(*args):
@@ -102,7 +103,7 @@ def host_passes(native, monkeypatch):
             made.view(torch.uint8).fill_(0xFF)
         return made
 
-    for module in (hopper, hopper_passes, quant_format):
+    for module in (hopper, hopper_layer, hopper_passes, quant_format):
         monkeypatch.setattr(module, "empty", poisoned)
 
 
@@ -461,7 +462,7 @@ def test_destinations_are_made_once_and_anew_where_memory_moved(native, monkeypa
         return KERNELS["wgrad_destination"](*arguments)
 
     passes = hopper_passes.Passes(native, NAMES, KERNELS | {"wgrad_destination": spy})
-    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+    monkeypatch.setattr(hopper_layer, "passes_on", lambda *_: passes)
     case, targets = Case(seed=11), parameter_targets(PER_EXPERT)
     first = case.run(OURS, FP8, targets=targets)
     again = ParameterTargets(targets.up, targets.down)  # as the next backward finds the same memory
@@ -680,9 +681,9 @@ def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
 
         return call
 
-    for module in (hopper, hopper_passes, quant_format):
+    for module in (hopper, hopper_layer, hopper_passes, quant_format):
         monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
-    passes = hopper.passes_on("cpu", ActivationType.SWIGLU)
+    passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU)
     for name in ("forward", "dgated", "dgrad", "wgrad"):
         monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
     _, saved = OURS.forward(case.x, case.routing, weights, FP8)
@@ -708,7 +709,7 @@ class TestLifetimes:
             return KERNELS[kernel](*arguments)
 
         passes = hopper_passes.Passes(native, NAMES, KERNELS | {kernel: spy})
-        monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+        monkeypatch.setattr(hopper_layer, "passes_on", lambda *_: passes)
         return seen
 
     @pytest.mark.parametrize("frees", [True, False])
@@ -769,7 +770,7 @@ def test_a_failing_launch_or_listener_is_the_callers_error(native, monkeypatch):
     with listening(listener), pytest.raises(NonFiniteError, match=r"^the listener.s own$"):
         case.run(OURS, FP8)
     passes = hopper_passes.Passes(native, NAMES, KERNELS | {"grouped_gemm": refuse})
-    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+    monkeypatch.setattr(hopper_layer, "passes_on", lambda *_: passes)
     with pytest.raises(ValueError, match="not this one"):
         case.run(OURS, FP8)
 
@@ -785,7 +786,7 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(native, kernel, artefacts,
         module = fp8_wgrad_source("sm_90a").load(artefacts)
         kernels["wgrad_destination"] = module.wgrad_destination
     passes = hopper_passes.Passes(native, NAMES, kernels)
-    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+    monkeypatch.setattr(hopper_layer, "passes_on", lambda *_: passes)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     case = Case()
     if kernel == "gather_transpose_requantize":
@@ -814,7 +815,7 @@ def test_every_gemm_is_told_how_many_multiprocessors_it_may_take(
     gemms = {name: watched(name, KERNELS[name]) for name in KERNELS if "gemm" in name}
     gemms["grouped_wgrad"] = watched("grouped_wgrad", KERNELS["grouped_wgrad"])
     passes = hopper_passes.Passes(native, NAMES, KERNELS | gemms)
-    monkeypatch.setattr(hopper, "passes_on", lambda *_: passes)
+    monkeypatch.setattr(hopper_layer, "passes_on", lambda *_: passes)
     settings = replace(FP8, frees_stagewise=frees_stagewise)
     capped = Case().run(OURS, replace(settings, gemm_num_sms=40))
     # up, down and dx; dgated; dw1 and dw2

@@ -9,10 +9,11 @@ from engine.moe_golden import make_problem, set_up
 from framework import numpy, torch
 
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget, native_buffer
+from sonicmoe.engine.targets import ParameterTargets, native_buffer
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
 from sonicmoe.interop import data_ptr

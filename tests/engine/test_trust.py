@@ -4,11 +4,13 @@ and the next engine is taken by name.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import framework
 import planted_engines
@@ -16,19 +18,11 @@ import pytest
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.architectures import SM90, SM120
-from sonicmoe.config import current_config
 from sonicmoe.engine import select, trial, trust
-from sonicmoe.engine.capabilities import (
-    BF16,
-    HOPPER,
-    RECORDS,
-    REFERENCE,
-    TRITON,
-    TokenFormat,
-    Workload,
-)
+from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, REFERENCE, TRITON
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.settings import TokenFormat, Workload
 from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
@@ -55,9 +49,8 @@ def machine(monkeypatch, tmp_path):
     trust.forget()
 
 
-def subject(engine, workload=WORKLOAD, **changes):
-    name = f"{engine.__module__}:{engine.__qualname__}"
-    return replace(Subject(name, RECORD, workload, "cpu", ARCH, GPU, "580.0"), **changes)
+def subject(engine, workload=WORKLOAD):
+    return Subject(engine, RECORD, workload, "cpu", ARCH)
 
 
 class TestInAProcess:
@@ -96,37 +89,18 @@ def _children():
     ]
 
 
-class Inline:
-    """`_process` without a process: the events are those of `trial.run` in this one."""
+def inline(monkeypatch, engine, ended="exit status 1"):
+    """`try_engine` without a process: the events are those of `trial.run` in this one."""
 
-    def __init__(self, engine, status=1):
-        self.engine, self.status, self.pid = engine, status, 0
-        self.words, self.stdout = "", []
-
-    def __enter__(self):
-        def say(event):
-            self.stdout.append(json.dumps(event))
-
-        request = {
-            "engine": f"{self.engine.__module__}:{self.engine.__qualname__}",
-            "workload": trial.record_of(WORKLOAD),
-            "device": "cpu",
-        }
+    def run(request, limits):
+        events = []
         try:
-            trial.run(request, say)
+            trial.run(json.loads(json.dumps(request)), events.append)
         except BaseException as error:
-            self.words = f"Traceback\n{type(error).__name__}: {error}\n"
-        return self, lambda: self.words
+            return events, ended, f"Traceback\n{type(error).__name__}: {error}\n"
+        return events, None, ""
 
-    def __exit__(self, *_):
-        return None
-
-    def wait(self, timeout=None):
-        return self.status
-
-
-def inline(monkeypatch, engine, **options):
-    monkeypatch.setattr(trust, "_process", lambda request: Inline(engine, **options))
+    monkeypatch.setattr(trust, "_run", run)
     return try_engine(subject(engine))
 
 
@@ -163,16 +137,14 @@ class TestVerdicts:
         assert len([case for case in verdict.cases if case["problem"]]) == len(verdict.cases) - 2
         assert verdict.reason.startswith("training: ")
 
-    @pytest.mark.parametrize(("engine", "status", "words"), [
-        (planted_engines.NoMemory, 1, "inference: exit status 1 (RuntimeError: CUDA out of memory"),
-        (planted_engines.NeverBegins, 1, "exit status 1 before the first case (SystemExit: this pac"),
-        (planted_engines.Raises, -9, "training: the process was killed from outside"),
+    @pytest.mark.parametrize(("engine", "ended", "words"), [
+        (planted_engines.NoMemory, "exit status 1", "inference: exit status 1 (RuntimeError: CUDA out of memory"),
+        (planted_engines.NeverBegins, "exit status 1", "exit status 1 before the first case (SystemExit: this pac"),
+        (planted_engines.Raises, "killed", "training: the process was killed from outside"),
     ], ids=["no memory", "no start", "killed"])  # fmt: skip
-    def test_what_says_nothing_of_the_engine_is_no_verdict(
-        self, engine, status, words, monkeypatch
-    ):
+    def test_what_says_nothing_of_the_engine_is_no_verdict(self, engine, ended, words, monkeypatch):
         with pytest.raises(UndecidedError) as caught:
-            inline(monkeypatch, engine, status=status)
+            inline(monkeypatch, engine, ended)
         assert str(caught.value).startswith(words)
 
     @pytest.mark.parametrize("workload", [
@@ -217,78 +189,73 @@ def trials(monkeypatch):
 
 
 BROKEN = Verdict(False, "training: dx is 31.00% away from the reference engine's, of at most 2%")
-ASKED = (ReferenceEngine, RECORD, WORKLOAD, "cuda:0", ARCH)
+ASKED = Subject(ReferenceEngine, RECORD, WORKLOAD, "cuda:0", ARCH)
 
 
 class TestKept:
     def test_once_for_these_kernels_this_gpu_and_this_driver(self, trials, monkeypatch):
-        assert trust.refusal(*ASKED) is None and not trials.made, "asking alone tries nothing"
-        assert trust.trusted(*ASKED) and trust.trusted(*ASKED)
+        assert trust.refusal(ASKED) is None and not trials.made, "asking alone tries nothing"
+        assert trust.trusted(ASKED) and trust.trusted(ASKED)
         trust.forget()  # the next run
         quantised = replace(WORKLOAD, tokens=TokenFormat.E4M3_1X128)
-        assert trust.trusted(ReferenceEngine, RECORD, quantised, "cuda:1", ARCH)
+        assert trust.trusted(replace(ASKED, workload=quantised, device="cuda:1"))
         assert len(trials.made) == 1
-        other = replace(RECORD, jobs=lambda workload, arch: (_Job(),))
+        other = replace(ASKED, record=replace(RECORD, jobs=lambda workload, arch: (_Job(),)))
         monkeypatch.setattr(default_cache(), "try_load", _holds(default_cache().try_load))
-        assert trust.trusted(ReferenceEngine, other, WORKLOAD, "cuda:0", ARCH)
+        assert trust.trusted(other)
         trust.forget()
-        assert trust.trusted(ReferenceEngine, other, WORKLOAD, "cuda:0", ARCH)
+        assert trust.trusted(other)
         assert len(trials.made) == 2
         for name, other in (("driver_version", "590.0"), ("gpu_name", "NVIDIA of a third kind")):
             monkeypatch.setattr(trust, name, lambda *_, other=other: other)
             trust.forget()
             before = len(trials.made)
-            assert trust.trusted(*ASKED) and len(trials.made) == before + 1
+            assert trust.trusted(ASKED) and len(trials.made) == before + 1
 
     def test_a_refusal_is_kept_with_its_reason(self, trials):
         trials.verdicts[EngineName.BF16] = BROKEN
-        assert not trust.trusted(*ASKED)
+        assert not trust.trusted(ASKED)
         wanted = f"its check on {GPU} failed: {BROKEN.reason}. {trust.HOW_TO_SKIP}"
-        assert trust.refusal(*ASKED) == wanted
+        assert trust.refusal(ASKED) == wanted
         trust.forget()
-        assert trust.refusal(*ASKED) == wanted and not trust.trusted(*ASKED)
+        assert trust.refusal(ASKED) == wanted and not trust.trusted(ASKED)
         assert len(trials.made) == 1
 
     def test_what_was_not_decided_is_asked_again_by_the_next_process(self, trials):
         trials.verdicts[EngineName.BF16] = UndecidedError("no memory")
-        assert not trust.trusted(*ASKED) and not trust.trusted(*ASKED)
+        assert not trust.trusted(ASKED) and not trust.trusted(ASKED)
         assert "could not be checked on this GPU, where it never ran: no memory." in str(
-            trust.refusal(*ASKED)
+            trust.refusal(ASKED)
         )
-        assert len(trials.made) == 2, "another rank may have decided meanwhile"
+        assert len(trials.made) == 1
         trust.forget()
         trials.verdicts.clear()
-        assert trust.trusted(*ASKED) and len(trials.made) == 3
+        assert trust.trusted(ASKED) and len(trials.made) == 2
 
-    def test_what_another_rank_decides_meanwhile_counts(self, trials, monkeypatch):
-        """Its GPU has memory left: it waits for the lock until this rank gives up, and then tries."""
-        config, asked = current_config(), subject(ReferenceEngine)
+    @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+    @pytest.mark.parametrize("found", [Verdict(True), UndecidedError("no memory")])
+    def test_a_verdict_that_cannot_be_read_says_nothing(
+        self, trials, monkeypatch, caplog, code, found
+    ):
+        """The engine is tried again, or not used, and a warning says why."""
+        assert trust.trusted(ASKED)
+        trust.forget()
+        trials.verdicts[EngineName.BF16] = found
+        read = Path.read_text
 
-        def in_the_other_rank():
-            with config.activate():
-                cache = CompileCache(config.cache_dir, config.local_cache_dir)
-                assert trust._judge(asked, cache) == Verdict(True)
+        def lost(path, *arguments, **options):
+            if path.name == "verdict.json":
+                raise OSError(code, os.strerror(code), str(path))
+            return read(path, *arguments, **options)
 
-        other = threading.Thread(target=in_the_other_rank)
-
-        def by_rank(subject, limits=None):
-            if threading.current_thread() is not threading.main_thread():
-                return trials(subject)
-            trials.made.append(subject)
-            other.start()
-            raise UndecidedError("no memory")
-
-        monkeypatch.setattr(trust, "try_engine", by_rank)
-        install = CompileCache.install
-
-        def slowly(self, key, builder):
-            if threading.current_thread() is threading.main_thread() and trials.made:
-                other.join()  # its second attempt comes after the other rank's first
-            return install(self, key, builder)
-
-        monkeypatch.setattr(CompileCache, "install", slowly)
-        assert trust._judge(asked, default_cache()) == Verdict(True)
+        monkeypatch.setattr(Path, "read_text", lost)
+        assert trust.refusal(ASKED) is None
+        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
+            assert trust.trusted(ASKED) == (found == Verdict(True))
         assert len(trials.made) == 2
+        assert "cannot be read, so it is checked again" in caplog.text
+        if found != Verdict(True):
+            assert "could not be checked on this GPU" in str(trust.refusal(ASKED))
 
     def test_processes_that_ask_at_once_share_one_trial(self, trials, tmp_path):
         """Each with a cache object of its own, as ranks have."""
@@ -313,19 +280,19 @@ class TestKept:
             raise trust.CacheUnwritableError("nowhere")
 
         monkeypatch.setattr(default_cache(), "install", refuse)
-        assert trust.trusted(*ASKED) and trust.trusted(*ASKED)
+        assert trust.trusted(ASKED) and trust.trusted(ASKED)
         assert len(trials.made) == 1
 
     def test_no_compile_is_no_ban_on_a_trial(self, trials):
         from sonicmoe.jit import no_compile
 
         with no_compile():
-            assert trust.trusted(*ASKED)
+            assert trust.trusted(ASKED)
         assert len(trials.made) == 1
 
     def test_a_kernel_that_is_missing_raises_where_it_is_loaded(self, trials):
         missing = replace(RECORD, jobs=lambda workload, arch: (_Job(),))
-        assert trust.trusted(ReferenceEngine, missing, WORKLOAD, "cuda:0", ARCH)
+        assert trust.trusted(replace(ASKED, record=missing))
         assert not trials.made
 
     def test_kernels_that_are_compiled_one_by_one_are_compiled_before(self, trials, tmp_path):
@@ -335,7 +302,7 @@ class TestKept:
             cache_dir=tmp_path / "c", local_cache_dir=tmp_path / "l", compile_jobs="off"
         )
         with config.activate():
-            assert trust.trusted(ReferenceEngine, record, WORKLOAD, "cuda:0", ARCH)
+            assert trust.trusted(replace(ASKED, record=record))
         assert job.compiled == 1 and len(trials.made) == 1
 
 

@@ -36,9 +36,8 @@ SITU = ActivationType.SITU_GLU
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Nothing said yet, and no configuration made."""
-    monkeypatch.setattr(configuration, "_said", set())
+def fresh():
+    """No configuration made yet: making one may say a line."""
     configuration._node_config.cache_clear()
     yield
     configuration._node_config.cache_clear()

@@ -18,7 +18,6 @@ from weights.freed_memory import free, holds_memory
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError, StaleWeightsError
-from sonicmoe.fleet import weight_copies
 from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import known_layer, weights_changed
@@ -325,10 +324,6 @@ class TestPayload:
 
 
 class TestRelease:
-    @pytest.fixture(autouse=True)
-    def nothing_said(self, monkeypatch):
-        monkeypatch.setattr(weight_copies, "_said", set())
-
     def outstanding(self, form, caplog, **given):
         batch = make_problem()
         expert = FleetExpert(batch, form)

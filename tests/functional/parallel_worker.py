@@ -6,6 +6,7 @@ python parallel_worker.py RANK STORE_FILE
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonicmoe import MoE
+from sonicmoe import MoE, moe_TC_softmax_topk_layer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.autograd import expert_mlp
@@ -192,6 +193,65 @@ def check_node(rank: int) -> None:
             torch.testing.assert_close(whole(mine.grad), its.grad, rtol=1e-4, atol=1e-5)
 
 
+class TopK(torch.nn.Module):
+    """Upstream's function on the weights of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moe = self.layer
+        up, down = (w.permute(1, 2, 0) for w in (moe.c_fc.weight, moe.c_proj.weight))
+        arguments = x, moe.router.weight, up, moe.c_fc.bias, down, moe.c_proj.bias, 2
+        out: torch.Tensor = moe_TC_softmax_topk_layer(*arguments)[0]
+        return out
+
+
+class Routed(Experts):
+    """A node on a routing that is the same in every call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, torch.arange(48).reshape(24, 2) % E)
+
+
+def result_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+# What makes a module of each face, and the shape of its tokens.
+FACES = {
+    "MoE": (layer, (24, H)),
+    "MoE on a batch": (layer, (2, 12, H)),
+    "functional": (TopK, (24, H)),
+    "node": (lambda: Routed("auto"), (24, H)),
+}
+
+
+def check_results_written_in_place(rank: int, face: str, reshard: bool, x_grad: bool) -> None:
+    """`out += x` on what a sharded layer returned: FSDP2 hangs its hooks on the result, and an
+    operation in place on a view would go around them.
+    """
+    make, shape = FACES[face]
+
+    def run(model: torch.nn.Module, seed: int) -> None:
+        x = batch(seed, 0)[0].reshape(shape).requires_grad_(x_grad)
+        out = result_of(model, x)
+        assert not out._is_view(), face
+        out += x
+        out.square().mean().backward()
+
+    expected, sharded = make(), make()
+    for other in range(RANKS):
+        run(expected, other)
+    fully_shard(sharded, reshard_after_forward=reshard)
+    run(sharded, rank)
+    for mine, its in zip(sharded.parameters(), expected.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor), face
+        torch.testing.assert_close(whole(mine.grad), its.grad / RANKS, rtol=1e-4, atol=1e-5)
+
+
 def main() -> None:
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
@@ -202,6 +262,8 @@ def main() -> None:
         for compiled in (False, True):
             check_training(DistributedDataParallel, rank, use_fp8, compiled)
     check_changes_of_sharded_weights(rank)
+    for face, reshard, x_grad in itertools.product(FACES, (True, False), (True, False)):
+        check_results_written_in_place(rank, face, reshard, x_grad)
     for use_fp8 in (False, True):
         for compiled in (False, True):
             check_training(fully_shard, rank, use_fp8, compiled)

@@ -11,7 +11,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from sonicmoe.install import install_hint
+from sonicmoe.host import install_hint
 
 ROOT = Path(__file__).parents[2]
 

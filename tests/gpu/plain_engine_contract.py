@@ -29,9 +29,9 @@ from gpu.plain_engine_cases import (
 )
 from public_models import EXPERT_SIZES
 
-from sonicmoe.engine.capabilities import Workload
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.select import unavailable
+from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.routing.build import build_routing
 

@@ -13,10 +13,11 @@ from gpu.hopper_cases import FP8, fill_free_memory, raw
 from gpu.plain_engine_cases import ARCH, SWIGLU, build, make_case, relative
 
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit import no_compile

@@ -12,9 +12,10 @@ import torch
 from gpu.hopper_cases import FP8, OURS, fill_free_memory, make_case, raw
 
 from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper_passes import WgradOutput, passes_on
 from sonicmoe.engine.interface import NativeBuffer
-from sonicmoe.engine.targets import ParameterTargets, WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_wgrad_source

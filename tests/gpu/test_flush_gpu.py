@@ -16,7 +16,8 @@ from sonicmoe.gradients import destinations
 from sonicmoe.gradients.store import GradientStore
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
-from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
+from sonicmoe.weights.parameters import PerExpertParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 pytestmark = pytest.mark.gpu
 

@@ -34,9 +34,10 @@ from gpu.hopper_cases import (
 from public_models import EXPERT_SIZES
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.engine.capabilities import HOPPER, Workload
+from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.select import unavailable
+from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit import default_cache, no_compile

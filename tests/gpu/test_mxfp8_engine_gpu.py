@@ -7,10 +7,10 @@ import torch
 
 from sonicmoe.architectures import arch_name
 from sonicmoe.engine import trial
-from sonicmoe.engine.capabilities import MXFP8, Workload
+from sonicmoe.engine.capabilities import MXFP8
 from sonicmoe.engine.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.engine.settings import EngineSettings, Workload
 from sonicmoe.enums import ZCode
 from sonicmoe.quant.recipes import RECIPES
 

@@ -16,9 +16,10 @@ from gpu import planted_gpu_engines
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import select, trust
-from sonicmoe.engine.capabilities import BF16, RECORDS, REFERENCE, Workload, problem
+from sonicmoe.engine.capabilities import BF16, RECORDS, REFERENCE, problem
 from sonicmoe.engine.cold_start import compile_missing
 from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.trust import Limits, Subject, try_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
@@ -63,7 +64,7 @@ def test_every_engine_passes_its_trial(name, workload, record_property):
     if problem(RECORDS[name], asked, arch) is not None:
         pytest.skip(problem(RECORDS[name], asked, arch))
     compile_missing(RECORDS[name], asked, arch)
-    subject = Subject.of(select.ENGINES[name], RECORDS[name], asked, DEVICE, arch)
+    subject = Subject(select.ENGINES[name], RECORDS[name], asked, DEVICE, arch)
     verdict = try_engine(subject)
     worst: dict[str, tuple[float, float]] = {}
     for case in verdict.cases:
@@ -115,7 +116,7 @@ def trials_of_this_process():
 def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, engine, words):
     here = torch.arange(8.0, device=DEVICE)
     with planted_cache.activate():
-        subject = Subject.of(engine, NOT_PROVEN, WORKLOADS["swiglu"], DEVICE, arch_of(DEVICE))
+        subject = Subject(engine, NOT_PROVEN, WORKLOADS["swiglu"], DEVICE, arch_of(DEVICE))
         verdict = try_engine(subject, Limits(case=10.0))
     assert not verdict.trusted and verdict.reason.startswith(words), verdict.reason
     if engine is planted_gpu_engines.Faults:

@@ -18,16 +18,18 @@ from weights.weight_sources import (
     weight_arrays,
 )
 
-from sonicmoe.engine.capabilities import RECORDS, GradientTarget
+from sonicmoe.engine.capabilities import RECORDS
 from sonicmoe.engine.interface import GradientTargets, NativeBuffer, native_buffer
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.settings import GradientTarget
 from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.gradients.destinations import add_to_main_grad
 from sonicmoe.gradients.routes import Addition, Route
 from sonicmoe.gradients.store import GradientStore
 from sonicmoe.interop import data_ptr, grad_enabled
-from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
+from sonicmoe.weights.parameters import PerExpertParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 ENGINE = ReferenceEngine()
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)

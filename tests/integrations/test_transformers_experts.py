@@ -150,6 +150,7 @@ def run(experts, implementation, x, ids, weights, dout):
     experts.config._experts_implementation = implementation
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     out = experts(x, ids, weights)
+    assert not out._is_view()
     wanted = {"x": x, "weights": weights, **dict(experts.named_parameters())}
     gradients = torch.autograd.grad(out, list(wanted.values()), dout)
     return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import NOT_RUN, Field
 from racer import FakeCompiler, make_key
+from racers import NOT_RUN, Field
 
 from sonicmoe.jit import CompileCache, CompileKey
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from forks import needs_root, start
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 from system_calls import SystemCalls
 
 from sonicmoe.errors import SonicMoEError

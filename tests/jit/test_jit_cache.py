@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
 from sonicmoe.jit.errors import ArtefactLoadError, ToolchainError

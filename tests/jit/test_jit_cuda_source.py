@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from kernels.ptxas_report import SpillError, require_no_spills, resource_usage
-from processes import NOT_RUN, environment
+from racers import NOT_RUN, environment
 
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit import toolchain as toolchain_module

@@ -11,7 +11,7 @@ from pathlib import Path
 import processes
 import pytest
 from kernels.ptxas_report import require_no_spills, resource_usage
-from processes import NOT_RUN, PACKAGE_ROOT, TIMEOUT_S, environment
+from racers import NOT_RUN, PACKAGE_ROOT, TIMEOUT_S, environment
 
 from sonicmoe.jit import CompileCache
 from sonicmoe.jit.cute_kernel import CuteKernel

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 from system_calls import SystemCalls
 
 from sonicmoe.errors import SonicMoEError

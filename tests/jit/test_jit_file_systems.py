@@ -15,8 +15,8 @@ from typing import Any
 import filelock
 import pytest
 from late_files import LateFiles
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 
 from sonicmoe.jit import CompileCache, CompileKey
 from sonicmoe.jit.errors import CacheUnwritableError

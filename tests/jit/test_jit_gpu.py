@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import NOT_RUN
+from racers import NOT_RUN
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import CompileCache, default_cache, no_compile

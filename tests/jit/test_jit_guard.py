@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import CompileCache, CompileKey, no_compile

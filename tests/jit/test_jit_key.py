@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import environment
 from racer import make_key
+from racers import environment
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import CompileKey

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fake_jobs import FakeJob
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 
 from sonicmoe.cli.main import main
 from sonicmoe.engine import compile_plan
@@ -87,6 +87,30 @@ def test_a_machine_without_the_compiler_packs_and_unpacks(
     assert found is not None
     again = write_pack(tmp_path / "again.pack", [found])
     assert again.artefacts[0].key == make_key(1)
+
+
+def test_no_pack_carries_a_verdict_of_another_machine(
+    cache: CompileCache, elsewhere: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is one written, nor is one of an earlier build taken over."""
+    key = CompileKey.make(
+        "verdict", arch="sm_90a", statics={}, fingerprint={"driver": "580.0"}, toolchain={}
+    )
+    verdict = cache.install(key, lambda folder: (folder / "verdict.json").write_text("{}"))
+    kernel, path = FakeJob(1, field.log).compile(cache), field.folder / "kernels.pack"
+    for name in ("verdict", "an earlier build knows none"):
+        monkeypatch.setattr(pack_module, "VERDICT", name)
+        pack = write_pack(path, [verdict, kernel])
+        assert [artefact.key for artefact in pack.artefacts] == [verdict.key, kernel.key][
+            -len(pack.artefacts) :
+        ]
+        monkeypatch.undo()
+        unpack(path, elsewhere)
+        assert elsewhere.try_load(make_key(1)) is not None
+        assert elsewhere.try_load(key) is None
+    assert len(pack.artefacts) == 2
+    with pytest.raises(PackError, match="there is nothing to pack"):
+        write_pack(path, [verdict])
 
 
 def test_a_full_cache_directory_falls_back_to_the_node(

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from fake_jobs import DyingJob, FailingJob, FakeJob
-from processes import TIMEOUT_S, Field, environment
 from racer import make_key
+from racers import TIMEOUT_S, Field, environment
 from test_jit_races import hold
 
 from sonicmoe.jit import CompileCache

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import Field, environment
 from racer import make_key
+from racers import Field, environment
 
 PROCESSES = 8
 FUTURE, PAST = 4102444800, 1

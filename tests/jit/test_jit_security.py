@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
 from sonicmoe.jit.errors import CacheUnwritableError, CompileError

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import TIMEOUT_S, Field, environment
+from racers import TIMEOUT_S, Field, environment
 
 from sonicmoe.jit import cpus, slots
 from sonicmoe.jit.slots import AUTO, HostSlots

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import NOT_RUN, environment
+from racers import NOT_RUN, environment
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache, no_compile

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from forks import User, end, needs_root, run_as, start
-from processes import Field
 from racer import FakeCompiler, load, make_key
+from racers import Field
 
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
 from sonicmoe.jit import child as child_module

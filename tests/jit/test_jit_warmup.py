@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fake_jobs import DyingJob, FailingJob, FakeJob, UnsendableJob
-from processes import Field, environment
 from racer import load
+from racers import Field, environment
 
 import sonicmoe.jit.parallel as parallel_module
 import sonicmoe.jit.worker as worker_module

@@ -13,7 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from sonicmoe.engine.targets import WeightTarget
+from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.layouts import WeightLayout
 

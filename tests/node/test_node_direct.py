@@ -62,8 +62,8 @@ class TestDirect:
     @each_arrangement
     def test_memory_that_did_not_move_is_not_asked_about_again(self, arrangement, monkeypatch):
         layer, asked = Layer(arrangement=arrangement, flush="direct"), []
-        misfit = engine_targets._misfit
-        monkeypatch.setattr(engine_targets, "_misfit", lambda *of: asked.append(1) or misfit(*of))
+        misfit = engine_targets.misfit
+        monkeypatch.setattr(engine_targets, "misfit", lambda *of: asked.append(1) or misfit(*of))
         held = layer.set_main_grad(0.0)
         layer.run()
         first = len(asked)

@@ -274,14 +274,14 @@ class TestGraphsRunTwice:
 class TestMemory:
     def codes_of_z(self, monkeypatch):
         """Weak references to the bytes of every z that a forward stores."""
-        kept, original = [], reference._save_z
+        kept, original = [], reference.saved_z
 
         def spy(*arguments):
             z = original(*arguments)
             kept.append(weakref.ref(z.bytes))
             return z
 
-        monkeypatch.setattr(reference, "_save_z", spy)
+        monkeypatch.setattr(reference, "saved_z", spy)
         return kept
 
     @pytest.mark.parametrize("config", [FP8, STAGEWISE], ids=["fp8", "stagewise"])
@@ -298,14 +298,14 @@ class TestMemory:
     @pytest.mark.parametrize("config", [FP8, STAGEWISE], ids=["fp8", "stagewise"])
     def test_stagewise_memory_drops_z_in_the_middle_of_the_backward(self, monkeypatch, config):
         kept = self.codes_of_z(monkeypatch)
-        alive_at_dz, original = [], reference._operand
+        alive_at_dz, original = [], reference.operand
 
         def spy(values, name, *rest):
             if name == "dz":
                 alive_at_dz.append(kept[0]() is not None)
             return original(values, name, *rest)
 
-        monkeypatch.setattr(reference, "_operand", spy)
+        monkeypatch.setattr(reference, "operand", spy)
         Layer(config=config).run()
         assert alive_at_dz == [config is FP8]
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from sonicmoe.enums import RECIPE_NAMES
 from sonicmoe.quant.recipes import (
     DEEPSEEK_V3,
     MXFP8,
@@ -34,6 +35,10 @@ def test_blocks_print_transpose_and_compare():
 def test_empty_blocks_are_refused(n_rows, n_cols):
     with pytest.raises(ValueError, match=f"at least one row and one column, got {n_rows}x{n_cols}"):
         BlockShape(n_rows, n_cols)
+
+
+def test_the_configuration_knows_every_name() -> None:
+    assert tuple(RECIPES) == RECIPE_NAMES
 
 
 @every_recipe
@@ -181,14 +186,6 @@ def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes
         )
         == recipe
     )
-
-
-def test_row128_up_changes_the_up_projection_alone():
-    recipe, base = RECIPES["row128-up"], RECIPES["iso128"]
-    assert (recipe.x, recipe.w1) == (RECIPES["row128"].x, RECIPES["row128"].w1)
-    same = [name for name in BLOCK_FIELDS if getattr(recipe, name) == getattr(base, name)]
-    assert set(BLOCK_FIELDS) - set(same) == {"x", "w1"}
-    assert not recipe.folds_wgrad and not recipe.shares_weight_buffers
 
 
 def test_a_steady_block_says_so_and_is_turned_with_its_matrix():

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
-from sonicmoe.routing import build as routing_build
-from sonicmoe.routing import validation
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.deepep import check_dispatched_tokens
 from sonicmoe.routing.validation import host_counts_of
@@ -153,9 +151,8 @@ class TestContents:
         # No expert here, in either way of saying it.
         build(np.array([[4, -1], [-1, 4]], np.int64), num_experts=4, validate=True)
 
-    def test_ids_beyond_the_marks_are_said_once(self, caplog, monkeypatch):
+    def test_ids_beyond_the_marks_are_said_once(self, caplog):
         """Of some ids in range and some larger than E; E itself and -1 mean "not here"."""
-        monkeypatch.setattr(validation, "_WARNED", set())
         with caplog.at_level(logging.WARNING, logger="sonicmoe"):
             build(np.array([[0, 4], [-1, 3]], np.int64), num_experts=4, validate=True)
             assert not caplog.records
@@ -313,10 +310,6 @@ class TestPublicFace:
 
 class TestGlobalIds:
     """On a host a batch of ids of the whole model is named once; its output is zeros."""
-
-    @pytest.fixture(autouse=True)
-    def nothing_said(self, monkeypatch):
-        monkeypatch.setattr(routing_build, "_said", set())
 
     def test_ids_of_the_whole_model_are_named_once(self, caplog):
         for _ in range(2):

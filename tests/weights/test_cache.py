@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from node.node_harness import ARRANGEMENTS, Layer, make_problem
+from node.node_harness import FP8 as FP8_CONFIG
 from weights.weight_sources import SOURCES, SWIGLU, expert_modules, per_expert_source, weight_arrays
 
 from sonicmoe.engine.interface import Change, EngineSettings
@@ -145,6 +149,19 @@ class TestCaches:
         found = weights.read(ReferenceEngine(), PLAIN).unannounced
         assert found is (None if announced else Unannounced.WRITE)
         assert weights.read(ReferenceEngine(), PLAIN).unannounced is None
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_node_is_pickled_without_what_it_prepared(arrangement):
+    """After a forward in FP8, whose codes no framework can pickle."""
+    layer = Layer(make_problem(), arrangement=arrangement, config=FP8_CONFIG)
+    expected = numpy(layer.call().out)
+    size = len(pickle.dumps(layer.node))
+    layer.node.drop_caches()
+    assert len(pickle.dumps(layer.node)) == size
+    for duplicate in (pickle.loads(pickle.dumps(layer.node)), copy.deepcopy(layer.node)):
+        layer.node = duplicate
+        assert np.array_equal(numpy(layer.call().out), expected)
 
 
 class TestBackwardsThatAreLate:

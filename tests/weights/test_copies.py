@@ -25,7 +25,7 @@ from sonicmoe.quant import gpu
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.weights.copies import WeightCopies
-from sonicmoe.weights.parameters import FusedParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ISO = replace(FP8, iso_weight=True)

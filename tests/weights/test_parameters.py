@@ -24,7 +24,8 @@ from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
+from sonicmoe.weights.parameters import PerExpertParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["dx256"])

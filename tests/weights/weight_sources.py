@@ -10,7 +10,8 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.gradients.store import GradientStore
 from sonicmoe.layouts import NATIVE
-from sonicmoe.weights.parameters import FusedParameters, PerExpertParameters
+from sonicmoe.weights.parameters import PerExpertParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 SWIGLU = ActivationType.SWIGLU
 

@@ -46,10 +46,10 @@ from kernels.triton_report import compiled  # noqa: E402
 from kernels.triton_report import problems as triton_problems  # noqa: E402
 
 from sonicmoe.architectures import ARCHITECTURES  # noqa: E402
-from sonicmoe.engine.capabilities import TRITON, Workload  # noqa: E402
+from sonicmoe.engine.capabilities import TRITON  # noqa: E402
 from sonicmoe.engine.cold_start import run_jobs  # noqa: E402
 from sonicmoe.engine.compile_plan import warm_up_plan  # noqa: E402
-from sonicmoe.engine.settings import EngineSettings  # noqa: E402
+from sonicmoe.engine.settings import EngineSettings, Workload  # noqa: E402
 from sonicmoe.enums import ActivationType  # noqa: E402
 from sonicmoe.jit.cache import CompileCache  # noqa: E402
 from sonicmoe.jit.cute_kernel import CuteKernel  # noqa: E402

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from sonicmoe.config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, PREFIX, Flag
+from sonicmoe.config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES
+from sonicmoe.flags import PREFIX, Flag
 from sonicmoe.frameworks import RULE
 
 PAGE_WIDTH = 100

@@ -1,0 +1,197 @@
+"""What every engine checks at its border: weights against each other, tokens and gradients against
+them and the routing.
+
+Legend: E experts, H hidden, I intermediate, N1 = 2I (gated) or I.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..enums import ActivationType
+from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
+from ..interop import dtype_name, require_framework_tensor, require_same_device, same_device
+from ..quant.format import BlockScaledTensor
+from ..quant.tokens import is_fp8
+from ..refusals import need_dtype, need_shape
+from ..routing.metadata import RoutingMetadata
+from .activations import pre_activation_width
+from .capabilities import EngineRecord, gradient_problem, token_problem
+from .interface import EngineWeights
+from .settings import EngineSettings
+from .tokens import TOKEN_DTYPES, PendingWgrad, Saved, Tokens, token_format
+
+Tensor = torch.Tensor
+
+
+def check_weights(
+    w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType
+) -> None:
+    """Check native weights and biases against each other.
+
+    Raises:
+        ShapeError: naming the tensor, its shape and the shape needed; or one bias without the
+            other.
+    """
+    need_shape(len(w1.shape) == 3, "w1", w1, "[E, N1, H]")
+    need_shape(len(w2.shape) == 3, "w2", w2, "[E, H, I]")
+    _refuse_transposed(w1, w2, activation)
+    experts, n1, hidden = (int(size) for size in w1.shape)
+    wanted = (experts, hidden, int(w2.shape[2]))
+    expect(
+        tuple(w2.shape) == wanted,
+        ShapeError,
+        f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}",
+    )
+    check_width(n1, wanted[2], activation)
+    expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
+    for name, bias, width in (("b1", b1, n1), ("b2", b2, hidden)):
+        if bias is not None:
+            need_shape(tuple(bias.shape) == (experts, width), name, bias, (experts, width))
+
+
+def check_width(n1: int, inner: int, activation: ActivationType) -> None:
+    """Refuse an up-projection of another width than the activation makes I of.
+
+    Raises:
+        ShapeError: it has one.
+    """
+    width = pre_activation_width(inner, activation)
+    expect(
+        n1 == width,
+        ShapeError,
+        f"w1 has {n1} rows per expert; {activation.value} with I={inner} needs {width}",
+    )
+
+
+def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> None:
+    """Raise where w1, w2 or both fit once their last two axes change places. Else the wrong one of
+    the two might be blamed.
+    """
+    up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
+    turned_up, turned_down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
+    if _fit(up, down, activation):
+        return
+    for first, second, looks in (
+        (turned_up, down, "w1 looks"),
+        (up, turned_down, "w2 looks"),
+        (turned_up, turned_down, "both look"),
+    ):
+        if _fit(first, second, activation):
+            raise ShapeError(
+                f"w1 has shape {up} and w2 {down} with the experts first, and {looks} transposed; "
+                f"needed: [E, N1, H] = {first} and [E, H, I] = {second}"
+            )
+
+
+def _fit(up: tuple[int, ...], down: tuple[int, ...], activation: ActivationType) -> bool:
+    experts, hidden, inner = down
+    return up == (experts, pre_activation_width(inner, activation), hidden)
+
+
+def check_forward(
+    x: Any,
+    routing: RoutingMetadata,
+    weights: EngineWeights,
+    settings: EngineSettings,
+    record: EngineRecord,
+) -> None:
+    """Check tokens and routing at the border of the engine with this record.
+
+    Raises:
+        DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here),
+            or quantised in a form that the engine does not read.
+        ConfigError: `x` is quantised, and the recipe reads it in other blocks, or there is none.
+        ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
+    """
+    # Asked at every forward, so messages are composed for errors only: `expect` would compose them
+    # always.
+    if isinstance(x, BlockScaledTensor):
+        _require_format(record, "x", x, token_problem(record, settings, token_format(x)))
+    else:
+        require_framework_tensor(x, "x")
+        need_dtype("x", x, *TOKEN_DTYPES)
+    wanted = (routing.num_tokens, weights.hidden_size)
+    if tuple(x.shape) != wanted:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}"
+        )
+    if routing.num_experts != weights.num_experts:
+        raise RoutingError(
+            f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}"
+        )
+    if routing.alignment % settings.row_alignment:
+        raise RoutingError(
+            f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
+        )
+    quantised = isinstance(weights.w1, BlockScaledTensor)
+    if quantised != (settings.recipe is not None):
+        raise DTypeError(
+            f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe "
+            f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
+        )
+    w1 = weights.w1.bytes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
+    given = x.codes if isinstance(x, BlockScaledTensor) else x
+    row_token = routing.row_token
+    if not (same_device(given, row_token) and same_device(given, w1)):
+        require_same_device([("x", given), ("routing", row_token), ("weights", w1)])
+
+
+def _require_format(
+    record: EngineRecord, name: str, tokens: BlockScaledTensor, problem: str | None
+) -> None:
+    if problem is not None:
+        kind = DTypeError if token_format(tokens) not in record.tokens else ConfigError
+        raise kind(
+            f"the {record.name.value} engine cannot read {name}: {problem}; "
+            "needed: the values in bfloat16"
+        )
+
+
+def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
+    """Check the gradient of the output at the border of the engine with this record, and return it
+    with contiguous rows.
+
+    Raises:
+        DTypeError: it is FP8 without scales, or quantised in a form that the engine does not read.
+        ConfigError: it is quantised, and the recipe reads it in other blocks, or there is none.
+        ShapeError, DeviceError: its shape is not that of `out`, or it lies elsewhere.
+        RuntimeError: an earlier backward released the activations.
+    """
+    quantised = isinstance(dout, BlockScaledTensor)
+    if not quantised:
+        require_framework_tensor(dout, "dout")
+        if dout.dtype not in TOKEN_DTYPES:
+            without = " without its scales" if is_fp8(dout) else ""
+            others = ", or a dout_source of the node that has them" if is_fp8(dout) else ""
+            raise DTypeError(
+                f"dout is {dtype_name(dout.dtype)}{without}; needed: bfloat16, float16 or float32{others}"
+            )
+    if saved.x is None:
+        raise RuntimeError(
+            "activations of this forward were released by an earlier backward (stage-wise memory)"
+        )
+    wanted = tuple(saved.x.shape)
+    need_shape(tuple(dout.shape) == wanted, "dout", dout, wanted)
+    if not quantised:
+        return dout.detach().contiguous()  # type: ignore[no-any-return]
+    problem = gradient_problem(record, saved.settings, token_format(dout))
+    _require_format(record, "dout", dout, problem)
+    require_same_device(
+        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.row_token)]
+    )
+    return dout
+
+
+def require_operands(pending: PendingWgrad) -> None:
+    """Refuse weight gradients whose operands are gone.
+
+    Raises:
+        RuntimeError: an earlier `backward_dw` released them.
+    """
+    if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
+        raise RuntimeError(
+            "the operands of these weight gradients were released by an earlier backward_dw"
+        )

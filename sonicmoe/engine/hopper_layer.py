@@ -1,0 +1,187 @@
+"""The passes of one Hopper layer, and what their arguments share.
+
+Legend: R padded rows in expert order; other letters as in `interface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..enums import ZCode
+from ..interop import current_stream, device_name, device_of, empty
+from ..quant.format import BlockScaledTensor, Code, Orientation
+from ..quant.gpu import to_scratch
+from ..quant.tokens import anchor_of
+from ..routing.metadata import RoutingMetadata
+from .hopper_passes import (
+    Z_BLOCK,
+    KeptZ,
+    Passes,
+    passes_on,
+    prepared_handle,
+    scratch,
+    token_arguments,
+    z_arguments,
+)
+from .interface import EngineWeights
+from .settings import EngineSettings
+from .tokens import Saved, Tokens, token_dtype
+
+Tensor = torch.Tensor
+
+
+def is_steady(settings: EngineSettings) -> bool:
+    """Whether scales stay along K in the GEMMs that gather: kernels of their own."""
+    return settings.recipe is not None and settings.recipe.x.steady is not None
+
+
+def _folds(settings: EngineSettings) -> bool:
+    """Whether wgrad reads the codes of tokens (`quant.folding`)."""
+    return settings.fp8_wgrad and settings.recipe is not None and settings.recipe.folds_wgrad
+
+
+def _passes_of(anchor: Tensor, settings: EngineSettings) -> Passes:
+    own = settings.activation_parameters
+    of_device = device_name(anchor), settings.activation, own, settings.save_z
+    return passes_on(*of_device, is_steady(settings))
+
+
+@dataclass(frozen=True)
+class DgatedTokens:
+    """What dgated reads of tokens. Where wgrad reads their codes, `x_codes` and `dout_codes` are
+    those that values are quantised into, and `row_scales` `[R, 2]` the largest of their rows, which
+    dgated writes.
+    """
+
+    dout: Tokens
+    x: Tokens | None = None
+    x_codes: BlockScaledTensor | None = None
+    dout_codes: BlockScaledTensor | None = None
+    row_scales: Tensor | None = None
+
+
+class HopperLayer:
+    """The passes of one forward, or of one backward to the tokens, and what their arguments share.
+
+    Holds handles of the routing and the weights, which the caller holds anyway, and no activation:
+    what stage-wise memory frees between two passes is free.
+    """
+
+    def __init__(
+        self, x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+    ) -> None:
+        anchor = anchor_of(x)
+        self._device, self._stream = device_of(anchor), current_stream(anchor)
+        self._passes = _passes_of(anchor, settings)
+        self._prepared = prepared = prepared_handle(self._passes, weights)
+        self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
+        self._routing, self._weights, self._settings = routing, weights, settings
+
+    def empty_z(self) -> KeptZ:
+        """Unwritten `[R, 2I]`."""
+        shape = (self._routing.num_rows, 2 * self._prepared.inner)
+        if self._settings.save_z is ZCode.BF16:
+            return empty(shape, torch.bfloat16, self._device)  # type: ignore[no-any-return]
+        return BlockScaledTensor.empty(shape, Z_BLOCK, self._device, Code.INT8)
+
+    def restored_z(self, x: Tokens, saved: Saved) -> KeptZ:
+        """z as forward stored it, or computed again to the same bits."""
+        if saved.z is None:
+            z = self.empty_z()
+            self.forward(x, z, None)
+            return z
+        return saved.z
+
+    def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None) -> None:
+        """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
+        bytes_of = self.routed.bytes_of
+        size = bytes_of.forward_to_z if out is None else bytes_of.forward
+        self._passes.forward(
+            weights=self._prepared.handle,
+            routing=self.routed.handle,
+            stream=self._stream,
+            multiprocessors=self._settings.gemm_num_sms,
+            activation=self._passes.up_activations[self._settings.activation],
+            **token_arguments("x", x),
+            **z_arguments(z),
+            out=out,
+            scratch=scratch(size, self._device),
+        )
+
+    def dgated_tokens(self, x: Tokens, dout: Tokens) -> DgatedTokens:
+        """With memory for what outlives dgated."""
+        settings, device = self._settings, self._device
+        if not _folds(settings):
+            return DgatedTokens(dout)
+        assert settings.recipe is not None
+        block = settings.recipe.x.extent
+
+        def codes_of(tokens: Tokens) -> BlockScaledTensor | None:
+            if isinstance(tokens, BlockScaledTensor):
+                return None  # they came as codes
+            return BlockScaledTensor.empty(tuple(tokens.shape), block, device)
+
+        row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
+        return DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
+
+    def dgated(self, tokens: DgatedTokens, z: KeptZ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
+        bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
+        """
+        weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self._device
+        in_rows = not self._settings.fp8_wgrad
+        dz_scratch = scratch(bytes_of.dz_scratch, device)
+        has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
+        dout_scratch = None if has_codes else scratch(bytes_of.dout_scratch, device)
+        dprobs = empty((self._routing.num_tokens, self._routing.topk), torch.float32, device)
+        if in_rows:
+            rows, inner = self._routing.num_rows, self._prepared.inner
+            dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
+        else:
+            dz, y1s = scratch(bytes_of.dz, device), scratch(bytes_of.y1s, device)
+        self._passes.dgated(
+            weights=weights,
+            routing=self.routed.handle,
+            stream=self._stream,
+            multiprocessors=self._settings.gemm_num_sms,
+            activation=self._passes.dgated_activations[self._settings.activation],
+            **token_arguments("x", tokens.x, tokens.x_codes),
+            **token_arguments("dout", tokens.dout, tokens.dout_codes),
+            row_scales=tokens.row_scales,
+            **z_arguments(z),
+            dz=None if in_rows else dz,
+            y1s=None if in_rows else y1s,
+            dz_rows=dz if in_rows else None,
+            y1s_rows=y1s if in_rows else None,
+            dprobs=dprobs,
+            dz_scratch=dz_scratch,
+            dout_scratch=dout_scratch,
+        )
+        return dz_scratch, dprobs, dz, y1s
+
+    def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
+        """dx `[T, H]` in `token_dtype` of `x`, from the scratch that `dgated` left."""
+        weights = self._dgrad_order("w1")
+        dx = empty(tuple(x.shape), token_dtype(x), self._device)
+        self._passes.dgrad(
+            weights=weights,
+            routing=self.routed.handle,
+            stream=self._stream,
+            multiprocessors=self._settings.gemm_num_sms,
+            dx=dx,
+            dz_scratch=dz_scratch,
+            scratch=scratch(self.routed.bytes_of.dgrad, self._device),
+        )
+        return dx
+
+    def _dgrad_order(self, name: str) -> Any:
+        """The handle of weights whose contraction over forward's rows is contiguous; under
+        `iso_weight` of one matrix, transposed into a shared scratch, for the next launch only.
+        """
+        held: Any = getattr(self._weights, f"{name}_dgrad")
+        if held.orientation is Orientation.COLUMNS:
+            return self._prepared.handle
+        return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})

@@ -1,0 +1,81 @@
+"""The kernels of each engine, as compile jobs: for a workload, or for some workload where None is
+given, so that a missing compiler can be named. Imports neither a framework nor a compiler.
+"""
+
+from __future__ import annotations
+
+from ..jit.plan import CompileJob
+from ..kernels.cuda_mx import mx_quantize_source
+from ..kernels.mx_gemm import MxShape
+from ..kernels.mx_gemm import all_kernels as mx_kernels
+from ..kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source, wgrad_kernels
+from ..kernels.sm90 import engine_sources
+from ..kernels.triton.variants import ExpertShape, all_variants
+from .settings import EngineSettings, Workload
+
+_SOME = Workload(EngineSettings(), 128, 128)
+
+
+def hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    """Its own kernels serve every model of an activation; unquantised weight gradients run on the
+    BF16 GEMMs.
+    """
+    workload = workload or _SOME
+    settings, recipe = workload.settings, workload.settings.recipe
+    steady = recipe is not None and recipe.x.steady is not None
+    own = settings.activation, settings.activation_parameters
+    jobs: tuple[CompileJob, ...] = (*engine_sources(arch, *own, settings.save_z, steady),)
+    if settings.fp8_wgrad:
+        return jobs
+    return *jobs, expert_rows_source(arch), *wgrad_kernels(_mlp_shape_of(workload, arch))
+
+
+def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    """The GEMMs, and the kernels that count and sum rows."""
+    workload = workload or _SOME
+    shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
+    return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
+
+
+def triton_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    """Everything that it launches."""
+    workload = workload or _SOME
+    sizes = workload.hidden_size, workload.intermediate_size
+    shape = expert_shape(workload.settings, sizes, workload.dtype, workload.bias, arch)
+    return all_variants(shape, recompute_z=workload.settings.recompute_z)
+
+
+def mxfp8_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
+    """Its own GEMMs and quantisers; unquantised weight gradients run on the BF16 GEMMs."""
+    workload = workload or _SOME
+    settings = workload.settings
+    kernels = mx_kernels(mx_shape(settings, arch), fp8_wgrad=settings.fp8_wgrad)
+    jobs: tuple[CompileJob, ...] = (mx_quantize_source(arch), expert_rows_source(arch), *kernels)
+    return jobs if settings.fp8_wgrad else (*jobs, *wgrad_kernels(_mlp_shape_of(workload, arch)))
+
+
+def mlp_shape(
+    settings: EngineSettings, sizes: tuple[int, int], dtype: str, bias: bool, arch: str
+) -> MlpShape:
+    """What the BF16 GEMMs are compiled for; sizes: H and I."""
+    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
+    return MlpShape(*sizes, settings.activation, dtype, bias, own, capped, arch=arch)
+
+
+def expert_shape(
+    settings: EngineSettings, sizes: tuple[int, int], dtype: str, bias: bool, arch: str
+) -> ExpertShape:
+    """What the Triton kernels are compiled for; sizes: H and I."""
+    own = settings.activation_parameters
+    return ExpertShape(*sizes, settings.activation, dtype, bias, own, arch=arch)
+
+
+def mx_shape(settings: EngineSettings, arch: str) -> MxShape:
+    """What the MXFP8 GEMMs are compiled for, whatever the sizes."""
+    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
+    return MxShape(settings.activation, own, capped, arch=arch)
+
+
+def _mlp_shape_of(workload: Workload, arch: str) -> MlpShape:
+    sizes = workload.hidden_size, workload.intermediate_size
+    return mlp_shape(workload.settings, sizes, workload.dtype, workload.bias, arch)

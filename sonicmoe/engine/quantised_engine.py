@@ -1,0 +1,82 @@
+"""The weights of the engines that compute in FP8 on a GPU, `hopper` and `mxfp8`: quantised where the
+user's lie, and kept up to date in place. Their passes are their own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from ..errors import ConfigError
+from ..interop import plain_ops
+from ..layouts import WeightSource
+from ..observe import stage
+from ..quant.gpu import QuantizedWeights
+from .border import check_weights, check_width
+from .capabilities import require
+from .interface import Change, Engine, EngineWeights
+from .settings import EngineSettings, Workload
+
+Tensor = torch.Tensor
+
+
+class QuantisedEngine(Engine):
+    """All that such an engine does with weights."""
+
+    @abstractmethod
+    def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
+        """What keeps the codes of one layer."""
+
+    def refresh(
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None = None,
+        change: Change = Change.YES,
+    ) -> EngineWeights:
+        """Quantise the weights where they lie. `previous` is brought up to date in place: at every
+        call a kernel compares a sample of the weights with checksums, and the next one quantises
+        them where they differ. That also happens at every replay of a CUDA graph.
+
+        Raises:
+            ConfigError: the settings are not this engine's, or there are biases.
+            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
+            in place.
+        """
+        if previous is None:  # else the same settings were checked when it was made
+            self._check_computable(source, settings)
+        store = None if previous is None else previous.store
+        if not isinstance(store, QuantizedWeights):
+            previous, store = None, self._empty_store(settings)
+        with stage("prepare_weights"), plain_ops():
+            store.update(source, force=change is Change.YES)
+            if previous is not None and previous.w1 is store.w1:
+                return previous
+            forward = store.w1, store.w2
+            dgrad = forward if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
+            return EngineWeights(*forward, *dgrad, store=store)
+
+    def keep(self, previous: EngineWeights, change: Change) -> bool:
+        """The comparison on the device that `refresh` launches too."""
+        store = previous.store
+        if not isinstance(store, QuantizedWeights) or previous.w1 is not store.w1:
+            return False
+        with stage("prepare_weights"):
+            return store.keep()
+
+    def prepare_weights(
+        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
+    ) -> EngineWeights:
+        """Quantise native weights."""
+        check_weights(w1, w2, b1, b2, settings.activation)
+        return self.refresh(WeightSource.stacked(w1, w2, b1, b2), settings)
+
+    def _check_computable(self, source: WeightSource, settings: EngineSettings) -> None:
+        sizes, recipe = (source.hidden_size, source.intermediate_size), settings.recipe
+        require(self.record, Workload(settings, *sizes, bias=source.b1 is not None))
+        if settings.iso_weight and recipe and not recipe.shares_weight_buffers:
+            raise ConfigError(
+                f"iso_weight keeps one copy of a weight, and recipe {recipe.name!r} needs two"
+            )
+        check_width(source.n1, source.intermediate_size, settings.activation)

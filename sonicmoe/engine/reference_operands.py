@@ -1,0 +1,169 @@
+"""The operands of the reference engine's products: which values a GEMM reads, after the recipe's
+quantisation and the gather into expert order.
+
+Legend: T tokens, R padded rows in expert order, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ..enums import ZCode
+from ..observe import tap
+from ..quant.folding import with_row_scales
+from ..quant.format import BlockScaledTensor, Code
+from ..quant.recipes import BlockShape, Fp8Recipe
+from ..quant.reference import dequantize, quantize
+from ..quant.tokens import has_row_scales
+from ..routing.metadata import RoutingMetadata
+from .settings import EngineSettings
+from .tokens import Tokens
+
+Tensor = torch.Tensor
+Operand = Tensor | BlockScaledTensor
+# Quantised operands show themselves (`tap`) under the recipe's field, but for those whose values
+# are a stage of their own.
+_STAGE_OF_OPERAND = {"x": "x_fp8", "dout": "dout_fp8", "dz": "dz_fp8"}
+
+
+def token_rows(
+    tokens: Tokens, name: str, routing: RoutingMetadata, settings: EngineSettings
+) -> Tensor:
+    """fp32 `[R, H]` as the GEMMs of x or dout read it (`name` is a field of the recipe): quantised
+    once per token, by the sender or here, and gathered after. Blocks of several rows exist after the
+    gather only; those codes are the operand of wgrad, and show themselves under its name.
+    """
+    if isinstance(tokens, BlockScaledTensor):
+        return gather_rows(dequantize(tap(_STAGE_OF_OPERAND[name], tokens)), routing)
+    recipe = settings.recipe
+    if recipe is None or not recipe.in_expert_order(name):
+        return gather_rows(operand(tokens, name, settings, tokens.dtype), routing)
+    quantised = quantize_operand(gather_rows(tokens, routing), getattr(recipe, name), recipe)
+    return dequantize(tap(f"wgrad_{name}", quantised) if settings.fp8_wgrad else quantised)
+
+
+def operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype) -> Tensor:
+    """fp32 values of a GEMM's A operand after the recipe's quantisation (`name` is a field of the
+    recipe), or rounded to `dtype`.
+    """
+    stage = _STAGE_OF_OPERAND.get(name, name)
+    if settings.recipe is None:
+        return tap(stage, rounded(values, dtype))
+    return dequantize(
+        tap(stage, quantize_operand(values, getattr(settings.recipe, name), settings.recipe))
+    )
+
+
+def _wgrad_operand(
+    values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype
+) -> Tensor:
+    """Like `operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe
+    (`fp8_wgrad=False`).
+    """
+    # Without a recipe `operand` rounds to the dtype of the tokens.
+    return operand(
+        values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype
+    )
+
+
+def wgrad_operands(
+    tokens: tuple[str, Tokens],
+    rows: tuple[str, Tensor],
+    routing: RoutingMetadata,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Both operands of a weight gradient, by name: tokens `[T, H]` gathered (x or dout), and rows
+    `[R, .]` that are in expert order (dz or y1s).
+    """
+    (token_name, given), (row_name, beside) = tokens, rows
+    codes = _codes_to_fold(given, token_name, settings)
+    if codes is not None:
+        return _folded(codes, f"wgrad_{row_name}", beside, routing, settings)
+    # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist after the
+    # gather. Tokens that were quantised for their rows are so quantised again: rounded twice.
+    gathered = gather_rows(values_of(given), routing)
+    return (
+        _wgrad_operand(gathered, f"wgrad_{token_name}", settings, dtype),
+        _wgrad_operand(beside, f"wgrad_{row_name}", settings, dtype),
+    )
+
+
+def _codes_to_fold(tokens: Tokens, name: str, settings: EngineSettings) -> BlockScaledTensor | None:
+    """x or dout as codes whose scale stands with the other operand of wgrad; None where wgrad reads
+    their values. The codes are those that the GEMMs of x and dout have read.
+    """
+    recipe = settings.recipe
+    if recipe is None or not settings.fp8_wgrad:
+        return None
+    if isinstance(tokens, BlockScaledTensor):
+        return tokens if recipe.folds_wgrad or has_row_scales(tokens) else None
+    return quantize_operand(tokens, getattr(recipe, name), recipe) if recipe.folds_wgrad else None
+
+
+def _folded(
+    tokens: BlockScaledTensor,
+    row_name: str,
+    rows: Tensor,
+    routing: RoutingMetadata,
+    settings: EngineSettings,
+) -> tuple[Tensor, Tensor]:
+    """Codes with one scale per row, and `rows` times that scale quantised (`quant.folding`). These
+    operands show themselves as no stage: their values are neither those of the tokens nor those of
+    the rows.
+    """
+    recipe = settings.recipe
+    assert recipe is not None
+    tokens = with_row_scales(tokens)
+    scaled = rows * gather_rows(tokens.scale_inv, routing)
+    codes = gather_rows(tokens.codes.to(torch.float32), routing)
+    return codes, dequantize(quantize_operand(scaled, getattr(recipe, row_name), recipe))
+
+
+def saved_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:
+    """z as kept for backward: 8-bit codes under a recipe, else the dtype of the tokens."""
+    if settings.recipe is None:
+        return z.to(dtype)
+    if settings.save_z is ZCode.BF16:
+        return z.to(torch.bfloat16)
+    code = Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
+    return quantize(z, settings.recipe.z, code, settings.recipe.scale_format)
+
+
+def quantize_operand(values: Tensor, block: BlockShape, recipe: Fp8Recipe) -> BlockScaledTensor:
+    """E4M3 codes in these blocks, with scales in the form of the recipe."""
+    return quantize(values, block, Code.E4M3, recipe.scale_format)
+
+
+def values_of(operand: Operand) -> Tensor:
+    """fp32, decoded where it is quantised."""
+    return (
+        dequantize(operand) if isinstance(operand, BlockScaledTensor) else operand.to(torch.float32)
+    )
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 values that `dtype` can hold."""
+    return values.to(dtype).to(torch.float32)
+
+
+def experts_with_rows(routing: RoutingMetadata) -> Iterator[tuple[int, int, int, int]]:
+    """`(expert, first_row, count, padded_count)` of the experts that have tokens."""
+    for expert, (first, count, padded) in enumerate(routing.expert_slices()):
+        if count:
+            yield expert, first, count, padded
+
+
+def gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
+    """`[T, C]` -> fp32 `[R, C]` in expert order; padding rows are zero."""
+    rows = torch.zeros(
+        (routing.num_rows, int(tokens.shape[1])), dtype=torch.float32, device=tokens.device
+    )
+    tokens = tokens.to(torch.float32)  # before the gather: Paddle's CPU build gathers no fp16
+    for _, first, count, _ in experts_with_rows(routing):
+        index = routing.row_token[first : first + count].to(torch.int64)
+        rows[first : first + count] = tokens.index_select(0, index)
+    return rows

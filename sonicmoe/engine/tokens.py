@@ -1,0 +1,200 @@
+"""Tokens as an engine is handed them, and what it keeps of a forward and of a backward: for the
+backward, and for the weight gradients.
+
+Legend: T tokens, H hidden, I intermediate, N1 = 2I (gated) or I, R padded rows in expert order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RoutingError, expect
+from ..interop import is_cuda
+from ..quant.format import BlockScaledTensor, Code
+from ..quant.recipes import BlockShape
+from ..quant.tokens import has_row_scales
+from ..routing.metadata import RoutingMetadata
+from .settings import EngineSettings, TokenFormat
+
+Tensor = torch.Tensor
+Tokens = Tensor | BlockScaledTensor
+TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def token_format(x: Tokens) -> TokenFormat:
+    """The form in which an engine is handed these tokens."""
+    if not isinstance(x, BlockScaledTensor):
+        return TokenFormat.PLAIN
+    return TokenFormat.E4M3_ROW if has_row_scales(x) else TokenFormat.E4M3_1X128
+
+
+def token_dtype(x: Tokens) -> torch.dtype:
+    """The dtype of out and dx for these tokens: their own, or bfloat16 where they are quantised."""
+    return torch.bfloat16 if isinstance(x, BlockScaledTensor) else x.dtype
+
+
+def plain_tokens(x: Tokens | None) -> Tensor:
+    """The tokens, for an engine whose border lets plain ones pass only."""
+    assert x is not None and not isinstance(x, BlockScaledTensor)
+    return x
+
+
+@dataclass(eq=False)
+class Saved:
+    """The part of one forward that its backward needs. Fields are released (set to None) stage by
+    stage when the settings ask for it.
+
+    x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
+    it is recomputed.
+    """
+
+    settings: EngineSettings
+    routing: RoutingMetadata
+    x: Tokens | None
+    z: BlockScaledTensor | Tensor | None
+
+    def take_z(self) -> BlockScaledTensor | Tensor | None:
+        """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a
+        backward.
+        """
+        z, self.z = self.z, None
+        return z
+
+    def pack(self) -> tuple[list[Tensor], SavedSpec]:
+        """Flatten into tensors (for `save_for_backward`) and everything else."""
+        assert self.x is not None
+        # This order is the format that `SavedSpec.unpack` reads. x comes first, because the Paddle
+        # bridge asks the caller's tensors whether they were freed or written.
+        x_spec: BlockSpec | None = None
+        if isinstance(self.x, BlockScaledTensor):
+            # The codes as the caller gave them, and not as bytes: a view would have another name.
+            tensors = [self.x.codes, self.x.scale_inv]
+            x_spec = BlockSpec(self.x.block, self.x.code)
+        else:
+            tensors = [self.x]
+        tensors += self.routing.tensors()
+        z_spec: BlockSpec | None = None
+        if isinstance(self.z, BlockScaledTensor):
+            tensors += [self.z.bytes, self.z.scale_inv]
+            z_spec = BlockSpec(self.z.block, self.z.code)
+        elif self.z is not None:
+            tensors.append(self.z)
+        return tensors, SavedSpec(self.settings, self.routing, x_spec, z_spec)
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Static half of a block-scaled tensor."""
+
+    block: BlockShape
+    code: Code
+
+
+@dataclass(frozen=True, eq=False)
+class SavedSpec:
+    """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees
+    every byte.
+    """
+
+    settings: EngineSettings
+    sizes: tuple[int, ...]
+    host_counts: tuple[int, ...] | None
+    x: BlockSpec | None
+    z: BlockSpec | None
+    routing_checksum: int | None
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        routing: RoutingMetadata,
+        x: BlockSpec | None,
+        z: BlockSpec | None,
+    ) -> None:
+        """Keep the routing's numbers, drop its tensors."""
+        # The class is frozen, so its fields are set past `__setattr__`.
+        self.__dict__.update(
+            settings=settings,
+            sizes=routing.sizes,
+            host_counts=routing.host_counts,
+            x=x,
+            z=z,
+            routing_checksum=routing_checksum(routing),
+        )
+
+    @property
+    def given(self) -> int:
+        """How many of the tensors, counted from the first, came from the caller: x, or its codes
+        and scales.
+        """
+        return 1 if self.x is None else 2
+
+    def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
+        """Inverse of `Saved.pack`."""
+        n_routing = len(RoutingMetadata.TENSOR_FIELDS)
+        given, tensors = tensors[: self.given], tensors[self.given :]
+        routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
+        fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
+        routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
+        # Under activation recompute the tensors come from a second forward and the spec from the
+        # first.
+        _check_same_routing(routing, self.routing_checksum)
+        x: Tokens = given[0]
+        if self.x is not None:
+            x = BlockScaledTensor(given[0], given[1], self.x.block, self.x.code)
+        z: BlockScaledTensor | Tensor | None = None
+        if self.z is not None:
+            z = BlockScaledTensor.from_bytes(rest[0], rest[1], self.z.block, self.z.code)
+        elif rest:
+            z = rest[0]
+        return Saved(self.settings, routing, x, z)
+
+
+def routing_checksum(routing: RoutingMetadata) -> int | None:
+    """A checksum of which row serves which slot; None on a GPU, where reading it would wait, but
+    for routing that was validated.
+    """
+    if is_cuda(routing.slot_row) and routing.host_counts is None:
+        return None
+    size = routing.num_tokens * routing.topk
+    # Weighted by position: two slots that exchange their rows leave a plain sum as it was.
+    position = torch.arange(1, size + 1, dtype=torch.int64, device=routing.slot_row.device)
+    return int((routing.slot_row.reshape([size]) * position).sum())
+
+
+def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
+    """Activation recompute rebuilds the tensors but not the host counts and the checksum: where
+    they disagree, routing changed.
+    """
+    if checksum is None or routing.host_counts is None:
+        return
+    # Counts alone are not enough: another choice of tokens may have the same counts.
+    rebuilt = tuple(int(count) for count in routing.expert_counts.tolist())
+    expect(
+        rebuilt == routing.host_counts and routing_checksum(routing) == checksum,
+        RoutingError,
+        f"routing differs between forward and recompute: tokens per expert were {list(routing.host_counts)}, are now {list(rebuilt)}"
+        f"{' (other tokens)' if rebuilt == routing.host_counts else ''}; make the router deterministic, or recompute without it",
+    )
+
+
+@dataclass(eq=False)
+class PendingWgrad:
+    """Operands of the weight gradients, held between `backward_dx` and `backward_dw`.
+
+    Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]`
+    (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
+    shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
+    of the routing.
+    """
+
+    settings: EngineSettings
+    routing: RoutingMetadata
+    x: Tokens | None
+    dout: Tokens | None
+    dz: Any  # a tensor or a block-scaled one, the engine's own affair
+    y1s: Any
+    shares_gpu: bool = False
+    native: Any = None

@@ -1,0 +1,210 @@
+"""Stacked parameters: one tensor of all experts for each projection, in one of two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..engine.activations import pre_activation_width
+from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
+from ..engine.targets import WeightTarget
+from ..enums import ActivationType, is_glu
+from ..errors import ShapeError, expect
+from ..interop import require_framework_tensor
+from ..layouts import NATIVE, WeightLayout, WeightSource
+from .parameters import ExpertParameters, check_parameter, check_up
+
+Tensor = torch.Tensor
+
+_FUSED = (WeightLayout(transposed=True), WeightLayout(transposed=True, split_half=True))
+
+
+class StackedParameters(ExpertParameters):
+    """Two stacked parameters in one of two layouts: `[E, H, 2I]` (split-half, gate first) and
+    `[E, I, H]`, or native, `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`.
+
+    `main_grad` may have the other layout than its weight, each of the two by itself. Its shape
+    tells which. Where both layouts give one shape (H = 2I for the first weight, H = I for the
+    second), it is the layout of the weight.
+    """
+
+    def name_of(self, index: int) -> str:
+        return f"weight{index + 1}"
+
+    def other_layout(self) -> WeightLayout:
+        """That of the two in which the weights are not."""
+        return NATIVE if self.layout.transposed else _FUSED[is_glu(self.activation)]
+
+    def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
+        """The layouts of the gradient of the weight at this place, in the order in which they are
+        tried; memory that is made for it has the first.
+        """
+        return self.layout, self.other_layout()
+
+    def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
+        """Of the first or of the second weight."""
+        experts, rows, columns = self.native_shapes()[index]
+        return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
+
+    def gradient_layout(self, index: int, memory: Tensor | None) -> WeightLayout:
+        """How the gradient of the first or the second weight lies in `memory`; the first of
+        `preferred` where there is none. Memory of another shape is refused by those who add there.
+        """
+        layouts = self.preferred(index)
+        if memory is None:
+            return layouts[0]
+        shape = tuple(memory.shape)
+        for layout in layouts:
+            if self.shape_in(layout, index) == shape:
+                return layout
+        return self.layout
+
+    def fresh_shape(self, index: int, parameter: Tensor) -> tuple[int, ...]:
+        return self.shape_in(self.preferred(index)[0], index)
+
+    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
+        return all(self._destined(*place) == self.layout for place in enumerate(parameters))
+
+    def _destined(self, index: int, parameter: Tensor) -> WeightLayout:
+        """The layout in which the gradient leaves; autograd and `.grad` want the parameter's."""
+        if not hasattr(parameter, "main_grad"):
+            return self.layout
+        return self.gradient_layout(index, parameter.main_grad)
+
+    def user_gradients(
+        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The two stacked gradients."""
+        weight1, weight2 = parameters or self.parameters()
+        layout1, layout2 = (self._destined(i, w) for i, w in enumerate((weight1, weight2)))
+        # The map of the native layout returns its argument, and the accumulators go on.
+        dw1, dw2 = native.dw1, native.dw2
+        yield weight1, layout1.user_w1(dw1) if layout1.transposed else dw1.clone(), dw1
+        yield weight2, layout2.user_w2(dw2) if layout2.transposed else dw2.clone(), dw2
+
+    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+        """Two stacked tensors, each in its own layout."""
+        experts = self.native_shapes()[0][0]
+        up, down = (
+            WeightTarget.stacked(tensor, experts, self.gradient_layout(index, tensor))
+            for index, tensor in enumerate(memory)
+        )
+        return ParameterTargets(up, down)
+
+    def fresh_targets(self, memory: Sequence[Tensor | None]) -> FreshTargets:
+        """In the layout of the weights, also where a `main_grad` of that shape might have the
+        other one.
+        """
+        experts = self.native_shapes()[0][0]
+        up, down = (WeightTarget.stacked(tensor, experts, self.layout) for tensor in memory)
+        return FreshTargets(up, down)
+
+
+StackedWeight = Tensor | tuple[Any, str]
+Shape = tuple[int, ...]
+
+
+def _sizes(weight: Tensor) -> Shape:
+    return tuple(int(size) for size in weight.shape)
+
+
+def _turned(shape: Shape) -> Shape:
+    return (shape[0], shape[2], shape[1])
+
+
+def _current(weight: StackedWeight) -> Tensor:
+    # A name, and no function that returns the parameter: a copy of the function would go on reading
+    # the module that was copied.
+    return getattr(*weight) if isinstance(weight, tuple) else weight  # type: ignore[no-any-return]
+
+
+class FusedParameters(StackedParameters):
+    """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
+    H]`; or, with the native layout, `weight1 [E, 2I, H]` (gate and up rows in turns) and `weight2
+    [E, H, I]`.
+
+    Each is a parameter, or `(module, name)` of one, which is then looked up in every call: for
+    modules that may get another parameter (`load_state_dict(assign=True)`).
+    """
+
+    def __init__(
+        self,
+        weight1: StackedWeight,
+        weight2: StackedWeight,
+        activation: ActivationType,
+        layout: WeightLayout | None = None,
+    ) -> None:
+        """Check the pair against each other; `layout`: None or the native one."""
+        super().__init__(activation)
+        self.layout = layout or self.layout
+        self._given = (weight1, weight2)
+        self._weights = self._checked(*map(_current, self._given))
+        # Of the first weights, and therefore of all: `parameters` refuses other sizes. Every backward
+        # asks several times.
+        up, down = map(_sizes, self._weights)
+        if self.layout.transposed:
+            up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
+        self._native_shapes = up, down
+
+    def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = ("[E, H, 2I]", "[E, I, H]")
+        if not self.layout.transposed:
+            first, second = ("[E, 2I, H]", "[E, H, I]")
+        for name, weight, legend in (("weight1", weight1, first), ("weight2", weight2, second)):
+            require_framework_tensor(weight, name)
+            expect(
+                len(weight.shape) == 3,
+                ShapeError,
+                f"{name} has shape {tuple(weight.shape)}; needed: {legend}",
+            )
+        up, down = shapes = _sizes(weight1), _sizes(weight2)
+        if shapes != (wanted := self._wanted_beside(up, down)):
+            turned = _turned(up), _turned(down)
+            if turned == self._wanted_beside(*turned):
+                other = "from_native" if self.layout.transposed else "from_fused"
+                raise ShapeError(
+                    f"weight1 has shape {up} and weight2 {down}, and both look transposed; needed: {first} and {second}, "
+                    f"or {other} where gate and up are arranged as it says"
+                )
+            # Else the wrong one of the two might be blamed.
+            halves = (turned[0], down), (up, turned[1])
+            wanted = next((pair for pair in halves if pair == self._wanted_beside(*pair)), wanted)
+        check_up(weight1, "weight1", wanted[0], first, self.activation)
+        check_parameter(weight2, "weight2", wanted[1], second)
+        return weight1, weight2
+
+    def _wanted_beside(self, up: Shape, down: Shape) -> tuple[Shape, Shape]:
+        """What both shapes must be, with E and H of the first and I of the second."""
+        transposed, experts = self.layout.transposed, up[0]
+        hidden, inner = (up[1], down[1]) if transposed else (up[2], down[2])
+        width = pre_activation_width(inner, self.activation)
+        pair = (experts, width, hidden), (experts, hidden, inner)
+        return (_turned(pair[0]), _turned(pair[1])) if transposed else pair
+
+    def parameters(self) -> list[Tensor]:
+        """`[weight1, weight2]`, as they are now. New ones are checked as the first ones were.
+
+        Raises:
+            ShapeError: their sizes are not those of the first ones.
+        """
+        weight1, weight2 = map(_current, self._given)
+        held1, held2 = self._weights
+        if weight1 is not held1 or weight2 is not held2:
+            shapes = [tuple(weight.shape) for weight in self._weights]
+            found = [tuple(weight.shape) for weight in self._checked(weight1, weight2)]
+            expect(
+                found == shapes,
+                ShapeError,
+                f"weight1 and weight2 have shapes {found} by now; the node was made for {shapes}",
+            )
+            self._weights = weight1, weight2
+        return list(self._weights)
+
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        return self._native_shapes  # type: ignore[return-value]
+
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        """Views of each expert's matrices."""
+        return WeightSource.stacked(*self._weights, layout=self.layout)
