@@ -90,16 +90,18 @@ def ranges_on(factory: RangeFactory) -> Iterator[None]:
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener, *, alone: bool = False) -> Iterator[None]:
     """Inside the block `tap(name, value)` returns `listener(name, value)`; process-wide. Listeners
-    chain, the outermost first.
+    chain, the outermost first; `alone`: those around the block hear nothing of it.
     """
     global _listener
     before = _listener
     _listener = (
         # The listener that was there first stays nearest to the engine, and the new one sees what
         # it returns.
-        listener if before is None else lambda name, value: listener(name, before(name, value))
+        listener
+        if before is None or alone
+        else lambda name, value: listener(name, before(name, value))
     )
     try:
         yield

@@ -27,7 +27,7 @@ ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUT
     help="Engine to examine.  [default: the one that ran the step]",
 )
 @click.option("--against", type=click.Choice(["golden", *ENGINES]), default="golden", show_default=True,
-              help="fp64 and each stage's own arithmetic, or another engine's stages.")  # fmt: skip
+              help="fp64 and what the reference engine makes of each stage, or another engine's stages.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
               help="Run it quantised, or not, whatever it was.")  # fmt: skip
 @framework_option("Runs the engines; not given: that which wrote DUMP, if it is installed.")

@@ -1,23 +1,24 @@
 """Which stage of a step goes wrong first, and at which expert, row and token.
 
 A stage is wrong where it holds a NaN or an infinity, or where it is further than rounding can take
-it from its own arithmetic on its own inputs (or from another engine's stage). Stages are judged in
-the order in which they run, so the first wrong one is the cause. Cosine and RMSE in the statistics
-are against fp64 from the inputs of the step (or against the other engine).
+it from what the reference engine makes of the same inputs (or from another engine's stage). Stages
+are judged in the order in which they run, so the first wrong one is the cause. Cosine and RMSE in
+the statistics are against fp64 from the inputs of the step (or against the other engine).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ..engine.reference import ReferenceEngine
+from ..enums import is_glu
 from .callers import GRADIENT, Located
-from .golden_stages import RowLayout
-from .stage_arithmetic import StageArithmetic
+from .golden_stages import RowLayout, user_layout
 from .stage_runner import GOLDEN, StageRun, engine_named, golden_run, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import Array, StepDump
@@ -32,22 +33,9 @@ BIAS_STAGES = ("b1", "db1", *DOWN_BIASES)
 # The order in which stages run. The first faulty name in this order is the cause, so a stage must
 # come after all its inputs.
 FORWARD = (
-    "x",
-    "w1",
-    "w2",
-    "b1",
-    "b2",
-    "probs",
-    "routing",
-    "w1_fp8",
-    "w2_fp8",
-    "x_fp8",
-    "z",
-    "z_saved",
-    "y1",
-    "y2",
-    "out",
-)
+    "x", "w1", "w2", "b1", "b2", "probs", "routing",
+    "w1_fp8", "w2_fp8", "x_fp8", "z", "z_saved", "y1", "y2", "out",
+)  # fmt: skip
 BACKWARD_DX = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx")
 BACKWARD_DW = ("wgrad_dout", "wgrad_y1s", "dw2", "db2", "wgrad_x", "wgrad_dz", "dw1", "db1")
 BACKWARD = (*BACKWARD_DX, *BACKWARD_DW, "flush")
@@ -58,7 +46,7 @@ PADDING = "padding"
 READ_PADDING = ("y1", "dz", "y1s", "dz_fp8", *WGRAD_OPERANDS)
 
 # Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left
-# between a stage and its own arithmetic, or between two engines, is rounding: 3 % where one side is
+# between a stage and the reference engine's, or between two engines, is rounding: 3 % where one side is
 # quantised and the other is not, 0.4 % of bf16.
 FP8_BARS, PLAIN_BARS = (0.05, 0.15), (0.02, 0.08)
 # Rows far smaller than the others are measured against this share of the typical norm: their blocks
@@ -154,23 +142,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; numbers that are not finite become None."""
-        stats = {name: _plain(asdict(one)) for name, one in self.stats.items()}
-        fault = None if self.fault is None else _plain(asdict(self.fault))
-        listed = {
-            "missing": list(self.missing),
-            "wrong": list(self.wrong),
-            "padding": list(self.padding),
-            "error": self.error,
-        }
-        return {
-            "step": self.step,
-            "layer": self.layer,
-            "engine": self.engine,
-            "against": self.against,
-            "fault": fault,
-            **listed,
-            "stages": stats,
-        }
+        found = asdict(self)
+        found["stages"] = found.pop("stats")
+        plain: dict[str, Any] = _plain(found)
+        return plain
 
 
 def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cpu") -> Report:
@@ -189,103 +164,107 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
     # plain loop and not from the routing kernels, which may be what is wrong.
     layout = RowLayout.of(step, step.settings.alignment)
     run = run_stages(step, engine_named(engine, device), device)
-    if against == GOLDEN:
-        expected = golden_run(step, layout)
-    else:
-        expected = run_stages(step, engine_named(against, device), device)
-        expected.routing = (
-            layout.fields
-        )  # both engines share the builder: only the contract can judge it
-    return judge(step, run, expected, layout)
-
-
-def judge(step: StepDump, run: StageRun, expected: StageRun, layout: RowLayout) -> Report:
-    """Statistics of every stage of `run`, and the first that is wrong."""
-    judged = _Judge(step, expected, layout)
-    stages = stages_of(step)
-    # Engines show what they have. A stage of another shape is in a form of the engine's own and
-    # counts as not shown.
-    shown = {name: judged.fitting(name, run.stages[name]) for name in stages if name in run.stages}
-    values = {name: value for name, value in shown.items() if value is not None}
-    missing = [name for name in stages if name != "routing" and name not in values]
-    # Against fp64 from the inputs of the step, one wrong stage makes all later ones wrong. Each
-    # stage is therefore measured against its own arithmetic on the values that the engine itself
-    # fed into it; the golden serves the statistics. Another engine has no such arithmetic to ask,
-    # so both runs are compared stage by stage.
-    if expected.engine == GOLDEN:
-        judged.use_arithmetic({name: value.values for name, value in values.items()})
-    stats: dict[str, StageStats] = {}
-    faults: list[Fault] = []
-    for name in stages:
-        if name == "routing":
-            faults += judged.routing(run.routing) if run.routing else []
-        elif name in values:
-            stats[name], found = judged.stage(name, values[name])
-            faults += found
-    harmless: tuple[str, ...] = ()
-    # NaN in padding rows is a fault only if it went further: engines that read no padding need not
-    # clear it. Where it went no further, no fault of another kind is found.
-    if all(fault.kind == PADDING for fault in faults):
-        harmless, faults = (
-            tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults),
-            [],
-        )
-    wrong = tuple(dict.fromkeys(fault.stage for fault in faults))
-    return Report(
-        step.name,
-        run.engine,
-        expected.engine,
-        stats,
-        faults[0] if faults else None,
-        tuple(missing),
-        wrong,
-        run.error,
-        harmless,
-        "" if step.caller is None else step.caller.layer,
+    golden = against == GOLDEN
+    expected = (
+        golden_run(step, layout)
+        if golden
+        else run_stages(step, engine_named(against, device), device)
     )
+    judged = _Judge(step, expected.stages, layout)
+    values = judged.comparable(run)
+    if not golden:
+        return judged.report(run, values, against)
+    # Against fp64 from the inputs of the step, one wrong stage makes all later ones wrong. So the
+    # reference engine runs with the values of this run forced in, and every stage is measured
+    # against what it makes of them. The golden serves the statistics.
+    forced = run_stages(step, ReferenceEngine(), device, forced=judged.forced(values))
+    judged.standards = {name: value.values for name, value in forced.stages.items()}
+    if "flush" in judged.standards:
+        # The store flushes for both runs, so the layout of a user's gradients is the golden's.
+        dw1, dw2 = ((values if n in values else forced.stages)[n].values for n in ("dw1", "dw2"))
+        gated = is_glu(step.settings.activation_type)
+        judged.standards["flush"] = user_layout(dw1, dw2, gated)
+    if forced.error is not None and run.error is None:
+        run.error = f"the stages behind it are not judged: the reference engine: {forced.error}"
+    return judged.report(run, values, against)
 
 
 class _Judge:
-    """Compares the stages of one run with those expected, and translates indices into places."""
+    """Compares the stages of one run with those expected, and translates indices into places.
 
-    def __init__(self, step: StepDump, expected: StageRun, layout: RowLayout) -> None:
-        self._step, self._expected, self._layout = step, expected, layout
-        self._arithmetic: StageArithmetic | None = None
+    standards: what the deviation of a stage is measured from, by stage.
+    """
+
+    def __init__(
+        self, step: StepDump, expected: Mapping[str, StageValue], layout: RowLayout
+    ) -> None:
+        self._step, self._layout = step, layout
+        self._expected = {name: value.values for name, value in expected.items()}
+        self.standards: dict[str, Array] = self._expected
         self._stage_bar, self._row_bar = PLAIN_BARS if step.settings.recipe is None else FP8_BARS
 
-    def use_arithmetic(self, values: dict[str, Array]) -> None:
-        """Judge deviations by the stages' own arithmetic from here on."""
-        self._arithmetic = StageArithmetic(self._step, self._layout, values)
-
-    def fitting(self, name: str, value: StageValue) -> StageValue | None:
-        """The value, cut to the rows the contract names where an engine sized them for the worst
-        case; None if it has another shape.
+    def comparable(self, run: StageRun) -> dict[str, StageValue]:
+        """The stages of a run in the shapes of the golden. Engines show what they have: a stage of
+        another shape is in a form of the engine's own, and counts as not shown.
         """
-        rows = len(self._layout.row_expert)
+        shown = {name: run.stages[name] for name in stages_of(self._step) if name in run.stages}
         # Engines that do not wait for counts size row tensors for the worst case. The rows behind
         # the contract's last one belong to nobody.
-        if name in ROW_STAGES and len(value.values) > rows:
-            value = StageValue(
-                value.values[:rows],
-                None if value.codes is None else value.codes[:rows],
-                value.block,
-                value.largest_code,
-            )
-        wanted = self._wanted(name)
-        return value if wanted is None or wanted.shape == value.values.shape else None
+        rows = len(self._layout.row_expert)
+        cut = {
+            name: value.head(rows) if name in ROW_STAGES else value for name, value in shown.items()
+        }
+        return {
+            name: value
+            for name, value in cut.items()
+            if name not in self._expected or self._expected[name].shape == value.values.shape
+        }
 
-    def _wanted(self, name: str) -> Array | None:
-        expected = self._expected.stages.get(name)
-        return None if expected is None else expected.values
+    def forced(self, values: Mapping[str, StageValue]) -> dict[str, Array]:
+        """What the reference engine is to go on with: all but the inputs, which it has itself."""
+        padding = ~self._layout.real[:, None]
+        return {
+            name: np.where(padding & ~np.isfinite(value.values), 0, value.values)
+            if name in ROW_STAGES
+            else value.values
+            for name, value in values.items()
+            if name not in INPUTS
+        }
 
-    def _standard(self, name: str) -> Array | None:
-        """The values that a stage's deviation is measured from."""
-        return self._wanted(name) if self._arithmetic is None else self._arithmetic.expected(name)
+    def report(self, run: StageRun, values: Mapping[str, StageValue], against: str) -> Report:
+        """Statistics of every stage of `run`, and the first that is wrong."""
+        stages = stages_of(self._step)
+        stats: dict[str, StageStats] = {}
+        faults: list[Fault] = []
+        for name in stages:
+            if name == "routing":
+                faults += self._routing(run.routing)
+            elif name in values:
+                stats[name], found = self._stage(name, values[name])
+                faults += found
+        harmless: tuple[str, ...] = ()
+        # NaN in padding rows is a fault only if it went further: engines that read no padding need
+        # not clear it. Where it went no further, no fault of another kind is found.
+        if all(fault.kind == PADDING for fault in faults):
+            harmless = tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults)
+            faults = []
+        return Report(
+            self._step.name,
+            run.engine,
+            against,
+            stats,
+            faults[0] if faults else None,
+            tuple(name for name in stages if name != "routing" and name not in values),
+            tuple(dict.fromkeys(fault.stage for fault in faults)),
+            run.error,
+            harmless,
+            "" if self._step.caller is None else self._step.caller.layer,
+        )
 
-    def stage(self, name: str, value: StageValue) -> tuple[StageStats, list[Fault]]:
+    def _stage(self, name: str, value: StageValue) -> tuple[StageStats, list[Fault]]:
         """Statistics, and at most one fault."""
         mask = self._layout.real if name in ROW_STAGES else None
-        wanted = self._wanted(name)
+        wanted = self._expected.get(name)
         if name == "probs":  # those of invalid slots are never read
             # The caller may leave anything at invalid slots, also NaN. It must neither be reported
             # nor spoil the statistics.
@@ -310,7 +289,7 @@ class _Judge:
             index = (int(np.flatnonzero(~self._layout.real)[position[0]]), int(position[1]))
             yield self._fault(name, PADDING, index, f"{value.values[index]} in a padding row")
         # Inputs are given and have nothing to be measured against.
-        elif name not in INPUTS and (standard := self._standard(name)) is not None:
+        elif name not in INPUTS and (standard := self.standards.get(name)) is not None:
             yield from self._deviations(name, value, standard)
 
     def _deviations(self, name: str, value: StageValue, standard: Array) -> Iterator[Fault]:
@@ -349,32 +328,23 @@ class _Judge:
             place = Place(index, expert=place.expert)
         return Fault(name, kind, place, what, caller)
 
-    def routing(self, found: dict[str, Array]) -> list[Fault]:
-        """The first tensor that breaks the routing contract, at its first wrong element."""
+    def _routing(self, found: dict[str, Array]) -> list[Fault]:
+        """The first tensor that breaks the routing contract, at its first wrong element. All engines
+        share the builder, so only the contract can judge it.
+        """
         for name, built in found.items():
-            wanted = self._expected.routing[name]
+            wanted = self._layout.fields[name]
             array = built[: len(wanted)]  # rows beyond the contract's are padding by definition
-            off = (
-                # Compared in the dtype of the builder: fp32 probabilities against fp64 ones would
-                # differ by rounding.
-                array != wanted.astype(array.dtype)
-                if array.shape == wanted.shape
-                else np.ones(1, dtype=bool)
-            )
-            if not off.any():
-                continue
             if array.shape != wanted.shape:
-                return [
-                    Fault(
-                        "routing",
-                        "routing",
-                        Place(()),
-                        f"{name} has shape {array.shape}; the contract says {wanted.shape}",
-                    )
-                ]
-            index = tuple(int(axis) for axis in np.argwhere(off)[0])
-            what = f"{name} is {array[index]}; the contract says {wanted[index]} ({int(off.sum())} of {off.size} differ)"
-            return [Fault("routing", "routing", self._routing_place(name, index), what)]
+                what = f"{name} has shape {array.shape}; the contract says {wanted.shape}"
+                return [Fault("routing", "routing", Place(()), what)]
+            # Compared in the dtype of the builder: fp32 probabilities against fp64 ones would
+            # differ by rounding.
+            off = array != wanted.astype(array.dtype)
+            if off.any():
+                index = _first(off)
+                what = f"{name} is {array[index]}; the contract says {wanted[index]} ({int(off.sum())} of {off.size} differ)"
+                return [Fault("routing", "routing", self._routing_place(name, index), what)]
         return []
 
     def _routing_place(self, name: str, index: tuple[int, ...]) -> Place:
@@ -406,6 +376,10 @@ class _Judge:
     def _experts_of(self, token: int) -> tuple[int, ...]:
         ids = self._step.indices[token]
         return tuple(int(one) for one in ids if 0 <= one < self._step.num_experts)
+
+
+def _first(true: Array) -> tuple[int, ...]:
+    return tuple(int(axis) for axis in np.argwhere(true)[0])
 
 
 def _weight_place(name: str, index: tuple[int, ...]) -> Place:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuff
 from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
 from ..gradients.store import GradientStore
-from ..interop import IS_PADDLE, plain_ops
+from ..interop import IS_PADDLE, device_name, plain_ops
 from ..observe import listening, tap
-from ..quant.format import BlockScaledTensor, Orientation
+from ..quant.format import BlockScaledTensor, Code, Orientation
+from ..quant.recipes import BlockShape
 from ..quant.reference import dequantize
 from ..quant.tokens import tokens_of
 from ..routing.build import build_routing
@@ -35,21 +36,19 @@ GOLDEN = "golden"
 class StageRun:
     """Stage tensors of one run by name, routing tensors apart.
 
-    unread: the types of values that were shown and that no reader here understands, by stage.
     error: the exception that ended the run early, None where none did.
     """
 
     engine: str
     stages: dict[str, StageValue] = field(default_factory=dict)
     routing: dict[str, Array] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
     error: str | None = None
 
 
 def golden_run(step: StepDump, layout: RowLayout) -> StageRun:
     """The step in fp64."""
     values = {name: StageValue(array) for name, array in golden_stages(step, layout).items()}
-    return StageRun(GOLDEN, values, layout.fields)
+    return StageRun(GOLDEN, values)
 
 
 def engine_named(name: str, device: str) -> Engine:
@@ -77,8 +76,6 @@ class Recorder:
             self.run.routing = {
                 field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS
             }
-        elif isinstance(value, Tensor):
-            self.run.stages[name] = StageValue(to_numpy(value))
         elif isinstance(value, BlockScaledTensor):
             # Statistics of code use are about logical rows, so token-major codes are turned round.
             codes = to_numpy(value.codes.to(torch.float32))
@@ -87,7 +84,7 @@ class Recorder:
                 to_numpy(dequantize(value)), codes, value.block, value.code.max
             )
         else:
-            self.run.unread[name] = type(value).__name__
+            self.run.stages[name] = StageValue(to_numpy(value))
         return value
 
     def at_seam(self, name: str, value: Any) -> None:
@@ -96,16 +93,53 @@ class Recorder:
             tap(name, value)
 
 
-def run_stages(step: StepDump, engine: Engine, device: str) -> StageRun:
+class ForcingRecorder(Recorder):
+    """A recorder that goes on with the values of another run. So every stage that it keeps is
+    computed from the inputs which that run had for it.
+    """
+
+    def __init__(self, engine: str, values: Mapping[str, Array]) -> None:
+        super().__init__(engine)
+        self._values = values
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Keep `value`, return the other run's, where it has shown the stage."""
+        super().__call__(name, value)
+        values = self._values.get(name)
+        return value if values is None else _in_place_of(value, values)
+
+
+def _in_place_of(value: Any, values: Array) -> Any:
+    """`values` as a tensor of the type of `value`."""
+    if not isinstance(value, BlockScaledTensor):
+        return _tensor(values, device_name(value)).to(value.dtype)
+    # Every value is the scale of a code 1 in a block of its own, and so stays as it is. Quantising
+    # it once more could move it.
+    scales = _tensor(values, device_name(value.scale_inv))
+    codes = torch.ones_like(scales).to(Code.E4M3.dtype)
+    return BlockScaledTensor(codes, scales, BlockShape(1, 1), Code.E4M3)
+
+
+def run_stages(
+    step: StepDump,
+    engine: Engine,
+    device: str,
+    *,
+    forced: Mapping[str, Array] | None = None,
+) -> StageRun:
     """Routing, weights, forward, backward and flush of a step. Stages come from the engine's taps;
     for a stage that it does not tap, the returned value stands in.
 
     An engine that raises ends its run: `error` says how, and the stages before it stay.
+
+    Args:
+        forced: values by stage that the engine goes on with instead of its own. Nobody else listens
+            to such a run: a listener may have changed the run that the values are from.
     """
-    recorder = Recorder(engine.name)
+    recorder = Recorder(engine.name) if forced is None else ForcingRecorder(engine.name, forced)
     try:
         # The listener is process-wide, so no other engine may run meanwhile.
-        with plain_ops(), listening(recorder):
+        with plain_ops(), listening(recorder, alone=forced is not None):
             _run(step, engine, device, recorder.at_seam)
     except Exception as error:
         recorder.run.error = f"{type(error).__name__}: {' '.join(str(error).split())}"

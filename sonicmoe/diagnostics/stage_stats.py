@@ -27,6 +27,11 @@ class StageValue:
     block: BlockShape | None = None
     largest_code: float = 0.0
 
+    def head(self, rows: int) -> StageValue:
+        """The first rows."""
+        codes = None if self.codes is None else self.codes[:rows]
+        return StageValue(self.values[:rows], codes, self.block, self.largest_code)
+
 
 @dataclass(frozen=True)
 class StageStats:

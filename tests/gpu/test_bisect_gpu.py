@@ -1,5 +1,5 @@
-"""`bisect` on a GPU: every engine's stages are what their own arithmetic says, and those of the
-reference engine.
+"""`bisect` on a GPU: every engine's stages are what the reference engine makes of their inputs, and
+what it makes of the step.
 """
 
 from __future__ import annotations
